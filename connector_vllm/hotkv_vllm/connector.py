@@ -208,9 +208,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda self: self._worker.sparse.lost_broke(), last=frozenset())
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the id of the first block of each resident request whose blocks in host memory
-        were lost, so that vLLM computes these requests anew. Does not report failed loads, because
-        `get_transfer_results` does."""
+        """Returns the id of the first block of each resident request (a request whose old blocks
+        are only in host memory) that has lost such blocks. vLLM then computes these requests anew.
+        Does not report failed loads, because `get_transfer_results` does."""
         return self._worker.sparse.take_lost()
 
     @hook(nothing)

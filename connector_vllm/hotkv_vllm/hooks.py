@@ -218,8 +218,8 @@ def hook(
     otherwise: the fallback. If the hook raises, it is called with the object and the hook's
         arguments, and its result is the answer.
     last: the answer if the fallback raises too.
-    is_part: True if the method is only called by a hook. It is not timed by itself. If it raises,
-        the rest of the hook still runs.
+    is_part: True if a hook calls the method, and vLLM does not. It is not timed by itself. If it
+        raises, the rest of the hook still runs.
     of: prefix of the hook's name in `FALLBACKS`, if the method belongs to another object than the
         connector (such as `tier`).
     """

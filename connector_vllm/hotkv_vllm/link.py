@@ -181,7 +181,10 @@ def await_server(session: CacheSession, wait_s: float, opening_s: float = 0.0) -
 
 
 def say_on(session: CacheSession, target: str) -> None:
-    """Logs that hotkv is on, and how many bytes of the key space the server has."""
+    """Logs that hotkv is on, and how many bytes of the key space the server has.
+
+    target: the address of the server, `hotkv.target`.
+    """
     logger.info(
         "hotkv on: %s of this model's KV are here (%s)", human_bytes(session.stored_bytes), target
     )

@@ -58,6 +58,7 @@ class StoreJob:
     lease_id: id of the write lease. The first rank whose store reaches the server acquires the
         lease; the other ranks join it.
     runs: the blocks to store, as runs (consecutive blocks of a group).
+    options: how long the server should retain the blocks, and other options of the store.
     representations: runs of the representations (compact forms of keys, for sparse attention) to
         store. Their blocks are in `runs` or were stored earlier.
     fence_index: index of the store's word in the fence (the shared page in which the scheduler
@@ -102,8 +103,10 @@ class HotKVMetadata(KVConnectorMetadata):
         sparse decode has chosen) of these requests.
     wants_handshake: True while handshakes of ranks are missing. Each rank must then report its
         handshake.
-    settles_step: number of this step for `OtherLoads`; timed_step: number of this step for
-        `PrefillSpeed`. The workers report both when the step has ended; 0: report no number.
+    settles_step: number of this step for `OtherLoads`, which the workers report when the step has
+        ended; 0: report no number.
+    timed_step: number of this step for `PrefillSpeed`, which the workers report when the step has
+        ended; 0: report no number.
     adapters: the LoRA adapters to identify, and the adapters whose bytes may be released.
     weights: the order to check weights that may have changed; None without such an order.
     """
@@ -131,8 +134,9 @@ class HotKVMetadata(KVConnectorMetadata):
 class StoreReport:
     """How a store has ended.
 
-    results: one entry per rank, in any order. An entry has a `BlockResult` byte for each block of
-        the store; it is empty if the rank's transfer failed as a whole.
+    results: one entry per rank, in any order. An entry has, for each block of the store, a byte
+        with the server's `BlockResult` (such as STORED or NO_SPACE). The entry is empty if the
+        rank's transfer failed as a whole.
     """
 
     results: list[bytes]
@@ -195,8 +199,8 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         `HotKVMetadata`; 0 without a number.
     overdue_loads: transfer ids of the loads that were cancelled and that the server has not ended
         in time.
-    settled_loads: by transfer id of a load in `held_loads`, the number of ranks to whose memory the
-        load can't write any more.
+    settled_loads: by transfer id of a load in `HotKVMetadata.held_loads`, the number of ranks to
+        whose memory the load can't write any more.
     load_seconds: by request id, the time that the server took for the request's load in the slowest
         rank. Negative if the load reached its time limit in any rank.
     links: by rank, why the rank has no session; empty if the rank has a session.

@@ -304,11 +304,12 @@ def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def check_earlier(earlier: tuple[str, ...], device_type: str) -> None:
-    """Raises Unsupported if another connector of vLLM has registered the addresses of the KV cache,
-    and hotkv would then move the cache (in a CPU engine). For a connector that vLLM does not know,
-    only logs a warning.
+    """Raises Unsupported if another connector has registered the addresses of the KV cache before
+    hotkv moves the cache to shared memory. hotkv moves it only in a CPU engine. If vLLM does not
+    know the other connector, only logs a warning, because that connector may not keep addresses.
 
     earlier: the result of `earlier_connectors`.
+    device_type: type of the device that holds the KV cache, such as `cpu`.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

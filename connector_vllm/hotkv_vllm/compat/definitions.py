@@ -181,6 +181,9 @@ class Module:
     parsed.
 
     node: stands for any module, as the node of a `Found`.
+    text: the text of the file.
+    is_package: True if the file is a package's `__init__.py`.
+    is_whole: True parses the whole file at once.
     """
 
     node = ast.Module([], [])
@@ -504,8 +507,8 @@ class Names:
         return None
 
     def given(self, found: Found) -> Type:
-        """Returns the type of a function's or property's result; for any other definition the same
-        as `value`. Returns None if it can't be determined."""
+        """Returns the type of a function's or property's result. For any other definition, returns
+        the type of its value, as `value` does. Returns None if the type can't be determined."""
         if isinstance(found.node, FunctionDef):
             return self.annotated(found.module, found.node.returns)
         return self.value(found)
@@ -633,7 +636,11 @@ def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Cal
 def cannot_take(call: Call, parameters: ast.arguments, *, has_self: bool) -> str:
     """Returns why a call does not fit a function: the function does not accept the call, or would
     assign its positional arguments to other parameters than `call.positional` names. Empty if the
-    call fits. For the parameters see `call_of`."""
+    call fits.
+
+    parameters: the parameters of the function.
+    has_self: True if the first parameter is `self` or `cls`, so that the call does not pass it.
+    """
     places = _places(parameters, has_self=has_self)
     keywords = {*places, *(one.arg for one in parameters.kwonlyargs)}
     required = places[: len(places) - len(parameters.defaults)]

@@ -37,6 +37,7 @@ def key_space(
     """Returns the engine's key space. Raises Unsupported if a part of the identity can't be
     determined, OSError if the weights can't be read.
 
+    config: hotkv's settings.
     groups: the groups that hotkv stores.
     shard_bytes: bytes of this rank's shard (part) of a block, per group. The result gives all
         shards this size.

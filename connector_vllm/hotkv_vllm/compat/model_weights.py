@@ -169,6 +169,7 @@ def _tensor_ranges(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
     tensor. Empty if the header can't be read.
 
     stream: the file, at its start.
+    size: size of the file, bytes.
     """
     header_bytes = int.from_bytes(stream.read(8), "little")
     data = 8 + header_bytes
@@ -210,9 +211,9 @@ def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def weights_identity(vllm_config: Any) -> str:
-    """Returns the identity of the engine's weights, including a draft model's. For each model it is
-    the commit, or the digest of the files, or (for random weights) a digest of the config and the
-    seed.
+    """Returns the identity of the engine's weights, including a draft model's. A model is
+    identified by its commit, by the digest of its files, or (if its weights are random) by a digest
+    of its config and the seed.
 
     Raises Unsupported if the weights can't be identified, OSError if files can't be read.
     """

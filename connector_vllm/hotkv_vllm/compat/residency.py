@@ -143,18 +143,19 @@ def _blocks(num_tokens: int, block_tokens: int) -> int:
 class ResidentManager(FullAttentionManager):
     """Manages the device blocks of all requests in an engine with residency, for vLLM's scheduler.
 
-    stored_tokens: returns how many leading tokens of a request the server has pinned. The scheduler
-        side sets this function, `has_room` and `step_starts` (`DevicePool.bind`).
-    has_room: returns True if the server has reserved room for a request.
+    stored_tokens: takes a request id, and returns how many leading tokens of the request the server
+        has pinned. The scheduler side sets this function, `has_room` and `step_starts`
+        (`DevicePool.bind`).
+    has_room: takes a request id, and returns True if the server has reserved room for the request.
     step_starts: called before vLLM plans a step.
     freed_blocks: by request, the position at which its freed blocks end; they begin after the
         sinks (first blocks).
     hot: by request, its hot slots (device blocks for selected blocks).
     hot_ids: by request, the ids of its hot slots.
     lost: ids of requests that have lost blocks in the server; they get no further block.
-    moved: with `begins_whole`, ids of the requests that were moved off the device.
-    awaited: with `begins_whole`, by id of each request that waited for admission when the step
-        began: the fewest blocks with which it can begin.
+    moved: ids of the requests that were moved off the device; empty unless `residency = "auto"`.
+    awaited: by id of each request that waited for admission when the step began: the fewest blocks
+        with which it can begin; empty unless `residency = "auto"`.
     most_held: the most device blocks, hot slots included, that a request has ever held.
     """
 
@@ -243,7 +244,7 @@ class ResidentManager(FullAttentionManager):
         block now, because it has lost blocks or the server has no room for it, returns more blocks
         than the pool has."""
         if request_id in self.lost:
-            # No allocation succeeds, so the scheduler preempts the request, and it starts anew.
+            # No allocation succeeds, so the scheduler preempts the request and computes it anew.
             return int(self.block_pool.num_gpu_blocks) + 1
         is_decided = request_id in self._longest and not apply_admission_cap
         if apply_admission_cap:
@@ -274,10 +275,10 @@ class ResidentManager(FullAttentionManager):
         return needed + self._missing_hot(request_id, num_tokens)
 
     def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
-        """Decides, with `begins_whole`, whether a new request begins as if it had been moved off
-        the device. It does if the device has no room now for all its blocks (`room_for`), but has
-        room for the blocks of a moved request, and the server has reserved room for the request.
-        The decision is made again each time vLLM tries to admit the request."""
+        """Decides, with `residency = "auto"`, whether a new request begins as if it had been moved
+        off the device. It does if the device has no room now for all its blocks (`room_for`), but
+        has room for the blocks of a moved request, and the server has reserved room for the
+        request. The decision is made again each time vLLM tries to admit the request."""
         self._begins_moved.discard(request_id)
         free = self.block_pool.get_num_free_blocks()
         needed = self._most_blocks(request_id, num_tokens)
@@ -562,8 +563,10 @@ class DevicePool:
         vLLM's scheduler binds its block manager to the connector, because the scheduler is found on
         the call stack.
 
-        stored_tokens: returns how many leading tokens of a request the server has pinned.
-        has_room: returns True if the server has reserved room for a request.
+        stored_tokens: takes a request id, and returns how many leading tokens of the request the
+            server has pinned.
+        has_room: takes a request id, and returns True if the server has reserved room for the
+            request.
         step_starts: called before vLLM plans a step.
         """
         self._scheduler = _scheduler_of_caller()
@@ -639,8 +642,11 @@ class DevicePool:
         they need not be on the device once the server has pinned them. Agrees with
         `ResidentManager._gap`.
 
-        Empty without residency. Also empty with `begins_whole`: there the manager decides only at
-        the allocation which blocks come to the device, so all blocks of the hit are leased.
+        Empty without residency. Also empty with `residency = "auto"`: there `ResidentManager`
+        decides only at the allocation which blocks come to the device, so all blocks of the hit are
+        leased.
+
+        hit_tokens: length of the hit.
         """
         spec = self.spec
         return range(0) if spec is None or spec.begins_whole else spec.gap(hit_tokens)
@@ -649,8 +655,8 @@ class DevicePool:
 
     def stays_whole(self, request: Any) -> bool:
         """Returns True if the request may have all its blocks on the device although it can outgrow
-        the device: with `begins_whole`, if the request was not moved off the device and its present
-        blocks fit in the pool. Always False without `begins_whole`."""
+        the device. This is possible only with `residency = "auto"`: if the request was not moved
+        off the device and its present blocks fit in the pool."""
         spec = self.spec
         if spec is None or not spec.begins_whole or self._is_moved(request.request_id):
             return False
@@ -670,10 +676,11 @@ class DevicePool:
 
     def demand(self, has_room: Callable[[str], bool]) -> Demand | None:
         """Returns how many blocks the coming step needs, and how many are free in the device's
-        pool. Returns None if the pool surely has enough free blocks, or if requests can't be moved
-        off the device (without `begins_whole`).
+        pool. Returns None if the pool surely has enough free blocks, or if requests are not moved
+        off the device (unless `residency = "auto"`).
 
-        has_room: returns True if the server has reserved room for a request.
+        has_room: takes a request id, and returns True if the server has reserved room for the
+            request.
         """
         spec, manager, scheduler = self.spec, self._manager, self._scheduler
         if spec is None or not spec.begins_whole or manager is None or scheduler is None:

@@ -226,7 +226,10 @@ def rope_frequencies(head_size: int) -> npt.NDArray[np.float64] | None:
 
     The frequencies are read from the tables of the model's rotary modules, so they are right with
     any scaling of RoPE. Returns None if they can't be determined: no rotary module has this head
-    size, modules of this size differ, or their channels are in another order.
+    size, modules of this size differ, or a module rotates other pairs of channels together (its
+    `is_neox_style` is False).
+
+    head_size: number of channels of a head.
     """
     from vllm.model_executor.layers import rotary_embedding
 

@@ -20,7 +20,8 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 from hotkv_vllm.compat import NULL_BLOCK
 
 READ_ONLY = "diffusion_read_only"
-"""Name of the argument by which a request only reads the answer of a diffusion model."""
+"""Name of the extra sampling argument by which a request makes a diffusion model read an answer
+without writing the answer's KV."""
 
 
 class BlockIds(Sequence[int]):
@@ -145,8 +146,8 @@ def shared_prefix_boundary(request: Any) -> int:
 def written_tokens(request: Any) -> int:
     """Returns how many leading tokens of an ended request have KV.
 
-    Source: vLLM 0.32 counts the answer of a diffusion model as computed although it was only read,
-    so that the model has not written its KV (`diffusion_gemma`).
+    A request may make a diffusion model (`diffusion_gemma`) read an answer without writing the
+    answer's KV. Source: vLLM 0.32 counts such an answer as computed; this function leaves it out.
     """
     extra = getattr(getattr(request, "sampling_params", None), "extra_args", None) or {}
     computed = int(request.num_computed_tokens)
@@ -154,7 +155,8 @@ def written_tokens(request: Any) -> int:
 
 
 class WholeSet(set[int]):
-    """A set that ignores `add` and `update`, so that it keeps its first contents."""
+    """A set that ignores `add` and `update`, so that it keeps its first contents. `tell_written`
+    gives such a set to vLLM's offloading, so that vLLM can't add wrong blocks to it."""
 
     def add(self, element: int, /) -> None:
         """Does nothing."""
@@ -227,8 +229,9 @@ def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
 
     Source: vLLM 0.32 and 0.33. They check only whether a chunk's last block is there. Earlier
     blocks of the chunk are missing (id 0) if they lie before the windows of a hit on the device, or
-    were reallocated. vLLM copies the blocks of a store that are there to consecutive places in its
-    chunks, beginning at the place of the first of them.
+    were reallocated. vLLM copies the present blocks of a store to consecutive places in the store's
+    chunks, beginning at the place of the first present block. So blocks after a missing block would
+    be copied to wrong places.
     """
     config = offloading.config
     # Hits end at the end of a chunk of any group, or one token earlier.
@@ -250,8 +253,14 @@ def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
 
 
 def _leave_out_holes(group: Any, ids: list[int], first_chunk: int, unit: int) -> None:
-    """Sets blocks in `ids` to 0 so that of the chunks that vLLM would store only the first one
-    lacks blocks, and only at its beginning."""
+    """Sets block ids in `ids` to 0 (missing). Afterwards, of the chunks that vLLM stores for the
+    request, only the first may lack blocks, and only at its beginning.
+
+    group: the group in the config of vLLM's offloading.
+    ids: the request's block ids in the group; 0 for a missing block.
+    first_chunk: position of the first chunk that vLLM has not considered yet.
+    unit: hits end at multiples of this many tokens, or one token earlier.
+    """
     size = group.tokens_per_chunk
     per_chunk = size // group.tokens_per_block
     is_first = True

@@ -127,7 +127,8 @@ class Uses:
 
     made_from: the versions of vLLM from which the list was generated.
     specs: names of the reviewed KV cache spec classes.
-    backends: names of the reviewed attention backends, by enumeration.
+    backends: by name of an enumeration of vLLM: the names of its attention backends that were
+        reviewed.
     doors: by door, module and name: the different forms that the name has in the versions
         `made_from`. An entry None stands for versions without the name.
     """
@@ -205,7 +206,12 @@ def backends(names: Names, enum: str) -> set[str]:
 def differences(source: Readable, door: str, uses: Uses) -> list[str]:
     """Compares the list with the sources of a version of vLLM. Returns a line of text for each
     difference: a use of the door whose form in the sources is not listed, a KV cache spec class or
-    an attention backend that is not listed. Raises SyntaxError if a source file can't be parsed."""
+    an attention backend that is not listed. Raises SyntaxError if a source file can't be parsed.
+
+    source: the sources of that version.
+    door: one of hotkv's two connectors, `own` or `offloading`.
+    uses: the list (the contents of `uses.json`).
+    """
     names = Names(source, is_whole=False)
     found = {**changed_uses(source, names, door, uses), **unknown_kinds(names, uses)}
     return list(found)

@@ -106,7 +106,11 @@ class ServerCosts:
 
     def guess_load(self, num_tokens: int, seconds: float) -> None:
         """Replaces the measured times of loads by an estimate, because a load was given up at its
-        time limit. The next measured load replaces the estimate."""
+        time limit. The next measured load replaces the estimate.
+
+        num_tokens: number of tokens that the load was to load.
+        seconds: estimated time of the whole load.
+        """
         self._loads.clear()
         self._loads.append((num_tokens, seconds))
         self._is_guess = True
@@ -140,8 +144,8 @@ class LoadChoice:
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Answer:
         """Returns the answer to vLLM's question how long the request's hit is. If the hit is to be
-        loaded, this is the answer of `HitFinder`, for a trial shortened to a part of the hit. If
-        the hit is to be computed, the answer is "no hit".
+        loaded, this is the answer of `HitFinder`. For a trial, the hit in this answer is shortened
+        to a few tokens. If the hit is to be computed, the answer is "no hit".
 
         computed_tokens: length of the hit in vLLM's own prefix cache.
         """
@@ -204,6 +208,7 @@ class LoadChoice:
         """Decides whether a leased hit is loaded, and how many of its tokens are loaded.
 
         num_tokens: length of the hit beyond `computed_tokens`.
+        computed_tokens: length of the hit in vLLM's own prefix cache.
         """
         choice = state.choice
         assert choice is not None, "a hit that was not asked for"
@@ -259,6 +264,7 @@ class LoadChoice:
     def told(self, states: Mapping[str, RequestState], load_seconds: Mapping[str, float]) -> None:
         """Records the ranks' reports of load times.
 
+        states: the requests that hotkv follows, by id.
         load_seconds: by request, the time that the server took for its load; negative if the load
             reached its time limit.
         """
@@ -337,8 +343,8 @@ class LoadChoice:
 
     def _lost(self, choice: HitChoice, seconds: float) -> bool:
         """Handles a hit whose answers or load were given up at the time limit: from now on the
-        decision about the hit is LEAVE. Returns True if `seconds` says something about the server's
-        speed: if the decision was TAKE. The time limit of a trial is too short for that.
+        decision about the hit is LEAVE. Returns True if the decision was TAKE, because `seconds`
+        then shows how slow the server is. The time limit of a trial is too short to show this.
 
         seconds: time that the server had taken when it was given up.
         """

@@ -81,9 +81,10 @@ class HintReader:
         self._quiet_until_s = -math.inf
 
     def asked(self, request: Any, now_s: float) -> RequestHints:
-        """Returns all valid hints of a request.
+        """Returns all valid hints of a request. Counts and logs wrong hints.
 
         request: vLLM's object of the request.
+        now_s: the present time, which limits how often wrong hints are logged.
         """
         params = request.kv_transfer_params
         envelope, session = getattr(request, "kv_hints", None), getattr(request, "session_id", None)

@@ -68,7 +68,8 @@ class AdapterReport:
     """The workers' report about adapters.
 
     answers: by number of the scheduler's question and by rank: the adapter's identity (digest of
-        its bytes), UNKNOWN or LATER.
+        its bytes), UNKNOWN (the rank can't identify the bytes) or LATER (the rank has postponed its
+        answer).
     changed: ids of adapters whose bytes have changed. They are reported until the scheduler
         acknowledges the change.
     """

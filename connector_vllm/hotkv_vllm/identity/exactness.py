@@ -71,11 +71,15 @@ class Exactness:
             self.distrust_all()
 
     def matched(self, request_id: str, device_tokens: int) -> None:
-        """Records vLLM's question for a request's hit. vLLM's own hit is `device_tokens` long."""
+        """Records that vLLM has asked for a request's hit.
+
+        device_tokens: length of the hit in vLLM's own prefix cache.
+        """
         self._own_tokens[request_id] = device_tokens
 
     def loads(self, request_id: str, num_tokens: int) -> None:
-        """Records that hotkv loads `num_tokens` behind vLLM's own hit for the request."""
+        """Records that hotkv loads `num_tokens` for the request: the tokens after its hit in vLLM's
+        own prefix cache."""
         if request_id in self._own_tokens:
             self._own_tokens[request_id] += num_tokens
 
@@ -136,7 +140,9 @@ class Exactness:
         if is_admitted:
             tables = state.get_block_ids(request_id)
             own = self._own_tokens.pop(request_id, computed)
-            # Of a hit that ends within a block vLLM tells the whole blocks only; not so for states.
+            # Another connector has loaded the tokens after `own`. If vLLM's own hit ends within a
+            # block, vLLM tells connectors only the hit's whole blocks, so a difference within a
+            # block is not a load. For recurrent states every difference is a load.
             sizes = [*filter(None, self._block_tokens)] or [1]
             if any(computed // size > own // size for size in sizes):
                 self._mark(tables or (), own, computed)

@@ -81,6 +81,9 @@ def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, Ran
 
     Raises Unsupported if the engine can't use the cache. If all notes have arrived, the reason is
     the same in all ranks.
+
+    note: this rank's note.
+    engine_id: vLLM's id of the engine; part of the keys under which the notes are posted.
     """
     if num_ranks == 1:
         return decide([note], note.place.rank)

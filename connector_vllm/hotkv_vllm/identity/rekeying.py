@@ -165,9 +165,10 @@ class Rekeying:
         return f"updated:{hashlib.sha256(digests.encode()).hexdigest()}"
 
     def go_on(self, identity: str) -> None:
-        """Continues with another session of the scheduler side, whose key space has this identity
-        of weights. The ranks still run with their earlier state. So the original identity stays,
-        and a check that was open becomes due again.
+        """Sets `identity` after the scheduler side has opened another session, whose key space
+        belongs to the weights with this identity. The ranks keep their weights and their own state
+        (`RankWeights`). So the original identity stays, and a check that was open becomes due
+        again.
         """
         self.identity = identity
         self._is_due = self.under_way

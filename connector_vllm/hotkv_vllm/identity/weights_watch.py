@@ -54,7 +54,8 @@ class WeightsWatch:
 
     def __init__(self, models: Sequence[Any], writers: Sequence[Any] = ()) -> None:
         """models: the worker's models, including a drafter's.
-        writers: vLLM's objects whose methods WRITERS may change weights.
+        writers: vLLM's worker and model runner. Calls of their methods listed in WRITERS are
+            noticed, because these methods may change weights.
         """
         self._models = tuple(models)
         self.touched = False

@@ -222,9 +222,9 @@ def why_off(extra: Mapping[str, Any]) -> str:
 
 
 def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
-    """Adds missing settings to `extra` (`kv_connector_extra_config`): vLLM's tiering, hotkv's tier
-    with the settings `hotkv.…`, and that vLLM offloads answers as well as prompts. Values that the
-    user has set stay. Repeated calls have no further effect.
+    """Adds missing settings to `extra` (`kv_connector_extra_config`). These settings turn on vLLM's
+    tiering, add hotkv's tier with the settings `hotkv.…`, and make vLLM offload answers as well as
+    prompts. Values that the user has set stay. Repeated calls have no further effect.
 
     Returns hotkv's settings; None if hotkv is off with this version of vLLM. Raises ConfigError for
     a setting that is wrong, or that this connector does not support.

@@ -68,7 +68,7 @@ class Promotions:
     def submitted(self, ends_tokens: Mapping[Key, int]) -> None:
         """Records a promotion that vLLM has submitted.
 
-        ends_tokens: for each of its keys, the end of the chunk in the prompt.
+        ends_tokens: by key of each chunk of the promotion: the end of the chunk in the prompt.
         """
         self.waves += 1
         self.promoted.update(ends_tokens)
@@ -88,7 +88,10 @@ class Promotions:
 class Room:
     """Counts the rows of the primary tier (vLLM's CPU memory) that promotions use: the rows of the
     promotions in progress, and one row for each offer of this step. An offer is a lookup that has
-    answered "hit", so that vLLM is about to promote the chunk."""
+    answered "hit", so that vLLM is about to promote the chunk.
+
+    num_rows: number of rows of the primary tier.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows

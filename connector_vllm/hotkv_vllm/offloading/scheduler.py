@@ -54,8 +54,11 @@ makes a hit a third slower."""
 
 class DoorScheduler:
     """The scheduler side of the connector. It controls one `HotKVTier`. The engine runs without
-    hotkv until `connect` has received the page formats of all ranks.
+    hotkv until `connect` has received the page formats of all ranks. The parameter `offloading` of
+    its methods is vLLM's `OffloadingConnectorScheduler`.
 
+    tier: hotkv's tier below vLLM's CPU tier.
+    edge: records the time and the exceptions of the hooks.
     wants_formats: True while page formats of ranks are missing.
     spoilt: keys of stores in progress whose blocks have wrong KV; these stores must fail.
     """
@@ -217,7 +220,11 @@ class DoorScheduler:
 
     def _loaded_tokens(self, request: Any, device_hit_tokens: int, external_tokens: int) -> int:
         """Returns how many tokens of the request's hit count as loaded from the server: the tokens
-        from the first chunk that was promoted from the server to the end of the hit."""
+        from the first chunk that was promoted from the server to the end of the hit.
+
+        device_hit_tokens: length of the hit in vLLM's own prefix cache.
+        external_tokens: number of tokens that vLLM's offloading loads.
+        """
         assert self._space is not None
         closed = [at for at, one in enumerate(self._space.groups) if one.kind in PREFIX_CLOSED]
         groups = closed or range(len(self._space.groups))
@@ -248,9 +255,15 @@ class DoorScheduler:
     def tell_written(self, scheduler_output: Any, offloading: Any) -> None:
         """Tells vLLM's offloading which blocks the step writes (see `steps.tell_written`), and how
         many leading tokens of each request it may store. Must be called before vLLM's offloading
-        plans the stores of the step. A request's tokens may be stored up to the first block with
-        KV from before a reset, with KV that another connector of a MultiConnector has decoded
-        sparsely, or (in an engine with such blocks) with KV that another connector has loaded."""
+        plans the stores of the step.
+
+        A request's tokens may be stored up to its first unsafe block. A block is unsafe if its KV
+        is from before a reset, or if another connector of a MultiConnector has decoded it sparsely.
+        Once such blocks are possible in this engine, a block that another connector has loaded is
+        unsafe too.
+
+        scheduler_output: vLLM's `SchedulerOutput` of the step.
+        """
         self._written.step(scheduler_output)
         written = self._written.of_step()
         steps.tell_written(offloading, written)
@@ -285,7 +298,10 @@ class DoorScheduler:
     def planned(self, meta: Any, offloading: Any) -> None:
         """Makes a store fail if the step may overwrite its blocks before vLLM has copied them. vLLM
         waits for such stores only when the workers receive the step, and with model runner V2 this
-        may be too late (`checks.writes_before_it_tells`)."""
+        may be too late (`checks.writes_before_it_tells`).
+
+        meta: the step's message of vLLM's offloading (`OffloadingConnectorMetadata`).
+        """
         if meta.jobs_to_flush and checks.writes_before_it_tells(
             self._vllm_config, self._kv_cache_config
         ):

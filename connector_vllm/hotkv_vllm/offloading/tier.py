@@ -121,11 +121,12 @@ class HotKVTier(SecondaryTierManager):
     row_bytes: bytes of a row of the primary tier.
     may_load: True if the engine's role allows loads.
     may_store: True if the engine's role allows stores.
-    may_repeat: True if vLLM may offer chunks that were computed earlier to its tiers again
-        (OWED_S).
+    may_repeat: True if, for OWED_S seconds after a failed store, the tier may ask vLLM to offer all
+        chunks of each new request again. The connector sets it to False if a reset has left blocks
+        on the device, and to True at the next reset that has not.
     model_names: names by which requests address the model.
     is_held: True while the tier must look up and store no chunk. The connector sets it.
-    makes_wait: returns True while every lookup must be answered "ask again".
+    makes_wait: a function that returns True while every lookup must be answered "ask again".
     """
 
     medium = Medium.CPU
@@ -207,7 +208,9 @@ class HotKVTier(SecondaryTierManager):
         the present session first; no job may be in progress. Returns None if hotkv is off; the log
         says why.
 
-        wait_s, opening_s: see `link.await_server`.
+        wait_s: how long to wait for a server to answer; 0: do not wait.
+        opening_s: how much longer to wait if a server has answered but has not opened the session
+            yet.
         """
         self._leave()
         try:

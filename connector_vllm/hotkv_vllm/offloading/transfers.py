@@ -125,8 +125,8 @@ class Transfers:
 
     def load(self, job: Any, groups: Sequence[GroupRows]) -> None:
         """Begins a load: acquires a lease on the job's chunks, and then loads the chunks that the
-        lease has pinned. Does not wait. A load of which some chunks were not pinned ends as not
-        complete.
+        lease has pinned. Does not wait. If some of the chunks were not pinned, the load ends with
+        `Ended.is_complete` False.
 
         job: vLLM's `TransferJob`.
         groups: the chunks of the job, by group.
@@ -192,6 +192,7 @@ class Transfers:
 
         job: vLLM's `TransferJob`.
         runs: the chunks to store, as runs of consecutive chunks.
+        options: how long the server should retain the chunks, and other options of the store.
         """
         name, session, settings = self._new_name(), self._session, self._settings
 
@@ -243,8 +244,9 @@ class Transfers:
                 )
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Waits until a load or store has ended, for at most `timeout_s`. Does not wait if no load
-        is in progress. Returns True if there are ended jobs that `take_ended` has not returned."""
+        """Waits until a load or store has ended, for at most `timeout_s`. If no load is in
+        progress, returns at once, even if stores are in progress. Returns True if there are ended
+        jobs that `take_ended` has not returned."""
         with self._settled:
             if self._num_loads:
                 self._settled.wait_for(lambda: self._ended, timeout_s)

@@ -22,6 +22,7 @@ class DoorWorker:
     whether its weights have changed.
 
     offloading_config: vLLM's `OffloadingConfig`.
+    edge: records the time and the exceptions of the hooks.
     is_child: True if the connector is in a MultiConnector.
     """
 

@@ -43,6 +43,7 @@ class ResidencyCalls:
     """Sends the calls of resident requests to the server. Scheduler thread only, except for
     callbacks of a call's future.
 
+    streams: counts the session's connections (streams) to the server.
     has_cramped: True while a running request has no room in the server for its next block.
     """
 
@@ -105,7 +106,8 @@ class ResidencyCalls:
 
     def wait(self, one: Resident) -> None:
         """Makes a request that has released its room wait for room again. Its waiting time counts
-        from its arrival, so it gets room before requests that arrived later (TURN_S)."""
+        from its arrival. Once this time exceeds TURN_S, requests that arrived later do not ask for
+        room before this request has got its room."""
         self._refused[one.request_id] = one.arrived_s
 
     def renew(self, one: Resident, now_s: float) -> None:
@@ -143,8 +145,8 @@ class ResidencyCalls:
 
     def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
         """Records that the server has reserved room for the request. If the server has opened the
-        residency anew, after a reconnect for example, asks the server to pin the request's kept
-        blocks again."""
+        residency anew, for example after a reconnect, asks the server to pin again the blocks that
+        it had pinned before."""
         self._refused.pop(one.request_id, None)
         has_grown = one.opened == opened and one.stream == one.asked_stream
         one.room, one.stream = one.asked_room, one.asked_stream
@@ -167,7 +169,12 @@ class ResidencyCalls:
         done: "Future[ResidentBlocks]",
     ) -> None:
         """Records, for the next step, whether the server has pinned the known blocks at their old
-        offsets. Called in the client's thread."""
+        offsets. Called in the client's thread.
+
+        opened: the server's answer to the call that has opened the residency again.
+        known: the old offsets of the known blocks in the arena.
+        done: the resolved future of the call that pins these blocks again.
+        """
         is_same = (
             not done.cancelled()
             and done.exception() is None
@@ -187,10 +194,11 @@ class ResidencyCalls:
         """Asks the server to pin the request's next stored blocks. Does nothing while such a call
         is in flight, or without a connection or an open residency.
 
-        The first of these blocks is the block after the kept blocks. The last is before `until`,
-        before the end of the reserved room, and before the first block without a name.
+        The first of these blocks is the block after the blocks that are pinned already. The last
+        is before `until`, before the end of the reserved room, and before the first block without
+        a name (the hash under which the server stores the block).
 
-        until: position of a block.
+        until: position of a block in the context.
         """
         blocks = range(one.kept, min(until, len(one.names), one.room))
         if one.asked is None and one.opened is not None and self._session.connected and blocks:

@@ -173,8 +173,10 @@ class _Shaped:
 def totals(
     config: SparseConfig, representation_tokens: int, vllm_config: Any, kv_cache_config: Any
 ) -> Totals:
-    """Computes the memory that a rank needs: vLLM's pool, and all memory that `install`
-    allocates."""
+    """Computes the memory that a rank needs: vLLM's pool, and all memory that `install` allocates.
+
+    representation_tokens: number of tokens for whose representations memory is allocated.
+    """
     spec = residency.resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)

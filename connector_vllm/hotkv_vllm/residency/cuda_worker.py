@@ -116,9 +116,11 @@ class CudaSequences:
     memory up to date: its rows of representations (compact forms of keys), hot slots (device blocks
     for selected blocks) and arena addresses. Allocates states and rows. Used by one thread.
 
+    workspace: the kernels' arrays in device memory, which hold these entries.
     num_rows: number of rows for representations.
     slot_bytes: bytes of a block in the arena.
-    arena_of: returns the mapped arena with this file; None if this process does not map it.
+    arena_of: takes the id of an arena's file, and returns the mapped arena; None if this process
+        does not map it.
     """
 
     def __init__(
@@ -144,12 +146,13 @@ class CudaSequences:
         return iter(list(self._sequences.values()))
 
     def of_state(self, state: int) -> CudaSequence | None:
-        """Returns the request that has this state (index in the device's arrays); None if the index
-        is free."""
+        """Returns the `CudaSequence` of the request with this state index (`CudaSequence.state`);
+        None if the index is free."""
         return self._by_state.get(state)
 
     def of(self, request_id: str) -> CudaSequence | None:
-        """Returns the request with this id; None if it is not known or not resident."""
+        """Returns the state of the request with this id; None if the request is not known or not
+        resident."""
         return self._sequences.get(request_id)
 
     def is_lost(self, request_id: str) -> bool:
@@ -360,7 +363,10 @@ class HostBatch:
 
     @staticmethod
     def of(device: EngineBatch, starts: I32, device_starts: torch.Tensor) -> "HostBatch":
-        """Returns the batch. `device_starts` has the values of `starts` in device memory."""
+        """Returns the `HostBatch` for vLLM's arrays.
+
+        device_starts: the values of `starts`, in device memory.
+        """
         if int(np.diff(starts).max(initial=0)) <= 1:
             return HostBatch(device, starts, None)
         return HostBatch(device, starts, (device_starts[1:] - 1).clamp_min(0).long())
@@ -370,10 +376,14 @@ class CudaWorker:
     """Decides, on CUDA, which blocks each row of a step attends to, and copies pages that are only
     in the server's arena.
 
+    workspace: the kernels' arrays in device memory.
+    num_rows: number of rows for representations (compact forms of keys).
+    slot_bytes: bytes of a block in the arena.
     plans_in_build: True with vLLM's model runner V1, which calls `begin_resident` before
         `begin_batch`; the batch is then planned in `begin_batch`. Runner V2 calls `begin_batch`
         first; the batch is then planned in `begin_resident`.
-    device_arena: makes an arena readable for the device.
+    device_arena: takes an arena, makes it readable for the device, and returns the device's
+        mapping.
     staging: the staging area: pages of one layer.
     staged_table: block table of the row in the staging area, in device memory.
     arena_of: returns the arena that this process maps; None without an arena.

@@ -308,7 +308,10 @@ class ResidentPages:
     def __init__(
         self, layers: Sequence[SparseLayer], places: SlotPlaces, longest_blocks: int
     ) -> None:
-        """longest_blocks: number of blocks of the longest context."""
+        """layers: the layers, in the order in which they attend.
+        places: where the layers' pages are in a slot of the arena.
+        longest_blocks: number of blocks of the longest context.
+        """
         self._places = places
         self._copier = PageCopier()
         self.staging = PageStaging(layers, places, self._copier, longest_blocks)
@@ -349,8 +352,11 @@ class ResidentPages:
         return slots
 
     def away(self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Returns the addresses of the layer's pages in the arena, for a request's blocks at
-        `positions`. Raises LostBytesError."""
+        """Returns the addresses of the layer's pages in the arena, for a request's blocks. Raises
+        LostBytesError if an address is not known, or if the request is lost.
+
+        positions: positions of the blocks in the context, ascending.
+        """
         addresses: I64 = self.slots(sequence, positions) + self._places.pages[layer.index]
         return addresses
 
@@ -378,7 +384,7 @@ class ResidentPages:
     ) -> I32:
         """Copies the layer's pages of selected blocks from the arena into hot slots (device blocks
         for selected blocks), unless the slot holds the page already. Returns, for each block, the
-        id of the hot slot's device block. Raises LostBytesError.
+        id of the hot slot's device block. Raises LostBytesError if a page can't be read.
 
         slots: index of the hot slot for each block, int32 [n].
         positions: position of each block in the context, int32 [n].

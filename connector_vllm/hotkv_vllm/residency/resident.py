@@ -69,7 +69,8 @@ class Resident:
     Waiting and losses:
     waited_s: seconds, up to `seen_s`, for which the server has made no progress for the request: it
         neither reserved room nor pinned a block.
-    is_lost: True if the server has lost blocks of the request and the request has not started over.
+    is_lost: True from the time the server has lost blocks of the request until this state is reset,
+        because vLLM computes the request anew.
     has_failed: True once vLLM was made to end the request with an error.
     num_losses: number of losses of blocks in succession, without a new token in between.
     tokens_at_loss: length of the request at the last loss.
@@ -190,7 +191,15 @@ class Resident:
     ) -> ResidentRow:
         """Returns the request's entry in a step's message to the workers. The entry contains the
         kept blocks, hot slots and pin that were not sent to the workers before, and this method
-        records them as sent. For the parameters see `ResidentRow`."""
+        records them as sent.
+
+        written_block: id of the last device block that the step writes for the request.
+        first_block: id of the device block with the context's first tokens.
+        num_freed: the blocks between the sinks (first blocks) and this position are not on the
+            device.
+        hot: ids of all hot slots (device blocks for selected blocks) of the request.
+        context_tokens: length of the context, including the step's `new_tokens`.
+        """
         row = ResidentRow(
             self.request_id,
             written_block,
@@ -208,8 +217,8 @@ class Resident:
 
     def begin_anew(self, kept: int) -> None:
         """Resets the state after vLLM has freed the request's device blocks, or after the server
-        has lost blocks. Everything is sent to the workers again. Blocks with private names no
-        longer count as kept.
+        has lost blocks. Blocks with private names no longer count as kept. The next message to the
+        workers has all kept blocks, hot slots and the pin again.
 
         kept: number of leading blocks that the server still has pinned for the request.
         """
@@ -244,8 +253,10 @@ class ResidentRows:
 
     def fresh_hot_blocks(self, request_ids: Iterable[str]) -> list[int]:
         """Returns the ids of the hot slots (device blocks for selected blocks) that the coming step
-        may be the first to write. These are the hot slots of each given request whose hot slots
-        were not sent to the workers yet."""
+        may be the first to write. These are the hot slots that were not sent to the workers yet.
+
+        request_ids: the requests whose hot slots are considered.
+        """
         fresh: list[int] = []
         for request_id in request_ids:
             one = self._residents.get(request_id)

@@ -60,6 +60,11 @@ class ResidentRequests:
     """Opens, follows and closes the residency of each resident request. A residency is the server's
     record of the request: its reserved room and its pinned blocks.
 
+    reservations: sends the calls to the server.
+    groups: computes the shared names (hashes) of a request's blocks.
+    exactness: knows which tokens are exact, so that their blocks may have shared names.
+    pool: gives access to the device's blocks.
+    timeout_s: longest wait of a request for progress of the server (`hotkv.residency_timeout_s`).
     rows: builds the rows of a step's message to the workers.
     """
 
@@ -204,7 +209,8 @@ class ResidentRequests:
     def _reserve(self, one: Resident) -> None:
         """Sets `one.wanted`, the number of blocks for which the request should have room: its
         present blocks and QUANTUM_TOKENS more, or only its present blocks while it is held. If the
-        server can't add room to an open residency, the most that the request can ever need."""
+        server can't add room to an open residency, sets the most blocks that the request can ever
+        have."""
         needed = self._needed(one)
         quantum = -(-QUANTUM_TOKENS // self._block_tokens)
         if not self._reservations.can_grow:
@@ -273,8 +279,9 @@ class ResidentRequests:
     def _park(self, now_s: float) -> str | None:
         """Parks a request if all running requests have been held for `PARK_S`: the request that has
         room and arrived last releases its room, so that the other requests can go on. Returns the
-        id of the parked request; None if no request was parked. Its blocks stay in the arena until
-        the server evicts them, so the request may hit them when it begins again."""
+        id of the parked request; None if no request was parked. The blocks of the parked request
+        stay in the arena until the server evicts them, so the request may hit them when it begins
+        again."""
         running = [one for name, one in self._residents.items() if self._pool.has_blocks(name)]
         last = next((one for one in reversed(self._residents.values()) if one.opened), None)
         is_stuck = bool(running) and all(one.is_held for one in running)
@@ -315,9 +322,12 @@ class ResidentRequests:
 
     def reset(self, request_id: str) -> None:
         """Gives private names, which no other request finds, to all blocks of the request that the
-        server has not pinned yet. If stores of such blocks were planned already, the request starts
-        over: its blocks are stored anew, or the request is computed anew if the device may not have
-        all its blocks."""
+        server has not pinned yet. Called when the cache is reset, or when the KV on the device has
+        become inexact (`distrust`).
+
+        If stores of such blocks were planned already, all blocks of the request are stored anew. If
+        the device may not have all of these blocks, the request is computed anew instead.
+        """
         one = self._residents[request_id]
         if one.state.store.stored_blocks[0] > one.kept:
             if not self._pool.stays_whole(one.state.request):
@@ -469,9 +479,9 @@ class ResidentRequests:
             self._pool.fail(one.request_id, why)
 
     def lost(self, request_ids: Iterable[str]) -> None:
-        """Handles requests whose blocks in the server were lost: starts them over, because vLLM
-        computes them anew. Makes vLLM end a request with an error at its MAX_LOSSES-th loss without
-        a new token in between."""
+        """Handles requests that have lost blocks in the server and that vLLM computes anew: closes
+        their residencies, and forgets all blocks that the server holds for them. Makes vLLM end a
+        request with an error at its MAX_LOSSES-th loss without a new token in between."""
         for request_id in request_ids:
             one = self._residents.get(request_id)
             if one is not None:

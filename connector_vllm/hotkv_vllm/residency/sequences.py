@@ -117,8 +117,12 @@ class KeptRows:
             self._of(layer_idx, name, source)[rows] = source.pool[blocks]
 
     def _of(self, layer_idx: int, name: str, source: Source) -> U8:
-        """Returns a layer's rows in a format, uint8 [rows, H, N]. Enlarges the array if rows were
-        added."""
+        """Returns a layer's representations (compact forms of keys) in a format, for all rows,
+        uint8 [rows, KV heads, bytes]. Enlarges the array if rows were added.
+
+        name: name of the format.
+        source: the layer's representations in `pool`.
+        """
         rows = self._rows.get((layer_idx, name))
         if rows is None or len(rows) < self._num_rows:
             grown = np.zeros((self._num_rows, *source.pool.shape[1:]), np.uint8)
@@ -210,8 +214,10 @@ class ResidentSequence:
 class ResidentSequences:
     """Holds the `ResidentSequence` of each request, and finds requests that have lost blocks.
 
+    kept: holds the representations (compact forms of keys) of the requests' blocks.
     arena_of: returns the arena that this process maps; None without an arena.
-    of_step: the sequences of the present step, by `ResidentRow.written_block`.
+    of_step: the sequences of the present step, by the id of the last device block that the step
+        writes for the request (`ResidentRow.written_block`).
     """
 
     def __init__(self, kept: KeptRows) -> None:

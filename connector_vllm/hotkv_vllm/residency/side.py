@@ -19,7 +19,12 @@ from hotkv_vllm.scheduler.sharing import Sharing
 
 class ResidentSide:
     """Answers the block manager's questions about resident requests, and handles losses of their
-    blocks. Scheduler thread only."""
+    blocks. Scheduler thread only.
+
+    pool: gives access to vLLM's block manager and to the device's blocks.
+    sharing: has the `ResidentRequests` of the present key space.
+    edge: records the time and the exceptions of the hooks.
+    """
 
     def __init__(self, pool: DevicePool, sharing: Sharing, edge: HookEdge) -> None:
         self.edge = edge

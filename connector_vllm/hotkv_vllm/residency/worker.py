@@ -108,6 +108,8 @@ class ResidentWorker(SparseWorker):
         longest_blocks: int = 0,
     ) -> None:
         """places: where the layers' pages are in a slot of the arena.
+        recall_steps: has no effect, because no selection is measured (`_is_sampled`).
+        turning: how the model's RoPE rotates keys by their position, to calibrate layers.
         longest_blocks: number of blocks of the longest context.
         """
         super().__init__(config, layers, recall_steps, turning)
@@ -162,9 +164,10 @@ class ResidentWorker(SparseWorker):
         pages. The result may have a staging area (`Rewrite.pages`), to which attention must attend
         in place of the layer's pages.
 
-        key: identifies the step; the step's plan is made once per key and group.
-        batch: returns the step's batch; called once per key and group.
-        query_of: returns the query vectors of a token.
+        key: vLLM's metadata object of the step. The step's plan is made once per object and group.
+        batch: returns the step's batch; called when the plan is made.
+        query_of: takes the index of a token in the batch, and returns the token's query in this
+            layer, float32 [query heads, channels].
         """
         plan = self._plans.get(layer.group)
         if not isinstance(plan, ResidentPlan) or plan.key is not key:
@@ -287,7 +290,10 @@ class ResidentWorker(SparseWorker):
     ) -> dict[int, I32]:
         """Returns, by row, the positions of the blocks to attend to, for each row whose block table
         must be rewritten (`_hot_table`). Omits rows that attend to their whole context without hot
-        slots (device blocks for selected blocks), and rows whose selection raised."""
+        slots (device blocks for selected blocks), and rows whose selection raised.
+
+        query_of: takes the index of a token in the batch, and returns the token's query.
+        """
         chosen: dict[int, I32] = {}
         is_resting = self.is_off or self._faults.rests(layer.name, self._num_steps)
         if is_resting or not self.representations.is_calibrated(layer.index):

@@ -31,6 +31,7 @@ from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 class Admission:
     """Follows the requests of the engine.
 
+    edge: records the time and the exceptions of the hooks.
     states: the unfinished requests that hotkv follows, by request id.
     loads: the orders about loads that the next step carries to the workers.
     written: the device blocks that the next step is about to write.
@@ -87,7 +88,8 @@ class Admission:
         return is_adapted and self._adapters.standing(request, time.monotonic()) is Standing.NEVER
 
     def arrived(self, request: Any) -> None:
-        """Handles the arrival of a new request in the engine."""
+        """Registers a new request: creates its state, begins to look for its hit, and passes the
+        request to the parts of sparse decode."""
         self.take_up(request)
         self._begin_sequences(request)
 
@@ -366,8 +368,10 @@ class Admission:
 
     def alloc_broke(self, request_id: str, num_external_tokens: int) -> None:
         """Handles an allocation for which `allocated` raised. It is not known which blocks vLLM has
-        reallocated, so the next step revokes all stores. The request's load is reported as
-        failed."""
+        reallocated, so the next step revokes all stores. The request's load is reported as failed.
+
+        num_external_tokens: number of tokens to load; 0: there is no load.
+        """
         self.lost_track = True
         try:
             if num_external_tokens > 0:

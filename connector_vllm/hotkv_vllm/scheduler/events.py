@@ -36,7 +36,8 @@ Place = tuple[int, str, str]
 
 
 class SharedEvents:
-    """Tracks which blocks of the shared cache this engine has published."""
+    """Turns the server's events about blocks into vLLM's events, and tracks which blocks this
+    engine has published as stored."""
 
     def __init__(self) -> None:
         self._session: CacheSession | None = None

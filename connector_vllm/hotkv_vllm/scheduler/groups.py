@@ -37,8 +37,10 @@ class CachedGroups:
     hash_block_tokens: number of tokens of a hash block; vLLM computes one hash for each hash block
         of a request, over all tokens up to the block's end.
     alignment_tokens: every hit ends at a multiple of this.
-    draft_groups: indices of the groups in which the block after a hit's end must be ready too,
-        because of a drafter (speculative decoding).
+    draft_groups: indices of the groups of a drafter (speculative decoding). In these groups the
+        block after a hit's end must be ready too.
+    adapters: computes the keys of requests with LoRA adapters. None: such requests have vLLM's own
+        hashes as keys.
     counts_media: True if vLLM's hashes identify media by a counter, not by content. Requests with
         media then have no shared names.
     """
@@ -143,7 +145,13 @@ class CachedGroups:
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
         """Returns True if the longest hit with the ready blocks in `masks` is as long as the
-        longest hit would be if all blocks were ready. For the parameters see `longest_hit`."""
+        longest hit would be if all blocks were ready.
+
+        masks: which blocks are ready in the server, per group.
+        computed_tokens: number of leading tokens that the engine itself holds. Their blocks count
+            as ready.
+        limit_tokens: longest hit allowed.
+        """
         all_of = tuple(
             np.ones(self.num_blocks(index, limit_tokens), np.bool_)
             for index in range(len(self.specs))
@@ -177,6 +185,7 @@ class RepresentationPlanner:
     has the group index `num_groups + i`. A group for which no kind is declared has no
     representations.
 
+    num_groups: number of groups of the key space.
     kinds: the kinds that the session declares, at most one per group.
     """
 
@@ -189,8 +198,11 @@ class RepresentationPlanner:
         return f"Represented(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """Returns the entries that a lease on the blocks in `groups` must contain in addition, so
-        that the lease also pins the representations (compact forms of keys) of these blocks."""
+        """Returns the hashes that a lease on blocks must list in addition, so that the lease also
+        pins the representations (compact forms of keys) of these blocks.
+
+        groups: the hashes of the blocks to lease, by group.
+        """
         return [
             GroupHashes(self._of_group[g.group_index], g.hashes)
             for g in groups
@@ -201,7 +213,8 @@ class RepresentationPlanner:
         """Returns, by group, a mask of the leased blocks: True if the lease has also pinned the
         block's representation (compact form of keys).
 
-        pinned: the server's answers for the entries that `asked` returned, in the same order.
+        pinned: for each `GroupHashes` that `asked` returned, in the same order: which of its
+            representations the lease has pinned.
         """
         return dict(zip(sorted(self._of_group), pinned, strict=True))
 
@@ -209,7 +222,7 @@ class RepresentationPlanner:
         self, granted: Mapping[int, BoolMask], runs: Sequence[LoadRun]
     ) -> tuple[LoadRun, ...]:
         """Returns the representations (compact forms of keys) to load together with the blocks in
-        `runs`: those that the lease has pinned.
+        `runs`. Only representations that the lease has pinned are loaded.
 
         granted: by group, a mask of the leased blocks whose representation is pinned.
         runs: the blocks to load.

@@ -98,7 +98,12 @@ class HiddenKeys:
         self._keys.clear()
 
     def mask(self, group: int, hashes: Sequence[bytes], ready: BoolMask) -> BoolMask:
-        """Returns the mask `ready` without the blocks whose keys are hidden (their load failed)."""
+        """Returns a copy of the mask `ready` that is False also for the blocks whose keys are
+        hidden, because their load failed.
+
+        hashes: hashes of blocks of the group.
+        ready: for each of these blocks, True if the server has it ready.
+        """
         if not self._keys:
             return ready
         return ready & np.fromiter(
@@ -158,9 +163,12 @@ class TableProbe:
         return tuple(masks)
 
     def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if the request's hit may be longer than `masks` shows. The masks come from
-        the block table, which lists only blocks in host memory; the server's lower tiers may have
-        further blocks."""
+        """Returns True if the request may have a longer hit than the block table shows: the table
+        lists only blocks in host memory, and the server's lower tiers may have further blocks.
+
+        masks: the ready blocks according to the block table, as `ready` returns them.
+        computed_tokens: length of the request's hit in vLLM's own prefix cache.
+        """
         limit = request.num_tokens - 1
         return self._session.has_tiers and not self._groups.is_whole(masks, computed_tokens, limit)
 
@@ -169,6 +177,8 @@ class TableProbe:
         first missing block. Probes few blocks (`longest_prefix`). Returns None if no table is
         mapped.
 
+        index: index of the group.
+        hashes: the hashes of the request's blocks in the group.
         first: number of leading blocks that are in vLLM's own prefix cache. They are not probed,
             and count as ready.
         """
@@ -249,7 +259,8 @@ def load_runs(
 
     block_ids: per group, the ids of the request's device blocks, in order.
     hit_tokens: length of the hit; may be shorter than the leased hit.
-    null_block: an entry of `block_ids` with this id is not loaded.
+    null_block: id of vLLM's null block, which stands in `block_ids` for a position without a device
+        block. Such a position is not loaded.
     """
     runs = []
     for index, (spec, blocks) in enumerate(
@@ -296,7 +307,8 @@ class Patience:
     this number to 0 again. An idle engine may also `rest`. Scheduler thread only.
 
     clock: returns the time in seconds.
-    wait_for: waits for an answer, at most the given seconds; returns True if the answer has come.
+    wait_for: takes an answer and a number of seconds, waits for the answer at most so long, and
+        returns True if the answer has come.
     """
 
     def __init__(
@@ -383,7 +395,10 @@ class HitFinder:
         left_out: Callable[[int], range] = lambda hit_tokens: range(0),
         failed_loads: FailedLoads | None = None,
     ) -> None:
-        """id_prefix: the ids of all leases and loads begin with it.
+        """groups: computes the shared names (hashes) of a request's blocks, and lengths of hits.
+        id_prefix: the ids of all leases and loads begin with it.
+        representations: plans which representations (compact forms of keys) are leased and loaded
+            with blocks; None without representations.
         left_out: a function that gets the length of a hit in tokens, and returns the positions of
             the blocks in the first group that are neither leased nor loaded. With residency these
             blocks stay in the server only.
@@ -408,8 +423,9 @@ class HitFinder:
         return f"HitFinder({self.groups}, {self.hidden}, {self.failed_loads})"
 
     def arrive(self, state: RequestState, now_s: float) -> None:
-        """Looks a new request up in the block table and keeps the result as a hint. If no table is
-        mapped, or if a lower tier may have more blocks, sends a lookup to the server instead."""
+        """Looks a new request up in the block table and keeps the result as a hint for `match`. If
+        no table is mapped, or if a lower tier may have further blocks, sends a lookup to the server
+        instead."""
         if not self._session.connected:
             return
         self.hidden.set_epoch(self._session.epoch)
@@ -470,8 +486,12 @@ class HitFinder:
         return self._session.lookup(self._all_blocks(state.request))
 
     def is_whole(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if the ready blocks in `masks` make the longest hit that the request could
-        ever have."""
+        """Returns True if the request's hit could not be longer, even if the server had all blocks
+        of the request.
+
+        masks: which blocks are ready in the server, per group.
+        computed_tokens: length of the hit in vLLM's own prefix cache.
+        """
         return self.groups.is_whole(masks, computed_tokens, request.num_tokens - 1)
 
     def begin_load(
@@ -486,7 +506,8 @@ class HitFinder:
 
         block_ids: per group, the ids of the request's device blocks, in order.
         num_external: number of tokens to load; may be less than the connector has offered to vLLM.
-        null_block: an entry of `block_ids` with this id is not loaded.
+        null_block: id of vLLM's null block, which stands in `block_ids` for a position without a
+            device block. Such a position is not loaded.
         """
         hit = state.hit
         hit_tokens = hit.computed_tokens + num_external
@@ -543,7 +564,8 @@ class HitFinder:
         return stored
 
     def give_up(self, state: RequestState) -> None:
-        """Stops offering hits to the request, because it is not known how its load has ended."""
+        """Marks the request so that it is never offered a hit again, because it is not known how
+        its load has ended."""
         self.load_failed(state)
         state.hit.failed_loads = NEVER_AGAIN
         self.give_back(state)

@@ -474,9 +474,9 @@ class OtherLoads:
         return self._last_step
 
     def lost(self) -> None:
-        """Marks the requests that were admitted and are not known to have run: their blocks are
-        never stored. Called if the planning of a step raised, because it is not known which
-        requests that step runs."""
+        """Excludes from storing all requests that were admitted and are not known to have run.
+        Called if the planning of a step raised, because it is not known which requests that step
+        runs."""
         self._distrusted |= self._admitted
         self.held |= self._admitted
 

@@ -124,7 +124,7 @@ class UseState:
     waited_s: total duration of the request's earlier waits for a hit, seconds.
     load_began_s: time at which the request's last load began; 0 before the first.
     report_id: number of the report about the request; 0 before the report is made.
-    external_tokens: tokens to load from hotkv, as of the last admission with a load.
+    external_tokens: number of tokens that the request's last load was to load from hotkv.
     """
 
     device_hit_tokens: int = 0

@@ -260,8 +260,11 @@ def agree(
 
 
 def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace:
-    """Returns the key space that all ranks have. Raises Unsupported if the engine can't share KV
-    (see `agree`)."""
+    """Returns the key space that all ranks have. Raises Unsupported if a rank has no key space or
+    another key space, has not reported, or runs on another machine than the scheduler.
+
+    num_ranks: number of the engine's ranks.
+    """
     spaces = [h.key_space for h in handshakes if h.key_space is not None]
     if len(spaces) < len(handshakes):
         why_off = next(h.why_off for h in handshakes if h.key_space is None)
@@ -295,6 +298,9 @@ def _revocations(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> Revoca
 class Engine:
     """The scheduler side's objects that live as long as the engine, even if the key space changes.
 
+    stats: the counters' growth since vLLM last collected it.
+    adapters: computes the block keys of requests with LoRA adapters.
+    exactness: tracks which KV on the device is exact, and so may be stored.
     counts_media: True if block hashes do not cover the content of images and other media.
     pool: gives residency (contexts beyond device memory) access to vLLM's blocks on the device.
     prefill: measures the engine's prefill speed.
@@ -334,6 +340,10 @@ class Assembly:
     cache_groups: the KV cache groups of the key space, each with its number in vLLM.
     state_log: logs changes of the session's state.
     streams: counts the session's connections to the server.
+    finder: finds the hits of requests and leases them.
+    planner: plans the stores of requests.
+    reports: reports admitted requests to the server.
+    reset: empties the server's cache of the key space when vLLM asks for it.
     memory: reports the sequences of sparse decode to the server; None without sparse decode.
     residencies: the resident requests; None if the engine has no residency.
     """
@@ -543,8 +553,9 @@ class Sharing:
     # ---------------------------------------------------------------------------------------- start
 
     def replaces(self, handshakes: list[HotKVHandshake]) -> bool:
-        """Returns True if `cache` was created from other handshakes than these. `connect` will then
-        replace it. Returns False if there is no cache or no handshake."""
+        """Returns True if `connect` with these handshakes would replace `cache`, because `cache`
+        was created from handshakes with other contents. Returns False if there is no cache or no
+        handshake."""
         return (
             bool(handshakes)
             and self.cache is not None
@@ -589,7 +600,12 @@ class Sharing:
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
         """Creates the objects for the agreed key space (`assemble`), and waits for the server
-        (`link.await_server`)."""
+        (`link.await_server`).
+
+        wait_s: how long to wait for a server to answer; 0: do not wait.
+        opening_s: how much longer to wait if a server has answered but has not opened the session
+            yet.
+        """
         # Before the first request: numba takes a second to load, and some kernels must be compiled.
         native.load("hotkv_proto.kernels")
         cache = assemble(self._engine, agreement)
@@ -613,8 +629,8 @@ class Sharing:
     # ---------------------------------------------------------------------------------------- steps
 
     def say_on(self) -> None:
-        """Logs that hotkv is on, once the scheduler and all workers have a session. Does not log it
-        again unless a session was lost meanwhile."""
+        """Logs that hotkv is on, if the scheduler and all workers have a session. Called in each
+        step; logs again only after a session was lost and all sessions have returned."""
         is_on = self.is_connected and self.links.are_complete
         if is_on and not self._has_said_on and self.cache is not None:
             link.say_on(self.cache.session, self._engine.config.target)

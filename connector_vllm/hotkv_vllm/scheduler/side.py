@@ -36,6 +36,7 @@ class HotKVScheduler:
     """The connector's scheduler side. The engine runs without hotkv until `connect` receives the
     workers' handshakes. The methods `*_broke` are the fallbacks for hooks that raised.
 
+    edge: records the time and the exceptions of the hooks.
     stats: the counters' growth since vLLM last collected it.
     totals: the counters' growth that vLLM has collected.
     """
@@ -192,7 +193,7 @@ class HotKVScheduler:
 
     def reset_cache(self) -> bool | None:
         """Empties the shared cache of this key space, for all engines. Also discards everything
-        that the scheduler side knows about its contents.
+        that the scheduler side knows about the cache's contents.
 
         Returns False only if a connected server did not flush. Blocks for at most
         `hotkv.reset_timeout_s`.
@@ -224,7 +225,10 @@ class HotKVScheduler:
     def update_broke(self, output: Any) -> None:
         """Handles the results of a step if `update` raised. Loads whose end `update` has not
         handled count as failed. Stores that the workers' report lists count as ended. Shares as
-        little code as possible with `update`, because the same fault could raise again."""
+        little code as possible with `update`, because the same fault could raise again.
+
+        output: vLLM's `KVConnectorOutput`.
+        """
         if output.invalid_block_ids:
             self.residents.lost_broke(output.invalid_block_ids)
         report, cache = output.kv_connector_worker_meta, self.sharing.cache

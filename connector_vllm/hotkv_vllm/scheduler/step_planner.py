@@ -24,6 +24,7 @@ from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 class StepPlanner:
     """Assembles the message of each step for the workers.
 
+    edge: records the time and the exceptions of the hooks.
     prefill: measures the engine's prefill speed from the steps.
     manager: vLLM's block manager; None until vLLM has bound it.
     """

@@ -149,6 +149,9 @@ class MissingBlocks:
     Also finds the blocks whose representation (a compact form of the keys, for sparse attention)
     the server lacks.
 
+    state_interval_tokens: the setting `hotkv.state_interval_tokens` (`StorableBlocks`).
+    in_flight: the stores on which ranks are working.
+
     Always true: each block in the result, stored itself or by its representation only, can be used
     by a hit (`StorableBlocks`), and no store in flight reads it.
     """
@@ -283,7 +286,13 @@ class MissingBlocks:
         wanted: BoolMask,
     ) -> list[BlockRun]:
         """Returns the blocks in `ids` for which the mask `wanted` is True, as runs of consecutive
-        blocks. A run has at most STORE_BLOCKS blocks."""
+        blocks. A run has at most STORE_BLOCKS blocks.
+
+        index: index of the group.
+        hashes: the hashes of all the request's blocks in the group.
+        begin: position of the first block of `ids` in the request.
+        ids: ids of consecutive device blocks, int32.
+        """
         places = np.flatnonzero(wanted)
         chains = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
         chains = [
@@ -300,6 +309,8 @@ class MissingBlocks:
     ) -> BlockRun:
         """Returns the run for consecutive blocks, with the hash of the block before them.
 
+        index: index of the group.
+        hashes: the hashes of all the request's blocks in the group.
         first: position of the first block in the request.
         ids: ids of the device blocks.
         """
@@ -356,7 +367,11 @@ class Tails:
     def add(
         self, retention: Retention, runs: Sequence[BlockRun], trace: RequestTrace | None = None
     ) -> None:
-        """Adds the last blocks (tail) of an ended request, to be stored with the next step."""
+        """Adds the last blocks (tail) of an ended request, to be stored with the next step.
+
+        retention: how the server should retain these blocks.
+        trace: the trace of the request; None if the request is not traced.
+        """
         if runs:
             self.waiting.append((retention, trace, tuple(runs)))
 
@@ -418,6 +433,12 @@ class StorePlanner:
     """Plans the stores of each step, and revokes stores whose blocks the step is about to write.
     Owns the `StoreState` of each request.
 
+    num_ranks: number of ranks that must report the end of each store.
+    id_prefix: the ids of write leases begin with it.
+    fence: revokes stores; None: only the workers revoke stores.
+    exactness: knows which tokens are exact, so that only their blocks are stored; None: all tokens
+        count as exact.
+    residencies: the resident requests, whose inexact blocks are stored too; None without residency.
     in_flight: the stores on which ranks are working.
     tails: the last blocks of ended requests, to be stored with the next step.
     """
@@ -532,6 +553,7 @@ class StorePlanner:
         """Returns the requests with blocks to store after this step, each with its number of
         computed tokens after the step.
 
+        requests: by id, the requests that hotkv follows.
         num_scheduled_tokens: number of tokens that the step computes, by request id.
         held: ids of requests whose blocks must not be stored now (`OtherLoads.held`).
         handoffs: the recurrent states that vLLM offers for storing in this step.
@@ -557,7 +579,8 @@ class StorePlanner:
         writes blocks.
 
         scheduled: the requests with blocks to store, as `due` returns them.
-        tables: returns the block table of a request.
+        tables: takes a request id, and returns the request's block ids per vLLM group; None if vLLM
+            does not know the request.
         handoffs: the recurrent states that vLLM offers for storing in this step.
         written_blocks: returns the ids of the blocks that the step is about to write. Called only
             if there are stores in flight or tails, because it costs time.
@@ -633,7 +656,7 @@ class StorePlanner:
         `state.store` which blocks were considered, and when to consider the next.
 
         computed_tokens: number of the request's tokens that are computed after this step.
-        tables_of: returns the block table of a request.
+        tables_of: takes a request id, and returns the request's block ids per vLLM group.
         planned: ids of blocks that this step already stores; the method adds the blocks of the
             returned runs.
         last: True if the request has ended, so that blocks left out now are never stored.
@@ -685,7 +708,11 @@ class StorePlanner:
     def _job(self, runs: Sequence[BlockRun], whose: Whose) -> StoreJob | None:
         """Begins a store of these runs and returns the order for the workers. Returns None, and
         counts the blocks as dropped, if all words of the fence (shared page in which stores are
-        revoked) are in use: the store could then not be revoked."""
+        revoked) are in use: the store could then not be revoked.
+
+        runs: the blocks and representations to store.
+        whose: the properties that all blocks of the store share (`Whose`).
+        """
         (retention, request_id, trace), residencies = whose, self._residencies
         residency_id = residencies.residency_of(request_id) if residencies else ""
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)

@@ -93,7 +93,8 @@ class StoreInFlight:
     read: ids of all device blocks that the store reads, also to build representations.
     num_bytes: size of the store in all ranks together.
     ranks_left: number of ranks that have not reported the store's end.
-    results: the results that ranks have reported: for each rank, a `BlockResult` byte per block.
+    results: the results that ranks have reported: for each rank, a byte per block, the server's
+        `BlockResult` for it (such as STORED or NO_SPACE).
     fence_index: index of the store's word in the fence (the shared page by which the scheduler
         revokes stores); 0 if the store has no word.
     planned_s: time at which the store was planned, monotonic clock.
@@ -200,6 +201,7 @@ class StoresInFlight:
         blocks: the blocks to store, as runs (consecutive blocks of a group).
         representations: runs of the representations (compact forms of keys) to store.
         num_bytes: size of the store in all ranks together.
+        options: how long the server should retain the blocks, and other options of the store.
         request_id: id of the resident request to which the store belongs, or empty.
         trace: the trace of the request that owns the blocks; None if the request is not traced.
         """
@@ -309,8 +311,8 @@ class StoresInFlight:
 
 
 def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
-    """Counts the results of an ended store. Also removes the keys of its stored blocks from
-    `HiddenKeys`, so that a failed load no longer hides these blocks from hits."""
+    """Adds the results of an ended store to the counters in `stats`. Also removes the keys of its
+    stored blocks from `hidden`, so that a failed load no longer hides these blocks from hits."""
     whole, num_stored = stored_whole(store)
     num_whole = int(whole.sum())
     for name, count in (

@@ -209,8 +209,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
 class _Made:
     """vLLM's metadata with the block tables and lengths of a `Rewrite`.
 
-    key: the lengths and shapes for which the schedule in the metadata was made; None before the
-        first schedule.
+    key: the lengths and shapes for which the schedule in the metadata (how vLLM's kernel divides
+        its work) was made; None before the first schedule.
     """
 
     metadata: CPUAttentionMetadata

@@ -66,7 +66,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The length of a row's context, and the settings that limit the choice among its blocks."""
+    """The length of a row's context, and the settings that limit the choice among its blocks.
+
+    config: the settings of sparse decode.
+    num_tokens: length of the context.
+    block_tokens: tokens of a block.
+    """
 
     config: SparseConfig
     num_tokens: int
@@ -113,6 +118,8 @@ class SparseRow:
         """Returns the `SparseRow` of a request, with the limits that follow from the length of its
         context.
 
+        row: index of the row in the batch.
+        token: index of the row's only token in the batch.
         table_C: the row's block table.
         rows_C: for each block, the index of its representation (`SparseRow.blocks_C`).
         """

@@ -45,6 +45,11 @@ class Recorder:
     """Wraps the `forward` method of a layer's attention, and records the layer's keys and some
     queries, for one context at a time.
 
+    forward: the wrapped method.
+    scale: the factor of the layer's attention scores.
+    num_tokens: number of recorded tokens of the present context.
+    keys: the recorded keys, one tensor per call.
+    queries: the recorded queries; `positions` has their positions in the context.
     moments: the moments of keys and queries over all recorded contexts, from which the axes are
         computed.
     """

@@ -131,7 +131,8 @@ def block_mass(
     """Returns each block's exact share of the attention mass, averaged over the query heads,
     float64 [C]. The shares add up to 1.
 
-    keys_of: returns the unpacked keys, float32 [n, T, H, D], of the blocks with the given ids.
+    keys_of: takes block ids, and returns the unpacked keys of these blocks, float32 [n, tokens of a
+        block, H, D].
     query_QD: the query vectors of the row's token.
     blocks_C: ids of the context's blocks.
     scale: the factor of the layer's attention scores.
@@ -156,9 +157,13 @@ def measure(
     scale: float,
     attended: Attended,
 ) -> Recall:
-    """Returns the quality of a row's selection (`Recall`), compared with exact attention over the
-    row's whole context. For the other arguments see `block_mass`.
+    """Returns how good a row's selection is, compared with exact attention over its whole context.
 
+    keys_of: takes block ids, and returns the unpacked keys of these blocks, float32 [n, tokens of a
+        block, H, D].
+    query_QD: the query vectors of the row's token.
+    blocks_C: ids of the context's blocks.
+    scale: the factor of the layer's attention scores.
     attended: the selection, and the blocks that the row attends to.
     """
     share = block_mass(keys_of, query_QD, blocks_C, context_tokens, block_tokens, scale)

@@ -50,6 +50,14 @@ class TorchDevice(CupyDevice):
         args: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """Launches a kernel on torch's current stream (see `Device`). Does not wait."""
+        """Launches a kernel on torch's current stream. Does not wait.
+
+        kernel: name of the kernel.
+        grid: number of thread blocks along each axis.
+        threads: number of threads of a thread block.
+        args: the kernel's arguments: arrays, and numpy scalars of the types that the kernel
+            declares.
+        shared_bytes: dynamic shared memory of a thread block.
+        """
         self.use_stream(torch.cuda.current_stream(self.device).cuda_stream)
         super().launch(kernel, grid, threads, args, shared_bytes)

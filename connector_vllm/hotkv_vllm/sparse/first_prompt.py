@@ -53,7 +53,8 @@ class FirstPrompt:
     waiting: by index of a layer that is not calibrated yet: its record.
     shapes: by index of a layer to calibrate: (H, D).
     turning: how the model's RoPE rotates keys.
-    then: called with the calibration of each layer.
+    then: called with the calibration of each layer: the layer's index, its centre (mean keys) and
+        its axes.
     """
 
     def __init__(

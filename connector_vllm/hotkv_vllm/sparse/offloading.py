@@ -100,7 +100,8 @@ class SparseOffloadingManager:
         All shares are estimates, because the keys are not available here.
 
         block_hashes: the hashes of the context's blocks.
-        query: float32 [Q, D].
+        query: the step's query, float32 [Q, D].
+        layer_idx: number of the layer; its representations are scored.
         """
         rows = self._ready_prefix(block_hashes)
         context_tokens = len(rows) * self._block_tokens
@@ -217,7 +218,11 @@ class HostPages(Protocol):
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
         """Copies the layer's pages from hot slots to the host blocks `blocks` [n]. Raises
-        HotKVError if the pages can't be stored. For the other arguments see `load`."""
+        HotKVError if the pages can't be stored.
+
+        hot: the layer's hot slots, uint8 [slots, page bytes].
+        slots: the hot slot for each block [n].
+        """
         ...
 
 
@@ -498,6 +503,7 @@ class SparseOffloadingHandler:
     Decisions are made in the caller's thread. Copies run in a thread of the handler, in the order
     in which they were submitted.
 
+    layers: by layer index, the shape of the layer's keys.
     slots_per_sequence: number of hot slots in a region, so the most blocks of a hot set (the blocks
         of a sequence that are in hot slots of a layer).
     host: the pages of all blocks, in host memory.

@@ -102,6 +102,8 @@ class BlockReprManager:
     """Owns the representations (compact forms of keys) of all sparse layers, in one pool. Used by
     one thread.
 
+    layers: by layer index, the shape and formats of the layer's representations.
+    keys_of: by layer index, a function that returns the unpacked keys of blocks (`KeysOf`).
     fd: the pool's file, which another process can map; open as long as this object lives. None if
         the system provides no such file.
     num_bytes: size of the pool.

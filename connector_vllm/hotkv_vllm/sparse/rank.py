@@ -38,6 +38,7 @@ class SparseRank:
     nothing without the setting `hotkv.sparse`, and until `install_sparse` has found layers.
 
     centres: the model's mean keys; None without them.
+    edge: records the time and the exceptions of the hooks.
     worker: the sparse worker of a CPU engine; None without sparse decode or before
         `install_sparse`.
     cuda: the worker of a CUDA engine with residency; None in other engines.

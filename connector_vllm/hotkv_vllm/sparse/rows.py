@@ -36,10 +36,12 @@ class SparseRows:
 
 @dataclass(frozen=True, slots=True)
 class ResidentOnly:
-    """Limits which rows may attend sparsely on CUDA: there only resident requests can.
+    """Limits which rows may attend sparsely on CUDA, where only resident requests can attend
+    sparsely.
 
-    outgrows: returns True if a request is resident.
-    has_away: returns True if some blocks of a request are only in host memory.
+    outgrows: takes a request id, and returns True if the request is resident.
+    has_away: takes a request id, and returns True if some blocks of the request are only in host
+        memory.
     replays_decode: True if vLLM may replay a CUDA graph for steps in which every row has one token.
         A graph can't copy a context to a staging area. So in such a step every row that has blocks
         only in host memory must attend sparsely, even a row that still computes its prompt.
@@ -125,10 +127,10 @@ class RowNames:
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
-        """Returns True if a row with a single token is to attend sparsely. In a CPU engine it does
-        if the request decodes and has a long context. On CUDA the request must also be resident
-        (`ResidentOnly`). In a step that vLLM may replay from a CUDA graph, a resident request with
-        blocks only in host memory attends sparsely even if it does not decode.
+        """Returns True if a row with a single token is to attend sparsely: the request decodes and
+        has a long context. On CUDA the request must also be resident (`ResidentOnly`). In a step
+        that may be replayed from a CUDA graph, also returns True for each request with blocks only
+        in host memory.
 
         is_replayed: True if vLLM may replay a CUDA graph for the step.
         """

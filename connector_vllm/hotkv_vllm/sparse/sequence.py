@@ -56,7 +56,11 @@ class Attended:
 
 class LayerSequence:
     """The hot set (blocks to attend to) of a sequence in a layer. All KV heads of the layer attend
-    to the same hot set."""
+    to the same hot set.
+
+    layer: number of the layer in the model.
+    block_tokens: tokens of a block.
+    """
 
     def __init__(self, config: SparseConfig, layer: int, block_tokens: int) -> None:
         self._config = config
@@ -89,8 +93,15 @@ class LayerSequence:
         scale: float,
     ) -> Attended:
         """Selects blocks with the step's query and updates the hot set. Supports all settings, in
-        numpy code, which is slower than `decode`. For the arguments see
-        `hotkv_sparse.selection.select_layer`."""
+        numpy code, which is slower than `decode`.
+
+        query_QD: the step's query, float32 [query heads, channels], after RoPE.
+        sources: by format, the layer's representations (compact forms of keys).
+        rows_C: for each block of the context, the row of its representation in `sources`, int32.
+        always_log_mass_Q: the log of the attention mass of the blocks that are always attended,
+            float32 [query heads].
+        scale: the factor of the layer's attention scores.
+        """
         config = self._config
         where = span(config, context_tokens, self._block_tokens)
         budget = config.budget_blocks(context_tokens, self._block_tokens)
@@ -136,11 +147,16 @@ class LayerSequence:
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
         """Selects blocks with the step's query and updates the hot set, in one compiled call. Does
-        not support the settings `fusion` and `adaptive_p`.
+        not support the settings `fusion` and `adaptive_p` of `SparseConfig`.
 
+        scorer: the layer's representations (compact forms of keys), prepared for the kernel.
+        query_QD: the step's query, float32 [query heads, channels], after RoPE.
+        rows_C: for each block of the context, the row of its representation in `scorer`, int32.
+        always: the blocks that are always attended, and where their keys are.
         where: which blocks of the context can be chosen, and which are always attended.
         budget_blocks: the most blocks that the step may select.
-        For the other arguments see `hotkv_sparse.decode.decode`.
+        selected: a mask over the blocks of the context. The call sets it to True for the selected
+            blocks.
         """
         is_first = self._hot is None
         hot = self._follow(where, context_tokens // self._block_tokens, budget_blocks)
@@ -171,7 +187,12 @@ class LayerSequence:
 
     def _follow(self, where: Span, num_complete: int, budget_blocks: int) -> HotSet:
         """Returns the hot set, extended to the present length of the context. Creates it in the
-        first step."""
+        first step.
+
+        where: which blocks of the context can be chosen, and which are always attended.
+        num_complete: number of complete blocks of the context.
+        budget_blocks: the most blocks that the step may select.
+        """
         capacity = USUAL_SETS * max(budget_blocks, where.num_always)
         hot = self._hot
         if hot is None:
@@ -202,7 +223,11 @@ class LayerSequence:
 
 
 def holds_all(config: SparseConfig, where: Span, budget_blocks: int) -> bool:
-    """Returns True if a hot set can hold the whole context, so that no blocks need to be chosen."""
+    """Returns True if a hot set can hold the whole context, so that no blocks need to be chosen.
+
+    where: which blocks of the context can be chosen, and which are always attended.
+    budget_blocks: the most blocks that a step may select.
+    """
     keeps_all = config.adaptive_p is None and config.cache_policy != "none"
     sets = USUAL_SETS if keeps_all else 1
     return sets * max(budget_blocks, where.num_always) >= where.count

@@ -97,7 +97,15 @@ class _Followed:
 
 class SparseSequences:
     """Creates, extends and deletes the sequences of requests in the server, and sends the workers'
-    selections to the server. Scheduler thread only."""
+    selections to the server. Scheduler thread only.
+
+    streams: counts the session's connections (streams) to the server.
+    groups: the groups with sparse layers; a request has one sequence for each of them.
+    hashes_of: takes vLLM's object of a request and the index of a group, and returns the hashes of
+        the request's complete blocks in the group.
+    min_context_tokens: a request with a shorter context has no sequences.
+    prefix: the ids of all sequences begin with it.
+    """
 
     def __init__(
         self,

@@ -149,6 +149,7 @@ def centre_of(
     names: the names of the layer's formats.
     first_head: the rank's first KV head in the model.
     heads: number of the rank's KV heads.
+    centres: the model's centres (mean keys); None without them.
     """
     mu_HD = centres.mu(layer) if centres is not None else None
     if centres is None or mu_HD is None:

@@ -75,6 +75,7 @@ def shared_pool(
     layers: the layers whose representations are in the pool.
     groups: the groups of the key space.
     num_shards: number of ranks that each hold a shard of a block.
+    centres: the model's mean keys, by which the representations are computed; None without them.
     """
     if pool.fd is None:
         raise Unsupported("the system gives no memory to share")

@@ -136,7 +136,9 @@ class SparseWorker:
     (compact forms of keys), the hot sets of all requests, and the counters. Used by one thread.
 
     layers: the layers that may attend sparsely, by name.
-    first_prompt: calibrates layers from the first prompt.
+    recall_steps: the quality of a selection is measured once in this many steps; 0: never.
+    turning: how the model's RoPE rotates keys by their position, for `first_prompt`.
+    first_prompt: calibrates layers (their centres and axes) from the first prompt.
     """
 
     def __init__(
@@ -276,7 +278,8 @@ class SparseWorker:
         key: vLLM's metadata object of the step. Layers of a group that pass the same object share
             the step's plan.
         batch: returns the step's batch; called when the plan is made.
-        query_of: returns the query, float32 [Q, D], of a token of the batch.
+        query_of: takes the index of a token in the batch, and returns the token's query in this
+            layer, float32 [Q, D].
         """
         if self.is_off or self._faults.rests(layer.name, self._num_steps):
             return None
@@ -367,7 +370,10 @@ class SparseWorker:
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:
         """Selects the blocks that the row attends to in the layer. Returns their positions in the
-        context, ascending."""
+        context, ascending.
+
+        query_of: takes the index of a token in the batch, and returns the token's query.
+        """
         if self._attends_to_all(row):
             return row.positions_C
         sequence = self._sequences.get(row.request_id)
@@ -425,7 +431,11 @@ class SparseWorker:
         self, layer: SparseLayer, sources: Mapping[str, Source], shape: tuple[int, ...]
     ) -> Scorer | None:
         """Returns the layer's scorer for a decode step in one compiled call. Returns None if the
-        settings need the slower code in numpy (fusion or `adaptive_p`)."""
+        settings `fusion` or `adaptive_p` of `SparseConfig` need the slower code in numpy.
+
+        sources: by format, the layer's representations (compact forms of keys).
+        shape: shape of a query: number of query heads, number of channels.
+        """
         if self._config.fusion or self._config.adaptive_p is not None:
             return None
         known, source = self._scorers.get(layer.index), sources[self._config.scorer]

@@ -55,7 +55,13 @@ class HostTieringSpec(TieringOffloadingSpec):
 class HostCopies(OffloadingWorker):
     """Copies blocks between the engine's KV memory and rows of the primary tier. The copies have
     ended when `submit_store` or `submit_load` returns. Places each page in a row as vLLM's
-    CPUOffloadingWorker does."""
+    CPUOffloadingWorker does.
+
+    region: the memory of the primary tier.
+    blocks_per_chunk: number of blocks of a chunk, the unit that one row holds.
+    is_canonical: True with vLLM's canonical layout, in which rows do not depend on the number of
+        ranks.
+    """
 
     def __init__(
         self,

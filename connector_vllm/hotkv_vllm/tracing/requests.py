@@ -63,8 +63,11 @@ class RequestTrace:
         return span
 
     def load(self, job: LoadJob, num_tokens: int) -> str:
-        """Begins the span of a load. Returns its traceparent, which names the span to the
-        server."""
+        """Begins the span of a load. Returns the span's traceparent, a text that the load's call
+        carries, so that the server's spans become children of this span.
+
+        num_tokens: number of tokens to load.
+        """
         span = self._loading = self._root.child("hotkv.load", is_call=True)
         span.attributes["hotkv.tokens"] = num_tokens
         span.attributes["hotkv.blocks"] = sum(len(run.block_ids) for run in job.runs)
@@ -172,7 +175,8 @@ def open_traces(config: ConnectorConfig) -> RequestTraces | None:
 def end_store(span: "Span", results: Sequence[bytes]) -> None:
     """Ends the span of a store, and records in the span how many blocks had each `BlockResult`.
 
-    results: for each rank, a `BlockResult` byte per block; empty for a rank whose transfer failed.
+    results: for each rank, a byte per block with the server's `BlockResult` (such as STORED or
+        NO_SPACE); empty for a rank whose transfer failed.
     """
     for value, count in Counter(b"".join(results)).items():
         span.attributes[f"hotkv.{BlockResult(value).name.lower()}_blocks"] = count

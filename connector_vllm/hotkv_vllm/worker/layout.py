@@ -4,8 +4,9 @@ server.
 A slot of the server holds the pages of a block in a fixed order: the order in which the block's
 group lists its layers. Inside a page the axes (heads, tokens, channels) stay in their physical
 order in the engine, which is part of the key space. All strides are read from the tensors. So the
-same code serves all layouts of vLLM (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC), and groups that are
-packed into one buffer.
+same code serves all layouts of vLLM (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC), and KV cache groups
+that share one buffer. A layout's name gives the order of the axes in memory, outermost first: L
+layers, B blocks, H KV heads, N tokens of a block, C channels of K and V.
 """
 
 import contextlib
@@ -51,6 +52,9 @@ class ExportedMemory:
 def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
     """Returns the CUDA IPC handle of the allocation that contains the storage, and the storage's
     offset in it. Raises Unsupported, with the reason, if CUDA does not share the memory.
+
+    handle_id: the id by which the layout refers to the handle.
+    storage: a storage of torch on a CUDA device.
 
     Source: `_share_cuda_` of torch 2.x returns the tuple (device, handle, bytes, offset, counter
     file, counter offset, event, event is needed).
@@ -155,7 +159,7 @@ class LayerPages:
 class EngineMemoryMap:
     """The result of `describe`: where the engine's KV pages are.
 
-    tensors: where the pages of all groups are; for each group in the order of the pages in a slot.
+    tensors: where the pages are: the pages of each group, in the order in which a slot holds them.
     shard_bytes: bytes of this rank's part (shard) of a block, per group.
     storages: the storages of torch that hold the pages, by handle id.
     page_format: text for the key space: the axes of the pages in physical order (`_page_format`).
@@ -176,6 +180,7 @@ def describe(
     has no tensor, or if its tensor is not where vLLM's `kv_cache_tensors` places it.
 
     kv_caches: the tensor of each layer, by layer name.
+    groups: the KV cache groups that hotkv stores.
     """
     found = EngineMemoryMap()
     formats = []
@@ -311,6 +316,8 @@ def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str)
     """Exports the engine's memory, so that the server can map it for reading and writing. Raises
     Unsupported if that is impossible; the engine's tensors stay usable.
 
+    found: where the pages are (the result of `describe`).
+    num_blocks: number of blocks in the engine's memory.
     shard_index: the position of this rank's shard in a slot.
     name: vLLM's name of the layout, for the server's log.
     """
@@ -360,9 +367,10 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
 class KeyPacking:
     """How vLLM's CPU kernels arrange the keys of one head in a block.
 
-    Usually the keys are arranged in runs of `run` tokens. A run is an array
-    [head_size / pair][run][pair]: for each group of `pair` channels, these channels of all tokens
-    of the run. For any other arrangement `order` is set instead.
+    Usually the keys are arranged in runs of `run` consecutive tokens. A run is an array
+    [head_size / pair][run][pair]: first the first `pair` channels of each token of the run, then
+    the next `pair` channels of each token, and so on. For any other arrangement `order` is set
+    instead.
 
     order: for each channel of each token, in this order, its position among the head's keys in the
         block, int64 [tokens * head_size]; None if the keys are arranged in runs.
@@ -441,6 +449,7 @@ class OwnMemory:
 
     note: the part that is sent to the other ranks.
     memory: the memory, exported for the server; None if it can't be exported (the note says why).
+    groups: the KV cache groups that hotkv stores.
     device: the device that holds the memory.
     """
 
@@ -463,6 +472,8 @@ def find_own(
     raises, because the other ranks wait for this rank's note: if an error occurs, the note says
     why the rank can't take part.
 
+    kv_caches: the tensor of each layer, by layer name.
+    place: the rank's position in the engine, and the index of its shard in a slot.
     known_space: this rank's key space from before a sleep; None to compute it.
     earlier: names of the connectors that have registered the tensors before this connector
         (`checks.earlier_connectors`).

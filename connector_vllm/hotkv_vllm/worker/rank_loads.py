@@ -88,8 +88,9 @@ class RankLoads:
     """Follows the rank's loads: active loads, hung loads (reported as failed although the server
     has not ended them), and failures to report.
 
-    send: begins the transfer of a load and returns its future. Does not raise.
-    cancel: asks the server to end the transfer with this id.
+    send: takes a load's order and its mark (point in the device's queue), begins the transfer, and
+        returns its future. Does not raise.
+    cancel: takes the id of a transfer, and asks the server to end it.
     given_up: for each load that `give_up` has given up after its deadline: by request id, the
         negative of the seconds that the load had taken until then. `RankReport` reports these times
         and clears them.

@@ -57,6 +57,8 @@ class RankStores:
     """Sends the stores of a rank, collects their results, and revokes stores before a step
     overwrites their blocks.
 
+    rank: sends the transfers to the server and makes marks.
+    count: takes the name of a counter and a value, and adds the value to the counter.
     active: the stores whose end was not reported yet, by store id.
     """
 
@@ -168,8 +170,8 @@ class RankStores:
 
     def _take_back(self, stores: list[ActiveStore]) -> bool:
         """Revokes stores, and waits until they have ended, so that their blocks may be overwritten.
-        If the server does not end a store by the store's deadline (and FENCE_GRACE_S), replaces the
-        session and returns False.
+        If the server has not ended a store FENCE_GRACE_S after the store's deadline, replaces the
+        session and returns False; otherwise returns True.
         """
         if self._rank.session is None:
             return True
@@ -285,15 +287,16 @@ def _all_done(waiting: Iterable[ActiveStore], timeout_s: float) -> bool:
 def report_of(result_arrays: Sequence[Any]) -> StoreReport:
     """Returns a rank's report about a store.
 
-    result_arrays: a `BlockResult` per block, one array per run; empty if the store failed as a
-        whole.
+    result_arrays: one array per run, with the server's `BlockResult` (such as STORED or NO_SPACE)
+        for each block of the run; empty if the store failed as a whole.
     """
     return StoreReport([b"".join(np.asarray(a, np.uint8).tobytes() for a in result_arrays)])
 
 
 def nothing_to_write(job: StoreJob) -> StoreReport:
-    """Returns a rank's report about a store that the rank leaves to another rank, because both hold
-    the same bytes. The report has the result WRITTEN for each block."""
+    """Returns a rank's report about a store that another rank carries out, because both ranks hold
+    the same bytes. The report has the result WRITTEN (this rank's part is written) for each
+    block."""
     return report_of(
         [np.full(sum(len(run.hashes) for run in job.runs), BlockResult.WRITTEN, np.uint8)]
     )

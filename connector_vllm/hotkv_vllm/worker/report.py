@@ -20,7 +20,10 @@ from hotkv_vllm.worker.session import RankSession
 class RankReport:
     """Collects the rank's next report.
 
+    rank: the rank's session, whose state is reported.
     rank_number: vLLM's number of the rank.
+    sparse: sparse decode in this rank, whose counters and selections are reported.
+    edge: records the time and the exceptions of the hooks.
     asked: the last message from the scheduler whose loads were begun. The report answers its fields
         `held_loads` and `asks_links`.
     """

@@ -314,8 +314,8 @@ class RankSession:
 
     @property
     def is_trusted(self) -> bool:
-        """Returns True if this rank surely has the weights and adapters for which the session was
-        opened and the scheduler has planned."""
+        """Returns True if transfers may be sent: this rank surely has the weights for which the
+        session was opened, and the adapters for which the scheduler has planned the step."""
         return self.adapters.is_trusted and (self.weights is None or not self.weights.held)
 
     def load(self, job: LoadJob, mark: Mark) -> "Future[TransferResult]":

@@ -40,7 +40,11 @@ from hotkv_vllm.worker.session import RankSession
 
 class HotKVWorker:
     """The connector's worker side. Does nothing until `register` has exported the KV memory and
-    opened a session. The methods `*_broke` are the fallbacks for hooks that raised."""
+    opened a session. The methods `*_broke` are the fallbacks for hooks that raised.
+
+    centres: the model's mean keys, by which representations are computed; None without them.
+    edge: records the time and the exceptions of the hooks.
+    """
 
     def __init__(
         self,
@@ -233,7 +237,8 @@ class HotKVWorker:
         self.rank.marks.done(after)
 
     def stores_broke(self, meta: HotKVMetadata) -> None:
-        """Handles an exception in `save`: the step's stores that were not sent fail."""
+        """Reports those stores of the step as failed that were not sent, because `save` has
+        raised."""
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
