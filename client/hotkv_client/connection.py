@@ -194,6 +194,9 @@ class Connection:
 
         Returns None if the request was sent. Otherwise returns the error and leaves `pending`
         unchanged.
+
+        after: the mark that the request of a transfer carries. The call fails with SessionLostError
+            if the mark's kind is not this connection's `order_kind`. None: no mark.
         """
         if (too_large := _too_large(request)) is not None:
             return too_large
