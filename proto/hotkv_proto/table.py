@@ -11,11 +11,10 @@ numbered from 1 on.
   bucket, 64 bytes: sequence number, overflow count, 7 tags, 7 entry words. A tag has 32 bits of the
     mixed hash, which is computed from the hash's first 8 bytes and a *salt*. The salt is a number
     that differs for each key space and group (and each kind of representation), so equal hashes of
-    two groups get different tags.
-    An entry word is the entry's number, with the high bit set while the entry is reserved (not
-    ready); 0: no entry. The mixed hash also chooses an entry's home bucket
-    (`home_buckets`). An entry is in its home bucket or, if that was full, in one of the next 63
-    buckets. The overflow count of a bucket is the number of entries that are in a later bucket
+    two groups get different tags. An entry word is the entry's number, with the high bit set while
+    the entry is reserved (not ready); 0: no entry. The mixed hash also chooses an entry's home
+    bucket (`home_buckets`). An entry is in its home bucket or, if that was full, in one of the next
+    63 buckets. The overflow count of a bucket is the number of entries that are in a later bucket
     because this bucket was full.
   record, 72 bytes, at index = entry number: hash (32, zero-padded), check value (8), key space,
     group | state << 16, offset and size of the slot in units of SLOT_ALIGN bytes, generation (grows
@@ -306,8 +305,8 @@ def find_reference(
     out_records: Words,
 ) -> None:
     """Looks up blocks by key space, group and whole hash, in numpy, for processes without numba.
-    Writes the same result as `kernels.find`, whose docstring explains the arguments. If a bucket's sequence number has changed while the records were read, reads the
-    bucket again."""
+    Writes the same result as `kernels.find`, whose docstring explains the arguments. If a bucket's
+    sequence number has changed while the records were read, reads the bucket again."""
     mixed = mix(hashes, salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
     rows = home_buckets(mixed, len(buckets))

@@ -259,8 +259,8 @@ class _Bounds(SpanProcessor):
             self._export.shutdown()
 
     def within(self, call: Callable[[], object]) -> bool:
-        """Runs a call on the helper thread, so that a collector that hangs can't block the caller for
-        longer than CLOSE_S. Returns False if the call takes longer than that."""
+        """Runs a call on the helper thread and waits for its end, for CLOSE_S at most: a collector
+        may hang. Returns False if the call takes longer."""
         is_done = threading.Event()
         self._asked.put((call, is_done))
         return self._is_closed or is_done.wait(CLOSE_S)

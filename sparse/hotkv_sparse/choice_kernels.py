@@ -307,7 +307,8 @@ def choose(
     """Computes the share of the attention mass that each candidate block has, from scores [Q, S],
     and chooses the candidates with the largest shares.
 
-    Writes the selection to blocks [n] and weights [n]. The candidates are the S blocks from `first`
+    Writes the selection to blocks [n] and weights [n]. `always_log_mass` [Q] is the log mass of the
+    always kept blocks. The candidates are the S blocks from `first`
     on. The blocks before and after the candidates, up to `count`, are always kept and get the
     weight inf. Returns the share of the always kept blocks, and the share of the chosen candidates.
     """

@@ -478,6 +478,9 @@ def _finish(scores: Any, runs: Any, shift: Any, out: Any, start: Any, count: Any
 
     scores: [Q, blocks, runs * 16 tokens], the scores of tokens in base 2. This call overwrites
         them.
+    runs: number of runs of 16 tokens in a block.
+    shift: float32 [Q], added to each score.
+    start, count: index in `out` of the first block, and number of blocks, at most 16.
     """
     peaks, totals = np.empty(16, np.float32), np.ones(16, np.float32)
     peaks_at, totals_at, shifts_at, stride = (
@@ -527,6 +530,9 @@ def score_tokens(
     """Computes the scores of blocks in a token format, out [Q, len(rows)]: the logsumexp over the
     tokens of packed[row], plus `shift` [Q].
 
+    packed: uint8 [B, H, N], the representations (compact forms of blocks' keys).
+    rows: int32, the rows of `packed` to score.
+    run_bytes: bytes of a run of 16 tokens.
     bits: the bits of the format's codes, or `AXES_KERNEL` for mix2.
     query: int8 [Q, C].
     bias: int32 [Q], added to each product of bytes (`scores.Query.offsets`).
@@ -593,6 +599,9 @@ def score_parts(
     """Computes the scores of blocks in a summary format, out [Q, len(rows)]: the score of
     packed[row], plus `shift` [Q].
 
+    packed: uint8 [B, H, N], the representations (compact forms of blocks' keys).
+    rows: int32, the rows of `packed` to score.
+    num_parts: P, the number of vectors per block and head.
     query: int8 [Q, P * C].
     bias: int32 [Q, P], added to each product of bytes: -128 times the sum of the query's codes in a
         part.
