@@ -115,7 +115,8 @@ def decode_step(
     selects the best, makes the step of the hot set, and begins the next prefetch.
 
     query: float32 [Q, D].
-    rotation: the factors, first channels and numbers of channels of the rotation's passes, from `rotation.factors` and `rotation.pass_arrays`.
+    rotation: the factors, first channels and numbers of channels of the rotation's passes, from
+        `rotation.factors` and `rotation.pass_arrays`.
     axes: for mix2, `Axes.weights` [H, D, C] and `axes.offsets_of` [C]; empty for other formats.
     mu: [H, D], the centre; empty: 0.
     form: five numbers of the format: number of its kernel (0: a summary format), P, kind of a

@@ -226,6 +226,8 @@ def replay(
 ) -> Replayed:
     """Replays a trace over a single tier.
 
+    make_policy: makes the tier's eviction policy for entry numbers from 1 to the given capacity.
+    progress: called from time to time with the number of requests replayed since its last call.
     hints: hints of the trace's sessions. The hint of a request is applied after the request. None:
         no hints.
     """

@@ -301,7 +301,8 @@ class Selections:
         Raises INVALID_FIELD if the sequence was created without `select` or can't answer the
         request, OVERLOADED if too many selections wait, UNKNOWN_LEASE if the lease has ended.
 
-        stream: number of the client's stream of selections.
+        stream: number of the client's stream of selections. Hot sets belong to a stream: the first
+            selection of another stream begins with an empty hot set.
         """
         if len(self._running) >= MAX_SELECTS:
             raise HotKVError(

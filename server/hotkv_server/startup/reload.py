@@ -130,7 +130,11 @@ class Reloader:
         return self._listeners.rpc
 
     def _apply(self, settings: Settings, live: list[str], new: AccessControl) -> None:
-        """Applies the settings that `_check` has accepted. Never raises."""
+        """Applies the settings that `_check` has accepted. Never raises.
+
+        live: names of the changed settings that need no restart.
+        new: the access control that `_check` has returned.
+        """
         security, node = settings.security, self._node
         logs.set_level(settings.log_level)
         self.drain_timeout_s = settings.drain_timeout_s

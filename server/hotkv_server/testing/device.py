@@ -67,7 +67,12 @@ class DeviceCopies:
 
     def check(self, device: int, copies: list[Copy], what: str, *, may_be_pageable: bool) -> bool:
         """Checks the copies of a call. Raises DeviceError if CUDA's call would fail. Returns True
-        if a range of a copy is in host memory that is not registered."""
+        if a range of a copy is in host memory that is not registered.
+
+        copies: (target address, source address, number of bytes) of each copy.
+        what: name of the call, for error messages.
+        may_be_pageable: False: host memory that is not registered is an error too.
+        """
         pageable = False
         for dst, src, count in copies:
             (_, to), (_, from_) = (
@@ -96,7 +101,14 @@ class DeviceCopies:
         by_kernel: bool = False,
         pageable: bool = False,
     ) -> Work:
-        """Returns work that copies bytes in 1 to 3 steps."""
+        """Returns work that copies bytes in 1 to 3 steps.
+
+        copies: (target address, source address, number of bytes) of each copy.
+        what: name of the call, for error messages.
+        by_kernel: True: a kernel makes the copies, so an access that is not allowed loses the
+            device.
+        pageable: True: the copies may use host memory that is not registered.
+        """
         num_steps, version, real = self._dice.randint(1, 3), -1, copies
         for step in range(num_steps):
             if version != self._ranges.version:
@@ -136,7 +148,8 @@ class DeviceCopies:
 
     def _resolve(self, device: int, copy: Copy, what: str, *, pageable: bool) -> Copy:
         """Translates the addresses of a copy: returns the copy with the addresses at which this
-        process has the bytes."""
+        process has the bytes. Raises DeviceError if the memory was freed or unregistered since the
+        copy was checked; `pageable`: unregistered host memory is allowed."""
         dst, src, count = copy
         (to, to_memory), (from_, from_memory) = (
             self._ranges.copy_range(device, dst, count, what),

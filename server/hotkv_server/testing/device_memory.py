@@ -310,7 +310,11 @@ class Ranges:
 
     def find(self, method: str, address: int, device: int, kind: str) -> KnownMemory:
         """Returns the memory of this kind that begins at `address`. Raises DeviceError if there is
-        none."""
+        none.
+
+        method: name of the runtime's call, for the error message.
+        kind: how the memory was made (`KnownMemory.kind`).
+        """
         for memory in self._memories:
             if (memory.start, memory.device, memory.kind) == (address, device, kind):
                 return memory
@@ -376,9 +380,12 @@ class Ranges:
     def copy_range(
         self, device: int, start: int, num_bytes: int, what: str
     ) -> tuple[int, KnownMemory | None]:
-        """Returns the address in this process at which the bytes of a range are, and their memory;
-        None for memory that is not registered. Raises DeviceError if a copy of the range would
-        fail."""
+        """Returns the address in this process at which the bytes of a range are, and the
+        `KnownMemory` that contains the range. For host memory that is not registered, returns
+        `start` and None. Raises DeviceError if CUDA would refuse a copy of the range on `device`.
+
+        what: name of the copying call, for the error message.
+        """
         end = start + num_bytes
         found = self._overlapping(start, end)
         problem = ""

@@ -66,7 +66,9 @@ class PolicyWorld:
         self._tell("touch", numbers, now_s, retention)
 
     def refresh(self, numbers: list[int], now_s: float) -> None:
-        """Notifies the policies that blocks arrived that follow these blocks in a prompt."""
+        """Notifies the policies that blocks arrived that follow the blocks `numbers` in a prompt.
+        Then `numbers` are in use, so blocks among them that were demoted are not demoted any
+        more."""
         assert now_s >= self.now_s
         self.now_s = now_s
         self.demoted -= set(numbers)
@@ -134,6 +136,8 @@ class PolicyWorld:
         first.
 
         slot_bytes: slot size of the victims; 0: any size.
+        keep_at_s: the current time, if the policy may return fewer victims to keep blocks that it
+            expects to be used soon; None: the policy must return as many victims as possible.
         """
         answers = []
         for policy in (self.policy, self._reference):

@@ -1,7 +1,7 @@
 """The checks that every tier below host memory (`tiers.protocol.Tier`) must pass.
 
-Each check makes a `Rig` (a tier under test with an arena of SLOTS slots), and computes the expected
-bytes of each block from its number.
+Each check calls `make_rig`, which makes a `Rig` (a tier under test with an arena of SLOTS slots).
+The check computes the expected bytes of each block from the block's number.
 """
 
 import contextlib

@@ -166,7 +166,7 @@ class TenantHints:
         outcome.sequence = self.last_sequence
 
     def settle(self, outcome: HintOutcome, status: Status, reason: str) -> None:
-        """Sets the status and reason of an action's outcome."""
+        """Sets the status and reason of an action's outcome, and assigns a new sequence number."""
         outcome.status, outcome.reason = status, reason
         self.changed(outcome)
 

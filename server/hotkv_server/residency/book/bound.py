@@ -7,8 +7,8 @@ Always true:
   tenant may hold in the arena. Their bytes are the promised and the pinned bytes; an entry that
   several residencies pin counts once.
 - They also take at most `residency.share` of the arena, minus a part for each other tenant. This
-  part is `residency.share` of the other tenant's guarantee, or the bytes that its residencies take
-  if they are more.
+  part is `residency.share` of the other tenant's guarantee (its setting `guaranteed_bytes`), or the
+  bytes that the other tenant's residencies take if these are more.
 - For the promises of each slot size, enough slabs are reserved (`SlabPool.floors`). So the server
   can make room for every promise by evicting unpinned blocks.
 - A slot counts with its part of the unused end of its slab.

@@ -202,6 +202,8 @@ class SavingsPage:
         """Returns the ledger's figures for the last `since_s` seconds, rounded up to minutes; 0:
         all time.
 
+        has_names: True includes a row with the names of each account (tenant, model, engine).
+
         Requests a new computation, unless the same computation is already requested. It begins when
         the running computation has ended and the rest (pause) after it is over. While the node
         computes or rests, returns the latest answer for the same window if there is one. Otherwise
