@@ -397,7 +397,11 @@ def open_traces(
 
     endpoint: the URL of an OTLP/HTTP receiver, or FROM_ENVIRONMENT. A URL without a path gets the
         path /v1/traces.
-    certificate: PEM file of the authority that signed the collector's certificate.
+    service: name of the service to which the spans belong.
+    logger: logs when exports begin to fail and when they work again.
+    headers: HTTP headers for the collector, by name; not used with FROM_ENVIRONMENT.
+    certificate: PEM file of the authority that signed the collector's certificate; not used with
+        FROM_ENVIRONMENT.
     default_protocol: the protocol with FROM_ENVIRONMENT, unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL
         (or ..._PROTOCOL) names a protocol.
     bounds: `sample_ratio`, `max_spans_per_s` and `queue_spans` of `Traces`.

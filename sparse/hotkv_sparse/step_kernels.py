@@ -57,7 +57,7 @@ def _score(
     out: Any,
 ) -> None:  # fmt: skip
     """Computes the scores of blocks, out [Q, len(rows)]. The result is the same as with
-    `hotkv_sparse.scores.prepare` followed by `score`."""
+    `hotkv_sparse.scores.prepare` followed by `score`. `decode_step` explains the arguments."""
     (factors, starts, sizes), (weights, offsets) = rotation, axes
     (kernel, parts, kind, channels, run_bytes), (scale, unit, bias) = form, units
     num_heads = query.shape[0]
@@ -133,6 +133,9 @@ def decode_step(
     blocks, weights: [n], output: the selection; n is the number of blocks to select.
     arriving: slots that the previous step named for prefetch; all of them are written.
     ahead: [2, K], output: blocks and slots to prefetch before the next step.
+
+    mapped: int32 [M], the blocks of the current map (`old` in `hot_step`).
+    first, last, count: the span of the context (`selection.Span`).
 
     The other arguments are the same as in `hot_step`. Returns seven counts, and the share of the
     attention mass that the selection has. The counts: blocks of the new map (REFUSED for a row

@@ -41,6 +41,9 @@ def size(
     Raises HotKVError if the server refuses or does not answer, SizeError if the simulation can't
     run here, and OSError if a trace can't be opened. Raises ValueError if a needed value comes
     neither from flags nor from a server, or if the simulator fails.
+
+    connect: connects to the server; called only if a value must come from it.
+    say: called with a text about the progress.
     """
     for path in options.traces:
         if not path.is_fifo():

@@ -255,6 +255,7 @@ def timed(
 
     serve: serves a request, given its hashes and time, and returns the number of leading blocks
         that hit.
+    progress: called from time to time with the number of requests served since its last call.
     tell: called after each request with its number, hashes and time.
     """
     prefix = np.zeros(trace.num_requests, np.int64)
@@ -274,8 +275,11 @@ def timed(
 
 
 def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
-    """Serves a few requests with a temporary cache, so that the measured times do not include
-    compilation."""
+    """Serves a few requests of the trace with a temporary cache, so that the measured times do not
+    include compilation of kernels.
+
+    make_policy: makes the cache's eviction policy for entry numbers from 1 to the given capacity.
+    """
     cache = OneTier(SimulatedTier(WARM_UP_BLOCKS, make_policy))
     starts = trace.starts[: WARM_UP_REQUESTS + 1].tolist()
     for start, end in pairwise(starts):

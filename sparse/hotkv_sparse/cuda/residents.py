@@ -113,6 +113,7 @@ class Residents:
     ) -> None:
         """Allocates the tables on the device.
 
+        num_rows, num_states, max_blocks, num_pages: the sizes R, S, B and P (see the module).
         max_tokens: most tokens of a step, over all rows.
         """
         self.device, self.config = device, config
