@@ -59,7 +59,7 @@ Copy = tuple[int, int, int]
 
 class DeviceCopies:
     """Checks and executes copies of the simulated devices. The caller must hold the runtime's lock,
-    also when it runs the returned work."""
+    also when it runs the returned work (an iterator that a stream executes step by step)."""
 
     def __init__(self, ranges: Ranges, dice: random.Random) -> None:
         self._ranges = ranges
@@ -224,8 +224,8 @@ def fake(event: Event) -> FakeEvent:
 
 
 class Streams:
-    """The streams of all devices. A thread runs their work; without a thread, the test runs it by
-    calling `run`."""
+    """The streams of all devices, with their work: iterators that are executed step by step. A
+    thread runs the work; without a thread, the test runs it by calling `run`."""
 
     def __init__(
         self, dice: random.Random, num_devices: int, *, threaded: bool, max_delay_s: float

@@ -163,8 +163,9 @@ class PolicyWorld:
         return victims
 
     def check(self) -> None:
-        """Raises AssertionError if the policy's heat can't order entries, or if a policy breaks an
-        invariant."""
+        """Raises AssertionError if the policy's heat of an entry is not a finite number, or a
+        demoted entry is not the coldest (the entry with the lowest heat is evicted first). Also
+        raises it if the policy breaks an invariant."""
         entries = _entries(sorted(self.size_of))
         if self.demoted and len(self.demoted) < len(entries):
             rest = _entries(sorted(set(self.size_of) - self.demoted))

@@ -177,7 +177,9 @@ class _Made:
 
 
 class SavingsPage:
-    """Caches and schedules the answers about savings (see the comment above).
+    """Answers requests for the ledger's figures (savings). The node computes one answer at a time,
+    and then rests, so that all answers together take about RESTING_SHARE of its event loop. In the
+    meantime clients get the latest answer.
 
     read: called as `read(since_s, has_names)`; returns the figures from the node.
     clock, sleep: replaced in tests.
