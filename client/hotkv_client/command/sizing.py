@@ -145,6 +145,9 @@ def _simulated(
     """Runs the simulator and returns its output. Raises SizeError if the simulator is not
     installed, and ValueError with the simulator's message if it fails.
 
+    bytes_per_token: KV bytes of a token of a prompt.
+    tokens_per_s: prefill speed of an engine; 0: unknown.
+    arena: the arena sizes, as the value of `--arena`; empty: the simulator chooses them.
     seconds: duration of the recording; 0: the simulator uses the time stamps of the traces.
     """
     command = [*COMMAND, "--arena", arena or "auto", "--bytes-per-token", repr(bytes_per_token)]

@@ -48,7 +48,10 @@ def uuid_of(device: int) -> bytes:
 
 def map_pages(num_bytes: int, fd: int = -1) -> int:
     """Makes a mapping of a file, or of zeros without a file, and returns its address. Raises
-    DeviceError if the system refuses."""
+    DeviceError if the system refuses.
+
+    fd: descriptor of the file; -1: no file.
+    """
     flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return _map(num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
 

@@ -144,7 +144,8 @@ class Residencies:
     def _noting_refusal(
         self, residency: Residency, slots: Mapping[int, int], now_s: float
     ) -> Iterator[None]:
-        """Records a HotKVError that is raised in the `with` block as a refusal, for operators.
+        """Records a HotKVError that is raised in the `with` block as a refusal, for operators. The
+        caller still gets the error.
 
         slots: number of slots that the call would have reserved, by size.
         """
