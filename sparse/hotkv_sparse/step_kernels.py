@@ -133,7 +133,6 @@ def decode_step(
     blocks, weights: [n], output: the selection; n is the number of blocks to select.
     arriving: slots that the previous step named for prefetch; all of them are written.
     ahead: [2, K], output: blocks and slots to prefetch before the next step.
-
     mapped: int32 [M], the blocks of the current map (`old` in `hot_step`).
     first, last, count: the span of the context (`selection.Span`).
 

@@ -100,8 +100,8 @@ class Reloader:
         return True
 
     def _can(self, name: str, settings: Settings) -> bool:
-        """Returns whether a setting of LIVE can change from the running value to the new value
-        without a restart.
+        """Returns whether a setting of LIVE (settings that a reload may change) can change from the
+        running value to the value in `settings` without a restart.
 
         A restart is needed to add the first tenant or remove the last tenant, to switch TLS on or
         off, and to change whether TLS asks clients for certificates.

@@ -127,7 +127,8 @@ class DeviceCopies:
 
     def move_by_table(self, device: int, table: int, num_copies: int, max_bytes: int) -> Work:
         """Returns work that copies as the copy kernel does. The work reads the copies from int64
-        [3, num_copies] at the address `table`, and makes them in any order."""
+        [3, num_copies] (target, source, number of bytes) at the address `table`, and makes them in
+        any order. If a copy is longer than `max_bytes`, the work raises DeviceError."""
         real = self._ranges.kernel_range(device, table, 24 * num_copies, writes=False)
         rows = bytes_at(real, 24 * num_copies).view(np.int64).reshape(3, num_copies).copy()
         copies = list(zip(*rows.tolist(), strict=True))
