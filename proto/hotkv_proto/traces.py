@@ -182,6 +182,7 @@ class Traces:
     def start(self, name: str, parent: trace.Span, kind: SpanKind, began_ns: int = 0) -> Span:
         """Begins a child of the span `parent`.
 
+        kind: OpenTelemetry's kind of the child, such as SERVER.
         began_ns: time at which the child began, in nanoseconds since 1970; 0: now.
         """
         context = trace.set_span_in_context(parent)

@@ -411,7 +411,10 @@ class Ranges:
 
     def kernel_range(self, device: int, start: int, num_bytes: int, *, writes: bool) -> int:
         """Returns the address in this process at which the bytes of a range are. If a kernel could
-        not access the range, raises a DeviceError that says that the device is lost."""
+        not access the range, raises a DeviceError that says that the device is lost.
+
+        writes: True if the kernel writes to the range.
+        """
         found, end = self._overlapping(start, start + num_bytes), start + num_bytes
         # A kernel sees adjoining registrations as a single range, because they have the host's
         # addresses.

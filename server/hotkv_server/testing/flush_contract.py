@@ -121,8 +121,8 @@ def probe(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
 
 
 def check_epochs(store: Store) -> None:
-    """Checks that all nodes get the same first epoch of a key space, that the clock determines it,
-    and that each flush raises it."""
+    """Checks that all nodes get the same first epoch of a key space, that this epoch is computed
+    from the current time, and that each flush raises it."""
     with store.node() as one, store.node() as other:
         before = begun(time.time_ns() // 1000)
         first = epoch(one.tier)
