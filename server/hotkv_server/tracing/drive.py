@@ -34,8 +34,8 @@ _current: "ContextVar[Span | None]" = ContextVar("hotkv_span", default=None)
 
 
 class Tracing:
-    """Begins the spans of a node. Remembers the traced stores by their blocks, so that a later write
-    of these blocks to a tier becomes a child span of the store."""
+    """Begins the spans of a node. Remembers the traced stores by their blocks, so that a later
+    write of these blocks to a tier becomes a child span of the store."""
 
     def __init__(self, traces: "Traces") -> None:
         self.traces = traces
