@@ -21,7 +21,12 @@ this is sent alone."""
 
 
 class Role(enum.IntEnum):
-    """The role of a session in its engine; numbered as `hotkv.v1.SessionRole`."""
+    """The role of a session in its engine; numbered as `hotkv.v1.SessionRole`.
+
+    scheduler: looks up blocks and holds leases.
+    worker: registers memory and transfers blocks.
+    tool: all other clients, such as tools and tests.
+    """
 
     SCHEDULER = 1
     WORKER = 2

@@ -60,8 +60,8 @@ class ReplayHints:
 
 
 def derive_hints(trace: Trace) -> ReplayHints:
-    """Finds the sessions of a trace and returns their hints. Takes time linear in the number of
-    block accesses."""
+    """Finds the sessions of a trace and returns the hints that they could have given: when a
+    session ends, and when it pauses for long. Takes time linear in the number of block accesses."""
     starts, blocks = trace.starts.tolist(), trace.blocks.tolist()
     num_requests = trace.num_requests
     pauses_s = np.full(num_requests, np.inf)

@@ -40,7 +40,11 @@ cudaDevAttrCanUseHostPointerForRegisteredMem and cudaDevAttrHostRegisterReadOnly
 
 
 class Access(enum.Enum):
-    """How a device reads the arena."""
+    """How a device reads the arena.
+
+    registered: the memory is registered with CUDA.
+    pageable: the device can read pageable memory, so that no memory is registered.
+    """
 
     REGISTERED = "registered"
     PAGEABLE = "pageable"
