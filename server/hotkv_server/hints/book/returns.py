@@ -16,7 +16,8 @@ PRIOR_GAPS = 3
 median over all sessions. So the other sessions determine the prediction for a session with few
 pauses."""
 HELD_GAPS = 1.5
-"""Blocks are held for HELD_GAPS times the expected pause."""
+"""The eviction policy keeps a session's blocks (holds them) for HELD_GAPS times the expected
+pause."""
 MAX_HOLD_S = 5.0
 """Longest time for which blocks are held. Blocks that would have to be held longer are not held at
 all. The same memory gives more hits if it holds the blocks of sessions with shorter pauses

@@ -40,9 +40,9 @@ SEEN_ROOM = 2
 not overflow."""
 LOW_32 = np.uint64(0xFFFF_FFFF)
 NAMES = ("prompt_tokens", "block_tokens", "endless_missed", "now_missed", "more_missed")
-"""Columns of `Forecast.sums`: tokens of prompts; tokens in full blocks of prompts; and the number
-of the latter that would miss in an endless cache, in a cache of the arena's size, and in a cache
-that is a step larger."""
+"""Columns of `Forecast.sums`: tokens of prompts; tokens in full blocks of prompts; and how many of
+the tokens in full blocks would miss in an endless cache, in a cache of the arena's size, and in a
+cache that is a step larger."""
 
 
 @dataclass(frozen=True, slots=True)
