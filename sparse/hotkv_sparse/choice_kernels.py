@@ -307,10 +307,11 @@ def choose(
     """Computes the share of the attention mass that each candidate block has, from scores [Q, S],
     and chooses the candidates with the largest shares.
 
-    Writes the selection to blocks [n] and weights [n]. `always_log_mass` [Q] is the log mass of the
-    always kept blocks. The candidates are the S blocks from `first`
+    Writes the selection to blocks [n] and weights [n]. The candidates are the S blocks from `first`
     on. The blocks before and after the candidates, up to `count`, are always kept and get the
     weight inf. Returns the share of the always kept blocks, and the share of the chosen candidates.
+
+    always_log_mass: float32 [Q], log of the attention mass of the always kept blocks.
     """
     num_heads, num = scores.shape
     room, runs = weights.shape[0] - (count - num), num // 16 + 1

@@ -698,6 +698,7 @@ def page_log_mass(
 
     pages: [B, H, bytes], the keys of each block and head, in runs of `run` tokens. The order within
         a run is [D / pair][run][pair].
+    rows: int32, indices of the blocks in `pages`; each block has `block_tokens` tokens.
     kind: type of the keys, 0: bfloat16, 1: float16, 2: float32.
     query: [Q, D], multiplied by the scale of attention and by log2(e).
     """
