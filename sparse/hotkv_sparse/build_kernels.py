@@ -9,8 +9,8 @@ queries of sixteen heads. Loops assign single elements, because numba needs a se
 assignment of a slice.
 
 The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
-operands are integers (addresses and counts), without bounds checks. numba's disk cache does not
-notice changes of `vectors`.
+functions get an LLVM IR builder and `args`, the operands: integers (addresses and counts), without
+bounds checks. numba's disk cache does not notice changes of `vectors`.
 
 Arguments of several kernels: `mu` [H, D] is the centre (mean key of each head), which is subtracted
 from the keys; `num_tokens` [B] is the number of valid tokens of each block; `factors`, `starts` and

@@ -6,8 +6,8 @@ their callers do. They allocate their scratch memory and run without the GIL. Th
 scores twice; at the second read it is in the nearest cache.
 
 The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
-operands are integers (addresses and counts), without bounds checks. numba's disk cache does not
-notice changes of `vectors`.
+functions get an LLVM IR builder and `args`, the operands: integers (addresses and counts), without
+bounds checks. numba's disk cache does not notice changes of `vectors`.
 
 Shapes: Q query heads, H KV heads, S scored blocks, n blocks of a selection.
 """

@@ -6,9 +6,10 @@ callers do. They run without the GIL and allocate only scratch memory. A vector 
 sixteen tokens of a head.
 
 The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
-operands are integers (addresses and counts), without bounds checks. numba's disk cache does not
-notice changes of `vectors`. With AVX-512 VNNI, one instruction multiplies 64 unsigned by 64 signed
-bytes, and one instruction replaces 64 codes by their levels.
+functions get an LLVM IR builder and `args`, the operands: integers (addresses and counts), without
+bounds checks. numba's disk cache does not notice changes of `vectors`. With AVX-512 VNNI, one
+instruction multiplies 64 unsigned by 64 signed bytes, and one instruction replaces 64 codes by
+their levels.
 
 Shapes: B blocks, H KV heads, Q query heads, D channels, C channels with padding, P parts.
 """

@@ -182,7 +182,11 @@ class Bench:
         within_s: float = WAIT_S,
     ) -> Codes:
         """Reads blocks from the tier into slots of the arena. Returns the `Read` code of each
-        block."""
+        block.
+
+        sizes: sizes of the blocks in bytes; empty: whole slots.
+        within_s: time until the deadline of the read.
+        """
         ended: list[Codes] = []
         deadline_s, blocks = time.monotonic() + within_s, self.blocks(numbers, slots, sizes)
         self.tier.read(blocks, deadline_s, lambda codes: self._end(ended, codes))
