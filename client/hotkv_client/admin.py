@@ -104,6 +104,8 @@ class AdminClient:
     ) -> dict[str, Any]:
         """Returns a page of the list of blocks, with a `next_page_token`.
 
+        key_space_id: limits the list to this key space; 0: all key spaces.
+        page_size: most blocks of the page; 0: the server's default.
         page_token: the `next_page_token` of the page before; empty: the first page.
         hash_prefix: limits the list to hashes that begin with these hexadecimal digits.
         """

@@ -118,6 +118,8 @@ class Arena:
         True: the bytes that the caller copied from `memory` before this call are the stored bytes.
         False: the copied bytes may be wrong; all later calls for this residency return False too.
 
+        opened: the residency, as `Session.open_residency` returned it.
+
         The caller must finish its copy before this call reads the validity words. On x86-64,
         program order guarantees that. On other machines the caller needs an acquire fence between
         copy and call.
@@ -136,6 +138,7 @@ def holds(words: NDArray[np.uint64], opened: ResidencyOpened) -> bool:
     Returns False if `words` is empty.
 
     words: the validity words behind the arena (`hotkv_proto.words`).
+    opened: the residency, as `Session.open_residency` returned it.
     """
     return bool(
         len(words)

@@ -98,7 +98,11 @@ class Connection:
         memory: EngineMemory | None,
         fence: Fence | SharedFence | None,
     ) -> None:
-        """Opens the channel. Raises HotKVError for credentials that can't be used."""
+        """Opens the channel. Raises HotKVError for credentials that can't be used.
+
+        memory: the engine's memory, which `open` registers; None for a session without memory.
+        fence: the page with the words that revoke stores; None for a session without memory.
+        """
         self._config = config
         self._memory = memory
         self._fence = fence
@@ -136,6 +140,8 @@ class Connection:
 
         Raises HotKVError if the server refuses, OSError if the link fails, and grpc.RpcError if the
         stream breaks or if these steps together take longer than `connect_timeout_s`.
+
+        ticket: proves which user this process runs as; empty without a ticket.
         """
         self.outbox.put(_wire.open_session(self._config, ticket))
         requests = _wire.batched(self.outbox, lambda: self.opened.takes_batches)
@@ -194,6 +200,9 @@ class Connection:
 
         Returns None if the request was sent. Otherwise returns the error and leaves `pending`
         unchanged.
+
+        after: the mark that the request of a transfer carries. The call fails with SessionLostError
+            if the mark's kind is not this connection's `order_kind`. None: no mark.
         """
         if (too_large := _too_large(request)) is not None:
             return too_large

@@ -62,7 +62,7 @@ class Fence:
         return index
 
     def revoke(self, index: int) -> None:
-        """Revokes the store of this word: the store can't commit after this call."""
+        """Revokes the store whose word has this index: it can't commit after this call."""
         self._words[index] = 1
 
     def revoke_all(self) -> None:
@@ -125,11 +125,12 @@ class SharedFence:
         self._words[SHARED_WORDS + index] = 1
 
     def is_revoked(self, index: int) -> bool:
-        """Returns whether the word is set, so that the server will not commit the word's store."""
+        """Returns whether the word with this index is set, so that the server will not commit the
+        word's store."""
         return bool(self._words[index])
 
     def revoke(self, index: int) -> None:
-        """Revokes the store of this word: the store can't commit after this call."""
+        """Revokes the store whose word has this index: it can't commit after this call."""
         self._words[index] = 1
 
     def revoke_all(self) -> None:
@@ -192,8 +193,8 @@ class Revocations:
         return answered
 
     def revoke(self, index: int) -> None:
-        """Revokes the store of this word in all sessions: the store can't commit after this
-        call."""
+        """Revokes the store whose word has this index, in all sessions: the store can't commit
+        after this call."""
         for page in self._pages:
             page[index] = 1
 

@@ -216,8 +216,8 @@ class SessionLife:
 
 
 def _tell(listener: Callable[..., None], *news: object) -> None:
-    """Calls a callback of `SessionConfig`. Logs an exception of the callback and does not raise
-    it."""
+    """Calls a callback of `SessionConfig` with the arguments `news`. Logs an exception of the
+    callback and does not raise it."""
     try:
         listener(*news)
     except Exception:

@@ -29,6 +29,8 @@ def split_groups(groups: Sequence[GroupHashes], hash_bytes: int) -> list[list[Gr
 
     A part has at most PART_BYTES of hashes and at most PART_BLOCKS hashes. A list that does not fit
     into a part continues in the next part.
+
+    hash_bytes: length of each hash.
     """
     most = left = min(PART_BYTES // hash_bytes, PART_BLOCKS)
     parts: list[list[GroupHashes]] = [[]]
@@ -49,8 +51,10 @@ def join_masks(
     groups: Sequence[GroupHashes], answers: Sequence[Sequence[BoolMask]]
 ) -> tuple[BoolMask, ...]:
     """Joins the answers to the parts of `split_groups`. Returns one mask for each list of `groups`.
+    A mask has a flag for each hash of its list: True if the block is ready.
 
-    answers: the answer to each part: one mask for each list of that part.
+    groups: the lists that `split_groups` has split.
+    answers: the answer to each part, in order: one mask for each list of that part.
     """
     pieces = iter([mask for answer in answers for mask in answer])
     joined = []
@@ -66,7 +70,10 @@ def split_messages(
     messages: Iterable[T], num_bytes: Callable[[T], int], most_bytes: int
 ) -> Iterator[list[T]]:
     """Yields the messages in parts of at most `most_bytes` and at most MAX_REPORTS messages. A
-    message of more than `most_bytes` makes a part of its own."""
+    message of more than `most_bytes` makes a part of its own.
+
+    num_bytes: returns the size of a message.
+    """
     part: list[T] = []
     size = 0
     for message in messages:

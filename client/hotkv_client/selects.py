@@ -59,11 +59,13 @@ class Selects:
         closed during the call.
 
         sequence_id: a sequence that was created with a `SelectConfig`.
+        layer_index: one of `SelectConfig.layer_indices` of the sequence.
         query_QD: float32 [query heads of the shard, head size], after positional encoding.
         context_tokens: tokens of the context to which the query attends.
         always_log_mass_Q: float32 [query heads], log of the attention mass of the blocks that are
             always kept; None: the server estimates this mass from the representations (compact
             forms of keys) of these blocks.
+        shard_index: the shard (the KV heads of a rank) to which the query's heads belong.
         """
         self._outbox.put(
             _sparse_wire.select_request(

@@ -337,8 +337,8 @@ class Session:
         self._send_only(_wire.close_residency(residency_id))
 
     def report_use(self, groups: Sequence[GroupHashes]) -> None:
-        """Reports to the server which blocks the engine used from its own device cache. The call
-        has no answer."""
+        """Reports to the server which blocks the engine used from its own device cache. The
+        server's eviction policy counts these blocks as used. The call has no answer."""
         for part in split_groups(groups, self._hash_bytes):
             self._send_only(_wire.report_use(part, self._hash_bytes))
 

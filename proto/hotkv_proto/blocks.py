@@ -182,7 +182,12 @@ class BlockResult(enum.IntEnum):
 
 
 class TransferStatus(enum.IntEnum):
-    """How a transfer ended; numbered as `hotkv.v1.TransferStatus`."""
+    """How a transfer ended; numbered as `hotkv.v1.TransferStatus`.
+
+    done: all bytes were copied.
+    failed: the transfer failed; its message gives the reason.
+    cancelled: the transfer was cancelled before its end.
+    """
 
     DONE = 1
     FAILED = 2

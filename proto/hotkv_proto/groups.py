@@ -249,6 +249,8 @@ def longest_prefix(probe: Probe, num_blocks: int) -> int:
     answer contradicts the assumption, probes every block. But a missing block between two probed
     ready blocks stays unnoticed. So the result may be too large, never too small. A lease gives the
     exact answer.
+
+    probe: returns a mask of the blocks that are ready, given an array of block indices (int64).
     """
     low, high = 0, num_blocks
     while low < high:

@@ -362,7 +362,12 @@ def _short(text: str) -> str:
 
 
 def short_forms(retention: Retention, *, demote: bool, release: bool) -> Iterator[Action]:
-    """Yields the actions that a request's `hotkv.*` parameters stand for."""
+    """Yields the actions that a request's `hotkv.*` parameters stand for. All of them apply to the
+    blocks of the request itself.
+
+    retention: the parameters `hotkv.priority`, `hotkv.ttl_s` and `hotkv.pin`.
+    demote, release: whether the parameters ask to demote or release the blocks.
+    """
     if retention.pin:
         yield Action("hotkv.pin", ActionType.PIN, Target(), retention.priority, retention.ttl_s)
     elif retention != NO_RETENTION:

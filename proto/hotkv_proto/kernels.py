@@ -205,8 +205,9 @@ def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
     """Looks up hashes by their tags only (32 bits of each mixed hash). Writes an entry word for
     each hash into `out`; 0 for a miss. `hotkv_proto.table` defines tags and entry words.
 
+    buckets: the table's buckets, uint32 [num_buckets, 16].
     prefixes: the first 8 bytes of each hash, uint64 [n].
-    salt: the salt of the key space and group.
+    salt: the number that `hotkv_proto.table` mixes into all hashes of this key space and group.
     """
     num_buckets = buckets.shape[0]
     count = prefixes.shape[0]
@@ -275,6 +276,11 @@ def find(
     """Looks up blocks by key space, group and whole hash. Writes an entry word
     (`hotkv_proto.table`) for each hash into `out`; 0 for a miss.
 
+    buckets, records: the table's buckets and records, uint32 [num_buckets, 16] and [capacity + 1,
+        RECORD_WORDS].
+    hashes: uint32 words [n, 8].
+    salt: the number that `hotkv_proto.table` mixes into all hashes of this key space and group.
+    key_space, group: numbers that the records of the blocks must have.
     out_records: receives the record of each block that was found [n, RECORD_WORDS]; with 0 rows no
         records are copied.
     """
@@ -318,8 +324,11 @@ def find(
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _copy_run(dst: Any, src: Any, count: Any, following: Any, streaming: Any) -> None:
-    """Copies a run (contiguous bytes) with memcpy or streaming stores.
+    """Copies a run (contiguous bytes) with memcpy, or with stores that bypass the caches.
 
+    dst, src: addresses of the target and the source.
+    count: number of bytes.
+    streaming: True: bypass the caches, if the run has at least MIN_STREAMED_BYTES.
     following: source address of the next run. Its first lines are prefetched while the last lines
         of this run are copied. The hardware can't predict this address, so without the prefetch
         each short run would wait for memory and for page tables.
@@ -357,7 +366,8 @@ def copy_runs(
 ) -> None:
     """Copies the runs (contiguous byte ranges) `start` to `end` - 1 between two mappings.
 
-    dst_offsets, src_offsets, num_bytes: place of each run in its mapping, and its length.
+    dst_base, src_base: addresses of the two mappings.
+    dst_offsets, src_offsets, num_bytes: offset of each run in each mapping, and its length.
     streaming: use stores that bypass the caches, for amounts that do not fit into the caches.
     """
     for i in range(start, end):
@@ -390,6 +400,8 @@ def copy_blocks(
     """Copies blocks between engine memory and arena slots, by the arrays of a `Recipe`
     (`hotkv_proto.layout`).
 
+    engine_base, arena_base: addresses at which this process has mapped the engine memory and the
+        arena.
     block_ids: id of each block in engine memory [n].
     slot_offsets: start of each block's slot in the arena [n].
     bases: for each run (contiguous bytes) of a block [r], its offset in engine memory for block 0.

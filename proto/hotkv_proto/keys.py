@@ -129,7 +129,8 @@ class KeySpace:
         return hashlib.sha256(b"hotkv-key-space-1\0" + text.encode()).digest()
 
     def group_salt(self, group_index: int) -> int:
-        """Returns the 64-bit salt that the block table mixes into hashes of this group."""
+        """Returns the 64-bit salt of a group: a number that the block table mixes into the group's
+        hashes, so that equal hashes of two groups or key spaces are different keys there."""
         digest = hashlib.sha256(self.fingerprint + group_index.to_bytes(4, "little")).digest()
         return int.from_bytes(digest[:8], "little")
 

@@ -185,6 +185,8 @@ class Layout:
 
     shard_index: index, in each slot, of the shard that this rank holds.
     num_blocks: number of blocks in the memory; block ids are less than this.
+    name: name of the layout for people, such as `LBHNC`: the order of the axes in memory (L layers,
+        B blocks, H heads, N tokens, C channels); empty: unknown. Copies do not use it.
     """
 
     shard_index: int

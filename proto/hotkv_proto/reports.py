@@ -92,8 +92,8 @@ SPARSE_COUNTERS: tuple[str, ...] = (
 
 
 def sparse_figures(counters: dict[str, float]) -> dict[str, float | None]:
-    """Computes the figures that operators see from the counters of a layer. A figure is None if its
-    denominator is 0.
+    """Computes the figures that operators see from the counters of a layer, which are given by
+    their names in SPARSE_COUNTERS. A figure is None if its denominator is 0.
 
     hit_ratio: share of the selected blocks that were already on the device (in the hot set), not
         counting the blocks that are always kept.

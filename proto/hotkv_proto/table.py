@@ -9,14 +9,17 @@ The file consists of a header (4096 bytes), buckets and records. All words are l
 An *entry* of the index is a block, or a block's representation (for sparse attention). Entries are
 numbered from 1 on.
   bucket, 64 bytes: sequence number, overflow count, 7 tags, 7 entry words. A tag has 32 bits of the
-    mixed hash. An entry word is the entry's number, with the high bit set while the entry is
-    reserved (not ready); 0: no entry. The mixed hash also chooses an entry's home bucket
-    (`home_buckets`). An entry is in its home bucket or, if that was full, in one of the next 63
-    buckets. The overflow count of a bucket is the number of entries that are in a later bucket
+    mixed hash, which is computed from the hash's first 8 bytes and a *salt*. The salt is a number
+    that differs for each key space and group (and each kind of representation), so equal hashes of
+    two groups get different tags. An entry word is the entry's number, with the high bit set while
+    the entry is reserved (not ready); 0: no entry. The mixed hash also chooses an entry's home
+    bucket (`home_buckets`). An entry is in its home bucket or, if that was full, in one of the next
+    63 buckets. The overflow count of a bucket is the number of entries that are in a later bucket
     because this bucket was full.
   record, 72 bytes, at index = entry number: hash (32, zero-padded), check value (8), key space,
-    group | state << 16, offset and size of the slot in units of SLOT_ALIGN bytes, generation,
-    parent entry, depth, representation link.
+    group | state << 16, offset and size of the slot in units of SLOT_ALIGN bytes, generation (grows
+    when the entry is reused), entry of the block before this block, depth (position in the
+    context), entry of the block's representation (for a representation: entry of its block).
 """
 
 import struct
@@ -170,7 +173,11 @@ class BlockTable:
 
     def ready(self, packed: bytes, hash_bytes: int, salt: int) -> NDArray[np.bool_]:
         """Returns a mask of the blocks that are ready [n], as a hint. Takes microseconds for a
-        thousand hashes."""
+        thousand hashes.
+
+        packed: the blocks' hashes, joined; each has `hash_bytes` bytes.
+        salt: the salt of the key space and group (`KeySpace.group_salt`).
+        """
         return is_ready(self.probe(hash_prefixes(packed, hash_bytes), salt))
 
     def find(
@@ -180,6 +187,8 @@ class BlockTable:
         miss) and the records of the blocks [n, 18].
 
         hashes: words [n, 8] from `hash_words`.
+        salt: the salt of the key space and group (`KeySpace.group_salt`).
+        key_space, group: the numbers by which the server's records name them.
         with_records: False returns no records [0, 18]. With True, the row of a miss is undefined.
         """
         out = np.empty(len(hashes), np.uint32)
@@ -227,7 +236,11 @@ def hash_words(packed: bytes, hash_bytes: int) -> Words:
 
 def mix(hashes: Words, salt: int) -> NDArray[np.uint64]:
     """Returns the mixed 64-bit key of each hash [n]. Its upper 32 bits choose the home bucket, its
-    lower 32 bits are the tag."""
+    lower 32 bits are the tag.
+
+    hashes: words [n, 8].
+    salt: the salt of the hashes' key space and group.
+    """
     return mix_prefixes(hashes.view(np.uint64)[:, 0], salt)
 
 
@@ -261,8 +274,8 @@ def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
 
 
 def probe_reference(buckets: Words, prefixes: NDArray[np.uint64], salt: int) -> Words:
-    """Looks up hashes by their tags (32 bits) only, in numpy. Returns the entry words that
-    `kernels.probe` would write."""
+    """Looks up hashes by their tags (32 bits) only, in numpy, for processes without numba. Returns
+    the entry words that `kernels.probe` would write; its docstring explains the arguments."""
     mixed = mix_prefixes(np.ascontiguousarray(prefixes), salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
     rows = home_buckets(mixed, len(buckets))
@@ -291,9 +304,9 @@ def find_reference(
     out: Words,
     out_records: Words,
 ) -> None:
-    """Looks up blocks by key space, group and whole hash, in numpy. Writes the same result as
-    `kernels.find`. If a bucket's sequence number has changed while the records were read, reads the
-    bucket again."""
+    """Looks up blocks by key space, group and whole hash, in numpy, for processes without numba.
+    Writes the same result as `kernels.find`, whose docstring explains the arguments. If a bucket's
+    sequence number has changed while the records were read, reads the bucket again."""
     mixed = mix(hashes, salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
     rows = home_buckets(mixed, len(buckets))

@@ -182,6 +182,7 @@ class Traces:
     def start(self, name: str, parent: trace.Span, kind: SpanKind, began_ns: int = 0) -> Span:
         """Begins a child of the span `parent`.
 
+        kind: OpenTelemetry's kind of the child, such as SERVER.
         began_ns: time at which the child began, in nanoseconds since 1970; 0: now.
         """
         context = trace.set_span_in_context(parent)
@@ -259,7 +260,8 @@ class _Bounds(SpanProcessor):
             self._export.shutdown()
 
     def within(self, call: Callable[[], object]) -> bool:
-        """Runs a call on the helper thread. Returns False if the call takes longer than CLOSE_S."""
+        """Runs a call on the helper thread and waits for its end, for CLOSE_S at most: a collector
+        may hang. Returns False if the call takes longer."""
         is_done = threading.Event()
         self._asked.put((call, is_done))
         return self._is_closed or is_done.wait(CLOSE_S)
@@ -396,7 +398,11 @@ def open_traces(
 
     endpoint: the URL of an OTLP/HTTP receiver, or FROM_ENVIRONMENT. A URL without a path gets the
         path /v1/traces.
-    certificate: PEM file of the authority that signed the collector's certificate.
+    service: name of the service to which the spans belong.
+    logger: logs when exports begin to fail and when they work again.
+    headers: HTTP headers for the collector, by name; not used with FROM_ENVIRONMENT.
+    certificate: PEM file of the authority that signed the collector's certificate; not used with
+        FROM_ENVIRONMENT.
     default_protocol: the protocol with FROM_ENVIRONMENT, unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL
         (or ..._PROTOCOL) names a protocol.
     bounds: `sample_ratio`, `max_spans_per_s` and `queue_spans` of `Traces`.

@@ -21,7 +21,12 @@ this is sent alone."""
 
 
 class Role(enum.IntEnum):
-    """The role of a session in its engine; numbered as `hotkv.v1.SessionRole`."""
+    """The role of a session in its engine; numbered as `hotkv.v1.SessionRole`.
+
+    scheduler: looks up blocks and holds leases.
+    worker: registers memory and transfers blocks.
+    tool: all other clients, such as tools and tests.
+    """
 
     SCHEDULER = 1
     WORKER = 2
@@ -52,11 +57,17 @@ FEATURES: Final = frozenset(Feature)
 
 def agreed_version(oldest: int, newest: int) -> int | None:
     """Returns the newest version that this software and a peer both speak; None if they share no
-    version."""
+    version.
+
+    oldest, newest: range of versions that the peer speaks.
+    """
     version = min(newest, NEWEST_VERSION)
     return version if version >= max(oldest, OLDEST_VERSION) else None
 
 
 def agreed_features(numbers: Iterable[int]) -> frozenset[Feature]:
-    """Returns the features that this software and a peer both know."""
+    """Returns the features that this software and a peer both know.
+
+    numbers: the numbers of the peer's features. Unknown numbers, of a newer peer, are ignored.
+    """
     return FEATURES & frozenset(numbers)

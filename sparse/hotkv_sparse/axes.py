@@ -197,6 +197,7 @@ class AxesEstimate:
 
         Use this method if the text is shorter than the contexts for which it calibrates.
 
+        keys_NHD, queries_NQD: as in `add`, after RoPE at `positions_N`.
         positions_N: position of each token in the text.
         frequencies_F: RoPE's frequencies, in radians per token.
         """
@@ -309,6 +310,7 @@ def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F3
     """Returns the keys or queries that the tokens would have `shifts_N` positions later, by RoPE;
     float32 [N, X, D].
 
+    x_NXD: keys or queries of N tokens, after RoPE.
     frequencies_F: RoPE's frequencies in radians per token. RoPE turns channel i together with
         channel i + F (the NeoX order), and does not turn channels from 2 F on.
     """

@@ -9,8 +9,12 @@ queries of sixteen heads. Loops assign single elements, because numba needs a se
 assignment of a slice.
 
 The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
-operands are integers (addresses and counts), without bounds checks. numba's disk cache does not
-notice changes of `vectors`.
+functions get an LLVM IR builder and `args`, the operands: integers (addresses and counts), without
+bounds checks. numba's disk cache does not notice changes of `vectors`.
+
+Arguments of several kernels: `mu` [H, D] is the centre (mean key of each head), which is subtracted
+from the keys; `num_tokens` [B] is the number of valid tokens of each block; `factors`, `starts` and
+`sizes` are the passes of the rotation (`rotation.factors`, `rotation.pass_arrays`).
 
 Shapes: B blocks, T tokens of a block, H KV heads, R runs of 16 tokens, Q query heads, D channels, C
 coded channels with padding, P parts, N bytes of a block and head.
@@ -385,7 +389,13 @@ def _measure(
 ) -> None:
     """Computes for each of sixteen tokens its energy |y|², and `inverse`: 1 / gain of the token, or
     0 if all of its coded channels are 0. The gain is the rms of the token's coded channels, each
-    divided by the usual rms of its run."""
+    divided by the usual rms of its run.
+
+    lanes: [>= D, 16], a token y in each column.
+    rms: [2], usual rms of the first `num_fine` channels, and of the other coded channels.
+    num_coded: number of channels with any code.
+    energy, inverse: [16], output.
+    """
     energy[:] = 0
     inverse[:] = 0
     for channel in range(head_size):

@@ -51,9 +51,12 @@ def measured_bias(
     weighted by the exact mass. If no block has mass, the result is the format's own bias. Sinks and
     recent tokens are not measured, because they are always kept.
 
-    name, mu_HD, axes: the format, its centre and its axes.
+    name: the token format.
+    mu_HD: the centre with which keys are encoded; None: 0.
     keys_SHD: float32, keys of a context from its first token on.
     queries_NQD: float32, queries of the tokens at `positions_N`.
+    scale: scale of attention; None: 1 / sqrt(D).
+    axes: principal axes, which mix2 needs; None for other formats.
     """
     form = format_named(name)
     num_blocks, kv_heads, head_size = (

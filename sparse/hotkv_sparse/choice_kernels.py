@@ -6,8 +6,8 @@ their callers do. They allocate their scratch memory and run without the GIL. Th
 scores twice; at the second read it is in the nearest cache.
 
 The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
-operands are integers (addresses and counts), without bounds checks. numba's disk cache does not
-notice changes of `vectors`.
+functions get an LLVM IR builder and `args`, the operands: integers (addresses and counts), without
+bounds checks. numba's disk cache does not notice changes of `vectors`.
 
 Shapes: Q query heads, H KV heads, S scored blocks, n blocks of a selection.
 """
@@ -310,6 +310,8 @@ def choose(
     Writes the selection to blocks [n] and weights [n]. The candidates are the S blocks from `first`
     on. The blocks before and after the candidates, up to `count`, are always kept and get the
     weight inf. Returns the share of the always kept blocks, and the share of the chosen candidates.
+
+    always_log_mass: float32 [Q], log of the attention mass of the always kept blocks.
     """
     num_heads, num = scores.shape
     room, runs = weights.shape[0] - (count - num), num // 16 + 1

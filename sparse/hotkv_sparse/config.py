@@ -49,7 +49,8 @@ class SparseConfig:
         the device) before it attends. Further selected blocks are added one step later.
     cache_policy: which blocks are evicted from the hot set. `lru`: the least recently selected
         block. `none`: every block that is not selected.
-    copy_method: how `ArrayPages` copies blocks; see `COPY_METHODS`. Engines ignore this setting.
+    copy_method: how the class `ArrayPages` of `hotkv_vllm.sparse.offloading` copies pages to and
+        from hot slots; one of `COPY_METHODS`. Engines ignore this setting.
     min_context_tokens: requests with a shorter context attend to the whole context.
     residency: `off` keeps the whole context on the device. `host` keeps old blocks only in host
         memory, so a context may be larger than the device's memory. `auto` does the same for a

@@ -50,7 +50,10 @@ class Scorer:
     @staticmethod
     def of(name: str, source: Source, num_heads: int, head_size: int, scale: float) -> "Scorer":
         """Makes the scorer for queries [num_heads, head_size] in format `name`. Raises
-        INVALID_FIELD if the source does not fit the format or the heads."""
+        INVALID_FIELD if the source does not fit the format or the heads.
+
+        scale: factor by which attention multiplies q · k.
+        """
         mu, axes = source.mu, source.axes
         query = prepare(
             name, np.zeros((num_heads, head_size), np.float32), mu, scale, source.bias, axes

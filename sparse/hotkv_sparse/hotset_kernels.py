@@ -3,9 +3,10 @@
 device). `hotkv_sparse.kernels` loads this module.
 
 `hotkv_sparse.hotset` states the invariants and the tables; `tests/sparse/naive.py` has a naive
-model. Kernels change the tables of `HotSet` in place. A call that refuses its arguments changes no
-table. All kernels run without the GIL. To sort blocks by age or weight and then by position, the
-kernels pack both numbers into a non-negative int64 key.
+model. The arguments `state`, `block_of`, `used_at` (by slot), `slot_of` and `has_copy` (by block)
+are the tables of `HotSet`; `clock` is the number of the step. Kernels change the tables in place. A
+call that refuses its arguments changes no table. All kernels run without the GIL. To sort blocks by
+age or weight and then by position, the kernels pack both numbers into a non-negative int64 key.
 
 Shapes: n selected blocks, K slots, M blocks of the map, C blocks of the context.
 """

@@ -129,6 +129,7 @@ def checked_axes(name: str, axes: Axes | None, shape: tuple[int, ...]) -> Axes:
     """Returns `axes` unchanged. Raises INVALID_FIELD if format `name` can't use them on keys of
     `shape`.
 
+    axes: the principal axes for mix2, which needs them; None for other formats.
     shape: (kv_heads, head_size).
     """
     if axes is None:

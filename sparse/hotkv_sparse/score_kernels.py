@@ -6,9 +6,10 @@ callers do. They run without the GIL and allocate only scratch memory. A vector 
 sixteen tokens of a head.
 
 The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
-operands are integers (addresses and counts), without bounds checks. numba's disk cache does not
-notice changes of `vectors`. With AVX-512 VNNI, one instruction multiplies 64 unsigned by 64 signed
-bytes, and one instruction replaces 64 codes by their levels.
+functions get an LLVM IR builder and `args`, the operands: integers (addresses and counts), without
+bounds checks. numba's disk cache does not notice changes of `vectors`. With AVX-512 VNNI, one
+instruction multiplies 64 unsigned by 64 signed bytes, and one instruction replaces 64 codes by
+their levels.
 
 Shapes: B blocks, H KV heads, Q query heads, D channels, C channels with padding, P parts.
 """
@@ -478,6 +479,9 @@ def _finish(scores: Any, runs: Any, shift: Any, out: Any, start: Any, count: Any
 
     scores: [Q, blocks, runs * 16 tokens], the scores of tokens in base 2. This call overwrites
         them.
+    runs: number of runs of 16 tokens in a block.
+    shift: float32 [Q], added to each score.
+    start, count: index in `out` of the first block, and number of blocks, at most 16.
     """
     peaks, totals = np.empty(16, np.float32), np.ones(16, np.float32)
     peaks_at, totals_at, shifts_at, stride = (
@@ -527,6 +531,9 @@ def score_tokens(
     """Computes the scores of blocks in a token format, out [Q, len(rows)]: the logsumexp over the
     tokens of packed[row], plus `shift` [Q].
 
+    packed: uint8 [B, H, N], the representations (compact forms of blocks' keys).
+    rows: int32, the rows of `packed` to score.
+    run_bytes: bytes of a run of 16 tokens.
     bits: the bits of the format's codes, or `AXES_KERNEL` for mix2.
     query: int8 [Q, C].
     bias: int32 [Q], added to each product of bytes (`scores.Query.offsets`).
@@ -593,6 +600,9 @@ def score_parts(
     """Computes the scores of blocks in a summary format, out [Q, len(rows)]: the score of
     packed[row], plus `shift` [Q].
 
+    packed: uint8 [B, H, N], the representations (compact forms of blocks' keys).
+    rows: int32, the rows of `packed` to score.
+    num_parts: P, the number of vectors per block and head.
     query: int8 [Q, P * C].
     bias: int32 [Q, P], added to each product of bytes: -128 times the sum of the query's codes in a
         part.
@@ -689,6 +699,7 @@ def page_log_mass(
 
     pages: [B, H, bytes], the keys of each block and head, in runs of `run` tokens. The order within
         a run is [D / pair][run][pair].
+    rows: int32, indices of the blocks in `pages`; each block has `block_tokens` tokens.
     kind: type of the keys, 0: bfloat16, 1: float16, 2: float32.
     query: [Q, D], multiplied by the scale of attention and by log2(e).
     """

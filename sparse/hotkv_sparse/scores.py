@@ -129,8 +129,13 @@ def _prepare_by_axes(
     codes_QC: npt.NDArray[np.int8],
     axes: Axes | None,
 ) -> tuple[F32, I32]:
-    """Writes the codes of a query for mix2. Returns the value that code 127 of each head stands
-    for, float32 [Q], and `Query.offsets`, int32 [Q, 1]."""
+    """Quantises a query for mix2: writes its codes to `codes_QC`. Returns the value that code 127
+    of each head stands for, float32 [Q], and `Query.offsets`, int32 [Q, 1].
+
+    Raises INVALID_FIELD if the axes are missing or do not fit the query.
+
+    kernels: the module `hotkv_sparse.kernels`.
+    """
     num_heads, head_size = query_QD.shape
     kv_heads = 1 if axes is None else len(axes.into)
     if num_heads % kv_heads:

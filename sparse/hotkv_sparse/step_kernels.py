@@ -57,7 +57,7 @@ def _score(
     out: Any,
 ) -> None:  # fmt: skip
     """Computes the scores of blocks, out [Q, len(rows)]. The result is the same as with
-    `hotkv_sparse.scores.prepare` followed by `score`."""
+    `hotkv_sparse.scores.prepare` followed by `score`. `decode_step` explains the arguments."""
     (factors, starts, sizes), (weights, offsets) = rotation, axes
     (kernel, parts, kind, channels, run_bytes), (scale, unit, bias) = form, units
     num_heads = query.shape[0]
@@ -115,7 +115,8 @@ def decode_step(
     selects the best, makes the step of the hot set, and begins the next prefetch.
 
     query: float32 [Q, D].
-    rotation: the passes of the rotation, from `rotation.factors` and `rotation.pass_arrays`.
+    rotation: the factors, first channels and numbers of channels of the rotation's passes, from
+        `rotation.factors` and `rotation.pass_arrays`.
     axes: for mix2, `Axes.weights` [H, D, C] and `axes.offsets_of` [C]; empty for other formats.
     mu: [H, D], the centre; empty: 0.
     form: five numbers of the format: number of its kernel (0: a summary format), P, kind of a
@@ -132,6 +133,8 @@ def decode_step(
     blocks, weights: [n], output: the selection; n is the number of blocks to select.
     arriving: slots that the previous step named for prefetch; all of them are written.
     ahead: [2, K], output: blocks and slots to prefetch before the next step.
+    mapped: int32 [M], the blocks of the current map (`old` in `hot_step`).
+    first, last, count: the span of the context (`selection.Span`).
 
     The other arguments are the same as in `hot_step`. Returns seven counts, and the share of the
     attention mass that the selection has. The counts: blocks of the new map (REFUSED for a row

@@ -53,7 +53,11 @@ ZSH_HEAD = "autoload -U +X bashcompinit && bashcompinit\n"
 
 def script(top: argparse.ArgumentParser, shell: str) -> str:
     """Returns the completion script for a shell. Users load it with `source <(hotkv completion
-    bash)` or `hotkv completion fish | source`."""
+    bash)` or `hotkv completion fish | source`.
+
+    top: the parser of the whole command line.
+    shell: `bash`, `zsh` or `fish`.
+    """
     if shell == "fish":
         return "\n".join(_fish(top)) + "\n"
     parsers = _parsers(top)
@@ -78,7 +82,7 @@ def script(top: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _parsers(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Returns the parsers of the commands."""
+    """Returns the parser of each command of the command line `top`, by the command's name."""
     for action in top._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)

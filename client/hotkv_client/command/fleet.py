@@ -47,7 +47,10 @@ def targets_of(target: str) -> list[str]:
 
 
 def status(targets: Sequence[str], connect: Callable[[str], AdminClient]) -> dict[str, Any]:
-    """Returns `nodes`, a row for each server, and `sum`."""
+    """Returns a dict with `nodes`, a row for each server, and `sum`, a row with their sums.
+
+    connect: makes a client of the server at a target.
+    """
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
         nodes = list(pool.map(lambda target: _node(target, connect), targets))
     return {"nodes": nodes, "sum": {name: sum(one.get(name, 0) for one in nodes) for name in SUMS}}

@@ -187,6 +187,7 @@ def timed(work: Callable[[], float | None], seconds: float, num_bytes: int = 0) 
 
     work: returns the seconds that it has measured itself. If it returns None, the time of the whole
         call counts.
+    num_bytes: bytes that a call copies; 0 if it copies no blocks.
     """
     work()
     found: list[float] = []
@@ -360,6 +361,7 @@ def rows_of(found: dict[str, Times], num_threads: int) -> list[BenchRow]:
     """Returns a row for each measured operation.
 
     found: the times that `measure` returned, by the name of the operation.
+    num_threads: number of threads of the copy within memory.
     """
     one, all_, store, load = (found[name] for name in ("memcpy_1", "memcpy", "store", "load"))
     lookup, call, small = (found[name] for name in ("lookup", "call", "small_hit"))
@@ -483,7 +485,11 @@ LEAST_ARENA_MIB = 256
 
 def measure(target: str, seconds: float, say: Callable[[str], None]) -> dict[str, Times]:
     """Times every operation on a server. Returns the times by name of the operation. Raises
-    BenchError if an operation fails."""
+    BenchError if an operation fails.
+
+    seconds: time for all operations together.
+    say: called with the name of each operation as it begins.
+    """
     num_threads = len(os.sched_getaffinity(0))
     engine = BenchEngine(target)
     measures: dict[str, Callable[[float], Times]] = {

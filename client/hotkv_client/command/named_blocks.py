@@ -34,8 +34,9 @@ def places(
     Raises HotKVError if the server refuses or does not answer. Raises ValueError for a prefix that
     matches no hash or several hashes.
 
-    key_space_id: 0 for all.
-    group_index: None for all.
+    words: whole hashes or first digits, in hexadecimal.
+    key_space_id: 0: all key spaces.
+    group_index: None: all groups.
     """
     words = list(map(checked, words))
     found: dict[Place, list[bytes]] = {}

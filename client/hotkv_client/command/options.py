@@ -290,7 +290,10 @@ def _positive(text: str) -> float:
 
 def _number(least: float, most: float, unit: str) -> Callable[[str], float]:
     """Returns a function that parses a number from `least` to `most`. It rejects `inf` and `nan`,
-    with which a call would fail."""
+    with which a call would fail.
+
+    unit: name of the unit, for the error message.
+    """
 
     def number(text: str) -> float:
         found = _parsed(text)

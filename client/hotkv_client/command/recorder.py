@@ -109,6 +109,9 @@ def record(
     Stops after `seconds` (0: never), at Ctrl-C, or after `max_blocks` different blocks. Writes each
     line as soon as its request arrives. Raises HotKVError if the server refuses or the stream
     fails, OSError if the file can't be written, and ValueError if `block_tokens` is not positive.
+
+    key_space_id: 0: the server's only key space.
+    block_tokens: tokens of a block of the trace.
     """
     if block_tokens <= 0:
         raise ValueError(f"--block-tokens is {block_tokens}; it must be positive")

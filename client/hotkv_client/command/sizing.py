@@ -41,6 +41,9 @@ def size(
     Raises HotKVError if the server refuses or does not answer, SizeError if the simulation can't
     run here, and OSError if a trace can't be opened. Raises ValueError if a needed value comes
     neither from flags nor from a server, or if the simulator fails.
+
+    connect: connects to the server; called only if a value must come from it.
+    say: called with a text about the progress.
     """
     for path in options.traces:
         if not path.is_fifo():
@@ -142,6 +145,9 @@ def _simulated(
     """Runs the simulator and returns its output. Raises SizeError if the simulator is not
     installed, and ValueError with the simulator's message if it fails.
 
+    bytes_per_token: KV bytes of a token of a prompt.
+    tokens_per_s: prefill speed of an engine; 0: unknown.
+    arena: the arena sizes, as the value of `--arena`; empty: the simulator chooses them.
     seconds: duration of the recording; 0: the simulator uses the time stamps of the traces.
     """
     command = [*COMMAND, "--arena", arena or "auto", "--bytes-per-token", repr(bytes_per_token)]

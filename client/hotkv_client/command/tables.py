@@ -497,7 +497,11 @@ def gpu_line(answer: dict[str, Any]) -> str:
 
 def loop_line(counters: dict[str, Any], held_by: str) -> str:
     """Formats a line that shows how late callbacks of the server's event loop ran in the last
-    minute."""
+    minute.
+
+    counters: the server's counters by name.
+    held_by: the function that the loop ran during the longest delay; empty if it is unknown.
+    """
     p50, p99, longest = (
         f"{counters[f'loop_lag_{name}_seconds'] * 1e3:.1f} ms" for name in ("p50", "p99", "longest")
     )

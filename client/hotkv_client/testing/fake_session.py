@@ -47,8 +47,11 @@ if TYPE_CHECKING:
 
 
 def resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> None:
-    """Resolves a call's future with the result or the error of `act`. If the call was cancelled,
-    resolves it with a TransferResult of status CANCELLED instead."""
+    """Resolves a call's future with the result or the error of `act`. If `cancelled`, resolves it
+    with a TransferResult of status CANCELLED instead, and does not call `act`.
+
+    act: executes the call and returns its result.
+    """
     try:
         future.set_result(TransferResult("", TransferStatus.CANCELLED) if cancelled else act())
     except HotKVError as error:
@@ -304,6 +307,7 @@ class FakeSession:
         name: id of the call's lease, transfer, residency or sequence; empty without an id.
         what: the arguments to record.
         act: computes the answer.
+        after: the device's mark after which a transfer may run; None: at once.
         begin: runs when the call reaches the server. If `begin` raises HotKVError, the error is the
             answer.
         """

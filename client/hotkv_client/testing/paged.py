@@ -17,7 +17,8 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 
 
 class PagedEngine:
-    """A CPU engine's KV cache, in the layout `LBHNC`, and its worker session.
+    """A CPU engine's KV cache and its worker session. The cache has the layout `LBHNC`: its axes
+    are, from the outermost on, layers, blocks, heads, tokens and channels.
 
     windows: for each group, the tokens of its sliding window; 0: full attention. As in vLLM, all
         groups use the same memory, so a block belongs to one group at a time.

@@ -55,6 +55,9 @@ def call(
     """Makes an admin call. Returns the answer as plain values, bytes as hexadecimal.
 
     Raises HotKVError if the server refuses or does not answer.
+
+    name: name of the call, a key of CALLS.
+    fields: fields of the request's message.
     """
     method, request = CALLS[name]
     try:
@@ -231,7 +234,11 @@ def send_hints(
     ticket: bytes,
 ) -> list[dict[str, Any]]:
     """Sends an envelope (a set of actions on blocks) outside a request. Returns the outcomes of the
-    actions that are known so far. Raises HotKVError if the server refuses or does not answer."""
+    actions that are known so far. Raises HotKVError if the server refuses or does not answer.
+
+    key_space_id, hashes: the prompt to whose blocks actions without a user session apply.
+    ticket: proves which user this process runs as; empty without a ticket.
+    """
     request = hints_pb2.SendHintsRequest(
         tenant=tenant,
         ticket=ticket,
@@ -258,7 +265,12 @@ def poll_hints(
     ticket: bytes,
 ) -> tuple[list[dict[str, Any]], int]:
     """Returns the outcomes of hints that have changed since `cursor` was returned, and the cursor
-    for the next call. Raises HotKVError if the server refuses or does not answer."""
+    for the next call. Raises HotKVError if the server refuses or does not answer.
+
+    message_id: only outcomes of the envelope with this id; empty: of all envelopes.
+    cursor: 0: all known outcomes.
+    ticket: proves which user this process runs as; empty without a ticket.
+    """
     request = hints_pb2.GetHintOutcomesRequest(
         tenant=tenant, ticket=ticket, message_id=message_id, cursor=cursor, page_size=page_size
     )

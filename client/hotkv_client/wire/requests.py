@@ -1,4 +1,8 @@
-"""Builds the message of each call of a session. The module `answers` reads the answers."""
+"""Builds the message of each call of a session. The module `answers` reads the answers.
+
+The methods of `Session` with the same names as these functions explain the arguments. `hash_bytes`
+is the length of a block hash in the session's key space.
+"""
 
 import queue
 import time

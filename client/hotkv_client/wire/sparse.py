@@ -1,4 +1,7 @@
-"""Builds the messages of the calls about sparse decode, and reads the server's selections."""
+"""Builds the messages of the calls about sparse decode, and reads the server's selections.
+
+The methods of `Session` with the same names as these functions explain the arguments.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

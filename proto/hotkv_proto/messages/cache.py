@@ -259,7 +259,10 @@ def retention_message(value: Retention) -> cache_pb2.Retention | None:
 
 def read_retention(field: str, message: cache_pb2.Retention) -> Retention:
     """Reads a retention. An unset message means the default retention. Raises INVALID_FIELD if a
-    value is out of range, or if a pin has no time to live."""
+    value is out of range, or if a pin has no time to live.
+
+    field: path of the retention's field in its message, for errors.
+    """
     try:
         return Retention(
             message.priority, fields.seconds(f"{field}.ttl_ms", message.ttl_ms), message.pin

@@ -1,5 +1,9 @@
 """Converts and checks fields that many messages have: ids and names, durations, rates, packed
-numbers, enums."""
+numbers, enums.
+
+In all functions `field` is the path of the field in its message. The error for a wrong value begins
+with this path.
+"""
 
 import math
 from collections.abc import Sequence

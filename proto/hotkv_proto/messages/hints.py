@@ -49,7 +49,10 @@ def request_hints_message(value: Hints) -> hints_pb2.RequestHints | None:
 
 def read_request_hints(field: str, message: hints_pb2.RequestHints) -> Hints:
     """Reads the hints of a request. Raises INVALID_FIELD or TOO_LARGE for values that no engine
-    sends."""
+    sends.
+
+    field: path of the hints' field in its message, for errors.
+    """
     if len(message.actions) > hints.MAX_ACTIONS or len(message.rejections) > MAX_REJECTIONS:
         raise HotKVError(
             Reason.TOO_LARGE,

@@ -35,7 +35,8 @@ BYTES_OF_ENDED = 8 << 10
 
 
 class HintDesk:
-    """Receives hints and records their outcomes (see the module).
+    """Receives hints and records their outcomes (see the module). In its methods, `origin` is the
+    tenant that sent the hints, and the request that brought them, if any.
 
     num_actions: number of actions since the start, by the first status of their outcome.
     """

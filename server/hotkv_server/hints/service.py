@@ -85,7 +85,8 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
             known = self._desk.book.known(tenant)
             if known is None:
                 return hints_pb2.GetHintOutcomesResponse(next_cursor=max(0, request.cursor))
-            # After a restart of the machine the clock begins anew, and so do the numbers.
+            # Sequence numbers begin at the time of the monotonic clock, which starts at 0 when the
+            # machine restarts. So a cursor from before may be too high.
             cursor = request.cursor if request.cursor <= known.last_sequence else 0
             found = known.since(cursor, request.message_id, page_size(request.page_size))
             return hints_pb2.GetHintOutcomesResponse(

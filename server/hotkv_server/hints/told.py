@@ -13,7 +13,11 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 def hints(book: HintBook, filters: Filters) -> Figures:
     """Returns the latest outcomes in the order in which their actions arrived, and totals of each
     tenant. If `filters` names a user session, also returns the time of its last request, and sums
-    over its requests."""
+    over its requests.
+
+    filters: may limit the answer to a message, a user session or a tenant, and the number of
+        outcomes.
+    """
     now_s, most = time.monotonic(), filters.page_size(DEFAULT_PAGE, MAX_PAGE)
     message, session = filters.text("message_id"), filters.text("session_id")
     tenants = [one for one in book.all() if filters.text("tenant") in ("", one[0])]

@@ -3,7 +3,8 @@ them, and sets the action's outcome.
 
 Always true: blocks that other sessions (of a router, such as users' conversations) or recent
 requests may use again are not demoted. A tenant's prefetches stay within their share of the arena.
-Use on the event loop only; long work runs in slices, between which other tasks run.
+Use on the event loop only; long work runs in slices, between which other tasks run. An `Origin`
+names the tenant that sent the hints, and the request that brought them.
 """
 
 import asyncio

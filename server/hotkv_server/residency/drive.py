@@ -47,7 +47,10 @@ class ResidencyDesk:
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
     ) -> ResidencyOpened:
         """Opens a residency, or reserves more room for an open residency. First frees the slabs
-        that the residency needs, then reserves the room. Other tasks run while slabs are freed."""
+        that the residency needs, then reserves the room. Other tasks run while slabs are freed.
+
+        num_blocks: number of blocks to reserve in total, by group.
+        """
         if not self._core.draining:
             making = self.residencies.make_room(session.record.number, residency_id, num_blocks)
             async for _ in slices(making):
@@ -70,6 +73,9 @@ class ResidencyDesk:
 
         Returns the result at once if all ready blocks have already been compared with their check
         values. Otherwise returns a task that compares the blocks first.
+
+        first_position: position of the first block in the request; the other blocks follow it.
+        hashes: hashes of the blocks, uint32 words [n, 8].
         """
 
         def extended() -> Extended:

@@ -21,6 +21,8 @@ def residencies(node: Node, residencies: Residencies, filters: Filters) -> Figur
     `bound_byte_count`: limit for the sum of pinned and promised bytes.
     `grace_byte_count`: kept for another `grace_s` seconds, because clients may have been reading
         these slots since before the server's restart.
+
+    filters: its page size limits the number of residencies.
     """
     most, now_s = filters.page_size(DEFAULT_PAGE, MAX_PAGE), time.monotonic()
     bound, book, grace = residencies.bound, residencies.book, node.core.grace

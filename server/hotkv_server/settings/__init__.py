@@ -168,7 +168,12 @@ class Settings(BaseSettings):
 
 
 def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Settings:
-    """Reads the settings from all sources. Raises ValueError with a line for each mistake."""
+    """Reads the settings from all sources. Raises ValueError with a line for each mistake.
+
+    config: the TOML file; None: no file.
+    flags: the flags of the command line.
+    program: name of the program in the help text of the flags.
+    """
     if wrong := sources.wrong_variables(Settings, os.environ):
         raise ValueError("\n".join(wrong))
     model = type(

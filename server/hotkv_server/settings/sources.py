@@ -31,7 +31,11 @@ BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yields all settings with their dotted names. For an optional section, yields the settings of
-    its model."""
+    its model.
+
+    prefix: the dotted name of the section of `model`, with a dot at the end; empty for all
+        settings.
+    """
     for name, info in model.model_fields.items():
         inner, *others = [one for one in get_args(info.annotation) if one is not NoneType] or [None]
         if others or NoneType not in get_args(info.annotation):

@@ -60,8 +60,8 @@ class ReplayHints:
 
 
 def derive_hints(trace: Trace) -> ReplayHints:
-    """Finds the sessions of a trace and returns their hints. Takes time linear in the number of
-    block accesses."""
+    """Finds the sessions of a trace and returns the hints that they could have given: when a
+    session ends, and when it pauses for long. Takes time linear in the number of block accesses."""
     starts, blocks = trace.starts.tolist(), trace.blocks.tolist()
     num_requests = trace.num_requests
     pauses_s = np.full(num_requests, np.inf)
@@ -226,6 +226,8 @@ def replay(
 ) -> Replayed:
     """Replays a trace over a single tier.
 
+    make_policy: makes the tier's eviction policy for entry numbers from 1 to the given capacity.
+    progress: called from time to time with the number of requests replayed since its last call.
     hints: hints of the trace's sessions. The hint of a request is applied after the request. None:
         no hints.
     """
@@ -253,6 +255,7 @@ def timed(
 
     serve: serves a request, given its hashes and time, and returns the number of leading blocks
         that hit.
+    progress: called from time to time with the number of requests served since its last call.
     tell: called after each request with its number, hashes and time.
     """
     prefix = np.zeros(trace.num_requests, np.int64)
@@ -272,8 +275,11 @@ def timed(
 
 
 def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
-    """Serves a few requests with a temporary cache, so that the measured times do not include
-    compilation."""
+    """Serves a few requests of the trace with a temporary cache, so that the measured times do not
+    include compilation of kernels.
+
+    make_policy: makes the cache's eviction policy for entry numbers from 1 to the given capacity.
+    """
     cache = OneTier(SimulatedTier(WARM_UP_BLOCKS, make_policy))
     starts = trace.starts[: WARM_UP_REQUESTS + 1].tolist()
     for start, end in pairwise(starts):

@@ -215,7 +215,10 @@ def check_plot(path: Path) -> None:
 
 def write_plot(path: Path, rows: Sequence[ReportRow], block_mib: float | None) -> None:
     """Draws the hit rate of all tiers together over capacity, and writes the PNG. Raises OSError if
-    the file can't be written."""
+    the file can't be written.
+
+    block_mib: size of a block in MiB. The labels then show capacities in GiB. None: in blocks.
+    """
     figure_module = importlib.import_module("matplotlib.figure")
     traces = list(dict.fromkeys(row.trace for row in rows))
     width, height = PANEL_INCHES

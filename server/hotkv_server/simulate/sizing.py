@@ -120,7 +120,11 @@ def size(
     trace: Trace, wanted: Wanted, make_policy: MakePolicy, progress: Progress | None = None
 ) -> Sizing:
     """Replays the trace for each size and returns the estimate. Raises TraceError if the number of
-    tokens of a block can't be found."""
+    tokens of a block can't be found.
+
+    make_policy: makes an eviction policy for entry numbers from 1 to the given capacity.
+    progress: called from time to time with the number of requests replayed since its last call.
+    """
     block_tokens = wanted.block_tokens or block_tokens_of(trace)
     block_bytes = wanted.bytes_per_token * block_tokens
     arenas = wanted.arena_bytes or tuple(

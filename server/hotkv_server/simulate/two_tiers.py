@@ -116,7 +116,11 @@ def replay_two_tiers(
 ) -> Replayed:
     """Replays a trace over two tiers with separate policies.
 
+    capacity_blocks, second_blocks: sizes of the first and the second tier, in blocks.
+    make_policy: makes a tier's eviction policy for entry numbers from 1 to the given capacity.
+    block_tokens: tokens of a block.
     writes_per_day: most blocks that may be written to the second tier per day; None: no limit.
+    progress: called from time to time with the number of requests replayed since its last call.
     """
     warm_up(trace, make_policy)
     tiers = TwoTiers(

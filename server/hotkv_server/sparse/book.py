@@ -281,8 +281,8 @@ class KeptHotSet:
     """The server's record of the blocks in a client's hot slots, for one layer and shard. Decides
     which blocks get and lose slots; the client executes the moves. Use by one thread at a time.
 
-    A block to load may be a recent block, which the client has just filled with tokens. Such a
-    block is in host memory only after the client has stored it.
+    `Selected.load` may name a recent block, which the client has just filled with tokens. The
+    client can load this block only after it has stored it: before, host memory does not have it.
     """
 
     def __init__(self, config: SparseConfig, num_blocks: int) -> None:

@@ -194,7 +194,10 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
 
 def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) -> SelectRequest:
     """Converts a message to a request for a selection. `check_request` later checks it against the
-    sequence."""
+    sequence.
+
+    spec: the sequence's settings; the query is split into heads of `spec.head_size` channels.
+    """
     query = fields.float32s("query", message.query)
     if len(query) % spec.head_size:
         raise _invalid(

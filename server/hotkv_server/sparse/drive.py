@@ -298,10 +298,12 @@ class Selections:
         """Selects blocks for a layer of a sequence. After the return of this call, the arena is not
         read for it any more.
 
-        Raises INVALID_FIELD if the sequence was created without `select` or can't answer the
-        request, OVERLOADED if too many selections wait, UNKNOWN_LEASE if the lease has ended.
+        Raises INVALID_FIELD if the sequence was created without settings for selections or can't
+        answer the request, OVERLOADED if too many selections wait, UNKNOWN_LEASE if the sequence's
+        lease has ended.
 
-        stream: number of the client's stream of selections.
+        stream: number of the client's stream of selections. Hot sets belong to a stream: the first
+            selection of another stream begins with an empty hot set.
         """
         if len(self._running) >= MAX_SELECTS:
             raise HotKVError(
@@ -387,7 +389,7 @@ class Selections:
 
 def spec_of(sequence: LiveSequence) -> SelectSpec:
     """Returns the settings by which the server selects blocks for a sequence. Raises INVALID_FIELD
-    if the sequence was created without `select`."""
+    if the sequence was created without such settings."""
     if sequence.spec is None:
         raise HotKVError(
             Reason.INVALID_FIELD,

@@ -77,8 +77,8 @@ class LiveSequence:
         )
 
     def weight(self, num_blocks: int) -> int:
-        """Returns the memory that the sequence would take with `num_blocks` blocks, for the bound.
-        The unit is the memory of a block's hash (HASH_BYTES).
+        """Returns the memory that the sequence would take with `num_blocks` blocks, for the bounds
+        on the memory of all sequences. The unit is the memory of a block's hash (HASH_BYTES).
 
         A block's representation takes 13 more bytes (entry, offset and `used`). A hot set takes 14
         bytes per slot and 6 bytes per block of the context.

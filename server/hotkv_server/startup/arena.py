@@ -112,8 +112,9 @@ def warn_of_others(settings: Settings) -> None:
 
 
 def placer(wanted: str) -> Callable[[int, int], None] | None:
-    """Returns a function that places memory on the NUMA nodes of `arena.numa`. Returns None if the
-    setting chooses no nodes. Raises StartError if a chosen node has no memory.
+    """Returns a function that places memory on the NUMA nodes of the setting `arena.numa`. The
+    function gets an address and a number of bytes. Returns None if the setting chooses no nodes.
+    Raises StartError if a chosen node has no memory.
 
     wanted: the value of the setting.
     """

@@ -51,8 +51,9 @@ class Attaches(Protocol):
 
     - `check(settings)` raises StartError for settings that this machine can't serve.
     - `open_below(settings, arena, reset=)` opens the tiers below host memory and returns an
-      OpenedBelow; None if the settings ask for no tiers. At most one capability defines it. Blocks
-      the calling thread. Raises StartError.
+      OpenedBelow; None if the settings ask for no tiers. `reset` drops the blocks that an earlier
+      server left in the tiers. At most one capability defines this function. It blocks the calling
+      thread and raises StartError.
     """
 
     def attach(self, settings: Settings, node: Node) -> Capability:

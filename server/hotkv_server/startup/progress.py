@@ -44,6 +44,7 @@ class Progress:
     def at(self, what: str, shown: Callable[[], str] = _nothing) -> None:
         """Sets the step that begins now.
 
+        what: name of the step in the log.
         shown: returns a text about the step's progress. The logging thread calls it.
         """
         self._part = (what, shown, time.monotonic())

@@ -100,8 +100,8 @@ class Reloader:
         return True
 
     def _can(self, name: str, settings: Settings) -> bool:
-        """Returns whether a setting of LIVE can change from the running value to the new value
-        without a restart.
+        """Returns whether a setting of LIVE (settings that a reload may change) can change from the
+        running value to the value in `settings` without a restart.
 
         A restart is needed to add the first tenant or remove the last tenant, to switch TLS on or
         off, and to change whether TLS asks clients for certificates.
@@ -130,7 +130,11 @@ class Reloader:
         return self._listeners.rpc
 
     def _apply(self, settings: Settings, live: list[str], new: AccessControl) -> None:
-        """Applies the settings that `_check` has accepted. Never raises."""
+        """Applies the settings that `_check` has accepted. Never raises.
+
+        live: names of the changed settings that need no restart.
+        new: the access control that `_check` has returned.
+        """
         security, node = settings.security, self._node
         logs.set_level(settings.log_level)
         self.drain_timeout_s = settings.drain_timeout_s

@@ -1,7 +1,7 @@
 """The checks that every copy engine (`dataplane.engines.CopyEngine`) must pass.
 
-Each check makes a `Rig`: a copy engine under test, an arena, and memories of a vLLM engine as the
-other side of copies. It compares the copied bytes with numpy arrays.
+Each check calls `make_rig`, which makes a `Rig`: a copy engine under test, an arena, and memories
+of a vLLM engine as the other side of copies. The check compares the copied bytes with numpy arrays.
 """
 
 import contextlib
@@ -59,7 +59,10 @@ class Ends:
         then: Callable[[], None] = lambda: None,
     ) -> CopyJob:
         """Makes a copy job. When it ends, `then` is called and the outcome is recorded under
-        `name`."""
+        `name`.
+
+        gate: delays the job until the device of the vLLM engine has passed a mark; None: no delay.
+        """
         assert name not in self.outcomes
         self.outcomes[name] = []
 

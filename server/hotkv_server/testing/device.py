@@ -59,7 +59,7 @@ Copy = tuple[int, int, int]
 
 class DeviceCopies:
     """Checks and executes copies of the simulated devices. The caller must hold the runtime's lock,
-    also when it runs the returned work."""
+    also when it runs the returned work (an iterator that a stream executes step by step)."""
 
     def __init__(self, ranges: Ranges, dice: random.Random) -> None:
         self._ranges = ranges
@@ -67,7 +67,12 @@ class DeviceCopies:
 
     def check(self, device: int, copies: list[Copy], what: str, *, may_be_pageable: bool) -> bool:
         """Checks the copies of a call. Raises DeviceError if CUDA's call would fail. Returns True
-        if a range of a copy is in host memory that is not registered."""
+        if a range of a copy is in host memory that is not registered.
+
+        copies: (target address, source address, number of bytes) of each copy.
+        what: name of the call, for error messages.
+        may_be_pageable: False: host memory that is not registered is an error too.
+        """
         pageable = False
         for dst, src, count in copies:
             (_, to), (_, from_) = (
@@ -96,7 +101,14 @@ class DeviceCopies:
         by_kernel: bool = False,
         pageable: bool = False,
     ) -> Work:
-        """Returns work that copies bytes in 1 to 3 steps."""
+        """Returns work that copies bytes in 1 to 3 steps.
+
+        copies: (target address, source address, number of bytes) of each copy.
+        what: name of the call, for error messages.
+        by_kernel: True: a kernel makes the copies, so an access that is not allowed loses the
+            device.
+        pageable: True: the copies may use host memory that is not registered.
+        """
         num_steps, version, real = self._dice.randint(1, 3), -1, copies
         for step in range(num_steps):
             if version != self._ranges.version:
@@ -115,7 +127,8 @@ class DeviceCopies:
 
     def move_by_table(self, device: int, table: int, num_copies: int, max_bytes: int) -> Work:
         """Returns work that copies as the copy kernel does. The work reads the copies from int64
-        [3, num_copies] at the address `table`, and makes them in any order."""
+        [3, num_copies] (target, source, number of bytes) at the address `table`, and makes them in
+        any order. If a copy is longer than `max_bytes`, the work raises DeviceError."""
         real = self._ranges.kernel_range(device, table, 24 * num_copies, writes=False)
         rows = bytes_at(real, 24 * num_copies).view(np.int64).reshape(3, num_copies).copy()
         copies = list(zip(*rows.tolist(), strict=True))
@@ -136,7 +149,8 @@ class DeviceCopies:
 
     def _resolve(self, device: int, copy: Copy, what: str, *, pageable: bool) -> Copy:
         """Translates the addresses of a copy: returns the copy with the addresses at which this
-        process has the bytes."""
+        process has the bytes. Raises DeviceError if the memory was freed or unregistered since the
+        copy was checked; `pageable`: unregistered host memory is allowed."""
         dst, src, count = copy
         (to, to_memory), (from_, from_memory) = (
             self._ranges.copy_range(device, dst, count, what),
@@ -211,8 +225,8 @@ def fake(event: Event) -> FakeEvent:
 
 
 class Streams:
-    """The streams of all devices. A thread runs their work; without a thread, the test runs it by
-    calling `run`."""
+    """The streams of all devices, with their work: iterators that are executed step by step. A
+    thread runs the work; without a thread, the test runs it by calling `run`."""
 
     def __init__(
         self, dice: random.Random, num_devices: int, *, threaded: bool, max_delay_s: float

@@ -48,7 +48,10 @@ def uuid_of(device: int) -> bytes:
 
 def map_pages(num_bytes: int, fd: int = -1) -> int:
     """Makes a mapping of a file, or of zeros without a file, and returns its address. Raises
-    DeviceError if the system refuses."""
+    DeviceError if the system refuses.
+
+    fd: descriptor of the file; -1: no file.
+    """
     flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return _map(num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
 
@@ -310,7 +313,11 @@ class Ranges:
 
     def find(self, method: str, address: int, device: int, kind: str) -> KnownMemory:
         """Returns the memory of this kind that begins at `address`. Raises DeviceError if there is
-        none."""
+        none.
+
+        method: name of the runtime's call, for the error message.
+        kind: how the memory was made (`KnownMemory.kind`).
+        """
         for memory in self._memories:
             if (memory.start, memory.device, memory.kind) == (address, device, kind):
                 return memory
@@ -376,9 +383,12 @@ class Ranges:
     def copy_range(
         self, device: int, start: int, num_bytes: int, what: str
     ) -> tuple[int, KnownMemory | None]:
-        """Returns the address in this process at which the bytes of a range are, and their memory;
-        None for memory that is not registered. Raises DeviceError if a copy of the range would
-        fail."""
+        """Returns the address in this process at which the bytes of a range are, and the
+        `KnownMemory` that contains the range. For host memory that is not registered, returns
+        `start` and None. Raises DeviceError if CUDA would refuse a copy of the range on `device`.
+
+        what: name of the copying call, for the error message.
+        """
         end = start + num_bytes
         found = self._overlapping(start, end)
         problem = ""
@@ -401,7 +411,10 @@ class Ranges:
 
     def kernel_range(self, device: int, start: int, num_bytes: int, *, writes: bool) -> int:
         """Returns the address in this process at which the bytes of a range are. If a kernel could
-        not access the range, raises a DeviceError that says that the device is lost."""
+        not access the range, raises a DeviceError that says that the device is lost.
+
+        writes: True if the kernel writes to the range.
+        """
         found, end = self._overlapping(start, start + num_bytes), start + num_bytes
         # A kernel sees adjoining registrations as a single range, because they have the host's
         # addresses.

@@ -1,7 +1,8 @@
 """Runs a proxy between a client and a server. The proxy delays, holds, cuts off or changes bytes.
 
 Always true: bytes pass in order. Bytes from the client pass through `on_command`, bytes from the
-server through `on_reply`. A test may replace these two functions at any time. If a function raises
+server through `on_reply`. These two are *faults*: a fault is a function that receives a piece of
+bytes and yields the bytes to forward. A test may replace them at any time. If a fault raises
 OSError, the connection ends.
 """
 

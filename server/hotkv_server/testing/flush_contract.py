@@ -34,7 +34,8 @@ each flush raises) than the store has."""
 class Store:
     """A store under test.
 
-    node: makes a node that uses the store.
+    node: makes a node that uses the store: returns a context manager that yields the `Bench` of the
+        node's tier. The keyword argument `on_epoch` is passed to the tier.
     lose: deletes the epoch of NAME from the store.
     spoil: replaces the epoch of NAME with bytes that are no epoch; None if that is impossible.
     """
@@ -48,7 +49,10 @@ class Store:
 
 
 def answer(call: Callable[[Callable[[T], None]], None]) -> T:
-    """Makes a call that answers by a callback. Waits for the answer and returns it."""
+    """Makes a call that answers by a callback. Waits for the answer and returns it.
+
+    call: makes the call, given the callback that receives the answer.
+    """
     done, is_done = list[T](), threading.Event()
 
     def on_done(value: T) -> None:
@@ -68,8 +72,8 @@ def epoch(tier: Any, name: str = NAME) -> int | None:
 
 
 def flush(tier: Any, name: str = NAME, floor: int = 0) -> int | None:
-    """Flushes a key space in the store and returns the new epoch. Returns None if the store does
-    not answer."""
+    """Flushes a key space in the store and returns the new epoch, which is above `floor`. Returns
+    None if the store does not answer."""
     return answer(lambda done: tier.raise_epoch(name, floor, done))
 
 
@@ -80,7 +84,10 @@ def keys_of(at: int, count: int) -> list[bytes]:
 
 
 def blocks_of(keys: Sequence[bytes], first_slot: int, epochs: Epochs) -> Blocks:
-    """Returns the argument of a call about blocks with these keys, in consecutive slots."""
+    """Returns the argument of a tier's call about blocks with these keys, in consecutive slots.
+
+    epochs: by fingerprint, the epoch that the call expects; empty: the epoch is not checked.
+    """
     slots = np.arange(first_slot, first_slot + len(keys), dtype=np.int64) * SLOT_BYTES
     return Blocks(keys, slots, np.full(len(keys), SLOT_BYTES, np.int64), epochs=epochs)
 
@@ -94,7 +101,10 @@ def write(bench: Bench, keys: Sequence[bytes]) -> None:
 
 
 def read(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
-    """Reads blocks into the slots from READ_AT on. Returns the `Read` code of each block."""
+    """Reads blocks into the slots from READ_AT on. Returns the `Read` code of each block.
+
+    epochs: by fingerprint, the epoch that the read expects.
+    """
     blocks, until_s = blocks_of(keys, READ_AT, epochs), time.monotonic() + WAIT_S
     return answer(lambda done: tier.read(blocks, until_s, lambda codes: done(codes.tolist())))
 
@@ -111,8 +121,8 @@ def probe(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
 
 
 def check_epochs(store: Store) -> None:
-    """Checks that all nodes get the same first epoch of a key space, that the clock determines it,
-    and that each flush raises it."""
+    """Checks that all nodes get the same first epoch of a key space, that this epoch is computed
+    from the current time, and that each flush raises it."""
     with store.node() as one, store.node() as other:
         before = begun(time.time_ns() // 1000)
         first = epoch(one.tier)

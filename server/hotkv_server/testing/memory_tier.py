@@ -375,7 +375,11 @@ class SharedMemoryTier(MemoryTier):
         self._add(do, lambda: on_done(None), 0)
 
     def _checked(self, epochs: Epochs, on_done: OnRead) -> OnRead:
-        """Wraps `on_done` so that the epochs are checked after all blocks have been read."""
+        """Wraps `on_done` so that the epochs are checked after all blocks have been read. If the
+        store has another epoch than expected, all blocks are ABSENT, and `on_epoch` is called.
+
+        epochs: the expected epoch of each key space, by fingerprint.
+        """
 
         def done(codes: Codes) -> None:
             stored = self._store.epochs

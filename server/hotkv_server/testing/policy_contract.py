@@ -66,7 +66,9 @@ class PolicyWorld:
         self._tell("touch", numbers, now_s, retention)
 
     def refresh(self, numbers: list[int], now_s: float) -> None:
-        """Notifies the policies that blocks arrived that follow these blocks in a prompt."""
+        """Notifies the policies that blocks arrived that follow the blocks `numbers` in a prompt.
+        Then `numbers` are in use, so blocks among them that were demoted are not demoted any
+        more."""
         assert now_s >= self.now_s
         self.now_s = now_s
         self.demoted -= set(numbers)
@@ -134,6 +136,8 @@ class PolicyWorld:
         first.
 
         slot_bytes: slot size of the victims; 0: any size.
+        keep_at_s: the current time, if the policy may return fewer victims to keep blocks that it
+            expects to be used soon; None: the policy must return as many victims as possible.
         """
         answers = []
         for policy in (self.policy, self._reference):
@@ -159,8 +163,9 @@ class PolicyWorld:
         return victims
 
     def check(self) -> None:
-        """Raises AssertionError if the policy's heat can't order entries, or if a policy breaks an
-        invariant."""
+        """Raises AssertionError if the policy's heat of an entry is not a finite number, or a
+        demoted entry is not the coldest (the entry with the lowest heat is evicted first). Also
+        raises it if the policy breaks an invariant."""
         entries = _entries(sorted(self.size_of))
         if self.demoted and len(self.demoted) < len(entries):
             rest = _entries(sorted(set(self.size_of) - self.demoted))

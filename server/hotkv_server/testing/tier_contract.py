@@ -1,7 +1,7 @@
 """The checks that every tier below host memory (`tiers.protocol.Tier`) must pass.
 
-Each check makes a `Rig` (a tier under test with an arena of SLOTS slots), and computes the expected
-bytes of each block from its number.
+Each check calls `make_rig`, which makes a `Rig` (a tier under test with an arena of SLOTS slots).
+The check computes the expected bytes of each block from the block's number.
 """
 
 import contextlib
@@ -182,7 +182,11 @@ class Bench:
         within_s: float = WAIT_S,
     ) -> Codes:
         """Reads blocks from the tier into slots of the arena. Returns the `Read` code of each
-        block."""
+        block.
+
+        sizes: sizes of the blocks in bytes; empty: whole slots.
+        within_s: time until the deadline of the read.
+        """
         ended: list[Codes] = []
         deadline_s, blocks = time.monotonic() + within_s, self.blocks(numbers, slots, sizes)
         self.tier.read(blocks, deadline_s, lambda codes: self._end(ended, codes))

@@ -16,8 +16,8 @@ which take some 20 ms."""
 class RecentCensus:
     """Provides a census (count of all entries) to a caller that asks repeatedly.
 
-    If a count takes a short time (see FRESH_PARTS), each call counts anew. Otherwise a call returns
-    the last finished census and starts the next census, so that callers don't wait for it.
+    If a count takes a short time (see FRESH_PARTS), each call makes a new count. Otherwise a call
+    returns the last finished census and starts the next census, so that callers don't wait for it.
     """
 
     def __init__(self, node: Node) -> None:

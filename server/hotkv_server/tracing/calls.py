@@ -60,7 +60,14 @@ class TracedCalls:
         session: LiveSession | None,
         call: "Callable[[], Answer | asyncio.Task[Answer]]",
     ) -> "Answer | asyncio.Task[Answer]":
-        """Makes a call. If the call is traced, makes it in a span that ends with the answer."""
+        """Makes a call. If the call is traced, makes it in a span that ends with the answer.
+
+        name: name of the span.
+        traceparent: the caller's span as a W3C header; empty without a span.
+        session: its number and its key space's id become attributes of the span; None: no
+            attributes.
+        call: makes the call. Returns its answer, or a task if the answer takes longer.
+        """
         span = self._tracing.begin(name, traceparent)
         if span is None:
             return call()

@@ -34,7 +34,8 @@ _current: "ContextVar[Span | None]" = ContextVar("hotkv_span", default=None)
 
 
 class Tracing:
-    """Begins the spans of a node, and remembers the traced stores by their blocks."""
+    """Begins the spans of a node. Remembers the traced stores by their blocks, so that a later
+    write of these blocks to a tier becomes a child span of the store."""
 
     def __init__(self, traces: "Traces") -> None:
         self.traces = traces
@@ -48,7 +49,10 @@ class Tracing:
     # Calls
 
     def begin(self, name: str, traceparent: str) -> "Span | None":
-        """Begins the span of a call; None if the call is not traced."""
+        """Begins the span of a call and returns it; None if the call is not traced.
+
+        traceparent: the caller's span as a W3C header; empty without a span.
+        """
         return self.traces.begin(PREFIX + name, traceparent, is_served=True)
 
     @contextlib.contextmanager
@@ -91,8 +95,12 @@ class Tracing:
             stored.popitem(last=False)
 
     def begin_writes(self, hashes: Words, tier: str) -> "list[Span]":
-        """Begins a span for each traced store that has stored some of these blocks. The blocks are
-        about to be written to a tier."""
+        """Begins a child span for each traced store that has stored some of these blocks, which are
+        about to be written to a tier. Begins at most MAX_WRITE_SPANS, for the stores with the most
+        of these blocks.
+
+        tier: name of the tier, which becomes an attribute of the spans.
+        """
         if not self._stored:
             return []
         now_s, counts = time.monotonic(), Counter["Span"]()

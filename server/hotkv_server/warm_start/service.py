@@ -81,7 +81,10 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
 
     async def _lists(self, number: int, request: warm_pb2.PrefetchBlocksRequest) -> list[HashList]:
         """Returns the blocks that a request names, by group. Raises HotKVError if a group or hash
-        is invalid, or if the request names no block or too many blocks."""
+        is invalid, or if the request names no block or too many blocks.
+
+        number: id of the key space.
+        """
         space = self._node.core.key_space(number)
         named = read_groups(request.groups, space.hash_bytes, lambda index: _checked(space, index))
         lists = [HashList(*one) for one in named]

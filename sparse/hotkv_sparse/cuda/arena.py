@@ -40,7 +40,11 @@ cudaDevAttrCanUseHostPointerForRegisteredMem and cudaDevAttrHostRegisterReadOnly
 
 
 class Access(enum.Enum):
-    """How a device reads the arena."""
+    """How a device reads the arena.
+
+    registered: the memory is registered with CUDA.
+    pageable: the device can read pageable memory, so that no memory is registered.
+    """
 
     REGISTERED = "registered"
     PAGEABLE = "pageable"
@@ -67,6 +71,8 @@ class MappedArena:
         """Chooses the way in which the device will read the memory (see the module). Raises
         HotKVError; its reason is NOT_ALLOWED if the device supports none of the ways.
 
+        device: CUDA's number of the device.
+        piece_bytes: bytes that a call registers with CUDA, a multiple of the page size.
         is_writable: whether the mapping of `memory` is writable.
         """
         self._cupy = cupy_module()
@@ -126,6 +132,7 @@ class MappedArena:
         ends.
 
         offsets: offsets of the slots in the arena (`LeaseGrant.offsets`).
+        slot_bytes: size of each of these slots.
         """
         if slot_bytes < 1 or np.any(offsets > self.num_bytes - slot_bytes):
             why = f"slots of {slot_bytes} bytes at offsets up to {int(offsets.max(initial=0))}"

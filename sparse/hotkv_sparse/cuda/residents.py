@@ -96,6 +96,8 @@ class Residents:
     table: int32 [R, B], contiguous, the block table for attention. In each layer, rows that attend
         sparsely are replaced; the other rows are copies of the engine's rows.
     lengths: int32 [R], number of tokens in the blocks of each row of `table`.
+    own_of: int32 [R], output of `find`: the state of each batch row; -1 without a state.
+    addresses, found_rows: [B], output of `locate_keys` for one state and layer.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Residents:
     ) -> None:
         """Allocates the tables on the device.
 
+        num_rows, num_states, max_blocks, num_pages: the sizes R, S, B and P (see the module).
         max_tokens: most tokens of a step, over all rows.
         """
         self.device, self.config = device, config
@@ -186,7 +189,7 @@ class Residents:
 
     def find(self, batch: EngineBatch, rows: Array, state_of: Array) -> None:
         """Finds the state of each row of the batch. Writes the state to `own_of`. For rows that
-        attend sparsely, writes it also to `state_of`.
+        attend sparsely, writes it also to `state_of`, which the kernels of sparse attention read.
 
         rows: int32 [S, B], for each block of a state, the row of its representation (compact form
             of its keys) in the pools.
@@ -252,6 +255,7 @@ class Residents:
         """Copies the first `count` pages of a batch row, in one layer, to contiguous memory. Copies
         a page from the cache, or from the arena if its block is away (only in host memory).
 
+        arena: addresses of the blocks' slots in the arena.
         target: address of the contiguous memory.
         first_page: page of `target` that receives the first page.
         table: int32 [count], output: the page of `target` that received each block.

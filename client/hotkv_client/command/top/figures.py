@@ -94,8 +94,16 @@ class TierRates:
 
 @dataclass(frozen=True, slots=True)
 class EngineRates:
-    """An engine's figures over the interval between two readings, summed over its sessions. `name`
-    and `model` are the names that the screen shows."""
+    """An engine's figures over the interval between two readings, summed over its sessions.
+
+    name, model: the names that the screen shows.
+    hit_ratio, recent_hit_ratio: share of the prompt tokens that hit in the interval, and in the
+        last RECENT_S seconds; None without prompts.
+    saved_s, waited_s: prefill time that hits saved, and time that requests waited for the cache, in
+        the last RECENT_S seconds.
+    hot_set_hit_ratio: share of the selected blocks that were already on the device, not counting
+        the blocks that are always kept; None without selections.
+    """
 
     engine_id: str
     name: str
@@ -163,7 +171,13 @@ class ModelRates:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """A server's figures over the interval between two readings. A ratio is a share of the prompt
-    tokens; None without prompts."""
+    tokens; None without prompts.
+
+    recent_hit_ratio: share that hit in the last RECENT_S seconds.
+    ceiling_ratio: share that a cache without a size limit would have hit in these seconds.
+    lag_p99_s, lag_longest_s: delay of callbacks in the server's event loop: 99th percentile and
+        maximum.
+    """
 
     version: str
     state: str

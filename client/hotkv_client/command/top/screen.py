@@ -141,7 +141,11 @@ class View:
 
     def _back(self, num_rows: int) -> None:
         """Goes back a step: from an engine's details to the list of engines, from that list to the
-        models."""
+        models.
+
+        num_rows: rows of the list of engines. If a model has a single engine, its details go back
+            to the models at once.
+        """
         if self.inside:
             self.inside = False
             if self.rows == ENGINE or num_rows > 1:

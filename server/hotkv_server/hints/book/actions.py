@@ -1,7 +1,8 @@
 """Performs the actions of hints on blocks. Each action is a generator, which performs one part per
 step.
 
-The module has no state. A part takes milliseconds. Between two steps other code may call the cache
+The module has no state. In its functions, `lists` names the blocks of an action by group
+(`lists_of`). A part takes milliseconds. Between two steps other code may call the cache
 core; blocks that it removes are skipped.
 """
 
@@ -131,8 +132,9 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
 
 
 def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: float) -> Parts:
-    """Asks the eviction policy to hold the ready blocks until `until_s`, when their session is
-    expected back. The policy may still evict them by its own rules."""
+    """Notifies the eviction policy that the ready blocks will probably be used before `until_s`,
+    because their session is expected to return. Until then the policy may refuse to evict them for
+    other blocks, by its own rules."""
     done = Done()
     for one in lists:
         done.num_blocks += len(one.hashes)

@@ -21,7 +21,9 @@ from hotkv_server.hints.book.chains import ChainKeys, KnownChains, chain_keys
 from hotkv_server.hints.book.sessions import HintSessions
 
 NUMBERS_PER_S = 1_000_000
-"""More sequence numbers per second than outcomes ever change."""
+"""A new tenant's sequence numbers begin at the clock's seconds times this number. It is higher than
+the number of outcomes that can change in a second, so new numbers are higher than all earlier
+numbers of this tenant."""
 OutcomeKey = tuple[str, str]
 """Id of a message, and id of an action in this message."""
 
@@ -166,7 +168,7 @@ class TenantHints:
         outcome.sequence = self.last_sequence
 
     def settle(self, outcome: HintOutcome, status: Status, reason: str) -> None:
-        """Sets the status and reason of an action's outcome."""
+        """Sets the status and reason of an action's outcome, and assigns a new sequence number."""
         outcome.status, outcome.reason = status, reason
         self.changed(outcome)
 

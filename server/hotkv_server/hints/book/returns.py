@@ -16,7 +16,8 @@ PRIOR_GAPS = 3
 median over all sessions. So the other sessions determine the prediction for a session with few
 pauses."""
 HELD_GAPS = 1.5
-"""Blocks are held for HELD_GAPS times the expected pause."""
+"""The eviction policy keeps a session's blocks (holds them) for HELD_GAPS times the expected
+pause."""
 MAX_HOLD_S = 5.0
 """Longest time for which blocks are held. Blocks that would have to be held longer are not held at
 all. The same memory gives more hits if it holds the blocks of sessions with shorter pauses
@@ -54,9 +55,9 @@ class ReturnTimes:
         session.idle_since_s = None
 
     def ended(self, session: SessionGaps, now_s: float) -> float:
-        """Records that a request of the session has ended. Returns for how many seconds to hold the
-        session's blocks; 0 if no pause is known, or if the session is expected to return too
-        late."""
+        """Records that a request of the session has ended. Returns for how many seconds the
+        eviction policy should keep the session's blocks: HELD_GAPS times the expected pause, or 0
+        if no pause is known or that time would exceed MAX_HOLD_S."""
         session.idle_since_s = now_s
         hold_s = HELD_GAPS * self.expected_s(session)
         return hold_s if hold_s <= MAX_HOLD_S else 0.0

@@ -83,8 +83,12 @@ class HintSession:
         self.message_id, self.used_s = message_id, now_s
 
     def used_beside_s(self, message_id: str) -> float:
-        """Returns when a request with another hint message last used the session. (The samples of
-        one API request, `n` > 1, are several requests with the same message.)"""
+        """Returns when a request with another hint message than `message_id` last used the session;
+        -inf if there was no such request. With an empty `message_id`, every request counts.
+
+        So the samples of one API request (`n` > 1), which are several requests with the same
+        message, do not count as other users of the session.
+        """
         return self.before_s if message_id and message_id == self.message_id else self.used_s
 
 

@@ -40,9 +40,9 @@ SEEN_ROOM = 2
 not overflow."""
 LOW_32 = np.uint64(0xFFFF_FFFF)
 NAMES = ("prompt_tokens", "block_tokens", "endless_missed", "now_missed", "more_missed")
-"""Columns of `Forecast.sums`: tokens of prompts; tokens in full blocks of prompts; and the number
-of the latter that would miss in an endless cache, in a cache of the arena's size, and in a cache
-that is a step larger."""
+"""Columns of `Forecast.sums`: tokens of prompts; tokens in full blocks of prompts; and how many of
+the tokens in full blocks would miss in an endless cache, in a cache of the arena's size, and in a
+cache that is a step larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,10 @@ class Forecast:
 
     def _see(self, demand: Demand, low: Keys) -> float:
         """Marks the request's blocks as seen. Returns an estimate of the misses of an endless
-        cache: the number of blocks that did not hit and were not seen before."""
+        cache: the number of blocks that did not hit and were not seen before.
+
+        low: low 32 bits of each mixed key [n], which decide whether the key is in the sample.
+        """
         chosen = np.flatnonzero(low < _threshold(self.seen_share))
         keys = demand.keys[chosen]
         was_seen, _ = self._seen.take(keys)
@@ -158,7 +161,10 @@ class Forecast:
         self, demand: Demand, low: Keys, capacity_bytes: int, now_s: float
     ) -> tuple[float, float]:
         """Estimates how many of the request's blocks miss in a cache of the arena's size, and in a
-        cache that is a step larger. Returns the two estimates."""
+        cache that is a step larger. Returns the two estimates.
+
+        low: low 32 bits of each mixed key [n], which decide whether the key is in the sample.
+        """
         sizes = (capacity_bytes, capacity_bytes + step_bytes(capacity_bytes))
         keys = demand.keys[low < _threshold(self.shadow_share)]
         while max(map(len, self._shadows)) + len(keys) > self._max_keys:
@@ -225,7 +231,8 @@ class Forecast:
 
 
 def step_bytes(capacity_bytes: int) -> int:
-    """Returns by how many bytes the larger cache is larger than the arena."""
+    """Returns by how many bytes the larger shadow cache is larger than the arena: a share of the
+    arena, at least 1 GiB."""
     return max(GIB, capacity_bytes // STEP_SHARE)
 
 

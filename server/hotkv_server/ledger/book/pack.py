@@ -168,7 +168,10 @@ class _Reader:
         self._at = at
 
     def buckets(self, count: int, num_columns: int, minute: int) -> Buckets:
-        """Reads a `Buckets` object. The file contains `count` of its rows; the other rows are 0."""
+        """Reads a `Buckets` object. The file contains `count` of its rows; the other rows are 0.
+
+        minute: the newest minute of the object, since 1970.
+        """
         row = Buckets(num_columns, minute)
         at = np.frombuffer(self._take(4 * count), "<i4")
         if len(at) and not (at.min() >= 0 and at.max() < NUM_CELLS):

@@ -7,8 +7,8 @@ Always true:
   tenant may hold in the arena. Their bytes are the promised and the pinned bytes; an entry that
   several residencies pin counts once.
 - They also take at most `residency.share` of the arena, minus a part for each other tenant. This
-  part is `residency.share` of the other tenant's guarantee, or the bytes that its residencies take
-  if they are more.
+  part is `residency.share` of the other tenant's guarantee (its setting `guaranteed_bytes`), or the
+  bytes that the other tenant's residencies take if these are more.
 - For the promises of each slot size, enough slabs are reserved (`SlabPool.floors`). So the server
   can make room for every promise by evicting unpinned blocks.
 - A slot counts with its part of the unused end of its slab.
@@ -84,7 +84,7 @@ class ResidencyBound:
     @property
     def bound_bytes(self) -> int:
         """Returns the most bytes that all residencies together may pin or be promised (reserved,
-        not yet pinned). Counts only the part of the arena that already has memory."""
+        not yet pinned). While the arena is being prefaulted, counts only its prefaulted part."""
         capacity = self._tenants.capacity_bytes
         return min(int(self._share * capacity), most_pinned(capacity))
 
@@ -142,8 +142,8 @@ class ResidencyBound:
         return max(0, min(room - self.taken_bytes(tenant), self._budget.for_residencies))
 
     def most_bytes(self, tenant: int) -> int:
-        """Returns the most bytes that could ever be promised to the tenant: in an empty arena that
-        has all of its memory."""
+        """Returns the most bytes that could ever be promised to (reserved for) the tenant: in an
+        empty arena, when prefaulting has ended."""
         return max(0, self._most(tenant, self._tenants.arena_bytes, {}))
 
     def _most(self, tenant: int, capacity_bytes: int, taken: dict[int, int]) -> int:

@@ -4,10 +4,11 @@ may still pin (its promise), and refusals for lack of room.
 Always true:
 - An id names a single open residency of its engine; a closing residency has no id.
 - A position (index of a block in the request) names a single entry of a residency.
-- A group has at most as many positions as the last successful call asked for, and at most one
-  representation per position. A group's rows are sorted by position.
-- The number of residencies and the memory of their lists are bounded for each owner
-  (`cache.room.shares.FairBound`, `BoundShare`).
+- A group has at most as many positions as the last successful call that opened or grew the
+  residency asked for, and at most one representation per position. A group's rows are sorted by
+  position.
+- The number of residencies and the memory of their lists are bounded for each owner, a tenant or
+  an engine (`cache.room.shares.FairBound`, `BoundShare`).
 - An engine's latest refusal is kept until the refused residency opens, grows or closes, or the
   engine's last session closes.
 """
@@ -194,8 +195,8 @@ class Residency:
         """Returns the number of additional slots, by size, that the residency needs to have room
         for `num_blocks`. Empty if it already has that room.
 
-        Raises DUPLICATE_ID if the residency is open for other groups, or for more blocks of a
-        group.
+        Raises DUPLICATE_ID if the residency is open for other groups than `num_blocks` names, or
+        for more blocks of a group than `num_blocks` asks for: a residency never shrinks.
 
         num_blocks: all blocks of the residency after it has grown, by group.
         """
@@ -442,7 +443,8 @@ class ResidencyBook:
         message: str,
         now_s: float,
     ) -> None:
-        """Records that this residency of an engine was refused for lack of room."""
+        """Records that this residency of an engine was refused for lack of room. `Refusal` explains
+        the arguments."""
         self.num_refused += 1
         before = self._refusals.get(residency.engine_id)
         again = before is not None and before.residency_id == residency.residency_id

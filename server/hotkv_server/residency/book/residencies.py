@@ -84,11 +84,12 @@ class Residencies:
         of its keys) per block if the session has declared a kind. If the residency is already open,
         reserves only the additional blocks.
 
-        Raises DUPLICATE_ID if the residency is open for other groups, or for more blocks of a
-        group. Raises NO_ROOM_FOR_RESIDENCY if there is no room now, RESIDENCY_TOO_LARGE if there
-        can never be enough room, and HotKVError with another reason for other refusals, such as an
-        invalid group. A refusal for lack of room is recorded for operators. A refusal changes no
-        other state.
+        Raises DUPLICATE_ID if the residency is already open for other groups than `num_blocks`
+        names, or for more blocks of a group than `num_blocks` asks for. Raises
+        NO_ROOM_FOR_RESIDENCY if there is no room now, RESIDENCY_TOO_LARGE if there can never be
+        enough room, and HotKVError with another reason for other refusals, such as an invalid
+        group. A refusal for lack of room is recorded for operators. A refusal changes no other
+        state.
 
         num_blocks: number of blocks to reserve in total, by group.
         """
@@ -143,7 +144,8 @@ class Residencies:
     def _noting_refusal(
         self, residency: Residency, slots: Mapping[int, int], now_s: float
     ) -> Iterator[None]:
-        """Records a HotKVError that is raised in the `with` block as a refusal, for operators.
+        """Records a HotKVError that is raised in the `with` block as a refusal, for operators. The
+        caller still gets the error.
 
         slots: number of slots that the call would have reserved, by size.
         """

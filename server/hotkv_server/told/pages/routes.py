@@ -177,7 +177,9 @@ class _Made:
 
 
 class SavingsPage:
-    """Caches and schedules the answers about savings (see the comment above).
+    """Answers requests for the ledger's figures (savings). The node computes one answer at a time,
+    and then rests, so that all answers together take about RESTING_SHARE of its event loop. In the
+    meantime clients get the latest answer.
 
     read: called as `read(since_s, has_names)`; returns the figures from the node.
     clock, sleep: replaced in tests.
@@ -201,6 +203,8 @@ class SavingsPage:
     async def reply(self, since_s: float, *, has_names: bool) -> Reply:
         """Returns the ledger's figures for the last `since_s` seconds, rounded up to minutes; 0:
         all time.
+
+        has_names: True includes a row with the names of each account (tenant, model, engine).
 
         Requests a new computation, unless the same computation is already requested. It begins when
         the running computation has ended and the rest (pause) after it is over. While the node
