@@ -37,8 +37,8 @@ class SparseConfig:
         always kept tokens. A whole number counts tokens; a fraction is a share of the context.
     adaptive_p: share of the attention mass, 0 to 1. If set, a selection ends as soon as it has this
         share, and `sparse_topk` is only its upper limit. Otherwise the whole budget is selected.
-        .85 loses more, .9 is usual, .95 loses less. Needs `rot2u`, `rot3u` or `mix2`; refused if
-        `residency` is not `off`.
+        At .85 answers change more, at .95 less; .9 is usual. Needs `rot2u`, `rot3u` or `mix2`;
+        refused if `residency` is not `off`.
     scorer: name of the format of representations by which blocks are scored.
     fusion: for research: scorers with their exponents. Blocks are then scored by a weighted
         geometric mean of these scorers instead of by `scorer`. Empty: not used.
