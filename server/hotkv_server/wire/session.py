@@ -525,6 +525,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
             await self._edge.pace.turn()
             await abort(context, as_refusal(self._node, error, who))
+        # Not after the session is closed: its key space may be forgotten then.
+        owner = self._node.core.sessions.owner(session.record)
         stream = SessionStream(self._node, session, context, self._edge.pace)
         why: HotKVError | None = None
         try:
@@ -534,7 +536,6 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             await asyncio.shield(self._node.sessions.close(session))
         if why is not None:
             log.warning("session ended number=%d: %s", session.record.number, why.message)
-            owner = self._node.core.sessions.owner(session.record)
             self._unread_ends.take(owner, 1)
             try:
                 # Abort last, because it waits for the client to read.
