@@ -448,6 +448,43 @@ async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessi
         await service._open((await anext(requests())).open_session, Peer())
 
 
+async def test_a_session_hears_why_it_ended_although_its_key_space_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ends = list[str]()
+
+    async def requests() -> AsyncIterator[Any]:
+        yield _wire.open_session(SessionConfig("", "ended", Role.TOOL, KEY_SPACE))
+        await asyncio.Event().wait()
+
+    async def abort(code: Any, details: str, trailers: Any) -> None:
+        ends.append(details)
+
+    async def write(message: Any) -> None: ...
+
+    context: Any = SimpleNamespace(peer=lambda: "p", abort=abort, write=write)
+    async with live_node(tmp_path) as node:
+        edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
+        call = asyncio.create_task(SessionService(edge).Connect(requests(), context))
+        while not (sessions := list(node.sessions)):
+            await asyncio.sleep(0.01)
+        close = node.sessions.close
+
+        async def forgotten(session: Any) -> None:
+            await close(session)
+            assert node.core.catalog.forget(session.record.key_space_id)
+            monkeypatch.setattr(node.core.sessions, "_tenants", SimpleNamespace(is_used=True))
+
+        monkeypatch.setattr(node.sessions, "close", forgotten)
+        while sessions[0].on_end is None:
+            await asyncio.sleep(0.01)
+        sessions[0].on_end(HotKVError(Reason.OVERLOADED, "the end"))
+        with contextlib.suppress(AssertionError):
+            await call
+        monkeypatch.undo()
+    assert ends and "the end" in ends[0]
+
+
 async def test_guests_who_do_not_read_their_end_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -537,6 +537,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
             await self._edge.pace.turn()
             await abort(context, as_refusal(self._node, error, who))
+        # Not after the session is closed: its key space may be forgotten then.
         owner = self._node.sessions.owner(session)
         stream = SessionStream(self._node, session, context, self._edge.pace)
         why: HotKVError | None = None
