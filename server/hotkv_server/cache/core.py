@@ -154,8 +154,8 @@ class CacheCore(CacheBooks):
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Records that the engine used these blocks from its own device cache, so that the eviction
-        policy evicts them later. With the policy `Hotness`, the use counts as
+        """Records that the engine used these blocks from its own device cache. The eviction policy
+        then retains them longer than without this use. With the policy `Hotness`, the use counts as
         2^`retention.priority` uses. If `retention.pin` is set, also pins the blocks for
         `retention.ttl_s` seconds, until the budget for such pins (`CoreConfig.held_share`) is used
         up."""

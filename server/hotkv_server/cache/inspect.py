@@ -201,7 +201,7 @@ class PromptBlocks:
 
 
 def limits(core: CacheCore) -> Limits:
-    """Returns the most entries of the core, and the most blocks that a call may name."""
+    """Returns how many entries the core can have, and how many blocks a call may name, at most."""
     return Limits(core.config.capacity, core.config.max_blocks_per_call)
 
 

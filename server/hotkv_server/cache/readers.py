@@ -55,11 +55,13 @@ def no_readers(capacity: int) -> ReaderMemory:
 
 class ReaderWords:
     """Writes the validity words, one for each session that has residencies. After a client has read
-    blocks in the arena, it compares its session's word with the value from before. If the word is
-    unchanged, the blocks were still pinned while the client read them.
+    blocks in the arena, it compares its session's word with the value that the word had when the
+    residency was opened. If the word is unchanged, the blocks were still pinned while the client
+    read them. A word in use is odd, a free word is even.
 
     generation: number that this server gives to the residencies that it opens; higher than the
-        number of any earlier server.
+        number of any earlier server. Clients compare a residency's number with the word GENERATION,
+        the lowest number that is still valid.
     has_earlier_readers: True while clients may still read blocks that residencies of an earlier
         server pinned.
     """
@@ -107,16 +109,18 @@ class ReaderWords:
         return index, int(self._words[index])
 
     def revoke(self, session_number: int) -> None:
-        """Makes a session's validity word even and frees the word. The client then discards the
-        bytes that it has read since it last checked the word. Does nothing if the session has no
-        word."""
+        """Makes a session's validity word even, so that it is not valid, and frees the word. The
+        client then discards the bytes that it has read since it last checked the word. Does nothing
+        if the session has no word."""
         index = self._of_session.pop(session_number, 0)
         if index:
             self._words[index] += np.uint64(1)
             self._free.append(index)
 
     def revoke_earlier(self) -> None:
-        """Makes the validity words of earlier servers' sessions even, and frees them for reuse."""
+        """Makes all residencies of earlier servers invalid: raises the word GENERATION to this
+        server's number, makes the validity words of earlier servers' sessions even, and frees these
+        words for new sessions."""
         self._words[GENERATION] = self.generation
         self._words[self._earlier] += np.uint64(1)
         self._free += self._earlier.tolist()

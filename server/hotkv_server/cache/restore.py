@@ -2,12 +2,13 @@
 or was killed. Entries are blocks or representations (compact forms of a block's keys, for sparse
 attention).
 
-Always true: ready entries are restored, each under its key and in its slot. So are detached entries
-(flushed while pinned) that clients may still read in the arena. A record that contradicts the key
-spaces, the arena or another entry is dropped, never repaired. A restore reads the records of the
-old table and ignores its buckets. The new table is another file, so a killed restore has changed
-nothing. A restore does not read the slots: every restored entry counts as unverified, and is
-compared with its check value later.
+Ready entries are restored, and detached entries (flushed while pinned) that clients may still read
+in the arena. A record that contradicts the key spaces, the arena or another entry is dropped.
+
+Always true: a restored entry has the key and the slot of its record. A record is never repaired. A
+restore reads the records of the old table and ignores its buckets. The new table is another file,
+so a killed restore has changed nothing. A restore does not read the slots: every restored entry
+counts as unverified, and is compared with its check value later.
 
 The state in a record says whether the record can be trusted. A server marks a record ready after it
 has written the rest of the record and the block's bytes, and clears the mark before it reuses the
@@ -202,8 +203,8 @@ def restore(
     key_spaces: number of each key space in this core, by its number in the old table. The core's
         catalog knows these key spaces, with their representations in the old order.
     last_used_s: time of last use of each entry, float64 [n] by old entry number, in seconds of
-        `now_s`; nan for an entry whose time was not saved, for example because it is newer. None if
-        no times were saved.
+        `now_s`; nan for an entry without a saved time, for example because the entry was made after
+        the last save. None if no times were saved.
     marks: by old entry number, 1 for entries that the old server's residencies had pinned. None if
         the old table has no marks.
     """
@@ -242,7 +243,7 @@ def restore_below(
     below: BelowSpace, old: Words, key_spaces: Mapping[int, int], now_s: float
 ) -> Restored:
     """Fills the empty space of a tier below host memory from the records [n, 18] of the tier's old
-    table. Does not compare blocks with their seals (check values): each later read of a block does.
+    table. Does not compare blocks with their check values; each later read of a block does.
 
     key_spaces: number of each key space in the core, by its number in the old table.
     """
@@ -377,7 +378,7 @@ def _link_entries(
 
     numbers: the number of each record's key space in the core.
     new_of: receives the new entry number of each record, by its position in `old`; stays 0 for a
-        record that does not fit or whose key is in the index already.
+        record that does not fit into the index, or whose key is in the index already.
     """
     index, groups, num_smaller = core.space.index, _groups(old, rows), 0
     for number, group, places in _by_kind(numbers, groups):
@@ -403,8 +404,8 @@ def _link_entries(
 def _heads_last(blocks: Int64s, now_s: float) -> list[tuple[Int64s, float]]:
     """Splits blocks that are sorted by depth into parts of at most ADMIT_BLOCKS, the deepest first.
     Returns each part with its time of last use: a second after the time of the part before it, and
-    `now_s` for the last part. So the first blocks of prompts count as used last, and are evicted
-    last."""
+    `now_s` for the last part. So the first blocks of prompts count as used most recently, and are
+    evicted last."""
     num_parts = -(-len(blocks) // ADMIT_BLOCKS)
     parts = np.array_split(blocks, num_parts)[::-1] if num_parts else []
     return [(part, now_s - left) for left, part in zip(range(num_parts)[::-1], parts, strict=True)]

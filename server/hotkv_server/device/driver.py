@@ -1,8 +1,8 @@
 """Typed calls of CUDA's driver, through ctypes. Each call releases the GIL while it runs.
 
 CuPy is not used for these calls, because CuPy holds the GIL during calls that mostly return at
-once. Yet each such call may have to wait while another thread of the process pins memory or opens
-memory of another process.
+once. Such a call may have to wait while another thread of the process pins memory or opens memory
+of another process. If the waiting call held the GIL, all other threads would wait too.
 
 Calls are named as the symbols of the library, with the version suffix (such as _v2) that matches
 the types here. Some drivers lack the calls in `_OPTIONAL_CALLS`. Source of names, types and
@@ -301,8 +301,8 @@ class Driver:
         stream: int,
         arguments: Sequence[int],
     ) -> None:
-        """Launches a kernel in a stream. Its parameters must all have 8 bytes, and it must need no
-        dynamic shared memory.
+        """Launches a kernel in a stream. The kernel's parameters must all have 8 bytes, and it must
+        need no dynamic shared memory.
 
         `where`: names the device, for the error message.
         `function`: handle of the kernel.

@@ -235,8 +235,8 @@ class LeaseBook:
         return f"LeaseBook({len(self._by_key)} leases)"
 
     def next_number(self) -> int:
-        """Returns a number for a new lease: below FIRST_MOVE and not used by a lease in the
-        book."""
+        """Returns a number for a new lease that no lease in the book has. It is below FIRST_MOVE:
+        the numbers from FIRST_MOVE on are for moves of blocks between tiers."""
         while self._next_number in self._by_number or self._next_number == 0:
             self._next_number = (self._next_number + 1) % FIRST_MOVE
         number = self._next_number

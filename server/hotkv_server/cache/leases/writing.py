@@ -458,8 +458,8 @@ class Reservations:
         self._books.leases.remove(lease)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if write leases, moves and reserved entries disagree. Takes time
-        linear in the capacity."""
+        """Raises AssertionError if the reserved entries disagree with their owners: write leases,
+        and moves of blocks between tiers. Takes time linear in the capacity."""
         index = self._books.space.index
         owned = [np.empty(0, np.uint32), *(one.reserved() for one in self._books.below)]
         for lease in self._books.leases.all():
@@ -498,7 +498,8 @@ class Stores:
 
     def check(self, session: SessionRecord, transfer_id: str, shard_index: int) -> None:
         """Raises HotKVError if the session may not start this store: the transfer id may not be
-        used (`TransferBook.check_new`), the key space has no such shard, or the server drains."""
+        used (`TransferBook.check_new`), the key space has no such shard, or the server drains
+        (starts no new transfers)."""
         books = self._books
         books.transfers.check_new(session.number, transfer_id, books.sessions.owner(session))
         num_shards = books.catalog.record(session.key_space_id).key_space.num_shards

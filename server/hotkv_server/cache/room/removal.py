@@ -234,8 +234,8 @@ class Removal:
         self.index.detach(entries)
 
     def reap(self, entries: Entries) -> None:
-        """Frees the slots of the given entries that are detached (flushed while pinned) and have no
-        pin any more. Skips the others."""
+        """Frees the slots of the given entries that are detached (flushed or forsaken while pinned)
+        and have no pin any more. Skips all other entries."""
         if not len(entries):
             return
         detached = (

@@ -57,8 +57,8 @@ class RemovedKeys:
 
     def causes(self, keys: Keys) -> Causes:
         """Returns the `Cause` of the last removal of each key [n]; `Cause.NONE` for a key that is
-        not remembered. Up to MAX_FRESH keys that are no longer in the ring may still be found, in
-        the sorted copy."""
+        not remembered. Up to MAX_FRESH keys that are no longer in the ring may still be found: they
+        are in the sorted copy of the ring, which is made anew only after MAX_FRESH removals."""
         if self._num_fresh > MAX_FRESH:
             # From the oldest to the newest.
             self._sorted = _sorted(

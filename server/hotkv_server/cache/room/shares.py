@@ -296,8 +296,9 @@ class TenantBook:
         )
 
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Returns for each entry [n] whether it alone may be evicted for the tenant `taker`: it
-        belongs to the taker, or its tenant stays at or above its guarantee.
+        """Returns for each entry [n] whether it may be evicted for the tenant `taker` if no other
+        entry is evicted: the entry belongs to the taker, or the entry's tenant stays at or
+        above its guarantee.
 
         owners: tenant number of each entry [n].
         sizes: bytes that the eviction of each entry frees [n].

@@ -42,7 +42,7 @@ class Room:
     """Makes room in a tier: frees slots of a size by evicting entries.
 
     coming_bytes: bytes of the arena that get memory within about a second, minus the bytes of
-        slots that were refused because they will fit then.
+        slots that were refused because they will fit into that memory.
     may_keep: True if the policy may refuse room to a new block, so that older blocks stay. False in
         a tier below host memory. False in host memory if there are tiers below it, because those
         tiers get a new block only after it was stored in host memory.
@@ -414,9 +414,9 @@ class Space:
         """Records that the first `num_bytes` of the arena have memory now, and that about
         `coming_bytes` more get memory within about a second.
 
-        Until the next call, slots for which blocks would have to be evicted are refused, up to
-        `coming_bytes` in total: soon there is room for the old and the new blocks. Beyond that,
-        blocks are evicted as usual.
+        Until `grow` is called again, slots for which blocks would have to be evicted are refused,
+        up to `coming_bytes` in total: soon there is room for the old and the new blocks. Beyond
+        that, blocks are evicted as usual.
         """
         self.pool.back(num_bytes)
         self.tenants.capacity_bytes = self.pool.capacity_bytes

@@ -254,8 +254,9 @@ class BlockIndex:
         return ready
 
     def can_be_read(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which entries [n] are ready or detached (flushed while pinned): their slots hold
-        whole blocks."""
+        """Returns which entries [n] are ready or detached (removed from the table while pinned).
+        Their slots hold whole blocks, except slots of entries that `Removal.forsake` has
+        detached."""
         states = self._states_of(entries)
         mask: BoolMask = (states == table.STATE_READY) | (states == table.STATE_DETACHED)
         return mask

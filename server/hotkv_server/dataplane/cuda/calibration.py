@@ -203,7 +203,7 @@ measured; it warms up."""
 class _Bench:
     """The memory for a measurement.
 
-    `slot`: has staging memory of `num_bytes`.
+    `slot`: a slot of the copy engine (`methods.Slot`), with `num_bytes` of staging memory.
     `device`, `host`: addresses of `num_bytes` of scratch memory on the device and in pinned host
         memory.
     """

@@ -1,9 +1,11 @@
 """The copy engine of a CUDA device (`CudaCopyEngine`). It has two lanes: one for loads, one for
-stores. A calibration, which measures the device, chooses the copy methods.
+stores. A lane splits its jobs into pieces, the parts that it submits to the device at once. Each
+piece in the device's queue has a slot (`methods.Slot`; not a slot of the arena). A calibration,
+which measures the device, chooses the copy methods.
 
 Always true: if the device is lost (CUDA can no longer use it), it stays lost: `problem` has the
 reason, and every job fails. Copies to or from parts of the arena that are not pinned yet use plain
-calls, one for each run (`methods.memcpy`).
+calls, one for each contiguous byte range (`methods.memcpy`).
 """
 
 import logging
@@ -203,7 +205,8 @@ class Lane:
         return now_s - min(filter(None, [*begun, self._giving_s, self._finishing_s]), default=now_s)
 
     def close(self) -> None:
-        """Waits until all jobs have ended, stops the threads, and frees the slots' memory."""
+        """Waits until all jobs have ended, stops the threads, and frees the memory of the lane's
+        slots (`methods.Slots`)."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -242,8 +245,8 @@ class Lane:
             del work, piece
 
     def _next(self) -> _Work | None:
-        """Waits until a slot is free and a job has pieces left, and returns the job. Returns None
-        once the lane is closed and has no jobs left."""
+        """Waits until a slot of the lane (`methods.Slots`) is free and a job has pieces left, and
+        returns the job. Returns None once the lane is closed and has no jobs left."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (self._works and self._free) or (self._closing and not self._works)

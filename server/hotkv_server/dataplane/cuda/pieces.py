@@ -135,7 +135,8 @@ def _windows(
     plans: Sequence[Plan], direction: Direction
 ) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
     """Yields the runs of all plans in windows, as three arrays: addresses on the device, addresses
-    in host memory, sizes. Each window has the same share of each plan. Leaves out empty runs."""
+    in host memory, sizes. A window has the same fraction of the runs of each plan. The first window
+    is small; later windows are larger. Leaves out empty runs."""
     num_runs, end, size = sum(plan.num_runs for plan in plans), 0, FIRST_WINDOW_RUNS
     while end < num_runs:
         begin, end, size = end, min(end + size, num_runs), min(size * GROWTH, MAX_PIECE_RUNS)

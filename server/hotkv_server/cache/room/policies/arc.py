@@ -98,7 +98,7 @@ class ARC:
         self._stamps.clear(entries)
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Does nothing: only `victims` knows from which list it will take blocks."""
+        """Prepares nothing, because only `victims` decides from which list it evicts blocks."""
         return iter(())
 
     def victims(

@@ -1,11 +1,11 @@
 """Hotness: orders blocks by the time of their last use plus a bonus for frequent use. A `Duel`
-chooses the weights while serving.
+chooses the weights, which are parameters of the formula below, while serving.
 
-State per entry: t, the time of its last use, and c = log2 of its uses. A use counts half as much
-after each `memory_s`. heat = ±t + H·c, so one doubling of uses is worth H seconds of recency; the
-block with the lowest heat is evicted first. Entries store only t and c, so a new setting of the
-formula applies at once. Ghosts (records of evicted blocks) store t and c too; there are four for
-each block of the capacity.
+State per entry: t, the time of its last use, and c = log2 of its number of uses. A use counts half
+as much after each `memory_s` seconds. heat = ±t + H·c; `recency` of `Contender` is the sign. So
+one doubling of uses is worth H seconds of recency. The block with the lowest heat is evicted first.
+Entries store only t and c, so a new setting of the formula applies at once. Ghosts (records of
+evicted blocks) store t and c too; there are four for each block of the capacity.
 
 The duel compares contenders: settings of H (`half_life_s`) and of the other parameters of the
 formula. Each contender has a shadow cache, which stores keys without bytes. The policy uses the
@@ -416,7 +416,8 @@ class Hotness:
         self._watch(keys, now_s)
 
     def _watch(self, keys: Keys, now_s: float) -> None:
-        """Passes the keys of a request to the duel. Empties the queues if the winner changed."""
+        """Passes the keys of a request to the duel. If the winner changed, empties the queues of
+        blocks to evict (`ColdQueue`), because their order is that of the former formula."""
         if self.duel.observe(keys, now_s, self._num_known):
             self._clear_queues()
 

@@ -283,8 +283,12 @@ def _raise(
     lift: Any,
 ) -> None:
     """Sets the heat of sampled keys of `asked` in all shadow caches that hold them. The new heat is
-    the heat of a key that is used at `now_s`, plus `lift`. `threshold`: a key is sampled if the low
-    32 bits of its mixed key are less. The other arguments are arrays of `hotness.Duel`."""
+    the heat of a key that is used at `now_s`, plus `lift`. The other arguments are arrays of
+    `hotness.Duel`.
+
+    asked: keys of the blocks of a request, from the first block on.
+    threshold: a key is sampled if the low 32 bits of its mixed key (`_spread`) are less than this.
+    """
     for i in range(asked.shape[0]):
         key = asked[i] | np.uint64(1)
         mixed = _spread(key)

@@ -52,8 +52,8 @@ class Stamps:
         self.demoted.add(entries[::-1])
 
     def restore(self, entries: Entries) -> None:
-        """Undoes the demotion of entries: they get the stamp back that they had before. Needed by a
-        policy whose `touch` does not call `use`."""
+        """Undoes the demotion of entries: they get the stamp back that they had before. A policy
+        whose `touch` does not call `use` calls this method instead, since a use ends a demotion."""
         demoted = entries[self.stamp_s[entries] < 0]
         self.stamp_s[demoted] += DEMOTED_S
 

@@ -94,7 +94,7 @@ class S3FIFO:
         self._stamps.clear(entries)
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Does nothing: only `victims` knows from which queue it will take blocks."""
+        """Prepares nothing, because only `victims` decides from which queue it evicts blocks."""
         return iter(())
 
     def victims(

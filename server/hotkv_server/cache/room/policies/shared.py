@@ -275,9 +275,9 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """Returns how many of `entries` count as scanned by a refill, and the evictable entries
-        among them that the refill may queue: all evictable entries, or at least as many of the
-        coldest as it may queue. `count`: number of entries that the refill needs."""
+        """Selects, for a refill that needs `count` entries, from one part of the entries. Returns
+        how many of `entries` count as scanned, and evictable entries: all of them, or only the
+        coldest, but at least as many as the refill may queue (`_kept`)."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
             # Check hotter entries only if too few of the colder entries may be evicted.
