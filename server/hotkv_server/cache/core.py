@@ -425,7 +425,7 @@ class CacheCore(CacheBooks):
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[Entries]:
         """Yields the entries of the named blocks part by part. Skips an entry that was removed from
-        the index after the first step, even if its number has been reused for another block."""
+        the index after the generator started, even if another block has the entry's number now."""
         index = self.space.index
         named = self._named(key_space_id, group_index, hashes)
         generations = index.table.records[named, table.W_GENERATION]
@@ -440,9 +440,9 @@ class CacheCore(CacheBooks):
             ]
 
     def evict_all(self, key_space_id: int) -> Iterator[tuple[int, int]]:
-        """Evicts, in parts, the blocks of a key space (0: of all key spaces) that are ready at the
-        first step and not pinned. Yields for each part how many blocks it evicted, and how many
-        stayed because they were pinned.
+        """Evicts, in parts, the blocks of a key space (0: of all key spaces) that are ready when
+        the generator starts, and not pinned. Yields for each part how many blocks it evicted, and
+        how many stayed because they were pinned.
 
         May also evict a block that is stored while the eviction runs.
         """
@@ -453,13 +453,13 @@ class CacheCore(CacheBooks):
             yield dropped, len(entries) - dropped
 
     def flush(self, key_space_id: int) -> Iterator[int]:
-        """Removes, in parts, all blocks of a key space that exist at the first step. Yields for
-        each part how many of the removed blocks were ready.
+        """Removes, in parts, all blocks of a key space that exist when the generator starts. Yields
+        for each part how many of the removed blocks were ready.
 
-        After the last step, a lookup no longer finds these blocks. The write leases are aborted
-        first. A block that is reserved at the first step may become ready only until its lease is
-        aborted, and is then removed with the others. A block that is stored while the flush runs
-        may be removed too.
+        After the last part, a lookup no longer finds these blocks. The write leases are aborted
+        first. A block that is reserved when the generator starts may become ready only until its
+        lease is aborted, and is then removed with the others. A block that is stored while the
+        flush runs may be removed too.
         """
         self.key_space(key_space_id)
         writing = [
@@ -499,8 +499,8 @@ class CacheCore(CacheBooks):
 
     def _ready_blocks(self, key_space_id: int) -> Iterator[Entries]:
         """Yields, in parts, blocks of a key space (0: of all key spaces). A block is ready at the
-        moment it is yielded. The parts include every block that was ready at the first step, unless
-        it was removed since, and some blocks that were stored later."""
+        moment it is yielded. The parts include every block that was ready when the generator
+        started, unless it was removed since, and some blocks that were stored later."""
         for start in range(0, self.space.index.num_numbers, SCANNED_ENTRIES):
             found = self.space.index.ready_blocks(key_space_id, start, start + SCANNED_ENTRIES)
             for at in range(0, max(1, len(found)), BLOCKS):

@@ -94,9 +94,9 @@ def link_detached(
 
 def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
     """Pins the entries that clients of the old server may still read, until the grace (`Grace`)
-    ends. If one of the entries was dropped, or a tenant uses more than its burst bound, pins no
-    entry; instead revokes the validity words of those clients. Returns how many entries are pinned,
-    and True if there were such entries and they are not pinned.
+    ends. If one of the entries was dropped, or a tenant uses more than its burst bound
+    (`TenantBook`), pins no entry, and revokes the validity words of those clients. Returns how many
+    entries are pinned, and True if there were such entries and they are not pinned.
 
     entries: new entry number of each record of an entry that those clients may read (`kept_rows`);
         0 for a record that was dropped.

@@ -64,7 +64,7 @@ serves no other call."""
 class CoreConfig:
     """Settings of the core. Times are in seconds. Shares are fractions of the arena, 0 to 1.
 
-    capacity: most entries, that is blocks and representations together.
+    capacity: largest number of entries, that is of blocks and representations together.
     unadmitted_share: largest share that read leases may pin while no load has begun under them.
     held_share: largest share that may be pinned because requests asked to retain their blocks.
     residency_share: largest share that residencies may reserve and pin.

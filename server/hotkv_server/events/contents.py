@@ -5,10 +5,11 @@ events about the block later: when a tier moves it, when a new reader asks for t
 and after a restart. A router that matches prompts by tokens can't use such events without token
 ids.
 
-The contents are records in a ring buffer. A record has the contents of a run: consecutive blocks of
-a sequence that were stored together. The ring is a file beside the arena, so that the next server
-can read it. The position of a record counts the bytes that were written before it since the ring
-was made, so positions only grow. A record never wraps around the end of the ring.
+The contents are records in a ring buffer. A record has the contents of a run (consecutive blocks of
+a sequence that were stored together), or a name of a key space's model. The ring is a file beside
+the arena, so that the next server can read it. The position of a record counts the bytes that were
+written before it since the ring was made, so positions only grow. A record never wraps around the
+end of the ring.
 
 A store only queues its contents, so the event loop does not wait. A thread writes them into the
 ring some milliseconds later. A method that reads contents writes the queued contents first.
@@ -391,7 +392,7 @@ class Contents:
 
     def _list(self, position: int, packed: bytes) -> None:
         """Adds a record in the ring to the tables in memory: the index, the list of records, the
-        names. Does nothing for a record of kind FILLER.
+        names. Does nothing for a record of kind FILLER (unused bytes at the end of the ring).
 
         `position`: position of the record in the ring; see the module.
         `packed`: the bytes of the record.
@@ -515,7 +516,7 @@ def _packed(kind: int, body: bytes, length: int = 0) -> bytes:
     """Returns the bytes of a record.
 
     `kind`: FILLER, BLOCKS or NAME.
-    `body`: the bytes after PREFIX.
+    `body`: the bytes after the record's first fields (PREFIX).
     `length`: length of the record; 0: the least multiple of ALIGN that has room for the body.
     """
     length = length or -(-(PREFIX.size + len(body)) // ALIGN) * ALIGN

@@ -70,8 +70,8 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class CheckedCall:
-    """A call that `Reservations.make_room` has checked and made room for. `Reservations.reserve`
-    executes it.
+    """A call of a client that stores blocks or reserves slots for them. `Reservations.make_room`
+    has checked the call and made room for its blocks; `Reservations.reserve` executes it.
 
     runs: the blocks that the call names.
     listed: keys of the call's blocks (`BlockIndex.mixed`), run after run, without representations.
@@ -108,9 +108,10 @@ class Reservations:
         *,
         has_promise: bool = False,
     ) -> Parts[CheckedCall]:
-        """Checks a call, then makes room for its blocks; yields after each part of the work. The
-        caller calls `reserve` with the result right after the last part. Never evicts a block that
-        `runs` names. Makes no room if the lease exists: its blocks are reserved already.
+        """Checks a client's call that stores or reserves the blocks of `runs`, then makes room for
+        these blocks; yields after each part of the work. The caller calls `reserve` with the result
+        right after the last part. Never evicts a block that `runs` names. Makes no room if the
+        lease exists: its blocks are reserved already.
 
         Raises the errors that `reserve` would raise, before the first eviction.
 

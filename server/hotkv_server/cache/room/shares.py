@@ -272,7 +272,7 @@ class TenantBook:
 
     def surely_bytes(self, tenant: int) -> int:
         """Returns the bytes that the tenant could have even if all other tenants used their
-        guarantees. Limits on a tenant's pins are shares of this."""
+        guarantees. Limits on the tenant's pins are shares of this number of bytes."""
         if not self.is_used:
             return self.capacity_bytes
         others = int(self._guaranteed.sum() - self._guaranteed[tenant])

@@ -441,8 +441,8 @@ class SlabPool:
 
     def capacity_slots(self, slot_bytes: int) -> int:
         """Returns how many slots of this size the whole arena could hold, once all of the arena has
-        memory. Does not register the size: `figures` counts as known sizes only those for which
-        another method was called."""
+        memory. This call does not make the size known to `figures`; a call of another method for
+        the size does."""
         size = aligned(slot_bytes)
         c = self._classes.get(size) or _SlabClass(size, self.slab_bytes, self.num_slabs)
         num_runs, rest = divmod(self.num_slabs, c.run_slabs)

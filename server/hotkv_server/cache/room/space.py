@@ -466,7 +466,7 @@ class Space:
         keys that got no slot to `decline`.
 
         depths: number of blocks before each block in its chain.
-        lease: number of the write lease or move that owns the entries.
+        lease: number of the write lease, or of the move between tiers, that owns the entries.
         has_promise: True if the room was reserved for a residency. Then no slots are refused
             because the arena is still being prefaulted.
         """

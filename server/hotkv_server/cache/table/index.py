@@ -102,7 +102,8 @@ class BlockIndex:
 
         offsets, depths: of each key, int64 [n]: the offset of its slot in bytes, and the number of
             blocks before it in its chain.
-        lease_number: number of the write lease or move that owns the entries.
+        lease_number: number of the write lease, or of the move between tiers, that owns the
+            entries.
         """
         count = min(len(hashes), self.limit - self.num_entries)
         entries = np.empty(count, np.uint32)

@@ -284,7 +284,7 @@ def insert(
     hashes, offsets, depths: of each key: hash words [n, 8], offset of its slot in bytes, and number
         of blocks before it in its chain.
     salt: number that is mixed into the hashes to make keys.
-    lease: number of the write lease or move that owns the entries.
+    lease: number of the write lease, or of the move between tiers, that owns the entries.
     size: slot size in units of SLOT_ALIGN.
     free_head, next_unused: head of the list of free numbers (0: empty), and the first number that
         was never used.
