@@ -1,10 +1,10 @@
 """The life of the daemon, from its start to its end. It maps its memory, prefaults the first part,
 restores the blocks of an earlier server, and binds its sockets; then it is ready. On SIGTERM it
-drains, then stops.
+drains (refuses new work and waits for running transfers), then stops.
 
 This module decides the order of the steps; the package `startup` implements them. If an invariant
-of the core is broken, the process exits with BROKEN_STATUS at once, without closing or saving
-anything, as if it were killed.
+of the core is broken, the process exits at once with the status BROKEN_STATUS, without closing or
+saving anything, as if it were killed.
 """
 
 import asyncio

@@ -70,8 +70,8 @@ class CoreConfig:
     residency_share: largest share that residencies may reserve and pin.
     residency_grace_s: how long after a restart clients of the earlier server may continue to read
         the blocks of their residencies in the arena.
-    client_memory_bytes: most memory for clients' leases, transfers and sequences, outside the
-        arena.
+    client_memory_bytes: limit of the memory, outside the arena, for clients' leases, transfers and
+        sequences.
     check_stride: stride of check values, see `integrity.check_values`; 0 turns check values off.
     tenants: shares by tenant name. A tenant that is not listed has no guarantee and no limit.
     is_backed: True if the whole arena has memory (is prefaulted) at the start. If False, calls of

@@ -136,7 +136,8 @@ class Contents:
     """Keeps and finds the contents of blocks; see the module.
 
     `path`: file of the ring; None: the ring is in private memory of the process.
-    `max_bytes`: most bytes of the ring. The index takes about 200 further bytes for each block.
+    `max_bytes`: largest size of the ring. The index, which is in memory of the process, takes about
+        200 further bytes for each block.
     `present`: tells which blocks are still cached (see `Present`). If the ring is full, the
         contents of cached blocks are kept longer than other contents.
     """

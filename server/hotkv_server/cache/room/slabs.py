@@ -283,8 +283,9 @@ def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
 
 def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
     """Returns the length, in slabs, of runs for a slot size in an arena of `num_slabs`. It is the
-    shortest length that loses at most MOST_LOST behind the last slot. If no length within the
-    bounds (RUNS_PER_ARENA, LONGEST_END) loses so little, it is the length that loses least."""
+    shortest length within the bounds (RUNS_PER_ARENA, LONGEST_END) at which at most the share
+    MOST_LOST of a run's bytes lies behind the last slot. If there is no such length, it is the
+    length that loses the smallest share."""
     fewest, most = RUNS_PER_ARENA
     one = shortest_run(slot_bytes, slab_bytes)
     last = max(one, min(num_slabs // fewest, one + LONGEST_END))

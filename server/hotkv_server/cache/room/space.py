@@ -427,8 +427,8 @@ class Space:
         blocks stay.
 
         Returns False while the arena also has slots of other sizes or representations, because
-        those would then be evicted instead. Returns False if there are tiers below, because they
-        get a new block only after it was stored here.
+        those would then be evicted in place of blocks of this size. Returns False if there are
+        tiers below, because they get a new block only after it was stored here.
         """
         has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
         return self.room.may_keep and not has_others

@@ -60,7 +60,8 @@ def kernel(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> 
 def staged(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
     """Copies the piece by way of the staging memory of `slot`, which is on the device. For a store,
     a kernel gathers the runs there; then a copy moves all runs that adjoin in the arena at once.
-    For a load, such copies fill the staging memory; then a kernel scatters the bytes from there."""
+    For a load, copies of adjoining runs fill the staging memory; then a kernel scatters the bytes
+    from there."""
     plan = plan_staged(piece.host, piece.num_bytes, piece.registration)
     copies = list(
         zip(

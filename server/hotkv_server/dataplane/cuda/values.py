@@ -57,8 +57,8 @@ class CudaCopySettings:
     """Settings of a device's copy engine.
 
     `method`: the copy method; None: the calibration chooses it.
-    `piece_bytes`: most bytes of a piece. Jobs take turns, a piece each.
-    `depth`: most pieces of a direction that are in the device's queue at a time.
+    `piece_bytes`: largest size of a piece. Jobs take turns, a piece each.
+    `depth`: largest number of pieces of a direction that are in the device's queue at a time.
     `staging_bytes`: device memory for staging, for both directions together; 0: no staging.
     `calibration_bytes`: size of the scratch memory, on the device and in host memory, for measuring
         the speeds if there is no calibration. 0: no measurement; a rule of thumb chooses methods.
