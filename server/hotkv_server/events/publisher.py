@@ -142,9 +142,9 @@ class ZmqPublisher:
     `per_endpoint`: True numbers the messages of all topics in one sequence. False numbers the
         messages of each topic in a separate sequence.
     `state`: yields the present state: events for the cached blocks of all key spaces, and None for
-        a step that has no event. The publisher's thread calls it, and sends events that are queued
-        meanwhile afterwards. `state` None: the present state is not known, so a replay has only the
-        messages that are kept.
+        a step that has no event. The publisher's thread calls it. Events that are queued during the
+        call are sent after the state. `state` None: the present state is not known, so a replay has
+        only the messages that are kept.
     """
 
     def __init__(
@@ -278,8 +278,8 @@ class ZmqPublisher:
             self._put(topic, time.time(), ())
 
     def announce(self) -> None:
-        """Queues the present state for all topics: events for all cached blocks, behind all queued
-        events."""
+        """Queues the present state (events for all cached blocks) for all topics, to be sent after
+        the events that are queued already."""
         self._queue.put(_Announcement(tuple(self._topics.values())))
 
     def settle(self) -> None:

@@ -150,7 +150,7 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
 
 def has_holes(fd: int) -> bool:
     """Returns True if parts of a file have no memory yet. The kernel allocates such a part when a
-    process first touches it, and charges that process."""
+    process first touches it, and charges the memory to that process's control group."""
     found = os.fstat(fd)
     return found.st_blocks * 512 < found.st_size
 

@@ -14,8 +14,9 @@ The sample consists of blocks, not of requests. A key depends on its block and a
 and blocks at the ends of prompts are evicted first. So if a block of a prompt misses, the sampled
 blocks after it miss too, and the estimate has no bias.
 
-Always true: memory is fixed. The sample's shares only fall: a share is halved when its sample grows
-too large. A restart empties the shadow caches, but the seen keys survive it.
+Always true: memory is fixed. The seen keys and the shadow caches each have a sample. A sample's
+share of all keys only falls: it is halved when the sample grows too large. A restart empties the
+shadow caches, but the seen keys survive it.
 """
 
 from dataclasses import dataclass, replace

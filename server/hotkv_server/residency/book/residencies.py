@@ -189,12 +189,13 @@ class Residencies:
         hashes: Words,
         now_s: float,
     ) -> Int64s:
-        """Pins those of the listed blocks that are ready and verified, with their representations
+        """Pins the blocks of `hashes` that are ready and verified, with their representations
         (compact forms of keys, for sparse attention).
 
         Returns the slot offset of each block in the arena [n]; -1 if the block is not pinned, or if
         its bytes are not verified yet. A block that the residency already pins keeps its offset,
         even if it has been flushed since.
+
         Raises HotKVError: DUPLICATE_ID if the residency has another block at a position,
         UNKNOWN_RESIDENCY, INVALID_FIELD or TOO_LARGE.
 
