@@ -75,7 +75,7 @@ class ArenaPinner:
 
     def is_alive(self) -> bool:
         """Returns False if the thread has died without a known reason. The known reasons: all of
-        the arena is pinned, CUDA has refused a piece (`error`), or `close` was called."""
+        the arena is pinned, pinning has failed (`error`), or `close` was called."""
         return (
             self.is_done
             or bool(self.error)

@@ -2,13 +2,13 @@
 space and an engine. A column is one of the counts of an account: a number of `Usage`, the tokens
 that hit in one tier, or the tokens that missed for one reason.
 
-Always true: there are at most `max_accounts`. Every count is in exactly one account and in `total`.
-If there are too many accounts, the least recently used account is folded: it is merged into another
-account. An account of a single engine is merged into the key space's account with the engine
-OTHERS. An account with the engine OTHERS is merged into a single account for the whole node. So
-memory is fixed, however many engine names there are. For each request, the tokens that hit on the
-device, the tokens that hit in each tier, and the tokens that missed for each reason add up to the
-tokens of its prompt.
+Always true: there are at most `max_accounts` accounts. Every count is in exactly one account and in
+`total`. If there are too many accounts, the least recently used account is folded: it is merged
+into another account. An account of a single engine is merged into the key space's account with the
+engine OTHERS. An account with the engine OTHERS is merged into a single account for the whole node.
+So memory is fixed, however many engine names there are. For each request, the tokens that hit on
+the device, the tokens that hit in each tier, and the tokens that missed for each reason add up to
+the tokens of its prompt.
 """
 
 import math
