@@ -157,8 +157,9 @@ class Buckets:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Amounts to add to an account after an event. An event is: an engine has scheduled a request,
-    a load from the cache has ended, or transfers have moved bytes. After a failed load the amounts
-    are negative: they cancel the hit that was counted before.
+    a load from the cache has ended, or transfers have moved bytes. After a failed load,
+    `saved_s` and `hit_tokens` are negative: they cancel the hit that was counted before. Its tokens
+    are counted in `missed_tokens` instead.
 
     device_hit_tokens: prompt tokens that hit in the engine's own device memory.
     saved_s: seconds of prefill that hits saved.
