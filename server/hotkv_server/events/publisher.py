@@ -3,8 +3,9 @@ Replays messages that a reader has missed. A *clear* is vLLM's event AllBlocksCl
 
 Always true:
 
-- the first sequence number is the clock at the start, in microseconds, so numbers also grow over
-  restarts. This is needed because a router drops messages whose numbers go back;
+- the first sequence number is the time of the publisher's start, in microseconds since 1970, so
+  numbers also grow over restarts. This is needed because a router drops messages whose numbers go
+  back;
 - the numbers of each topic form a sequence without gaps, as if an engine published the topic. With
   `per_endpoint`, the numbers of all topics together form one such sequence;
 - the event loop only queues events; a thread translates, encodes and sends them;

@@ -1,6 +1,6 @@
 """Verifies blocks: compares their bytes with their check values. After a restart, as many blocks as
-time allows are compared at the start, and the others at their first use. In the background, the
-*scrub* compares all blocks again and again.
+time allows are compared at the start, and the other blocks at their first use. In the background,
+the *scrub* compares all blocks again and again.
 
 Always true while check values are turned on (setting `integrity.stride`): a block that an earlier
 server left is compared before it is loaded, and before clients learn the place of its slot. A block

@@ -224,7 +224,7 @@ class FileMapping:
 
     def is_whole(self) -> bool:
         """Returns False if the file was truncated since it was mapped: the bytes of the mapping are
-        then not the client's, and touching an unguarded mapping could kill this process."""
+        then not the client's, and touching a mapping without `on_cut` could kill this process."""
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def has_holes(self) -> bool:

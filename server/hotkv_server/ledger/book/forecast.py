@@ -140,7 +140,8 @@ class Forecast:
         """Marks the request's blocks as seen. Returns an estimate of the misses of an endless
         cache: the number of blocks that did not hit and were not seen before.
 
-        low: low 32 bits of each mixed key [n], which decide whether the key is in the sample.
+        low: low 32 bits of each key after `spread` has mixed its bits [n]. They decide whether the
+            key is in the sample.
         """
         chosen = np.flatnonzero(low < _threshold(self.seen_share))
         keys = demand.keys[chosen]
@@ -164,7 +165,8 @@ class Forecast:
         """Estimates how many of the request's blocks miss in a cache of the arena's size, and in a
         cache that is a step larger. Returns the two estimates.
 
-        low: low 32 bits of each mixed key [n], which decide whether the key is in the sample.
+        low: low 32 bits of each key after `spread` has mixed its bits [n]. They decide whether the
+            key is in the sample.
         """
         sizes = (capacity_bytes, capacity_bytes + step_bytes(capacity_bytes))
         keys = demand.keys[low < _threshold(self.shadow_share)]

@@ -81,8 +81,8 @@ class Residencies:
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
     ) -> ResidencyOpened:
         """Reserves room for a residency: for its blocks, and for a representation (a compact form
-        of its keys) per block if the session has declared a kind. If the residency is already open,
-        reserves only the additional blocks.
+        of a block's keys) per block if the session has declared a kind. If the residency is already
+        open, reserves only the additional blocks.
 
         Raises DUPLICATE_ID if the residency is already open for other groups than `num_blocks`
         names, or for more blocks of a group than `num_blocks` asks for. Raises
