@@ -136,8 +136,9 @@ class TimedEvent:
 
 class EventPublisher(Protocol):
     """Publishes the events of a node to routers, under topics; `ZmqPublisher` implements it. Its
-    methods are called on the event loop, and do not block, except `close`. In its methods, `number`
-    is the number of a key space on this node."""
+    methods are called on the event loop, and do not block, except `close`: a thread of the
+    publisher sends the queued events. In its methods, `number` is the number of a key space on this
+    node."""
 
     published_events: int
     """Number of events sent since the start."""
@@ -166,13 +167,14 @@ class EventPublisher(Protocol):
         clears the blocks of other key spaces in these topics."""
 
     def announce(self) -> None:
-        """Queues the present state: events for all cached blocks, behind all queued events."""
+        """Queues the present state (events for all cached blocks), to be sent after the events that
+        are queued already."""
 
     def forget_key_space(self, number: int) -> None:
         """Removes a key space from the publisher's tables, after its last event. Called when the
-        server has forgotten the key space, because it has no blocks. Readers are not notified:
-        events have reported the removal of its blocks already. The same key space may be registered
-        again later, with another number."""
+        server has forgotten the key space, because the key space has no blocks. Readers are not
+        notified: events have reported the removal of its blocks already. The same key space may be
+        registered again later, with another number."""
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
         """Queues events, in order. Drops the events if the queue is full. `unix_time_s`: the time
@@ -200,9 +202,9 @@ class EventHub:
     is one. In its methods, `number` is the number of a key space on this node.
 
     `publisher`: publishes the events to routers; None: events are sent to feeds only.
-    `of_pool`: True if several nodes share a store and publish its events under a topic of the pool.
-        The publisher then sends only events about that store, and a clear if a key space is
-        flushed, but no clear if a node starts.
+    `of_pool`: True if several nodes (a *pool*) share a store, and all of them publish the store's
+        events under one topic. The publisher then sends only events about that store, and a clear
+        if a key space is flushed, but no clear if a node starts.
     """
 
     def __init__(self, publisher: EventPublisher | None = None, *, of_pool: bool = False) -> None:
@@ -236,8 +238,9 @@ class EventHub:
 
     def forget_key_space(self, number: int) -> None:
         """Removes a key space from the tables of the hub and the publisher. Called when the server
-        has forgotten the key space, because it has no blocks. Sends no event, because the removal
-        of its blocks was reported before. Does nothing if the key space was never registered."""
+        has forgotten the key space, because the key space has no blocks. Sends no event, because
+        the removal of its blocks was reported before. Does nothing if the key space was never
+        registered."""
         if self._key_spaces.pop(number, None) is not None and self.publisher is not None:
             self.publisher.forget_key_space(number)
 

@@ -3,8 +3,9 @@ Replays messages that a reader has missed. A *clear* is vLLM's event AllBlocksCl
 
 Always true:
 
-- the first sequence number is the clock at the start, in microseconds, so numbers also grow over
-  restarts. This is needed because a router drops messages whose numbers go back;
+- the first sequence number is the time of the publisher's start, in microseconds since 1970, so
+  numbers also grow over restarts. This is needed because a router drops messages whose numbers go
+  back;
 - the numbers of each topic form a sequence without gaps, as if an engine published the topic. With
   `per_endpoint`, the numbers of all topics together form one such sequence;
 - the event loop only queues events; a thread translates, encodes and sends them;
@@ -142,9 +143,9 @@ class ZmqPublisher:
     `per_endpoint`: True numbers the messages of all topics in one sequence. False numbers the
         messages of each topic in a separate sequence.
     `state`: yields the present state: events for the cached blocks of all key spaces, and None for
-        a step that has no event. The publisher's thread calls it, and sends events that are queued
-        meanwhile afterwards. `state` None: the present state is not known, so a replay has only the
-        messages that are kept.
+        a step that has no event. The publisher's thread calls it. Events that are queued during the
+        call are sent after the state. `state` None: the present state is not known, so a replay has
+        only the messages that are kept.
     """
 
     def __init__(
@@ -278,8 +279,8 @@ class ZmqPublisher:
             self._put(topic, time.time(), ())
 
     def announce(self) -> None:
-        """Queues the present state for all topics: events for all cached blocks, behind all queued
-        events."""
+        """Queues the present state (events for all cached blocks) for all topics, to be sent after
+        the events that are queued already."""
         self._queue.put(_Announcement(tuple(self._topics.values())))
 
     def settle(self) -> None:

@@ -130,11 +130,12 @@ class EngineReader:
         self._stack.close()
 
     def read(self, most: int) -> session_pb2.ConnectResponse:
-        """Returns the answer to a call of the engine, with the next events: at most `most` of them,
-        and at most MOST_EVENTS. `most`: 0 means MOST_EVENTS.
+        """Returns the answer to an engine that has asked for events, with the next events: at most
+        `most` of them, and at most MOST_EVENTS. `most`: 0 means MOST_EVENTS.
 
-        Returns the whole message of the session's stream, and not only its part with the events:
-        protobuf would copy that part into the message, which takes long for long prompts.
+        The engine asks, and is answered, on its session's stream. Returns the stream's whole
+        message, and not only the part with the events: protobuf would copy that part into the
+        message, which takes long for long prompts.
         """
         most = min(most if most > 0 else MOST_EVENTS, MOST_EVENTS)
         items, lost = self._feed.take(most, ANSWER_BYTES) if self._present is None else ([], 0)

@@ -1,1 +1,1 @@
-"""Performs the hints of routers, and records the outcomes of their actions."""
+"""Performs the actions that the hints of routers request, and records the actions' outcomes."""

@@ -1,6 +1,6 @@
 """Receives hints of routers: with a scheduled request, at the end of a request, and without a
 request. A session here is a session of a router (such as a user's conversation), unless it is a
-`LiveSession`.
+`LiveSession` (a session of an engine).
 
 Always true: an action that can't be done has an outcome with a reason. A tenant's actions are
 within its budget and affect only blocks of its own key spaces. An action that names a session of
@@ -26,8 +26,8 @@ END_DELAY_S = 1.0
 """Time between the end of a request and the actions that were deferred until its end, in seconds.
 The request's last blocks are stored in this time."""
 MAX_WAITING_BYTES = 32 << 20
-"""Most bytes of block hashes of ended requests that wait for END_DELAY_S, over all tenants. If
-another ended request would exceed this bound, its deferred actions are rejected."""
+"""Most bytes of block hashes of ended requests that wait for END_DELAY_S or `HintWork.hold`, over
+all tenants. If another ended request would exceed this bound, its deferred actions are rejected."""
 GIVING_UP = (ActionType.DEMOTE, ActionType.RELEASE)
 """Kinds of actions after which the server evicts the action's blocks before other blocks."""
 BYTES_OF_ENDED = 8 << 10
@@ -161,8 +161,10 @@ class HintDesk:
             self._tried.discard(id(outcome))
 
     def ended(self, origin: Origin, hints: Hints) -> None:
-        """Schedules the actions that were deferred until the end of a request. They run END_DELAY_S
-        later, when the request's last blocks are stored."""
+        """Handles the end of a request: records its prompt for its session, asks the eviction
+        policy to keep the session's blocks (`_hold`), and schedules the actions that were deferred
+        until the end. These actions run END_DELAY_S later, when the request's last blocks are
+        stored."""
         if origin.hashes is None:
             return
         now_s = time.monotonic()
@@ -188,9 +190,9 @@ class HintDesk:
         HELD_GAPS times the pause that is expected before the session returns.
 
         Does nothing if the hints of the request demote or release its blocks, if the hashes of
-        ended requests that wait would exceed MAX_WAITING_BYTES, or if tenants have shares of the
-        arena. With shares, blocks that are kept for one tenant could make the server refuse blocks
-        of other tenants.
+        ended requests would exceed MAX_WAITING_BYTES, or if tenants have shares of the arena. With
+        shares, blocks that are kept for one tenant could make the server refuse blocks of other
+        tenants.
         """
         session = sessions.get(origin.session_id)
         hold_s = sessions.returns.ended(session.gaps, now_s) if session is not None else 0.0

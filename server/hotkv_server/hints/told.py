@@ -12,10 +12,10 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 def hints(book: HintBook, filters: Filters) -> Figures:
     """Returns the latest outcomes in the order in which their actions arrived, and totals of each
-    tenant. If `filters` names a user session, also returns the time of its last request, and sums
-    over its requests.
+    tenant. If `filters` names a session of a router (such as a user's conversation), also returns
+    the time of the session's last request, and sums over the session's requests.
 
-    filters: may limit the answer to a message, a user session or a tenant, and the number of
+    filters: may limit the answer to a message, a router's session or a tenant, and the number of
         outcomes.
     """
     now_s, most = time.monotonic(), filters.page_size(DEFAULT_PAGE, MAX_PAGE)

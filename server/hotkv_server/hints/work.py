@@ -110,7 +110,9 @@ class HintedBlocks:
     def lists(self, prompt: Prompt, *, whole: bool = False) -> list[HashList]:
         """Returns the blocks in a prompt's range, by group.
 
-        whole: True leaves out a block that begins before the range; False includes it.
+        whole: True begins at the first position in the range at which a block of every group can
+            begin, so it includes no block that begins before the range. False includes such
+            blocks.
         """
         space = self.core.key_space(prompt.key_space_id)
         start = prompt.start
@@ -229,7 +231,8 @@ class HintWork:
     def _settle_there(self, tenant: TenantHints, outcome: HintOutcome, clipped: str) -> None:
         """Sets the outcome of an action that was done for all blocks that are ready.
 
-        clipped: reason why a value of the action was reduced; empty if no value was reduced.
+        clipped: reason why less was done than the action requested, for example with a reduced
+            value; empty if there is no such reason.
         """
         if not outcome.num_done:
             tenant.settle(outcome, Status.MISSING, "none of the blocks is in host memory")

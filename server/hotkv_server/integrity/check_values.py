@@ -28,8 +28,9 @@ _KEY_FACTOR, _TAG = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(15)
 def sealed(sums: Sums, keys: Sums, stride: int) -> Sums:
     """Returns the check values of n blocks, uint64 [n].
 
-    `sums`: sums over the sampled lines of all shards of each block, uint64 [n].
-    `keys`: the blocks' keys, as `BlockIndex.mixed` returns them, uint64 [n].
+    `sums`: sums over the covered lines of all shards of each block, uint64 [n].
+    `keys`: the blocks' keys, uint64 [n]: numbers that `BlockIndex.mixed` computes from each block's
+        hash, key space and group.
     `stride`: the stride with which the sums were computed; see the module. 0: the server computes
         no check values, so the result is zeros.
     """

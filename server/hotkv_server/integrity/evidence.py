@@ -24,7 +24,8 @@ class Evidence:
     `entries` [n]: entry numbers of the blocks in the index.
     `offsets` [n]: offsets of the blocks' slots in the arena, in bytes.
     `shard_bytes`: size of each shard of a block.
-    `keys` [n]: the blocks' keys, as `BlockIndex.mixed` returns them.
+    `keys` [n]: the blocks' keys: numbers that `BlockIndex.mixed` computes from each block's hash,
+        key space and group.
     `checks` [n]: check values in the blocks' records.
     """
 

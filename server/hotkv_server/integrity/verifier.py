@@ -1,10 +1,11 @@
 """Verifies blocks: compares their bytes with their check values. After a restart, as many blocks as
-time allows are compared at the start, and the others at their first use. In the background, the
-*scrub* compares all blocks again and again.
+time allows are compared at the start, and the other blocks at their first use. In the background,
+the *scrub* compares all blocks again and again.
 
-Always true: a block that an earlier server left is compared before it is loaded, and before clients
-learn the place of its slot. A block that does not match is condemned: lookups no longer find it,
-and each load of it fails, even under an older lease.
+Always true while check values are turned on (setting `integrity.stride`): a block that an earlier
+server left is compared before it is loaded, and before clients learn the place of its slot. A block
+that does not match is condemned: lookups no longer find it, and each load of it fails, even under
+an older lease.
 
 Bytes are read on other threads. A block that is not pinned may be evicted while it is read. So a
 mismatch counts only if the entry still belongs to the same block afterwards.
@@ -145,8 +146,8 @@ class Verifier:
 
     async def compare(self, entries: Entries) -> Entries:
         """Compares the unverified blocks among `entries`, and condemns blocks that do not match.
-        Returns the entries that do not match, without duplicates. A lease must pin all `entries`.
-        """
+        Returns the entries that do not match, without duplicates. All `entries` must be pinned,
+        for example by a lease."""
         waiting = np.unique(entries[self._core.space.index.unverified[entries]])
         if not len(waiting):
             return waiting

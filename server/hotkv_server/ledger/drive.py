@@ -176,7 +176,7 @@ class LiveLedger:
 
     def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
         """Counts how long a request waited for its load. If the load failed, subtracts the hit and
-        its saved time."""
+        its saved time, and counts the hit's tokens as missed."""
         was = self._loads.pop((session.secret_id, end.report_id), None)
         if was is None or not end.failed:
             # The load was already counted or forgotten, or succeeded. A request may load again

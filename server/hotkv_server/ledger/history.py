@@ -48,9 +48,9 @@ class History:
         totals: Values,
         number: int,
     ) -> None:
-        """Starts at the end of interval `number`.
+        """Makes an empty ring. The first interval to store is the interval after `number`.
 
-        totals: values of the counters at that time [counters].
+        totals: values of the counters at the end of interval `number` [counters].
         """
         self.counters, self.levels = tuple(counters), tuple(levels)
         self.number = number

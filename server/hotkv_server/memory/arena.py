@@ -65,9 +65,9 @@ class RecordsMemory:
         return self.num_entries == self._geometry.capacity
 
     def back(self, num_entries: int) -> None:
-        """Prefaults those of the first `num_entries` records that have no memory; all records if
-        the table has fewer. Blocks the calling thread. Raises OSError if memory is short;
-        `self.num_entries` is then unchanged."""
+        """Prefaults the first `num_entries` records, or all records if the table has fewer. Skips
+        records that have memory already. Blocks the calling thread. Raises OSError if memory is
+        short; `self.num_entries` is then unchanged."""
         end = min(num_entries, self._geometry.capacity)
         if end > self.num_entries:
             start_bytes, end_bytes = (

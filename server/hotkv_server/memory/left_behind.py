@@ -79,8 +79,8 @@ def write_owner(directory: Path, runtime_dir: Path, version: str) -> None:
 
 
 def find(folder: Path = SHARED_MEMORY) -> list[ArenaLeft]:
-    """Returns all arenas in directories below a folder, sorted by name. Leaves out directories that
-    this user can't read."""
+    """Returns all arenas in directories at most DEPTH levels below a folder, sorted by name. Leaves
+    out directories that this user can't read."""
     return sorted(_below(folder, "", DEPTH), key=lambda found: found.name)
 
 

@@ -150,7 +150,7 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
 
 def has_holes(fd: int) -> bool:
     """Returns True if parts of a file have no memory yet. The kernel allocates such a part when a
-    process first touches it, and charges that process."""
+    process first touches it, and charges the memory to that process's control group."""
     found = os.fstat(fd)
     return found.st_blocks * 512 < found.st_size
 
@@ -224,7 +224,7 @@ class FileMapping:
 
     def is_whole(self) -> bool:
         """Returns False if the file was truncated since it was mapped: the bytes of the mapping are
-        then not the client's, and touching an unguarded mapping could kill this process."""
+        then not the client's, and touching a mapping without `on_cut` could kill this process."""
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def has_holes(self) -> bool:

@@ -74,8 +74,8 @@ class ArenaPinner:
         return self._pinned_bytes == self.num_bytes
 
     def is_alive(self) -> bool:
-        """Returns False if the thread has died too early: before all of the arena was pinned, CUDA
-        had refused a piece (`error`), or `close` was called."""
+        """Returns False if the thread has died without a known reason. The known reasons: all of
+        the arena is pinned, pinning has failed (`error`), or `close` was called."""
         return (
             self.is_done
             or bool(self.error)

@@ -1,10 +1,11 @@
 """The state file: a small file beside arena and block table that lists the server's key spaces. The
 next server needs it to interpret the blocks.
 
-Always true: the file is replaced as a whole before the first block of a new key space can be
-stored. So it has the key space of every ready block in the table, unless a write has failed
-(`node.persistence`). A file that has another format version or contradicts itself is refused, never
-read in part.
+Always true: the file is replaced as a whole. A file that has another format version or contradicts
+itself is refused, never read in part.
+
+`node.persistence` replaces the file before the first block of a new key space can be stored. So the
+file has the key space of every ready block in the table, unless a write of the file has failed.
 """
 
 import itertools

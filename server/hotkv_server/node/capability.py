@@ -44,9 +44,9 @@ MAX_KEY_SPACE_ID = (1 << 31) - 1
 
 
 class Filters:
-    """The filters with which an operator requests a topic, as texts by name; they select what the
-    report covers. Each method parses one filter, and raises INVALID_FIELD if its value is not
-    valid."""
+    """The filters with which an operator requests a topic (a report of the server), as texts by
+    name. They select what the report covers. Each method parses one filter, and raises
+    INVALID_FIELD if its value is not valid."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self._given = given
@@ -187,10 +187,10 @@ class Lookups(Protocol):
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns for each list a mask of the blocks that lie in a tier below host memory, or are
-        being promoted from a tier.
+        """Returns, for each list of `groups`, a mask of the blocks that lie in a tier below host
+        memory, or are being promoted from a tier.
 
-        ready: for each list, the blocks that are in host memory.
+        ready: for each list, a mask of the blocks that are in host memory.
         tokens_per_s: prefill speed of the engine. Blocks that would arrive later than the engine
             computes them are left out; 0 leaves out no block.
         """
@@ -233,7 +233,8 @@ class BlocksBelow(Protocol):
         """
 
     def trace(self, tracing: "Tracer") -> None:
-        """From this call on, makes spans for tier reads and writes of calls that are traced."""
+        """From this call on, makes spans (timed parts of a trace) for the tier reads and writes of
+        traced calls."""
 
     async def close(self) -> None:
         """Begins no further move. Waits, for a bounded time, until the running moves end."""

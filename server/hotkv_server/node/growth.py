@@ -33,7 +33,7 @@ class Growth:
     def grow(self, filled_bytes: int, coming_bytes: int) -> None:
         """Reports to the core that the first `filled_bytes` of the arena have memory now, and wakes
         waiting stores. `coming_bytes`: about how many more bytes get memory within a second; 0 if
-        the whole arena has memory."""
+        filling the arena has ended."""
         self._is_growing = coming_bytes > 0
         self._core.space.grow(filled_bytes, coming_bytes)
         self._grown.set()

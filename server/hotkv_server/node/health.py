@@ -123,8 +123,8 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> "asyncio.Task[None]":
-        """Starts a task for `work`, which must not end by itself, and watches the task until it is
-        cancelled.
+        """Starts a task for `work`, which must not end by itself, and watches the task. If the
+        task ends, also by a cancellation, it counts as dead.
 
         name: name of the task in messages.
         stalled_s: given the time, returns how long the work has been stuck, in seconds; 0 if it
@@ -150,8 +150,8 @@ class Health:
         wake: event that ends a pause early, but not before WAKE_S. It is cleared before the turn.
 
         A turn that lasts longer than `limit_s` counts as stuck. If the task returns, the watch
-        ends. If the task raises, it counts as dead. A turn must not wait for a tier, a file or
-        anything else that may hang; it must start another task for that.
+        ends. If the task raises or is cancelled, it counts as dead. A turn must not wait for a
+        tier, a file or anything else that may hang; it must start another task for that.
         """
         task = asyncio.current_task()
         assert task is not None, "only a task has turns"
@@ -232,8 +232,9 @@ class Health:
 
     def note(self, where: str, error: BaseException) -> None:
         """Handles an unexpected exception that the caller has logged. If it is a failed assertion
-        of the cache (modules BOOKS), sets `breach` and `broken`, which ends the server. `where`:
-        says in the message which part of the server raised the exception."""
+        of the cache or of a capability's book (modules BOOKS), sets `breach` and `broken`, which
+        ends the server. `where`: says in the message which part of the server raised the
+        exception."""
         if not isinstance(error, AssertionError) or not is_of_the_books(error):
             return
         log.critical("an invariant broke in %s: %s; the server ends", where, error)
@@ -259,8 +260,8 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
 
 
 def is_of_the_books(error: BaseException) -> bool:
-    """Returns True if the exception passed through code of the cache or of the block table (modules
-    BOOKS)."""
+    """Returns True if the exception passed through code of the cache, of the block table or of a
+    capability's book (modules BOOKS)."""
     return any(
         str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error)
     )

@@ -204,7 +204,8 @@ class SessionOrder:
 
     marks: reads the marks. None for the kind HOST: the engine itself waits for its device, and
         sends a transfer only after the device has passed the mark.
-    message: why the server accepted less than the engine offered; empty if the server accepted all.
+    message: which of the words and events that the engine offered could not be opened, and why;
+        empty if no attempt to open them has failed.
     """
 
     marks: MarkReader | None = None

@@ -226,8 +226,8 @@ class Removals:
         """Forgets key spaces, with their blocks, until `key_space` can be registered with these
         kinds of representations.
 
-        May forget too few key spaces, because at most MAX_FORGOTTEN are forgotten and the others
-        may be in use. Registering `key_space` then raises OVERLOADED.
+        May forget too few key spaces, because at most MAX_FORGOTTEN are forgotten and the other key
+        spaces may be in use. Registering `key_space` then raises OVERLOADED.
         """
         for _ in range(0 if self._core.draining else MAX_FORGOTTEN):
             number = self._core.catalog.surplus(key_space, representations)

@@ -88,8 +88,8 @@ class Sessions:
         return session
 
     def owner(self, session: LiveSession) -> str:
-        """Returns the owner for whom an open session's use of shared bounds counts
-        (`FairBound`)."""
+        """Returns the owner of an open session: the tenant or engine to which `FairBound` counts
+        what the session acquires."""
         return self._core.sessions.owner(session.record)
 
     async def open(
@@ -234,8 +234,8 @@ class Sessions:
         order: the marks that the engine offers. A mark is a point in the work of the engine's
             device that a transfer must not precede.
 
-        Returns the kind of marks that the server will read. If the server accepted less than the
-        engine offered, also returns the reason, otherwise an empty text. Raises INVALID_LAYOUT,
+        Returns the kind of marks that the server will read. If the server could not open marks that
+        the engine offered, also returns the reason, otherwise an empty text. Raises INVALID_LAYOUT,
         INVALID_FIELD, DUPLICATE_ID, UNKNOWN_HANDLE, UNKNOWN_SESSION.
         """
         await self._prepare(session, layout)

@@ -67,7 +67,7 @@ class ResidencyDesk:
         first_position: int,
         hashes: Words,
     ) -> "Extended | asyncio.Task[Extended]":
-        """Pins those of the listed blocks that are ready and verified. Returns the offsets of their
+        """Pins the blocks of `hashes` that are ready and verified. Returns the offsets of their
         slots, and of the slots of their representations (compact forms of keys, for sparse
         attention).
 

@@ -68,7 +68,8 @@ class PageAccess:
     `control`: has the tenants, and the admins, whose tokens give access too. Both may change while
         the server runs.
     `own_name`: the host name on which the HTTP server listens, from the settings. If no token is
-        needed, a request's Host header must have this name, localhost or an IP address.
+        needed, a request's Host header must have this name, localhost, a name that ends in
+        .localhost, or an IP address.
     """
 
     is_local: bool = True

@@ -78,7 +78,8 @@ def keep(
     set, also pins as many blocks as the budget for pinned blocks allows.
 
     came_s: when the hint arrived; the time to live is counted from then.
-    is_use: False if the request's use of the blocks was already recorded with this retention.
+    is_use: True also records a use of the blocks. False: the request's use of the blocks was
+        already recorded with this retention.
     """
     done = Done()
     left_s = max(0.0, came_s + retention.ttl_s - now_s) if retention.ttl_s else 0.0
@@ -133,8 +134,9 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
 
 def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: float) -> Parts:
     """Notifies the eviction policy that the ready blocks will probably be used before `until_s`,
-    because their session is expected to return. Until then the policy may refuse to evict them for
-    other blocks, by its own rules."""
+    because the router's session that used them (such as a user's conversation) is expected to send
+    another request. Until then the policy may refuse to evict them for other blocks, by its own
+    rules."""
     done = Done()
     for one in lists:
         done.num_blocks += len(one.hashes)
@@ -162,9 +164,9 @@ def count(core: CacheCore, key_space_id: int, lists: list[HashList]) -> Done:
 
 
 def _ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> tuple[Entries, int]:
-    """Looks up BLOCKS blocks of the list from `start` on. Returns the entries of the blocks that
-    are ready in host memory, in order and each once, and the number of repetitions that were left
-    out. Raises UNKNOWN_KEY_SPACE."""
+    """Looks up BLOCKS blocks of the list `one`, from its position `start` on. Returns the entries
+    of the blocks that are ready in host memory, in order and each once, and the number of
+    repetitions that were left out. Raises UNKNOWN_KEY_SPACE."""
     core.key_space(key_space_id)
     words = core.space.index.find(key_space_id, one.group_index, one.hashes[start : start + BLOCKS])
     named: Entries = words[table.is_ready(words)]

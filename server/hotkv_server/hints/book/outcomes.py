@@ -149,7 +149,8 @@ class TenantHints:
 
     def begin(self, outcome: HintOutcome) -> HintOutcome | None:
         """Adds the outcome of a new action and returns it. Returns None if an action with the same
-        ids arrived before."""
+        message id and action id arrived before. If the message id is empty, replaces the earlier
+        outcome instead."""
         key = outcome.message_id, outcome.action_id
         if outcome.message_id and key in self.outcomes:
             return None
@@ -294,8 +295,8 @@ class HintBook:
         return known
 
     def session_bytes(self) -> int:
-        """Returns the total size in bytes of the recorded prompts of all tenants: prompts of
-        sessions, and prompts of requests without a session."""
+        """Returns how many bytes the recorded prompts of all tenants take, as hashes or keys of
+        blocks: prompts of sessions, and prompts of requests without a session."""
         return sum(
             one.sessions.num_bytes + one.sessions.other_bytes for one in self._tenants.values()
         )

@@ -56,7 +56,7 @@ class HintSession:
     chains: by key space, the block hashes of the session's latest prompt, uint32 words [n, 8].
     keys: by key space, the `chain_keys` of these hashes; views of the memory of `chains`.
     message_id: id of the hint message that came with the last request; empty without hints.
-    before_s: when a request with another hint message last used the session.
+    before_s: when a request with a hint message other than `message_id` last used the session.
     receipt: sums over all requests of the session since this server knows the session.
     gaps: the session's pauses, for `HintSessions.returns`.
     """

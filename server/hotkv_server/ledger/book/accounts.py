@@ -2,13 +2,13 @@
 space and an engine. A column is one of the counts of an account: a number of `Usage`, the tokens
 that hit in one tier, or the tokens that missed for one reason.
 
-Always true: there are at most `max_accounts`. Every count is in exactly one account and in `total`.
-If there are too many accounts, the least recently used account is folded: it is merged into another
-account. An account of a single engine is merged into the key space's account with the engine
-OTHERS. An account with the engine OTHERS is merged into a single account for the whole node. So
-memory is fixed, however many engine names there are. For each request, the tokens that hit on the
-device, the tokens that hit in each tier, and the tokens that missed for each reason add up to the
-tokens of its prompt.
+Always true: there are at most `max_accounts` accounts. Every count is in exactly one account and in
+`total`. If there are too many accounts, the least recently used account is folded: it is merged
+into another account. An account of a single engine is merged into the key space's account with the
+engine OTHERS. An account with the engine OTHERS is merged into a single account for the whole node.
+So memory is fixed, however many engine names there are. For each request, the tokens that hit on
+the device, the tokens that hit in each tier, and the tokens that missed for each reason add up to
+the tokens of its prompt.
 """
 
 import math
@@ -157,8 +157,9 @@ class Buckets:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Amounts to add to an account after an event. An event is: an engine has scheduled a request,
-    a load from the cache has ended, or transfers have moved bytes. After a failed load the amounts
-    are negative: they cancel the hit that was counted before.
+    a load from the cache has ended, or transfers have moved bytes. After a failed load,
+    `saved_s` and `hit_tokens` are negative: they cancel the hit that was counted before. Its tokens
+    are counted in `missed_tokens` instead.
 
     device_hit_tokens: prompt tokens that hit in the engine's own device memory.
     saved_s: seconds of prefill that hits saved.

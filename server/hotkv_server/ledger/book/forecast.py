@@ -14,8 +14,9 @@ The sample consists of blocks, not of requests. A key depends on its block and a
 and blocks at the ends of prompts are evicted first. So if a block of a prompt misses, the sampled
 blocks after it miss too, and the estimate has no bias.
 
-Always true: memory is fixed. The sample's shares only fall: a share is halved when its sample grows
-too large. A restart empties the shadow caches, but the seen keys survive it.
+Always true: memory is fixed. The seen keys and the shadow caches each have a sample. A sample's
+share of all keys only falls: it is halved when the sample grows too large. A restart empties the
+shadow caches, but the seen keys survive it.
 """
 
 from dataclasses import dataclass, replace
@@ -139,7 +140,8 @@ class Forecast:
         """Marks the request's blocks as seen. Returns an estimate of the misses of an endless
         cache: the number of blocks that did not hit and were not seen before.
 
-        low: low 32 bits of each mixed key [n], which decide whether the key is in the sample.
+        low: low 32 bits of each key after `spread` has mixed its bits [n]. They decide whether the
+            key is in the sample.
         """
         chosen = np.flatnonzero(low < _threshold(self.seen_share))
         keys = demand.keys[chosen]
@@ -163,7 +165,8 @@ class Forecast:
         """Estimates how many of the request's blocks miss in a cache of the arena's size, and in a
         cache that is a step larger. Returns the two estimates.
 
-        low: low 32 bits of each mixed key [n], which decide whether the key is in the sample.
+        low: low 32 bits of each key after `spread` has mixed its bits [n]. They decide whether the
+            key is in the sample.
         """
         sizes = (capacity_bytes, capacity_bytes + step_bytes(capacity_bytes))
         keys = demand.keys[low < _threshold(self.shadow_share)]

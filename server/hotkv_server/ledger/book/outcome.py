@@ -125,7 +125,7 @@ def _by_origin(
 def _why(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words, if_ready: Miss
 ) -> Counter[Miss]:
-    """Counts the reasons of these missed blocks.
+    """Returns how many of the missed blocks `hashes` missed for each reason.
 
     A block that is ready missed only because a block before it was missing, so it gets the reason
     of that block. If no block before it was missing, it gets the reason `if_ready`.

@@ -1,11 +1,11 @@
 """Pins entries (blocks, and their representations for sparse attention) for residencies. Also marks
 entries that clients may be reading directly in the arena.
 
-Always true: an entry has one pin for each position at which a residency contains it. An entry is
-marked if it is pinned here, or if it is kept for readers of the previous server
-(`cache.readers.Grace`), and only then. The mark is set before any client learns the entry's offset.
-If two residencies pin the same entry, the promise (reserved slots) of each shrinks by a slot, but
-the pinned bytes count the entry once.
+Always true: an entry has one pin for each position at which a residency contains it, and one for
+each running comparison with its check value (`hold`). An entry is marked if a residency pins it, or
+if it is kept for readers of the previous server (`cache.readers.Grace`), and only then. The mark is
+set before any client learns the entry's offset. If two residencies pin the same entry, the promise
+(reserved slots) of each shrinks by a slot, but the pinned bytes count the entry once.
 """
 
 import numpy as np

@@ -81,8 +81,8 @@ class Residencies:
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
     ) -> ResidencyOpened:
         """Reserves room for a residency: for its blocks, and for a representation (a compact form
-        of its keys) per block if the session has declared a kind. If the residency is already open,
-        reserves only the additional blocks.
+        of a block's keys) per block if the session has declared a kind. If the residency is already
+        open, reserves only the additional blocks.
 
         Raises DUPLICATE_ID if the residency is already open for other groups than `num_blocks`
         names, or for more blocks of a group than `num_blocks` asks for. Raises
@@ -189,12 +189,13 @@ class Residencies:
         hashes: Words,
         now_s: float,
     ) -> Int64s:
-        """Pins those of the listed blocks that are ready and verified, with their representations
+        """Pins the blocks of `hashes` that are ready and verified, with their representations
         (compact forms of keys, for sparse attention).
 
         Returns the slot offset of each block in the arena [n]; -1 if the block is not pinned, or if
         its bytes are not verified yet. A block that the residency already pins keeps its offset,
         even if it has been flushed since.
+
         Raises HotKVError: DUPLICATE_ID if the residency has another block at a position,
         UNKNOWN_RESIDENCY, INVALID_FIELD or TOO_LARGE.
 
