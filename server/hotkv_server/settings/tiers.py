@@ -394,6 +394,6 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def capacity(self) -> int:
-        """Returns the most blocks of the disk tier: one per 16 KiB of its size, and at least
-        4096."""
+        """Returns the largest number of blocks that the disk tier can hold: one per 16 KiB of its
+        size, and at least 4096."""
         return max(1 << 12, self.disk.bytes // (16 << 10))

@@ -416,8 +416,8 @@ def select(
 def _estimated_log_mass(
     spec: SelectSpec, sources: Mapping[str, Source], query_QD: F32, rows: I32
 ) -> F32:
-    """Returns the log of the attention mass of the blocks in these rows, float32 [Q], as the first
-    scorer estimates it; -inf if there are no blocks."""
+    """Returns the log of the attention mass of the blocks whose representations lie in `rows` of
+    the sources, float32 [Q], as the first scorer estimates it; -inf if there are no blocks."""
     name, source = next(iter(sources.items()))
     scores = score(prepare(name, query_QD, source.mu, spec.scale, source.bias), source.pool, rows)
     log_mass: F32 = np.logaddexp.reduce(scores, axis=1, initial=-np.inf).astype(np.float32)

@@ -303,7 +303,7 @@ class Epochs:
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
         """Waits until `is_confirmed` is True, and returns True. Asks the store for the key space's
         epoch if the last confirmation is too old. Returns False if the store is away, or has not
-        confirmed the epoch at `until_s`, a time of time.monotonic."""
+        confirmed the epoch by `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
             if self.is_confirmed(store, key_space_id):
