@@ -135,13 +135,13 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def unix_path(self) -> str:
-        """Returns the path of the server's Unix socket; empty for a server over TCP."""
+        """Returns the path of the Valkey server's Unix socket; empty for a server over TCP."""
         return self.address[len(UNIX) :] if self.address.startswith(UNIX) else ""
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """Returns the host and the port of a server over TCP. For a cluster, returns the host and
-        the port of the cluster's first server."""
+        """Returns the host and the port of a Valkey server over TCP. For a cluster, returns the
+        host and the port of the first server in `address`."""
         return self.hosts_and_ports[0]
 
     @property

@@ -52,8 +52,8 @@ class PackedCentre:
     """A layer's centre (`hotkv_sparse.centre.LayerCentre`) in a form that can be compared by value.
 
     mu: mean key of each KV head, little-endian float32 [H of all shards, D].
-    bias: by the name of a format: by how much scores in this format overestimate a block's log mass
-        with this centre.
+    bias: for each format of representations, by name: by how much scores in this format
+        overestimate the log of a block's attention mass with this centre.
     """
 
     mu: bytes
@@ -294,7 +294,7 @@ class KeptHotSet:
     def follow(self, where: Span, num_complete: int) -> I32:
         """Extends the hot set (the blocks in the client's hot slots) to a longer context. The new
         blocks, including the partial block, get slots. Returns the blocks that lose their slots to
-        them.
+        the new blocks.
 
         where: the span (sinks, candidates and recent window) of the context.
         num_complete: number of complete blocks in the context.
