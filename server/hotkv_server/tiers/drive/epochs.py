@@ -176,8 +176,8 @@ class Epochs:
 
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes a key space on this node and in shared tiers, so that no node finds blocks that
-        were stored before the call. Returns the number of blocks removed on this node, and the names of the
-        tiers in which the flush is not effective yet.
+        were stored before the call. Returns the number of blocks removed on this node, and the
+        names of the tiers in which the flush is not effective yet.
 
         If there are stores and they answer, this takes at least CONFIRMED_S, because other nodes
         may use the last answer of a store for that time. If a store does not answer within TELL_S,
