@@ -67,7 +67,7 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def _bare(name: str) -> str:
-    """Returns the letters and digits of a name, without the prefix of variables."""
+    """Returns the letters and digits of a name in lower case, without the prefix `HOTKV_`."""
     return re.sub(r"[^a-z0-9]", "", name.removeprefix(PREFIX).lower())
 
 

@@ -138,8 +138,8 @@ class IntegritySettings(BaseModel, extra="forbid"):
 
     @property
     def stride(self) -> int:
-        """Returns the distance between two lines that a check value covers, in lines of 64 bytes;
-        0: no check values."""
+        """Returns the distance from a line (64 bytes) that a check value covers to the next such
+        line, in lines: 1 if it covers all bytes. Returns 0 for no check values."""
         return {"sampled": 64, "full": 1, "off": 0}[self.check]
 
 

@@ -135,13 +135,13 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def unix_path(self) -> str:
-        """Returns the path of the server's Unix socket; empty for a server over TCP."""
+        """Returns the path of the Valkey server's Unix socket; empty for a server over TCP."""
         return self.address[len(UNIX) :] if self.address.startswith(UNIX) else ""
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """Returns the host and the port of a server over TCP. For a cluster, returns the host and
-        the port of the cluster's first server."""
+        """Returns the host and the port of a Valkey server over TCP. For a cluster, returns the
+        host and the port of the first server in `address`."""
         return self.hosts_and_ports[0]
 
     @property
@@ -394,6 +394,6 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def capacity(self) -> int:
-        """Returns the most blocks of the disk tier: one per 16 KiB of its size, and at least
-        4096."""
+        """Returns the largest number of blocks that the disk tier can hold: one per 16 KiB of its
+        size, and at least 4096."""
         return max(1 << 12, self.disk.bytes // (16 << 10))

@@ -139,7 +139,7 @@ class SimulatedTier:
         return self.space.index.find(KEY_SPACE, GROUP, hashes)
 
     def demote(self, hashes: Words, now_s: float) -> None:
-        """Demotes those of the blocks that are present, so that they are evicted before other
+        """Demotes those of the blocks that the tier has, so that they are evicted before other
         blocks.
 
         hashes: the blocks in the order of the request.
@@ -165,8 +165,8 @@ class SimulatedTier:
         finished(making)
 
     def store(self, hashes: Words, entries: Entries, num_held: int, now_s: float) -> int:
-        """Uses the present blocks of a request, and stores as many of its missing blocks as fit.
-        Returns the number of stored blocks.
+        """Uses the blocks of a request that the tier has, and stores as many of its missing blocks
+        as fit. Returns the number of stored blocks.
 
         hashes: the request's blocks in order, uint32 words [n, 8].
         entries: the result of `find` for the hashes; the first `num_held` blocks are present.
@@ -199,8 +199,8 @@ class OneTier:
         self.tier = tier
 
     def serve(self, hashes: Words, now_s: float) -> int:
-        """Uses the blocks of a request that are present, and stores its missing blocks. Returns the
-        number of leading blocks that hit.
+        """Uses the blocks of a request that the tier has, and stores its missing blocks. Returns
+        the number of leading blocks that hit.
 
         hashes: the request's blocks in order, uint32 words [n, 8].
         """

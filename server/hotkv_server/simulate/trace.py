@@ -55,7 +55,8 @@ class Trace:
     times_s: time of each request in seconds since the first request [R].
     starts: index in `blocks` of each request's first block, and B at the end [R + 1].
     blocks: ids of the blocks of all requests, one request after the other [B].
-    positions: index in the request at which the file first lists this block [B].
+    positions: index of the block in the request's list in the file [B]. If the list repeats the
+        block, the index of its first occurrence.
     lengths: number of blocks that the file lists for each request, with repetitions [R].
     hashes: an artificial hash for each element of `blocks`, uint32 words [B, 8], for the block
         table.
@@ -111,14 +112,16 @@ class Trace:
         return lengths
 
     def hit_blocks(self, prefix: Int64s) -> int:
-        """Returns the number of accesses of all requests that hit, with repetitions.
+        """Returns the number of accesses that hit, over all requests. A block that a request lists
+        several times counts each time.
 
         prefix: for each request [R], the number of its leading different blocks that hit.
         """
         return int(self.served(prefix).sum())
 
     def served(self, prefix: Int64s) -> Int64s:
-        """Returns the number of accesses of each request that hit [R], with repetitions.
+        """Returns for each request [R] the number of its accesses that hit. A block that the
+        request lists several times counts each time.
 
         prefix: for each request [R], the number of its leading different blocks that hit.
         """

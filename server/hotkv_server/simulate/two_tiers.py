@@ -53,8 +53,9 @@ class TwoTiers:
         self.num_writes = 0
 
     def serve(self, hashes: Words, now_s: float) -> int:
-        """Uses the blocks of a request that are present, and stores its missing blocks in the first
-        tier. Returns the number of leading blocks that hit in either tier.
+        """Moves leading blocks of a request that only the second tier has to the first tier, uses
+        the blocks that the first tier then has, and stores the missing blocks there. Returns the
+        number of leading blocks that hit in either tier.
 
         hashes: the request's blocks in order, uint32 words [n, 8].
         """

@@ -52,8 +52,8 @@ class PackedCentre:
     """A layer's centre (`hotkv_sparse.centre.LayerCentre`) in a form that can be compared by value.
 
     mu: mean key of each KV head, little-endian float32 [H of all shards, D].
-    bias: by the name of a format: by how much scores in this format overestimate a block's log mass
-        with this centre.
+    bias: for each format of representations, by name: by how much scores in this format
+        overestimate the log of a block's attention mass with this centre.
     """
 
     mu: bytes
@@ -294,7 +294,7 @@ class KeptHotSet:
     def follow(self, where: Span, num_complete: int) -> I32:
         """Extends the hot set (the blocks in the client's hot slots) to a longer context. The new
         blocks, including the partial block, get slots. Returns the blocks that lose their slots to
-        them.
+        the new blocks.
 
         where: the span (sinks, candidates and recent window) of the context.
         num_complete: number of complete blocks in the context.
@@ -416,8 +416,8 @@ def select(
 def _estimated_log_mass(
     spec: SelectSpec, sources: Mapping[str, Source], query_QD: F32, rows: I32
 ) -> F32:
-    """Returns the log of the attention mass of the blocks in these rows, float32 [Q], as the first
-    scorer estimates it; -inf if there are no blocks."""
+    """Returns the log of the attention mass of the blocks whose representations lie in `rows` of
+    the sources, float32 [Q], as the first scorer estimates it; -inf if there are no blocks."""
     name, source = next(iter(sources.items()))
     scores = score(prepare(name, query_QD, source.mu, spec.scale, source.bias), source.pool, rows)
     log_mass: F32 = np.logaddexp.reduce(scores, axis=1, initial=-np.inf).astype(np.float32)

@@ -235,8 +235,8 @@ def select_response(selected: Selected) -> sparse_pb2.SelectBlocksResponse:
 
 
 def _used(messages: Iterable[sparse_pb2.SequenceReport], most: int) -> dict[str, I32]:
-    """Reads the positions of used blocks, by id of the sequence. Raises TOO_LARGE if there are more
-    than `most` positions in total."""
+    """Reads the positions of the blocks to which decode steps attended, by id of the sequence.
+    Raises TOO_LARGE if there are more than `most` positions in total."""
     result: dict[str, I32] = {}
     for m in messages:
         values = _positions("sequences.positions", m.positions, most)

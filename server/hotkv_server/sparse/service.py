@@ -2,8 +2,9 @@
 
 A stream makes its selections in order. It reads the next request only after it has sent the answer,
 so it makes no selections for a client that does not read answers. A refused request is answered
-with an error, and the stream continues. A stream belongs to a session. It ends if no request names
-a session within FIRST_REQUEST_TIMEOUT_S, or when the session has ended.
+with an error, and the stream continues. A stream belongs to the first open session that one of its
+requests names. The stream ends if no request names an open session within FIRST_REQUEST_TIMEOUT_S,
+or when the session has ended.
 """
 
 import asyncio

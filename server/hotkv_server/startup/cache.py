@@ -26,9 +26,10 @@ def load_kernels(settings: Settings) -> None:
 def open_cache(
     settings: Settings, memory: NodeMemory, below: OpenedBelow | None = None
 ) -> tuple[CacheCore, Verifier]:
-    """Makes the core with the blocks of an earlier server, and the verifier. Compares blocks with
-    their check values for at most `integrity.start_check_s`. Blocks the calling thread. Raises
-    StartError if the arena's files can't be read or written."""
+    """Makes the core with the blocks of an earlier server, and the verifier, which later compares
+    blocks with their check values. This call itself compares blocks for at most
+    `integrity.start_check_s`. Blocks the calling thread. Raises StartError if the arena's files
+    can't be read or written."""
     config = CoreConfig(
         settings.arena.bytes,
         settings.arena.slab_size,

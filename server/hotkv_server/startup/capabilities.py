@@ -35,7 +35,7 @@ class OpenedBelow(Protocol):
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> BlocksBelow:
         """Makes the object through which the node moves blocks between host memory and the tiers.
-        Raises StartError."""
+        Raises StartError if a tier can't be opened."""
 
     def close(self) -> None:
         """Releases the tiers' folders for another server. Called after the node has ended."""

@@ -167,7 +167,7 @@ def check_nodes(settings: Settings) -> None:
 
 
 def check_access(settings: Settings) -> None:
-    """Raises StartError if the settings of tenants, modes or certificates can't be used."""
+    """Raises StartError if the settings of tenants, socket modes or certificates can't be used."""
     try:
         make_access_control(settings.security)
         endpoints = make_endpoints(settings)

@@ -27,8 +27,9 @@ seconds."""
 
 
 def hear_sigterm() -> None:
-    """Makes SIGTERM end the process. Later the server replaces this handler by its drain. The
-    kernel ignores SIGTERM for the first process of a container if that process has no handler."""
+    """Installs a handler by which SIGTERM ends the process, if it is the first process of a
+    container: the kernel ignores SIGTERM for such a process without a handler. Later the server
+    replaces the handler by its drain."""
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 

@@ -71,7 +71,7 @@ class Reloader:
 
     def __call__(self) -> bool:
         """Reads the settings and applies the changes. If the settings can't be used, logs the
-        reason and returns False. Never raises. On the event loop."""
+        reason and returns False. Never raises. Call it on the event loop."""
         try:
             return self._reload()
         except Exception as error:

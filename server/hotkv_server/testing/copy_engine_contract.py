@@ -61,7 +61,8 @@ class Ends:
         """Makes a copy job. When it ends, `then` is called and the outcome is recorded under
         `name`.
 
-        gate: delays the job until the device of the vLLM engine has passed a mark; None: no delay.
+        gate: delays the job until the device of the vLLM engine has passed a mark (a point in its
+            queue); None: no delay.
         """
         assert name not in self.outcomes
         self.outcomes[name] = []
@@ -277,7 +278,7 @@ def check_close(make_rig: MakeRig) -> None:
 
 
 def check_idle(make_rig: MakeRig) -> None:
-    """Checks that an engine without work is alive and does not count as stalled."""
+    """Checks that a copy engine without work is alive and does not count as stalled."""
     with make_rig() as rig:
         ends = Ends()
         rig.engine.submit(ends.job("some", [whole_plan(rig.arena, rig.memories[0])]))
@@ -291,7 +292,7 @@ def check_idle(make_rig: MakeRig) -> None:
 
 def check_times(make_rig: MakeRig) -> None:
     """Checks that jobs report how long they waited, except jobs that never began. Also checks that
-    an engine counts as busy only while it copies."""
+    a copy engine counts as busy only while it copies."""
     with make_rig() as rig:
         ends, plans = Ends(), [whole_plan(rig.arena, memory) for memory in rig.memories]
         assert rig.engine.busy_s == 0.0 and rig.engine.num_lanes >= 1

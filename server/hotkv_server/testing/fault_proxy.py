@@ -65,7 +65,8 @@ def cut_after(num_bytes: int) -> Fault:
 
 
 def changed_at(at: int, garbage: bytes) -> Fault:
-    """Returns a fault that replaces the bytes from `at` on with `garbage`."""
+    """Returns a fault that replaces bytes with `garbage`, from byte number `at` on. It counts the
+    bytes that have passed since the fault was made."""
     passed = 0
 
     def fault(piece: bytes) -> Iterator[bytes]:

@@ -138,8 +138,8 @@ def hang_disk(folder: str, signs: str) -> None:
         return called
 
     def hanging_blocks(call: str, move: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function that moves blocks by kernels. Kernels call the C library, so patching
-        `os` does not affect them."""
+        """Wraps `move`, a method of `FileIO` that moves blocks by kernels, so that it hangs like
+        `call`. Kernels call the C library, so patching `os` does not affect them."""
 
         def moved(self: FileIO, *arguments: Any) -> Any:
             hang(call, self._fd)

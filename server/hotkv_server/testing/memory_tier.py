@@ -317,7 +317,7 @@ class SharedMemoryTier(MemoryTier):
     """Implements `SharedTier` (a tier that nodes share, with epochs) over a `MemoryStore`.
 
     on_epoch: called with (fingerprint, epoch) if the store has another epoch than a call expected,
-        as by `RemoteTier`.
+        as `RemoteTier` does.
     """
 
     def __init__(

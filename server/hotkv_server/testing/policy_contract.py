@@ -1,6 +1,6 @@
 """The checks that every eviction policy must pass.
 
-`PolicyWorld` is a small simulated cache with a policy. It assigns entry numbers as the block index
+`PolicyWorld` is a small simulated cache with a policy. It assigns entry numbers as `BlockIndex`
 does, knows which entries are ready and pinned, and checks each answer of the policy. Call its
 methods from a property test, or at random with `check_policy`.
 """

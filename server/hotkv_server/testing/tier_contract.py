@@ -68,8 +68,8 @@ class Rig:
 
 
 def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
-    """Returns a part of the blocks of a call: the blocks in these rows. For a tier whose storage
-    offsets (places) the cache core chooses."""
+    """Returns the argument of a tier's call for a part of `blocks`: the blocks with the indices
+    `rows`. For a tier whose storage offsets (places) the cache core chooses."""
     return Blocks(
         [blocks.keys[row] for row in rows.tolist()],
         blocks.slots[rows],
@@ -293,8 +293,8 @@ def check_keys(make_rig: MakeRig) -> None:
 
 
 def check_places(make_rig: MakeRig) -> None:
-    """Checks that the old block of a storage offset (place) is CORRUPT after the offset was reused.
-    Skips a tier that chooses its storage offsets itself."""
+    """Checks that a read of a block returns CORRUPT after the block's storage offset (place) was
+    reused for another block. Skips a tier that chooses its storage offsets itself."""
     with make_rig() as rig:
         bench = Bench(rig)
         if not rig.tier.facts().places:

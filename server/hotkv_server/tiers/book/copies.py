@@ -112,8 +112,9 @@ class Copies:
 
     def end(self, move: Move, has_failed: BoolMask | None = None) -> int:
         """Ends a move after the tier has stopped reading its slots. Unpins the blocks. If the copy
-        of a block failed, queues the block again, in the lane for one more failure. Returns the
-        number of failed blocks that are not queued again, because all their tries have failed.
+        of a block failed, queues the block again, in the lane of blocks that have failed once more
+        than the blocks of the move's lane. Returns the number of failed blocks that are not queued
+        again, because all their tries have failed.
 
         `has_failed` [n]: True if the copy of the block failed; None if no copy failed.
         """

@@ -40,7 +40,7 @@ class _Group:
     `encoded_bytes`: size of the place for an encoded block.
     `tried_blocks`: recent blocks that the tier tried to encode.
     `fitted_blocks`: how many of the tried blocks had an encoded form that fitted its place.
-    `plain_blocks`: blocks written without encoding since the group is no longer encoded.
+    `plain_blocks`: blocks written without encoding since encoding of the group was stopped.
     """
 
     slot_bytes: int

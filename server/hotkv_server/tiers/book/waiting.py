@@ -21,7 +21,7 @@ class WaitingBlocks:
     """A queue of blocks; see the module.
 
     The waiting blocks are not pinned; `take` skips blocks that were evicted while they waited. If
-    more blocks wait than the index can have entries, the queue drops the oldest.
+    more blocks wait than host memory can have entries, the queue drops the oldest.
 
     `num_bytes`: total size of the waiting blocks' slots in host memory.
     `takes_unverified`: True if `take` also returns blocks whose bytes were not compared with their

@@ -9,15 +9,15 @@ get the same answer. A block that was refused is admitted when it is offered aga
 blocks alone would already spend the budget too fast.
 
 Always true:
-- in any 24 hours the gate admits at most the budget and the blocks of one chain in one call, plus
+- in any 24 hours the gate admits at most the budget, plus the blocks of one chain in one call, plus
   the bytes by which blocks exceeded their estimated size (`add`). The writes of earlier servers
   count too, as far as they were saved (`written`, `recall`);
 - the gate does not skip blocks: if host memory has the preceding block of a chain, and that block
   is neither on the disk nor admitted, the gate refuses the next block at its first offer.
 
-Source of the rule: measurements on the traces of docs/tiers.md ("What is written to the disk"). A
-gate that only admits blocks when they are offered the second time lost up to 40 % of the hits
-there.
+The gate admits a share of the chains because of measurements on the traces of docs/tiers.md ("What
+is written to the disk"). There a gate that only admits blocks when they are offered the second time
+lost up to 40 % of the hits.
 """
 
 import math

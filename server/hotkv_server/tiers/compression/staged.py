@@ -77,7 +77,7 @@ class Staged:
     """Allocates parts of the staging memory, and encodes and decodes blocks there; see the module.
     Thread-safe.
 
-    `arena`: the memory with the blocks to encode.
+    `arena`: the memory from which blocks are encoded, and to which they are decoded.
     `num_bytes`: size of the staging memory.
     """
 

@@ -176,8 +176,8 @@ class BlockMover:
     def _reads_elsewhere(self, places: Int64s, address: int) -> bool:
         """Returns True if the disk can read another part of the file, although it could not read
         the blocks at `places`. The disk then works, and these blocks are lost. Tries the first
-        SLOT_ALIGN bytes of the file, or the last if one of the `places` is at its beginning. Reads
-        them to memory at `address`."""
+        SLOT_ALIGN bytes of the file, or the last if one of the `places` is at the file's beginning.
+        Reads them to memory at `address`."""
         offset = 0 if places.min() > 0 else self._file.num_bytes - SLOT_ALIGN
         page = np.array([SLOT_ALIGN])
         results = self._io.read_many(np.array([address]), np.array([offset]), page)

@@ -93,7 +93,7 @@ class TierBelow:
         `tell`: executes the core's effects (notices and events about removed blocks). Called after
             blocks may have been evicted or condemned.
         `on_ready`: called after blocks were moved down, with their entries in the disk's books, the
-            medium and the tier's name.
+            medium (`Medium.DISK`) and the tier's name.
         """
         self._on_ready = on_ready
         if self.memory is not None:
@@ -243,8 +243,9 @@ class TierBelow:
         )
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move up after the tier has read its blocks. Returns the number of blocks that the
-        disk has lost: they were damaged or absent. For the arguments see `TierSource.end_up`."""
+        """Ends a move up after the tier has read the move's blocks. Returns the number of blocks
+        that the disk has lost: they were damaged or absent. For the arguments see
+        `TierSource.end_up`."""
         is_lost = np.isin(codes, (Read.CORRUPT, Read.ABSENT))
         self.lower.up.end(move, codes == Read.FOUND, is_lost, checks, now_s)
         return int(is_lost.sum())

@@ -74,8 +74,8 @@ class TierCopies:
     `num_copied`: number of blocks that were written to the tier, or were in it already.
     `num_refused`: number of blocks that were not copied and are not tried again: the tier was full,
         all tries failed, a flush removed them, or their bytes did not match their check values.
-    `on_ready`: called after blocks were copied, with their entries in host memory, the medium and
-        the tier's name.
+    `on_ready`: called after blocks were copied, with their entries in host memory, the medium
+        (`Medium.REMOTE`) and the tier's name.
     """
 
     def __init__(

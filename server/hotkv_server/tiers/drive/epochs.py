@@ -176,8 +176,8 @@ class Epochs:
 
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes a key space on this node and in shared tiers, so that no node finds blocks that
-        were stored before. Returns the number of blocks removed on this node, and the names of the
-        tiers in which the flush is not effective yet.
+        were stored before the call. Returns the number of blocks removed on this node, and the
+        names of the tiers in which the flush is not effective yet.
 
         If there are stores and they answer, this takes at least CONFIRMED_S, because other nodes
         may use the last answer of a store for that time. If a store does not answer within TELL_S,
@@ -303,7 +303,7 @@ class Epochs:
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
         """Waits until `is_confirmed` is True, and returns True. Asks the store for the key space's
         epoch if the last confirmation is too old. Returns False if the store is away, or has not
-        confirmed the epoch at `until_s`, a time of time.monotonic."""
+        confirmed the epoch by `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
             if self.is_confirmed(store, key_space_id):

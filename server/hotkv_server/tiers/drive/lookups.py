@@ -81,8 +81,8 @@ class TierSource(Protocol):
         """Returns the blocks of a move as the argument of `Tier.read`."""
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move after the tier has read its blocks. Returns the number of blocks that the
-        tier has lost.
+        """Ends a move after the tier has read the move's blocks. Returns the number of blocks that
+        the tier has lost.
 
         `codes`: the `Read` of each block, uint8 [n].
         `checks`: the check values of the blocks, uint64 [n]; zeros if the server computes no check

@@ -117,7 +117,8 @@ class FoundBlocks:
 
 
 def _buckets(begins: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Returns the buckets of blocks. `begins`: the first 8 bytes of their hashes."""
+    """Returns, for each block, the bucket in which `FoundBlocks` counts it. `begins`: the first 8
+    bytes of the blocks' hashes."""
     return begins % np.uint64(NUM_BUCKETS)
 
 
@@ -231,8 +232,9 @@ class TierShared:
         return blocks_of(self._core, move.entries, prefix, expected)
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move up after the tier has read its blocks. Returns the number of damaged blocks;
-        blocks that the tier has evicted don't count. For the arguments see `TierSource.end_up`."""
+        """Ends a move up after the tier has read the move's blocks. Returns the number of damaged
+        blocks; blocks that the tier has evicted don't count. For the arguments see
+        `TierSource.end_up`."""
         came = self._books.arrivals.end(move, codes == Read.FOUND, checks, now_s)
         self.num_fetched += len(came)
         return int((codes == Read.CORRUPT).sum())
