@@ -25,8 +25,8 @@ class TraceWriter:
     hash_bytes: length of a block hash.
     hash_block_tokens: tokens that a block hash of the engine stands for.
     block_tokens: tokens of a block of the trace; rounded up to a multiple of `hash_block_tokens`.
-    start_unix_s: time at which the recording began, by the server's clock. `record` corrects it as
-        it learns more about that clock.
+    start_unix_s: time at which the recording began, by the server's clock. `record` corrects this
+        time as it learns more about that clock.
     """
 
     def __init__(
