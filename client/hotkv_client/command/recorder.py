@@ -77,7 +77,8 @@ class TraceWriter:
 def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[str, Any]]:
     """Returns the id and the description of a key space.
 
-    Raises UNKNOWN_KEY_SPACE if there is no such key space, or several and `key_space_id` is 0.
+    Raises UNKNOWN_KEY_SPACE if there is no such key space, or if `key_space_id` is 0 and the server
+    has several key spaces.
 
     key_space_id: 0: the server's only key space.
     """

@@ -1,8 +1,9 @@
 """Records spans of the server's work: spans of calls, with child spans of waits, copies and tiers.
 
-Always true: without tracing a node has no `Tracing` object, and this module is not called. The
-number of remembered stores, and the time for which they are remembered, are bounded. Spans contain
-the server's numbers and names, never hashes, token ids or bytes. On the event loop only.
+A store's span may get later child spans, when its blocks are written to tiers. Always true: without
+tracing a node has no `Tracing` object, and this module is not called. A bounded number of stores is
+remembered for these later spans, for a bounded time. Spans contain the server's numbers and names,
+never hashes, token ids or bytes. On the event loop only.
 """
 
 import contextlib

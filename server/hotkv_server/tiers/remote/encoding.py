@@ -3,10 +3,10 @@ passes them to another connection, the inner connection.
 
 Blocks that don't shrink (fp8, float32, noise, small slots) are stored plain. The key shows the form
 of a block: a plain block is stored under its own key, as without encoding; an encoded block is
-stored under the key `encoded_key`, and has `room_bytes` bytes. So a reader knows the stored size
-before it reads. A reader asks for the encoded form first and, if the encoded form is absent, for
-the plain form. Encoding is deterministic, so all nodes that encode store a block under the same
-key.
+stored under the key that `encoded_key` returns, in the size that `room_bytes` returns. So a reader
+knows the stored size before it reads. A reader asks for the encoded form first and, if the encoded
+form is absent, for the plain form. Encoding is deterministic, so all nodes that encode store a
+block under the same key.
 
 A block that is larger than all of the staging memory is stored plain, directly from and to its
 slot. Always true: for all other blocks the inner connection uses only staging memory, which is
