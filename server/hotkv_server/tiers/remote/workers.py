@@ -52,7 +52,7 @@ class RemoteHealth:
 
     @property
     def problem(self) -> str:
-        """The known problem of the server; empty if the server works."""
+        """The known problem of the store; empty if the store works."""
         return self._problem
 
     @property
@@ -165,7 +165,7 @@ class Workers:
 
     @property
     def problem(self) -> str:
-        """The known problem of the server; empty if the server works."""
+        """The known problem of the store; empty if the store works."""
         return self._health.problem
 
     def stalled_s(self, now_s: float) -> float:
