@@ -201,8 +201,8 @@ class Connection:
         Returns None if the request was sent. Otherwise returns the error and leaves `pending`
         unchanged.
 
-        after: the mark that the request of a transfer carries. The call fails with SessionLostError
-            if the mark's kind is not this connection's `order_kind`. None: no mark.
+        after: the mark that the request of a transfer carries. If the mark's kind is not this
+            connection's `order_kind`, the returned error is a SessionLostError. None: no mark.
         """
         if (too_large := _too_large(request)) is not None:
             return too_large
@@ -306,7 +306,7 @@ class Connection:
 
         Two kinds of calls fail at once: calls that touch no engine memory, and stores that can be
         revoked. The other transfers fail when the server has closed the link or is dead; a separate
-        thread waits for that.
+        thread waits for that. Without a link they fail at once too.
         """
         with self._lock:
             self._has_ended = True

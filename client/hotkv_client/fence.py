@@ -85,8 +85,8 @@ class FencePlace:
 
     pid: process that owns the page.
     fd: descriptor of the page in that process.
-    token: random bytes on the page. A process that opens the page compares them, because the system
-        may reuse a process id.
+    token: random bytes, which are also on the page. A process that opens the page compares them,
+        because the system may reuse a process id for a process with another file FD.
     """
 
     pid: int

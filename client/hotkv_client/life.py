@@ -167,8 +167,8 @@ class SessionLife:
         """Fetches a ticket, which proves to the server which user this process runs as.
 
         Returns the ticket and an empty reason, or an empty ticket and the reason why the server
-        gave no ticket. A server without tenants needs no ticket, so a missing ticket is not a
-        failure here.
+        gave no ticket. Over TCP both are empty. A server without tenants needs no ticket, so a
+        missing ticket is not a failure here.
         """
         path = descriptor_socket(self._config.target)
         if path is None:

@@ -300,7 +300,8 @@ class Session:
 
         A repeated call with the same arguments gets the same answer. If the server
         `grows_residencies`, a repeated call may ask for more blocks; if that fails, the residency
-        stays as it was. The residency belongs to the engine and ends with this session.
+        stays as it was. All sessions of the engine can store blocks under the residency. It ends
+        with this session.
 
         Fails as NO_ROOM_FOR_RESIDENCY if there is not enough room now (other residencies, leases or
         pins use it), as RESIDENCY_TOO_LARGE if the room can never be large enough, and as

@@ -205,7 +205,8 @@ def explain(client: AdminClient, options: argparse.Namespace) -> Any:
 
 
 def show_explained(answer: Any) -> str:
-    """Formats the answer of `explain`: a list for a prompt, a dict for the sessions of an id."""
+    """Formats the answer of `explain`. The answer is a list if the user named a prompt, and a dict
+    if the user named a session."""
     if isinstance(answer, dict):
         return tables.show_session(answer["sessions"])
     return tables.show_explain(answer)

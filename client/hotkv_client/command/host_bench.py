@@ -361,7 +361,7 @@ def rows_of(found: dict[str, Times], num_threads: int) -> list[BenchRow]:
     """Returns a row for each measured operation.
 
     found: the times that `measure` returned, by the name of the operation.
-    num_threads: number of threads of the copy within memory.
+    num_threads: number of threads with which `memcpy` copied within memory.
     """
     one, all_, store, load = (found[name] for name in ("memcpy_1", "memcpy", "store", "load"))
     lookup, call, small = (found[name] for name in ("lookup", "call", "small_hit"))

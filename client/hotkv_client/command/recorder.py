@@ -25,8 +25,8 @@ class TraceWriter:
     hash_bytes: length of a block hash.
     hash_block_tokens: tokens that a block hash of the engine stands for.
     block_tokens: tokens of a block of the trace; rounded up to a multiple of `hash_block_tokens`.
-    start_unix_s: time at which the recording began, by the server's clock. `record` corrects it as
-        it learns more about that clock.
+    start_unix_s: time at which the recording began, by the server's clock. `record` corrects this
+        time as it learns more about that clock.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class TraceWriter:
 def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[str, Any]]:
     """Returns the id and the description of a key space.
 
-    Raises UNKNOWN_KEY_SPACE if there is no such key space, or several and `key_space_id` is 0.
+    Raises UNKNOWN_KEY_SPACE if there is no such key space, or if `key_space_id` is 0 and the server
+    has several key spaces.
 
     key_space_id: 0: the server's only key space.
     """

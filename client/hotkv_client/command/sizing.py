@@ -121,8 +121,11 @@ def _record(
     options: argparse.Namespace,
     say: Callable[[str], None],
 ) -> float:
-    """Records requests and returns for how many seconds it recorded. Raises SizeError if no request
-    arrived."""
+    """Records the requests of a key space in a trace at `path`. Returns for how many seconds it
+    recorded. Raises SizeError if no request arrived.
+
+    number: id of the key space; 0: the server's only key space.
+    """
     say(f"recording requests for {options.seconds:g} s; Ctrl-C ends it sooner")
     done = recorder.record(client, path, number, RECORDED_TOKENS, options.seconds, MAX_BLOCKS)
     if not done["request_count"]:

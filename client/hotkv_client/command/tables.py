@@ -468,8 +468,8 @@ def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
 
 def residency_line(counters: dict[str, Any]) -> list[str]:
     """Formats a line about residencies (contexts beyond device memory). Returns an empty list if
-    there are no residencies, no engine waits for a residency, and no bytes are kept after a
-    restart."""
+    there are no residencies, no engine waits for a residency, and the server keeps no pinned blocks
+    of an earlier server for residencies that engines may open again."""
     names = ("residencies", "residencies_waiting", "residency_grace_bytes")
     if not any(counters.get(name) for name in names):
         return []

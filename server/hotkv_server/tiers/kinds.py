@@ -24,9 +24,9 @@ class Place:
 
     `arena`: host memory with the slots of blocks.
     `fd`: file descriptor of the arena's file, for tiers that map the file in child processes.
-    `relay`: the tier calls it when the store has another epoch of a key space than the tier
-        expected. (An epoch is a number that each flush raises, so another server has then flushed
-        the key space.)
+    `relay`: function that the tier calls when the store has another epoch of a key space than the
+        tier expected. (An epoch is a number that each flush raises, so another server has then
+        flushed the key space.)
     `staged`: staging memory for encoded (compressed) blocks; None if the tier does not compress.
     """
 

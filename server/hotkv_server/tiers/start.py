@@ -173,8 +173,8 @@ class OpenedTiers:
         return f"OpenedTiers({self._lower!r})"
 
     def add_books(self, core: CacheCore) -> None:
-        """Makes the books of the tiers (`TierBooks`). Their constructor registers them in the
-        core."""
+        """Makes `TierBooks`, which records the blocks on the disk and the moves between tiers. Its
+        constructor registers it in the core."""
         space = None if self._lower is None else self._lower.space
         TierBooks(core, space, self._settings.tiers.write_bytes_per_day, self._encoded_bytes)
 
@@ -198,9 +198,9 @@ class OpenedTiers:
         return True
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> Tiers:
-        """Opens the shared tiers, and returns the object that drives all tiers. The core must
-        already have restored the blocks in the arena. Does not wait for stores, so a store may be
-        down. Raises StartError."""
+        """Opens the shared tiers. Returns the object that makes the calls to all tiers (lookups,
+        reads, writes, flushes). The core must already have restored the blocks in the arena. Does
+        not wait for stores, so a store may be down. Raises StartError."""
         shared: list[tuple[SharedTier, EpochRelay]] = []
         for name, open_at in shared_tiers(self._settings):
             relay = EpochRelay()
@@ -235,9 +235,9 @@ class OpenedTiers:
 
     def discard(self) -> None:
         """Removes the files with the record of flushes (`EpochNotes`). Keeps them if there is a
-        disk, because its blocks outlive the server and need the record, and if a store must still
-        raise an epoch. Called at the end of a server that leaves no blocks in the arena to the next
-        server. Blocks the calling thread."""
+        disk, because its blocks outlive the server and need the record, and if a flush must still
+        raise the epoch in a store. Called at the end of a server that leaves no blocks in the arena
+        to the next server. Blocks the calling thread."""
         if self._lower is None and self._epochs is not None:
             self._epochs.discard()
 

@@ -190,8 +190,8 @@ def gauges(tiers: Tiers | None) -> dict[str, float]:
 
 
 def _memory_below(below: TierBelow | None) -> TierMemory:
-    """Returns the memory that the disk tier uses: its staging memory, and the block table of the
-    disk. Zeros without a disk."""
+    """Returns the memory that the disk tier uses: its staging memory, and the table with the
+    records of its blocks. Zeros without a disk."""
     if below is None:
         return TierMemory(0, 0)
     memory = below.tier.memory()

@@ -1,1 +1,1 @@
-"""Reports a node's figures to operators: topics for `hotkv`, the status page, metrics, HTTP."""
+"""Reports a node's figures to operators: by the command `hotkv`, the status page and metrics."""

@@ -102,8 +102,8 @@ class _Connection(asyncio.Protocol):
 
     def _heard(self, event: object) -> None:
         """Processes a part of the request. Begins to answer a GET or HEAD at once, and a POST (a
-        router's question about blocks) once its body is complete. Does not store the body of a
-        client that may not ask."""
+        router's question about blocks) once its body is complete. Does not store the body if the
+        client has no right to ask."""
         if isinstance(event, h11.Request):
             request, self._is_head = _request(event), event.method == b"HEAD"
             if event.method == b"POST" and request.path == CHECK_PATH:
@@ -183,8 +183,8 @@ class HttpServer:
     def __init__(self, host: str, port: int, node: Node, access: PageAccess = OPEN_HERE) -> None:
         """Binds the address and starts the thread. Call this constructor on the node's event loop.
 
-        access: who may read the pages. Its fields `is_local` and `own_name` are replaced, by the
-            bound address and by `host`.
+        access: who may read the pages. The constructor replaces two of its fields: `is_local`, by
+            the bound address, and `own_name`, by `host`.
         """
         self._connections: dict[_Connection, None] = {}
         self._last_turn_s = time.monotonic()

@@ -145,7 +145,8 @@ def server_figures(node: Node, now_s: float) -> Figures:
 
 def tier_rows(node: Node, counted: Census) -> list[Figures]:
     """Returns a row for host memory, then a row for each tier below it, in the order in which
-    lookups search them. The rows of tiers also have the tier's activity."""
+    lookups search them. The row of a lower tier also has the tier's `activity`: its reads, writes
+    and problems."""
     rows = [_places(HOST_TIER, inspect.tier(node.core, counted))]
     if (lower := inspect.lower_tier(node.core)) is not None:
         rows.append(_places(DISK_TIER, lower))

@@ -97,8 +97,8 @@ def _live(node: Node) -> Figures:
 
 
 def _surveyed(node: Node, survey: Survey | None, *, has_names: bool) -> Figures:
-    """Returns the tiers, and the key spaces that have the most blocks, sorted by number. Without
-    `has_names`, the list of key spaces is empty."""
+    """Returns the tiers, and the key spaces that have the most blocks, sorted by key space id.
+    Without `has_names`, the list of key spaces is empty."""
     counted = NO_CENSUS if survey is None else survey.census
     found = inspect.key_spaces(node.core, counted, MAX_ROWS) if has_names else []
     rows = {

@@ -27,7 +27,7 @@ Answer = TypeVar("Answer", cache_pb2.LookupResponse, cache_pb2.AcquireLeaseRespo
 
 
 class TracedCalls:
-    """Makes the same calls as the module `calls`, each in a span."""
+    """Makes the same calls as the module `wire.calls`, each in a span."""
 
     def __init__(self, tracing: Tracing, calls: Calls) -> None:
         self._tracing = tracing

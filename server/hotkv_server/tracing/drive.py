@@ -1,8 +1,9 @@
 """Records spans of the server's work: spans of calls, with child spans of waits, copies and tiers.
 
-Always true: without tracing a node has no `Tracing` object, and this module is not called. The
-memory for later spans (writes to tiers) is bounded in number and time. Spans contain the server's
-numbers and names, never hashes, token ids or bytes. On the event loop only.
+A store's span may get later child spans, when its blocks are written to tiers. Always true: without
+tracing a node has no `Tracing` object, and this module is not called. A bounded number of stores is
+remembered for these later spans, for a bounded time. Spans contain the server's numbers and names,
+never hashes, token ids or bytes. On the event loop only.
 """
 
 import contextlib
@@ -58,7 +59,7 @@ class Tracing:
     @contextlib.contextmanager
     def serving(self, span: "Span") -> Iterator[None]:
         """Makes all spans that begin in the `with` block children of this span, also in tasks. If
-        the block raises, ends the span."""
+        the `with` block raises, ends the span."""
         before = _current.set(span)
         try:
             yield

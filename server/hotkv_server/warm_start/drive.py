@@ -23,7 +23,7 @@ PART_BLOCKS = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The number of named blocks by outcome.
+    """The outcome of a `prefetch`: numbers of the blocks that its caller named.
 
     num_present: blocks that were already in host memory.
     num_fetched: blocks that were promoted to host memory.

@@ -239,8 +239,8 @@ def _limit(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
 ) -> tuple[int, int]:
     """Returns the group and the depth of the block that limits the hit: the first missing block
-    that a hit one step longer than `hit` would need. The group is -1 if the prompt is too short for
-    a longer hit.
+    that the next longer hit (by `alignment_tokens`) would need. The group is -1 if the prompt is
+    too short for a longer hit.
 
     masks: for each group, True for each of the prompt's blocks that could be loaded.
     hit, num_tokens: length of the hit and of the prompt, in tokens.

@@ -1,6 +1,6 @@
 """Runs calls, and turns their errors into gRPC errors: `answer` runs a unary call, `stream` runs a
-call that answers with a feed of the node's items (`node.broadcast`). `CODES` maps the reasons of
-refusals to gRPC codes.
+call that streams the items of a feed, such as events (`node.broadcast`). `CODES` maps the reasons
+of refusals to gRPC codes.
 
 Each refusal is counted by reason. Refusals about rights are logged, but only so many per second:
 otherwise a client that is refused a thousand times a second could fill the disk.
@@ -113,8 +113,8 @@ def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
 
 
 async def abort(context: Any, error: HotKVError) -> NoReturn:
-    """Ends a call with an error: sends its gRPC code, its message, and its reason in a form for
-    programs."""
+    """Ends a call with an error: sends the error's gRPC code, its message, and its reason in a form
+    for programs."""
     code = CODES[error.reason]
     status = error_status(error, code.value[0])
     trailers = ((STATUS_KEY, status.SerializeToString()),)

@@ -359,9 +359,9 @@ class SessionOutbox:
         )
 
     def _judge(self, num_written: int) -> None:
-        """Checks whether the client reads; runs SLOW_READER_S after `_look_later`. Ends the session
-        if much is unread and no message has been written since. `num_written`: number of messages
-        that had been written when the check was planned."""
+        """Checks whether the client reads, SLOW_READER_S after `_look_later` has planned the check.
+        Ends the session if much is unread and no message has been written since then.
+        `num_written`: number of messages that had been written when the check was planned."""
         self._watch = None
         if self._unread_bytes > KEPT_BYTES or self.has_much():
             if self._num_written == num_written:
@@ -668,9 +668,9 @@ def _version(opening: session_pb2.OpenSession) -> int:
 
 
 def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
-    """Returns the salts with which the client computes the keys of the block table from hashes, as
-    signed numbers: the salts of the key space's groups, then the salts of the representations that
-    the client declares."""
+    """Returns the salts, as signed numbers: first one for each group of the key space, then one for
+    each kind of representation that the client declares. A client mixes a salt into each hash that
+    it looks up in the block table, so equal hashes of two groups stay distinct."""
     salts = [
         *map(space.group_salt, range(len(space.groups))),
         *map(space.representation_salt, read_representations(opening.representations)),

@@ -1,7 +1,7 @@
 """The child process with Mooncake's native client. The server starts it as `python -m
 hotkv_server.tiers.mooncake.child SOCKET MEMORY BYTES ...`. SOCKET is the file descriptor of a
 socket to the server. Each pair MEMORY BYTES is the file descriptor and the size of a memory with
-slots: the arena and, if the tier encodes blocks, the staging memory. Requests name slots by
+slots: the arena and, if the tier compresses blocks, the staging memory. Requests name slots by
 offsets, as if the memories followed each other.
 
 Always true: the child ends when the server ends. It writes to the memories only to execute a `read`
@@ -48,8 +48,8 @@ class MasterLostError(Exception):
 
 
 class AwayError(Exception):
-    """An epoch can't be read, because the process in whose memory Mooncake stored it is gone. For
-    some seconds the master still lists the values in that memory."""
+    """A key space's epoch can't be read, because the process in whose memory Mooncake stored the
+    epoch is gone. For some seconds the master still lists the values in that memory."""
 
 
 class Child:
@@ -165,8 +165,9 @@ class Child:
         return {"epoch": epoch}
 
     def _begun(self, name: str, *known: int) -> int:
-        """Returns the epoch under the key `name`. If the key is absent, first begins an epoch above
-        all `known` epochs. Returns NO_EPOCH if the store has no room for it.
+        """Returns the epoch that is stored under the key `name`. If the key is absent, first begins
+        an epoch above all `known` epochs. Returns NO_EPOCH if the store has no room for the new
+        epoch.
 
         A put under an existing key changes nothing. So if two nodes begin an epoch at the same
         time, both return the epoch that was put first.
@@ -181,9 +182,9 @@ class Child:
         return {name: self._number(epoch_key(name)) for name in asked["epochs"]}
 
     def _number(self, name: str) -> int:
-        """Returns the epoch under the key `name`; NO_EPOCH if the key is absent. Raises
-        MasterLostError if the value is not a number, and AwayError if the value can't be read. In
-        these cases NO_EPOCH would be wrong: it could hide a flush."""
+        """Returns the epoch that is stored under the key `name`; NO_EPOCH if the key is absent.
+        Raises MasterLostError if the value is not a number, and AwayError if the value can't be
+        read. In these two cases NO_EPOCH would be wrong: it could hide a flush."""
         found = bytes(self._store.get(name))
         if not found:
             # The value is also empty if the master does not answer.

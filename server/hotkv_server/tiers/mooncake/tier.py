@@ -180,8 +180,8 @@ class MooncakeTier(RemoteTier):
     """A `RemoteTier` whose store is Mooncake Store; see the module."""
 
     def _own_memory(self) -> TierMemory:
-        """Returns the memory of the child processes, without the arena, which they map. This memory
-        has no limit."""
+        """Returns the memory that the child processes use, not counting the arena, which they map.
+        This memory has no limit."""
         return TierMemory(sum(map(_own_bytes, list(_children))), 0)
 
 

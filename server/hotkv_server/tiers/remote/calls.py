@@ -84,7 +84,7 @@ class Part:
 
     `call`: the call; gets the results of the part.
     `do`: executes the part, given the connection and a time limit (a time of time.monotonic): asks
-        the server, and sets the results of the part's blocks in the call.
+        the store, and sets the results of the part's blocks in the call.
     `deadline_s`: a time of time.monotonic. If the part has not begun by then, it is skipped.
     `moves_blocks`: True if the part uses slots of the arena. Such a part is aborted at its
         deadline, so that its slots get free. A part that uses no slots is not aborted at its

@@ -38,13 +38,13 @@ class MissingError(Exception):
 
 
 class LostError(StoreError):
-    """The connection has ended, or the server has sent something other than a valid reply, such as
+    """The connection has ended, or the store has sent something other than a valid reply, such as
     an epoch that is not a number. If a call raises this error, the tier stays up, and the next call
     connects again."""
 
 
 class LateError(StoreError):
-    """The server has not answered within the time limit. The tier stays up if this limit was the
+    """The store has not answered within the time limit. The tier stays up if this limit was the
     deadline of a call that moves blocks."""
 
 
@@ -54,7 +54,7 @@ class UnusableError(StoreError):
 
 
 def quoted(text: bytes) -> str:
-    """Returns a text of the server as a quoted string, for a message. It has at most MAX_WORDS
+    """Returns a text of the store as a quoted string, for a message. It has at most MAX_WORDS
     characters, all printable."""
     said = text.decode("utf-8", "replace")[:MAX_WORDS]
     return repr("".join(char if char.isprintable() else "?" for char in said))

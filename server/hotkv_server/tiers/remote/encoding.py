@@ -3,13 +3,14 @@ passes them to another connection, the inner connection.
 
 Blocks that don't shrink (fp8, float32, noise, small slots) are stored plain. The key shows the form
 of a block: a plain block is stored under its own key, as without encoding; an encoded block is
-stored under `encoded_key`, with `room_bytes` bytes. So a reader knows the stored size before it
-reads. A reader asks for the encoded form first and, if the encoded form is absent, for the plain
-form. Encoding is deterministic, so all nodes that encode store a block under the same key.
+stored under the key that `encoded_key` returns, in the size that `room_bytes` returns. So a reader
+knows the stored size before it reads. A reader asks for the encoded form first and, if the encoded
+form is absent, for the plain form. Encoding is deterministic, so all nodes that encode store a
+block under the same key.
 
-Always true: the inner connection uses only staging memory, except for blocks that are larger than
-all of the staging memory. Such blocks are stored plain, directly from and to their slots. Staging
-memory is freed only when the inner connection can no longer write to it.
+A block that is larger than all of the staging memory is stored plain, directly from and to its
+slot. Always true: for all other blocks the inner connection uses only staging memory, which is
+freed only when the inner connection can no longer write to it.
 """
 
 import contextlib
@@ -27,8 +28,8 @@ BoolMask = NDArray[np.bool_]
 
 
 def encoding(connect: Connect, staged: Staged | None) -> Connect:
-    """Wraps `connect` in a function whose clients encode blocks, in the staging memory `staged`.
-    Returns `connect` itself if `staged` is None."""
+    """Returns a function that connects as `connect` does and returns an `EncodingClient`, which
+    encodes blocks in the staging memory `staged`. Returns `connect` itself if `staged` is None."""
     if staged is None:
         return connect
     return lambda until_s: EncodingClient(connect(until_s), staged)
@@ -37,8 +38,8 @@ def encoding(connect: Connect, staged: Staged | None) -> Connect:
 class EncodingClient:
     """Encodes and decodes blocks for another client; see the module and `Client`.
 
-    A block keeps its code if no staging memory gets free for it before the time limit. Seals cover
-    the stored bytes.
+    The code of a block (its `Read` or `Write`) stays unchanged if no staging memory gets free for
+    the block before the time limit. Seals cover the stored bytes.
 
     `inner`: the client that stores the blocks. It gets ranges of `staged` in place of slots. Only
         blocks that are larger than all of `staged` keep their slots.
@@ -78,7 +79,7 @@ class EncodingClient:
         until_s: float,
     ) -> Epochs:
         """Reads blocks into their slots; see `Client.read`. A block whose value can't be decoded is
-        CORRUPT too, and its value is deleted. Each request to the inner client checks the epochs,
+        CORRUPT, and its value is deleted. Each request to the inner client checks the epochs,
         so the check in the last request covers all blocks."""
         for rows in self._staged.parts(_sizes(slots), is_write=False):
             if self._is_too_large(slots[rows]):
@@ -186,7 +187,7 @@ class _Part:
     """The n blocks of a request, with their staging memory. Each block has as many bytes of staging
     memory as its slot has bytes, so both its encoded and its plain form fit.
 
-    `place`: offset of the memory of the first block in `staged`.
+    `place`: offset, in `staged`, of the memory of the request's first block.
     `may_be_encoded`: mask [n] of the blocks for which encoding is useful and possible.
     """
 

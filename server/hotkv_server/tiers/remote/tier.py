@@ -55,8 +55,8 @@ class RemoteTier:
     `on_epoch`: called if the store has another epoch than a call expected, with the fingerprint of
         the key space and the store's epoch (NO_EPOCH if the store has no epoch). It is called
         before that call ends, from any thread, and must not block.
-    `staged`: staging memory of clients that encode blocks; the tier closes it. None without
-        encoding.
+    `staged`: staging memory for encoded (compressed) blocks; the tier closes it. None if the tier
+        does not encode blocks.
     """
 
     def __init__(

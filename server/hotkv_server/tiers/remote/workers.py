@@ -1,8 +1,8 @@
 """The threads of a remote tier. Each thread has its own connection, and executes one part of a call
 (some of the call's blocks) at a time.
 
-Always true: if a part fails, its connection is closed before the part ends. While the server has a
-known problem, parts end at once without a request to the server, and one thread at a time tries to
+Always true: if a part fails, its connection is closed before the part ends. While the store has a
+known problem, parts end at once without a request to the store, and one thread at a time tries to
 connect. Control calls (calls about epochs) have a thread and a connection for themselves. So they
 don't wait behind blocks, and they end in the order in which they were made.
 """
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------------- Health
 
-# Tracks the known problem of a server, and decides when to connect again.
+# Tracks the known problem of a store, and decides when to connect again.
 #
-# Always true: while there is a problem, no call goes to the server. A thread claims the next try to
+# Always true: while there is a problem, no call goes to the store. A thread claims the next try to
 # connect, so that threads do not all try at once. The wait before a try doubles with each failure
 # in a row. The first try that succeeds ends the problem.
 
@@ -34,9 +34,9 @@ quarter."""
 
 
 class RemoteHealth:
-    """Tracks the known problem of a server, and decides when to connect again. Thread-safe.
+    """Tracks the known problem of a store, and decides when to connect again. Thread-safe.
 
-    `name`: name of the server in messages.
+    `name`: name of the store in messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -52,12 +52,12 @@ class RemoteHealth:
 
     @property
     def problem(self) -> str:
-        """The known problem of the server; empty if the server works."""
+        """The known problem of the store; empty if the store works."""
         return self._problem
 
     @property
     def retry_at_s(self) -> float:
-        """The time of the next try to connect, a time of time.monotonic. Infinity while the server
+        """The time of the next try to connect, a time of time.monotonic. Infinity while the store
         works, and while a thread tries to connect."""
         return self._retry_at_s
 
@@ -71,7 +71,7 @@ class RemoteHealth:
             return True
 
     def connected(self) -> None:
-        """Records that the server has accepted a connection."""
+        """Records that the store has accepted a connection."""
         with self._lock:
             if self._problem:
                 log.info("%s can be used again", self._name)
@@ -82,8 +82,8 @@ class RemoteHealth:
         self._failures = 0
 
     def fail(self, words: str) -> None:
-        """Records that the server can't be used, and sets the time of the next try to connect.
-        `words`: the rest of a message that begins with the server's name."""
+        """Records that the store can't be used, and sets the time of the next try to connect.
+        `words`: the rest of a message that begins with the store's name."""
         with self._lock:
             problem = f"{self._name} {words}"
             if problem != self._problem:
@@ -93,7 +93,7 @@ class RemoteHealth:
             if is_known:
                 # The next try is scheduled already, so this failure is not the failure of a try.
                 return
-            # Random, so that nodes that have lost the server together don't all connect at once.
+            # Random, so that nodes that have lost the store together don't all connect at once.
             wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self._failures, 20))
             self._retry_at_s = time.monotonic() + wait_s * random.uniform(0.75, 1.25)
             self._failures += 1
@@ -119,9 +119,9 @@ class RemoteLimits:
 class Workers:
     """The threads of a remote tier and their queue of parts; see the module. Thread-safe.
 
-    `name`: name of the server in messages, such as "valkey at host:port". It begins with the kind
+    `name`: name of the store in messages, such as "valkey at host:port". It begins with the kind
         of the tier.
-    `connect`: connects a thread to the server.
+    `connect`: connects a thread to the store.
     `num_writers`: number of threads that execute writes as well as reads; the others only read.
         None: all threads. A tier whose store writes slowly passes a smaller number.
     `connects_first`: True if each thread connects before it takes a part from the queue. A tier
@@ -146,7 +146,7 @@ class Workers:
         self._health = RemoteHealth(name)
         self._queue, self._control = PartQueue(), PartQueue()
         queues = [self._queue] * limits.connections + [self._control]
-        # When each thread began to wait for the server; 0 if it does not wait.
+        # When each thread began to wait for the store; 0 if it does not wait.
         self._begun_s = [0.0] * len(queues)
         self._is_connected = [False] * len(queues)
         kind = name.partition(" ")[0]
@@ -165,12 +165,12 @@ class Workers:
 
     @property
     def problem(self) -> str:
-        """The known problem of the server; empty if the server works."""
+        """The known problem of the store; empty if the store works."""
         return self._health.problem
 
     def stalled_s(self, now_s: float) -> float:
         """Returns the longest time, in seconds, for which a thread has already waited for the
-        server; 0 if no thread waits. The wait of a thread that is connecting counts only if no
+        store; 0 if no thread waits. The wait of a thread that is connecting counts only if no
         thread for blocks is connected. `now_s`: a time of time.monotonic."""
         waits = zip(self._begun_s, self._is_connected, strict=True)
         is_any = any(self._is_connected[:-1])
@@ -244,7 +244,7 @@ class Workers:
 
     def _do(self, number: int, part: Part, client: Client | None) -> Client | None:
         """Executes a part in thread `number`. Skips the part if its deadline has passed, or if the
-        server has a known problem. Returns the client with which the thread executes its next part;
+        store has a known problem. Returns the client with which the thread executes its next part;
         None if the thread must first connect again.
 
         `client`: the thread's connection; None if the thread has none.
@@ -275,7 +275,7 @@ class Workers:
         return None
 
     def _judge(self, error: StoreError, part: Part) -> None:
-        """Decides whether the error of a part means that the server has a problem. If so, records
+        """Decides whether the error of a part means that the store has a problem. If so, records
         the problem (`RemoteHealth`), so that all calls fail until a connect succeeds; else logs the
         error."""
         is_too_late = (
@@ -286,7 +286,7 @@ class Workers:
         if is_too_late:
             log.debug("%s %s", self._name, error)
         elif isinstance(error, LostError):
-            # Only the next connect shows whether the server is down.
+            # Only the next connect shows whether the store is down.
             log.info("%s %s", self._name, error)
         else:
             self._health.fail(str(error))

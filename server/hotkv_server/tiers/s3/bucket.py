@@ -214,8 +214,8 @@ class Loop:
         return self._loop.is_closed() or self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread. No caller may wait in `run` any more. Requests that `run` has cancelled
-        get up to CLOSE_S to end."""
+        """Ends the thread. Call this method only when no caller waits in `run`. Requests that `run`
+        has cancelled get up to CLOSE_S to end."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(_end_others(), self._loop).result()

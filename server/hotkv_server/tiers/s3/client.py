@@ -83,7 +83,7 @@ class Shared:
         return next(self._numbers)
 
     def close(self) -> None:
-        """Ends the threads. No client may be in use any more."""
+        """Ends the threads. Call this method only when no client is in use."""
         self.lister.close()
         self.loop.close()
 

@@ -1,9 +1,9 @@
 """Finds out, on a thread, which packs (objects with blocks) a bucket has, and adds the packs to the
 index (`s3.index`). A listing reads the names of the packs of one key space.
 
-Always true: a key space is listed only if its blocks are requested, at most once in `refresh_s`.
-The first request waits until the newest packs are known. Later requests are answered from the known
-packs at once, and a due listing runs after them.
+Always true: a key space is listed only if its blocks are requested. The first requests wait until
+the newest packs are known. Later requests are answered from the known packs at once; a listing that
+is due runs after them, at most once in `refresh_s`.
 
 The name of a pack contains its time, and names sort newest first. So a listing usually reads only
 one page of names: it skips packs that are older than OVERLAP_S before the last listing. If a pack

@@ -125,8 +125,8 @@ def get(fingerprint: str) -> Command:
 
 
 def begin(fingerprint: str, now_us: int) -> Command:
-    """Returns the command that begins an epoch, if the server has no epoch for the key space.
-    `now_us`: the time of the wall clock in microseconds."""
+    """Returns the command that begins an epoch for a key space. The command changes nothing if the
+    server already has an epoch for it. `now_us`: the time of the wall clock in microseconds."""
     begun = b"%d" % protocol.begun(now_us)
     return Command.of(epoch_key(fingerprint), b"SET", begun, b"NX")
 

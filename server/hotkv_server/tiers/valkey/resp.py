@@ -1,9 +1,9 @@
 """Encodes commands and parses replies of RESP, the protocol of Redis and Valkey, in versions 2 and
 3.
 
-Always true: the reader reads a reply exactly to its last byte, or raises; then the connection must
-be closed. It reads the value of a block directly into the caller's memory. It checks all sizes that
-a server sends against limits.
+Always true: `Replies` reads a reply exactly to its last byte, or raises. After an exception the
+connection must be closed. `Replies` reads the value of a block directly into the caller's memory,
+and checks all sizes that a server sends against limits.
 """
 
 from collections.abc import Callable, Sequence

@@ -228,7 +228,7 @@ class RespClient:
         self, commands: Sequence[Command], expected: Epochs, until_s: float
     ) -> None:
         """Sends commands for blocks, and after them a GET for each expected epoch. `_changed` reads
-        the replies to these GETs. `epochs` explains the order.
+        the replies to these GETs. The module `valkey.epochs` explains the order.
 
         In a cluster, sends only the commands for blocks; `_changed` then sends the GETs.
         """

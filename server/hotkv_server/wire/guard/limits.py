@@ -97,8 +97,8 @@ _NEVER_S = float("inf")
 
 
 class Guests:
-    """Admits at most `most` guests (calls that may last without a session) at a time. On the event
-    loop only."""
+    """Bounds the number of guests (calls that may last without a session) to `most`: a new guest is
+    always admitted, and ends the oldest if there are too many. On the event loop only."""
 
     def __init__(self, most: int) -> None:
         self._most = most
