@@ -183,7 +183,8 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
 def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]:
     """Prevents vLLM's offloading from storing wrong KV after another connector of a MultiConnector
     has failed to load blocks. Returns the keys of the affected stores that are in progress. The
-    caller must add these keys to the set of `fail_stores`, so that these stores fail.
+    caller must add these keys to the set that it passed to `fail_stores`, so that these stores
+    fail.
 
     The requests that hold one of the blocks store no further whole chunks. vLLM may still store the
     partial last block of a model with a single recurrent group.
@@ -206,8 +207,9 @@ def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]
 
 
 def before_stores(offloading: Any, then: Callable[[Any], None]) -> None:
-    """Makes vLLM's offloading call `then` in each step, with the step's `SchedulerOutput`: after it
-    has recorded the blocks of all requests, and before it plans the step's stores.
+    """Makes vLLM's offloading call `then` in each step, with the step's `SchedulerOutput`. The call
+    comes after the offloading has recorded the blocks of all requests, and before it plans the
+    step's stores.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     """

@@ -253,9 +253,9 @@ class LoadChoice:
         return min(prefill_s, max(self._share * prefill_s, few_s))
 
     def time_for(self, state: RequestState, timeout_s: float) -> float:
-        """Returns the time limit for a request's load, seconds: `timeout_s`, or the rest of
-        `HitChoice.budget_s` after the server's answers, if that is shorter (but at least
-        LEAST_LOAD_S)."""
+        """Returns the time limit for a request's load, seconds. This is `timeout_s`, or the time
+        that the server's answers have left of the hit's time limit (`HitChoice.budget_s`), if that
+        is shorter (but at least LEAST_LOAD_S)."""
         choice = state.choice
         if choice is None or not choice.budget_s:
             return timeout_s

@@ -114,7 +114,8 @@ class CudaSequence:
 class CudaSequences:
     """Holds the `CudaSequence` of each resident request, and keeps the request's entries in device
     memory up to date: its rows of representations (compact forms of keys), hot slots (device blocks
-    for selected blocks) and arena addresses. Allocates states and rows. Used by one thread.
+    for selected blocks) and arena addresses. Allocates state indices and rows to requests. Used by
+    one thread.
 
     workspace: the kernels' arrays in device memory, which hold these entries.
     num_rows: number of rows for representations.
