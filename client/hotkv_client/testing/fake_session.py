@@ -1,11 +1,11 @@
 """The double of `hotkv_client.Session`, over a `FakeServer`. Loads and stores copy the blocks'
-bytes.
+bytes. A call's future resolves at once, unless an attribute of the server (such as `hold`) delays
+the answer.
 
-Always true: a call is first recorded in `FakeServer.calls`. Its future resolves at once, unless an
-attribute of the server (such as `hold`) delays the answer. A store commits no block if its session
-is closed or has called `revoke_stores`. If a store over a shared fence (a page through which
-another process can revoke stores) is cancelled, its future resolves at once. The server ends that
-store later and finds it revoked.
+Always true: a call is recorded in `FakeServer.calls` before its future resolves. A store commits no
+block if its session is closed or has called `revoke_stores`. If a store over a shared fence (a page
+through which another process can revoke stores) is cancelled, its future resolves at once. The
+server ends that store later and finds it revoked.
 """
 
 from collections.abc import Callable, Mapping, Sequence

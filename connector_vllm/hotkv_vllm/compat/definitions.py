@@ -592,7 +592,7 @@ class Call:
     `a, b, c=, ...`.
 
     positional: names of the parameters that get positional arguments.
-    keywords: names of the arguments that are passed by name, in order.
+    keywords: names of the arguments that are passed by name, in alphabetical order.
     is_open: True if the call also passes `*` or `**` arguments, whose number is not known (`...` in
         the text).
     """

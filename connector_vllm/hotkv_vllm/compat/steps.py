@@ -173,9 +173,10 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
     written: ids of the blocks that vLLM has newly allocated; without blocks that it reuses.
 
     Source: vLLM 0.32 and 0.33. Their own record is wrong: it contains the blocks of a new request's
-    prefix hit. Another request with the same prefix then drops these blocks from its windows, and
-    stores a chunk of several blocks without these blocks, or with other blocks in their places. The
-    record of 0.32 also lacks blocks that another connector of a MultiConnector loads into.
+    prefix hit, although the step does not write them. vLLM takes every block of the record for
+    reallocated. So it drops these blocks from the windows of another request with the same prefix,
+    and stores a chunk of several blocks without these blocks, or with other blocks in their places.
+    The record of 0.32 also lacks blocks that another connector of a MultiConnector loads into.
     """
     offloading._current_batch_allocated_block_ids = WholeSet(written)
 

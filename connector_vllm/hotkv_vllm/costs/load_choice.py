@@ -360,7 +360,11 @@ class LoadChoice:
 
     def _make_up_for(self, seconds: float, budget_s: float) -> None:
         """Subtracts from the allowance the time by which a failed trial exceeded its limit. The
-        allowance may become negative (a debt)."""
+        allowance may become negative (a debt).
+
+        seconds: time that the trial took.
+        budget_s: time limit of the trial.
+        """
         self._trials_s.append(seconds)
         in_time = [budget_s] * (USUAL_TRIALS - len(self._trials_s))
         usual_s = max(budget_s, float(np.median([*self._trials_s, *in_time])))

@@ -166,9 +166,10 @@ class Rekeying:
 
     def go_on(self, identity: str) -> None:
         """Sets `identity` after the scheduler side has opened another session, whose key space
-        belongs to the weights with this identity. The ranks keep their weights and their own state
-        (`RankWeights`). So the original identity stays, and a check that was open becomes due
-        again.
+        belongs to the weights with this identity (for example after the engine has slept).
+
+        The ranks have not restarted: their `RankWeights` still compare with the original weights.
+        So the original identity stays here too. A check that was open becomes due again.
         """
         self.identity = identity
         self._is_due = self.under_way

@@ -2,7 +2,8 @@
 can read. Kernels choose the blocks that each row (request) of a step attends to. In decode, a CUDA
 graph may replay these kernels; otherwise the host launches them.
 
-In each step these methods of `CudaWorker` are called, usually in this order (`plans_in_build`):
+In each step these methods of `CudaWorker` are called, with vLLM's model runner V1 in this order
+(runner V2 calls `begin_batch` before `begin_resident`):
 
     begin_resident(step, rows)   gets the scheduler's message; the connector calls it
     begin_batch(batch)           gets the step's batch; vLLM's metadata builder calls it
@@ -454,7 +455,8 @@ class CudaWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_resident(self, step: ResidentStep, rows: SparseRows) -> None:
-        """Processes the scheduler's message about the requests of the coming step.
+        """Processes the scheduler's message about the requests of the coming step. Also plans the
+        step's batch if `begin_batch` was called before (model runner V2).
 
         rows: the requests that attend sparsely.
         """
