@@ -605,10 +605,10 @@ class HotKVTier(SecondaryTierManager):
 
     @hook(nothing, of="tier")
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Reports to the server which chunks the request has used without loading them from the
-        server, because the server does not see hits on the device and in the primary tier, and
-        would evict these chunks too early. Does nothing for requests that
-        `HotKVOffloadingConnector` reports."""
+        """Forgets a request that has ended, and reports to the server which chunks the request has
+        used without loading them from the server. The server does not see hits on the device and
+        in the primary tier, and would otherwise evict these chunks too early. Reports nothing
+        about requests that `HotKVOffloadingConnector` reports."""
         known = self._told.pop(req_context.req_id, None)
         if known is None or known.is_excluded or known.request is not None:
             # `HotKVOffloadingConnector` reports such a request itself.
