@@ -161,8 +161,10 @@ class SelectedBlocks:
 
     positions: int32, positions of the selected blocks in the context, ascending. They include the
         blocks that are always kept.
-    weights: float32, a weight for each position; inf for blocks that are always kept.
-    estimated_mass: estimated share of the attention that the selected blocks receive, 0 to 1.
+    weights: float32, for each position the estimated share of the attention that the block
+        receives; inf for blocks that are always kept.
+    estimated_mass: estimated share of the attention that all selected blocks together receive, 0
+        to 1.
 
     The other arrays (int32) describe the hot set, the blocks that the caller keeps in device
     memory. They are empty if the server maintains no hot set:

@@ -296,7 +296,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.reset_cache()
 
     def take_events(self) -> Iterable[Any]:
-        """Returns the events about blocks of the shared cache, which vLLM publishes as events of
+        """Returns the events about blocks in the server, which vLLM publishes as events of
         this engine. There are such events only if the server's setting `events.identity` is
         `engine`."""
         return self._take_events() if self._publishes_events else ()

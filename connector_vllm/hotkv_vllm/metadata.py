@@ -63,7 +63,8 @@ class StoreJob:
         store. Their blocks are in `runs` or were stored earlier.
     fence_index: index of the store's word in the fence (the shared page in which the scheduler
         revokes stores); 0 if only workers revoke the store.
-    request_id: id of the resident request to which the store belongs, or empty.
+    request_id: id of the request to which the store belongs, if the request is resident (its old
+        blocks may be only in the server's memory); otherwise empty.
     """
 
     store_id: int
@@ -103,10 +104,11 @@ class HotKVMetadata(KVConnectorMetadata):
         sparse decode has chosen) of these requests.
     wants_handshake: True while handshakes of ranks are missing. Each rank must then report its
         handshake.
-    settles_step: number of this step for `OtherLoads`, which the workers report when the step has
-        ended; 0: report no number.
-    timed_step: number of this step for `PrefillSpeed`, which the workers report when the step has
-        ended; 0: report no number.
+    settles_step: number of this step, which the workers report when the step has ended. From then
+        on `OtherLoads` knows whether loads by other connectors failed in this step. 0: report no
+        number.
+    timed_step: number of this step, which the workers report when the step has ended, so that
+        `PrefillSpeed` can measure how long the step took; 0: report no number.
     adapters: the LoRA adapters to identify, and the adapters whose bytes may be released.
     weights: the order to check weights that may have changed; None without such an order.
     """

@@ -1,11 +1,12 @@
 """A test double of the server: its state, which any number of sessions share, with faults on
 demand.
 
-The double copies the blocks' bytes, by the engines' layouts. As with the real server, the ranks of
-an engine store under one write lease (`FakeWrites`), and a block is ready when every shard is
-written. A store can't commit if its session is closed or has called `revoke_stores`. If a store
-over a shared fence is cancelled, its future resolves at once; the double still ends the store later
-and finds it revoked. `FakeServer.residencies` holds the residencies (a `FakeResidencies`).
+The double copies the bytes of blocks from and to the engines' memory. As with the real server, the
+ranks of an engine store under one write lease (`FakeWrites`), and a block is ready when every shard
+is written. A store makes no block ready if its session is closed or has called `revoke_stores`. A
+shared fence is a page through which another process can revoke stores. If a store over a shared
+fence is cancelled, its future resolves at once; the double still ends the store later and finds it
+revoked. `FakeServer.residencies` holds the residencies (a `FakeResidencies`).
 
 Attributes of `FakeServer` that a test may set:
 - `up`: whether the server runs.

@@ -233,13 +233,13 @@ class FakeResidencies:
     def revoke(self, engine_id: str) -> None:
         """Ends all residencies of an engine without the engine's request, as a server does after it
         has lost a session. Changes the residencies' validity words, so that `Arena.holds` returns
-        False for readers."""
+        False for processes that have read blocks of these residencies in the arena."""
         for name in [name for name in self.open if name[0] == engine_id]:
             self.arena.words[self.open.pop(name).opened.word_index] += np.uint64(1)
 
     def restart(self) -> None:
-        """Simulates a restart of the server: forgets the open residencies and raises the generation
-        for new residencies.
+        """Simulates a restart of the server: forgets the open residencies, and raises the
+        generation, the number that the server gives to all residencies that it opens.
 
         The validity words stay as they are, so readers of the old residencies may continue.
         """
@@ -269,7 +269,7 @@ class FakeWriteLease:
     """A write lease, under which all ranks of an engine store their shards of the same blocks.
 
     session: the session whose call opened the lease.
-    listed: keys of the blocks that the first call named.
+    listed: keys of the blocks that the first call under the lease named.
     parts: the blocks and representations that the lease has reserved and that are not ready yet,
         with the written shards of each.
     aborted: keys of `parts` that can't become ready any more.
@@ -319,7 +319,7 @@ class FakeWrites:
 
     Always true: a block that is not ready belongs to at most one lease. The first call under a
     lease id decides which blocks belong to the lease; a later call must not name other blocks. A
-    block becomes ready when every shard is written, unless a copy of it was aborted. Room is
+    block becomes ready when every shard is written and no copy of it was aborted. Room is
     unlimited. Leases have no expiry time; a test calls `expire`.
 
     is_ready: returns whether a block of the server is ready.

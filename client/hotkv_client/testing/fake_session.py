@@ -1,10 +1,11 @@
 """The double of `hotkv_client.Session`, over a `FakeServer`. Loads and stores copy the blocks'
-bytes.
+bytes. A call's future resolves at once, unless an attribute of the server (such as `hold`) delays
+the answer.
 
-Always true: a call is first recorded in `FakeServer.calls`. Its future resolves at once, unless an
-attribute of the server (such as `hold`) delays the answer. A store commits no block if its session
-is closed or has called `revoke_stores`. If a store over a shared fence is cancelled, its future
-resolves at once. The server ends that store later and finds it revoked.
+Always true: a call is recorded in `FakeServer.calls` before its future resolves. A store commits no
+block if its session is closed or has called `revoke_stores`. If a store over a shared fence (a page
+through which another process can revoke stores) is cancelled, its future resolves at once. The
+server ends that store later and finds it revoked.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -499,8 +500,8 @@ class FakeSession:
         """Returns a future for a store over a shared fence. The future resolves together with
         `answer`, or at once if the store is cancelled.
 
-        answer: the future that the server resolves. Until then the store's word of the fence stays
-            in use.
+        answer: the future that the server resolves. Until then the store's word in the fence (the
+            page with the words that revoke stores) stays in use.
         """
         shown: Future[Any] = Future()
         self._revocable[transfer_id] = fence_index, shown

@@ -236,7 +236,8 @@ def send_hints(
     """Sends an envelope (a set of actions on blocks) outside a request. Returns the outcomes of the
     actions that are known so far. Raises HotKVError if the server refuses or does not answer.
 
-    key_space_id, hashes: the prompt to whose blocks actions without a user session apply.
+    key_space_id, hashes: the prompt to whose blocks an action applies if it names no client
+        session.
     ticket: proves which user this process runs as; empty without a ticket.
     """
     request = hints_pb2.SendHintsRequest(
@@ -328,7 +329,8 @@ def prefetch(
 
     key_space: the dict that `export` yielded, an entry of the admin call `key_spaces`, or an id.
     groups: the blocks, as pairs of a group index and packed hashes.
-    prompts: further blocks, as pairs of packed hashes and packed token ids of a prompt.
+    prompts: further blocks: all blocks of some prompts. Each prompt is a pair of packed hashes and
+        packed token ids. If a prompt's hashes are empty, the server computes them from the ids.
     wait_s: longest time that the server waits for the promotions.
     """
     request = warm_pb2.PrefetchBlocksRequest(

@@ -160,7 +160,8 @@ def select_request(
 
 
 def selected(response: sparse_pb2.SelectBlocksResponse) -> SelectedBlocks:
-    """Reads the answer to a selection. Raises HotKVError if the server refused the selection."""
+    """Reads the blocks that the server selected for a decode step. Raises HotKVError if the server
+    refused the call."""
     if response.HasField("error"):
         raise read_error_detail(response.error)
     return SelectedBlocks(

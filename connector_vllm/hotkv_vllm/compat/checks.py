@@ -93,8 +93,8 @@ def is_pausing() -> bool:
 
 
 def is_device_empty(kv_cache_manager: Any) -> bool:
-    """Returns True if no request uses a device block. A reset of vLLM's prefix cache then has
-    emptied the device. Returns False if this can't be determined.
+    """Returns True if no request uses a device block. Only then does a reset of vLLM's prefix
+    cache empty the device. Returns False if this can't be determined.
 
     Source: `BlockPool.reset_prefix_cache` succeeds only if no block but the null block is in use.
     """

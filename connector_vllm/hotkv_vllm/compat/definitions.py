@@ -3,7 +3,7 @@ functions with their parameters, and annotated types.
 
 The module reads syntax trees, and does not import or run code of vLLM. If a definition or type
 can't be determined (names of other packages, values without an annotation), the result is None, and
-`uses` does not check it.
+the module `uses` does not check it.
 
 An engine's start reads about forty files of vLLM. To be fast, a file's text is cut at its top-level
 statements, and only statements that may define the requested name are parsed. If a statement can't
@@ -180,7 +180,7 @@ class Module:
     """One source file, parsed only as far as needed. Methods raise SyntaxError if the file can't be
     parsed.
 
-    node: stands for any module, as the node of a `Found`.
+    node: an empty syntax tree, which is the `Found.node` of every module.
     text: the text of the file.
     is_package: True if the file is a package's `__init__.py`.
     is_whole: True parses the whole file at once.
@@ -592,7 +592,7 @@ class Call:
     `a, b, c=, ...`.
 
     positional: names of the parameters that get positional arguments.
-    keywords: names of the arguments that are passed by name, in order.
+    keywords: names of the arguments that are passed by name, in alphabetical order.
     is_open: True if the call also passes `*` or `**` arguments, whose number is not known (`...` in
         the text).
     """

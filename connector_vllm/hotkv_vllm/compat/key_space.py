@@ -39,8 +39,8 @@ def key_space(
 
     config: hotkv's settings.
     groups: the groups that hotkv stores.
-    shard_bytes: bytes of this rank's shard (part) of a block, per group. The result gives all
-        shards this size.
+    shard_bytes: bytes of this rank's shard (part) of a block, per group. The returned key space
+        states this size for the shards of all ranks.
     num_shards: number of shards of a block.
     page_format: a text that identifies how the engine arranges the bytes of a page.
     """

@@ -149,8 +149,9 @@ def _drops_last_block(vllm_config: Any) -> bool:
 
 
 def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Returns the number of tokens of a block, per vLLM group; 0 for a group of recurrent states,
-    whose blocks need not be in the order of the tokens."""
+    """Returns the number of tokens of a block, per vLLM group; 0 for a group of recurrent states.
+    In such a group a token's position does not tell its block, because the blocks need not be in
+    the order of the tokens."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return tuple(
         0

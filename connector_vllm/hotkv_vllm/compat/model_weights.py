@@ -192,6 +192,10 @@ def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
     """Returns the byte ranges of a tensor to read: pieces at the beginning, middle and end of each
     slice; for an embedding, the whole tensor. Offsets count from the end of the file's header.
 
+    If the tensor has three axes or more, a slice is an entry of the first axis (for example an
+    expert of a layer). Otherwise, and with more than MAX_SLICES such entries, the whole tensor is
+    one slice.
+
     entry: the tensor's entry in the file's header.
     """
     (begin, end), shape = entry["data_offsets"], entry["shape"]

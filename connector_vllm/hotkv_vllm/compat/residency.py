@@ -182,7 +182,8 @@ class ResidentManager(FullAttentionManager):
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *_: Any, **__: Any
     ) -> Any:
         """Returns no hit in vLLM's own prefix cache, so that all hits come from the connector. The
-        reason: vLLM's cache may hold a block although the server lacks the blocks before it."""
+        reason: a request needs its older blocks in the server, and vLLM's cache may hold a block
+        although the server lacks the blocks before it."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
     def new_step_starts(self) -> None:
@@ -581,8 +582,8 @@ class DevicePool:
 
     def leave_out(self, held: Collection[str]) -> None:
         """Leaves the requests in `held` (request ids) out of the step that vLLM is about to plan.
-        Also preempts running requests that have lost blocks; otherwise vLLM might preempt other
-        requests in their place."""
+        Also preempts running requests that have lost blocks in the server. Such a request gets no
+        further block, so vLLM might otherwise preempt other requests to make room for it."""
         scheduler = self._scheduler
         if scheduler is None or self._manager is None:
             return
@@ -676,8 +677,8 @@ class DevicePool:
 
     def demand(self, has_room: Callable[[str], bool]) -> Demand | None:
         """Returns how many blocks the coming step needs, and how many are free in the device's
-        pool. Returns None if the pool surely has enough free blocks, or if requests are not moved
-        off the device (unless `residency = "auto"`).
+        pool. Returns None if the pool surely has enough free blocks. Also returns None without
+        `residency = "auto"`, because requests are then not moved off the device.
 
         has_room: takes a request id, and returns True if the server has reserved room for the
             request.
@@ -779,12 +780,13 @@ class DevicePool:
 
     @property
     def has_lost(self) -> bool:
-        """Returns True if a request has lost blocks and vLLM has not preempted it yet."""
+        """Returns True if a request has lost blocks in the server and vLLM has not preempted the
+        request yet."""
         return self._manager is not None and bool(self._manager.lost)
 
     def lose(self, request_id: str) -> None:
-        """Makes vLLM preempt the request before the request gets another block, and drop the output
-        of the request's steps in flight."""
+        """Handles a request that has lost blocks in the server: makes vLLM preempt the request
+        before it gets another block, and drop the output of the request's steps in flight."""
         if self._manager is not None and request_id in self._manager.req_to_blocks:
             self._manager.lost.add(request_id)
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)

@@ -173,9 +173,10 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
     written: ids of the blocks that vLLM has newly allocated; without blocks that it reuses.
 
     Source: vLLM 0.32 and 0.33. Their own record is wrong: it contains the blocks of a new request's
-    prefix hit. Another request with the same prefix then drops these blocks from its windows, and
-    stores a chunk of several blocks without these blocks, or with other blocks in their places. The
-    record of 0.32 also lacks blocks that another connector of a MultiConnector loads into.
+    prefix hit, although the step does not write them. vLLM takes every block of the record for
+    reallocated. So it drops these blocks from the windows of another request with the same prefix,
+    and stores a chunk of several blocks without these blocks, or with other blocks in their places.
+    The record of 0.32 also lacks blocks that another connector of a MultiConnector loads into.
     """
     offloading._current_batch_allocated_block_ids = WholeSet(written)
 
@@ -183,7 +184,8 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
 def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]:
     """Prevents vLLM's offloading from storing wrong KV after another connector of a MultiConnector
     has failed to load blocks. Returns the keys of the affected stores that are in progress. The
-    caller must add these keys to the set of `fail_stores`, so that these stores fail.
+    caller must add these keys to the set that it passed to `fail_stores`, so that these stores
+    fail.
 
     The requests that hold one of the blocks store no further whole chunks. vLLM may still store the
     partial last block of a model with a single recurrent group.
@@ -206,8 +208,9 @@ def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]
 
 
 def before_stores(offloading: Any, then: Callable[[Any], None]) -> None:
-    """Makes vLLM's offloading call `then` in each step, with the step's `SchedulerOutput`: after it
-    has recorded the blocks of all requests, and before it plans the step's stores.
+    """Makes vLLM's offloading call `then` in each step, with the step's `SchedulerOutput`. The call
+    comes after the offloading has recorded the blocks of all requests, and before it plans the
+    step's stores.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     """

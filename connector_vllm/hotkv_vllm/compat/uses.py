@@ -1,9 +1,9 @@
 """Checks whether an untested version of vLLM still has the API that hotkv uses.
 
 A *door* is one of hotkv's two connectors. `uses.json` lists the API that each door uses (its
-*uses*): modules, classes, members, calls and hooks of vLLM. The file also lists every KV cache spec
-class and attention backend that an author of hotkv has reviewed. `make fix` generates the file from
-the sources of the tested versions (`tools/vllm_list.py`).
+*uses*): modules, classes, members, calls and hooks of vLLM. The file also lists every attention
+backend and KV cache spec class that an author of hotkv has reviewed. `make fix` generates the file
+from the sources of the tested versions (`tools/vllm_list.py`).
 
 This module compares the list with the sources of another version. At an engine's start this version
 is the installed vLLM, and the comparison takes less than 0.2 s. A nightly job compares releases.

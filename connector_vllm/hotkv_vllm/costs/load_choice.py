@@ -14,12 +14,14 @@ hit, because a load that has begun can't always be ended at once. After a trial 
 the next trial loads twice as many tokens. So the engine learns the fixed time of a load and the
 time per token.
 
-Always true: trials take at most TRIED_SHARE of the prefill time of the hits that were computed. For
-this, each computed hit adds TRIED_SHARE of its prefill time to an allowance of seconds, and each
-trial takes its time from the allowance. A trial that exceeds its time limit can make the allowance
-negative (a debt). No trial begins until further computed hits have made up for the debt. The debt
-is at most the usual time of DEBT_TRIALS trials, because a single stall says little about the next
-trial. The debt also decreases with time.
+Trials may take a share TRIED_SHARE of the prefill time of the hits that were computed. For this,
+each computed hit adds TRIED_SHARE of its prefill time to an allowance of seconds, and each trial
+takes its time from the allowance. Always true: a trial begins only if the allowance covers the
+trial's time limit.
+
+A trial that exceeds its time limit can make the allowance negative (a debt). No trial begins until
+further computed hits have made up for the debt. The debt is at most the usual time of DEBT_TRIALS
+trials, because a single stall says little about the next trial. The debt also decreases with time.
 
 Scheduler thread only.
 """
@@ -253,9 +255,9 @@ class LoadChoice:
         return min(prefill_s, max(self._share * prefill_s, few_s))
 
     def time_for(self, state: RequestState, timeout_s: float) -> float:
-        """Returns the time limit for a request's load, seconds: `timeout_s`, or the rest of
-        `HitChoice.budget_s` after the server's answers, if that is shorter (but at least
-        LEAST_LOAD_S)."""
+        """Returns the time limit for a request's load, seconds. This is `timeout_s`, or the time
+        that the server's answers have left of the hit's time limit (`HitChoice.budget_s`), if that
+        is shorter (but at least LEAST_LOAD_S)."""
         choice = state.choice
         if choice is None or not choice.budget_s:
             return timeout_s
@@ -360,7 +362,11 @@ class LoadChoice:
 
     def _make_up_for(self, seconds: float, budget_s: float) -> None:
         """Subtracts from the allowance the time by which a failed trial exceeded its limit. The
-        allowance may become negative (a debt)."""
+        allowance may become negative (a debt).
+
+        seconds: time that the trial took.
+        budget_s: time limit of the trial.
+        """
         self._trials_s.append(seconds)
         in_time = [budget_s] * (USUAL_TRIALS - len(self._trials_s))
         usual_s = max(budget_s, float(np.median([*self._trials_s, *in_time])))

@@ -95,12 +95,12 @@ def _badness(identity: str) -> tuple[bool, bool, str]:
 
 
 class Standing(enum.Enum):
-    """Whether a request with an adapter may use the shared cache.
+    """Whether a request with an adapter may use hotkv.
 
     KNOWN: it may, because the identity of its adapter is known. WAIT: the ranks have not answered
     yet, and the request should wait. NOT_YET: the ranks have not answered, but the request has
-    waited long enough or a rank has postponed its answer; the request is computed without the
-    cache. NEVER: it may not use the cache.
+    waited long enough or a rank has postponed its answer; the request is computed without hotkv.
+    NEVER: it may not use hotkv.
     """
 
     KNOWN = "known"
@@ -230,7 +230,7 @@ class Adapters:
             self._to_release.add(live[0])
 
     def standing(self, request: Any, now_s: float) -> Standing:
-        """Returns whether a request with an adapter may use the shared cache now, and if not,
+        """Returns whether a request with an adapter may use hotkv now, and if not,
         whether the request should wait (see `Standing`). Returns NEVER if `arrived` did not
         register the request, or if the adapter's bytes have changed or can't be identified."""
         live = self._live.get(request.request_id)
@@ -344,7 +344,7 @@ class Adapters:
 
     def _settle(self, one: _Id) -> None:
         """Ends the question about an id, because all ranks have answered. Sets the identity of the
-        adapters that have this id. Excludes them from the cache if a rank can't identify the bytes,
+        adapters that have this id. Excludes them from hotkv if a rank can't identify the bytes,
         or if the identity differs from an earlier identity."""
         self._forget_question(one)
         said = sorted(one.answers.items())

@@ -65,13 +65,13 @@ class Exactness:
         self._exact_tokens.clear()
 
     def step_was_lost(self) -> None:
-        """Called if `step` was not called for a step that vLLM has planned. Does the same as
-        `distrust_all`; does nothing unless `is_watching`."""
+        """Handles a step that vLLM has planned and for which `step` was not called. If
+        `is_watching`, does the same as `distrust_all`; otherwise does nothing."""
         if self.is_watching:
             self.distrust_all()
 
     def matched(self, request_id: str, device_tokens: int) -> None:
-        """Records that vLLM has asked for a request's hit.
+        """Records that vLLM has asked how long a request's hit is.
 
         device_tokens: length of the hit in vLLM's own prefix cache.
         """

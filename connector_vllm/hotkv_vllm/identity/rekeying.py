@@ -9,7 +9,7 @@ Always true:
 - From the moment the weights may have changed, the engine neither stores nor loads until every rank
   has answered, and all sessions belong to the key space of the present weights.
 - If the weights are still the engine's original weights, the key space stays. So after a mere reset
-  of the caches the engine still shares blocks with the same engines.
+  of the caches the engine still shares blocks with the same engines as before.
 - If a rank reports that weights were written (`were_written`), KV on the device is not trusted.
   This holds even if the weights are the original weights again, because they may have differed for
   a step.
@@ -166,9 +166,10 @@ class Rekeying:
 
     def go_on(self, identity: str) -> None:
         """Sets `identity` after the scheduler side has opened another session, whose key space
-        belongs to the weights with this identity. The ranks keep their weights and their own state
-        (`RankWeights`). So the original identity stays, and a check that was open becomes due
-        again.
+        belongs to the weights with this identity (for example after the engine has slept).
+
+        The ranks have not restarted: their `RankWeights` still compare with the original weights.
+        So the original identity stays here too. A check that was open becomes due again.
         """
         self.identity = identity
         self._is_due = self.under_way

@@ -6,8 +6,10 @@ Always true:
   model's own `load_weights` is noticed before the next step. `digest` then reads all weights, so a
   single different element changes the digest.
 - If no write was noticed, `digest` reads only samples of the weights. If the samples have changed,
-  it reads all weights too. So it also finds most writes that were not noticed.
-- Equal digests mean equal weights, in any process with the same parallel shape.
+  it reads all weights too; otherwise it returns the earlier digest. So it misses only a write that
+  was not noticed and that changed no sample.
+- Unless such a write was missed, equal digests mean equal weights, in any process with the same
+  tensor- and pipeline-parallel sizes.
 
 A step without a check of the weights costs nothing here.
 """
@@ -49,7 +51,7 @@ class WeightsWatch:
     """Watches the weights of a worker's models.
 
     touched: True if a write to the weights was noticed after the last call of `digest`.
-    original: digest of the weights with which the engine started; empty if they are not known.
+    original: digest of the weights with which the engine started; empty after `forget_original`.
     """
 
     def __init__(self, models: Sequence[Any], writers: Sequence[Any] = ()) -> None:

@@ -165,7 +165,7 @@ class DoorScheduler:
     # ------------------------------------------------------------------------------------- requests
 
     def _is_excluded(self, request: Any) -> bool:
-        """Returns True if the request must not use the cache, because vLLM's hashes do not cover
+        """Returns True if the request must not use hotkv, because vLLM's hashes do not cover
         everything that decides its KV: they name adapters by path, and may name media by a
         counter."""
         counts_media = self._counts_media and request.mm_features
@@ -367,8 +367,8 @@ class DoorScheduler:
     def promote(self, manager: Any) -> bool:
         """Makes vLLM begin the promotions (copies from the server into the primary tier) of this
         step's lookups at once, and waits up to IDLE_WAIT_S until one of them has ended. Returns
-        True if a promotion has ended, so that the request should be looked up again. Does nothing
-        if the engine has something to compute.
+        True if a promotion has ended: the caller should then look its request up again. Does
+        nothing and returns False if the engine has something to compute.
 
         Without this call vLLM would begin these promotions at the end of the step, and look the
         chunks up again in the next step.

@@ -4,8 +4,8 @@ Runs in the scheduler's process, in one thread of vLLM. Only `drain_jobs`, `shut
 block.
 
 Always true:
-- Without a server, while the weights may have changed, and while a reset is in progress, every
-  lookup misses (or is answered "ask again" for a moment) and no chunk is stored.
+- Without a server, while the weights may have changed, and while a reset is in progress, no lookup
+  hits (the answer is "miss", or "ask again" for a moment) and no chunk is stored.
 - Every job (load or store) that vLLM submits is reported as ended once, when the server does not
   access the job's rows of the primary tier any more.
 - No exception of hotkv reaches vLLM. If a method raises, the exception is logged once, and vLLM
@@ -84,7 +84,7 @@ class RequestInTier:
 
     promotions: the request's promotions (copies from the server into the primary tier).
     request: vLLM's `Request`; None if the connector has not passed it to the tier.
-    is_excluded: True if the request must not use the cache, because its hashes do not cover
+    is_excluded: True if the request must not use hotkv, because its hashes do not cover
         everything that decides its KV.
     retention: how the server should retain the request's blocks, according to its hints.
     ready: by key, True if the server has the chunk, as of the time `probed_s`.
@@ -123,7 +123,8 @@ class HotKVTier(SecondaryTierManager):
     may_store: True if the engine's role allows stores.
     may_repeat: True if, for OWED_S seconds after a failed store, the tier may ask vLLM to offer all
         chunks of each new request again. The connector sets it to False if a reset has left blocks
-        on the device, and to True at the next reset that has not.
+        on the device, because these blocks must not be stored. It sets it to True at the next reset
+        that leaves no blocks there.
     model_names: names by which requests address the model.
     is_held: True while the tier must look up and store no chunk. The connector sets it.
     makes_wait: a function that returns True while every lookup must be answered "ask again".
@@ -293,7 +294,7 @@ class HotKVTier(SecondaryTierManager):
         """Passes vLLM's object of a new request to the tier. Must be called before vLLM calls
         `on_new_request` for it.
 
-        is_excluded: True if the request must not use the cache, because its hashes do not cover
+        is_excluded: True if the request must not use hotkv, because its hashes do not cover
             everything that decides its KV.
         """
         self._told[request.request_id] = RequestInTier(
@@ -301,7 +302,7 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def exclude(self, request_ids: Iterable[str]) -> None:
-        """Excludes requests from the cache: from then on the tier neither looks up nor stores their
+        """Excludes requests from hotkv: from then on the tier neither looks up nor stores their
         chunks."""
         for request_id in request_ids:
             if request_id in self._told:
@@ -604,10 +605,10 @@ class HotKVTier(SecondaryTierManager):
 
     @hook(nothing, of="tier")
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Reports to the server which chunks the request has used without loading them from the
-        server, because the server does not see hits on the device and in the primary tier, and
-        would evict these chunks too early. Does nothing for requests that
-        `HotKVOffloadingConnector` reports."""
+        """Forgets a request that has ended, and reports to the server which chunks the request has
+        used without loading them from the server. The server does not see hits on the device and
+        in the primary tier, and would otherwise evict these chunks too early. Reports nothing
+        about requests that `HotKVOffloadingConnector` reports."""
         known = self._told.pop(req_context.req_id, None)
         if known is None or known.is_excluded or known.request is not None:
             # `HotKVOffloadingConnector` reports such a request itself.

@@ -7,7 +7,8 @@ Always true:
 - A request has at most one reservation call and one pin call (`ask`) in flight.
 - After a reconnect both calls are repeated for each request. If the server does not pin the
   request's blocks at their old offsets of the arena again, the request has lost its blocks.
-- While a running request lacks room for its next block, no request without room asks for room.
+- While a running request lacks room for its next block, requests that have no room yet do not ask
+  for room.
 """
 
 from collections import deque
@@ -183,9 +184,9 @@ class ResidencyCalls:
         self._compared.append((request_id, opened, is_same))
 
     def take_compared(self) -> list[tuple[str, ResidencyOpened, bool]]:
-        """Returns the server's answers to calls that pin kept blocks again after a reconnect. Each
-        answer is returned once, as (id of the request, the new pin, True if all blocks are pinned
-        at their old offsets)."""
+        """Returns the server's answers to calls that pin a request's blocks again after a
+        reconnect. Each answer is returned once, as (id of the request, the server's answer that
+        opened the residency again, True if all blocks are pinned at their old offsets)."""
         return [self._compared.popleft() for _ in range(len(self._compared))]
 
     # ----------------------------------------------------------------------------------------- pins

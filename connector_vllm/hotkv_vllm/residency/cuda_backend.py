@@ -110,8 +110,8 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> HotFlashMetadata:
         """Builds vLLM's metadata and passes the batch to the worker (`CudaWorker.begin_batch`). If
-        the worker raises, all requests of the batch count as lost, and vLLM's own attention serves
-        the batch."""
+        the worker raises, vLLM's own attention serves the batch, and all requests of the batch
+        count as lost: vLLM computes them anew."""
         built = super().build(common_prefix_len, common_attn_metadata, fast_build)
         worker = self._worker()
         if worker is not None:

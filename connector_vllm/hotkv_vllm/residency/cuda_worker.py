@@ -2,7 +2,8 @@
 can read. Kernels choose the blocks that each row (request) of a step attends to. In decode, a CUDA
 graph may replay these kernels; otherwise the host launches them.
 
-In each step these methods of `CudaWorker` are called, usually in this order (`plans_in_build`):
+In each step these methods of `CudaWorker` are called, with vLLM's model runner V1 in this order
+(runner V2 calls `begin_batch` before `begin_resident`):
 
     begin_resident(step, rows)   gets the scheduler's message; the connector calls it
     begin_batch(batch)           gets the step's batch; vLLM's metadata builder calls it
@@ -114,7 +115,8 @@ class CudaSequence:
 class CudaSequences:
     """Holds the `CudaSequence` of each resident request, and keeps the request's entries in device
     memory up to date: its rows of representations (compact forms of keys), hot slots (device blocks
-    for selected blocks) and arena addresses. Allocates states and rows. Used by one thread.
+    for selected blocks) and arena addresses. Allocates state indices and rows to requests. Used by
+    one thread.
 
     workspace: the kernels' arrays in device memory, which hold these entries.
     num_rows: number of rows for representations.
@@ -453,7 +455,8 @@ class CudaWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_resident(self, step: ResidentStep, rows: SparseRows) -> None:
-        """Processes the scheduler's message about the requests of the coming step.
+        """Processes the scheduler's message about the requests of the coming step. Also plans the
+        step's batch if `begin_batch` was called before (model runner V2).
 
         rows: the requests that attend sparsely.
         """
