@@ -142,7 +142,7 @@ class ResidentSequence:
 
     first_block: id of the device block with the context's first tokens. The worker reports the
         request as lost by this id.
-    may_outgrow: True if the request is resident, so that its blocks may be freed.
+    may_outgrow: True if the request is resident, so that its blocks may be freed on the device.
     num_freed: the blocks between the sinks (first blocks) and this position are not on the device.
     hot_blocks: ids of the request's hot slots, int32.
     addresses: by position, the address of the block's arena slot in this process, int64; -1 if not

@@ -38,7 +38,7 @@ class Admission:
     rows: decides which rows (requests of a step's batch) attend sparsely; None without sparse
         decode.
     lost_track: True after a hook has raised: it is then not known which blocks the next step
-        reallocates, so that step revokes all stores.
+        reallocates, so that step revokes all stores in flight.
     """
 
     def __init__(self, engine: Engine, sharing: Sharing, edge: HookEdge) -> None:
@@ -194,9 +194,9 @@ class Admission:
 
     @property
     def _is_idle(self) -> bool:
-        """Returns True if vLLM has admitted none of the present requests, so the engine has nothing
-        to compute. Always False with data-parallel replicas: an idle replica may have to step
-        because another replica has work."""
+        """Returns True if vLLM has admitted none of the present requests, so that the engine has
+        nothing to compute and its scheduler may pause. Always False with data-parallel replicas: an
+        idle replica may have to step, and must not pause, because another replica has work."""
         return not self._has_replicas and not any(
             state.use.is_reported for state in self.states.values()
         )
