@@ -419,7 +419,8 @@ class ResidentRequests:
     def _take_compared(self) -> None:
         """Handles the server's answers to the calls that pin known blocks again after a reconnect.
         If a request's blocks are pinned at their old offsets, workers may read them under the new
-        pin. Otherwise the request has lost its blocks."""
+        pin. Otherwise the server has lost the blocks, and the request must be computed anew unless
+        the device still has all its blocks."""
         for request_id, pin, is_same in self._reservations.take_compared():
             one = self._residents.get(request_id)
             if one is None or pin is not one.opened:
@@ -495,7 +496,7 @@ class ResidentRequests:
 
     def _start_over(self, one: Resident) -> None:
         """Closes the request's residency and forgets all blocks that the server holds for the
-        request. Gives the request the id of another residency, which is opened later."""
+        request. Gives the request a new residency id. The new residency is opened later."""
         self._reservations.close(one)
         one.residency_id, one.is_lost = self._new_id(one.request_id), False
         one.begin_anew(0)

@@ -3,7 +3,8 @@ the request's hit, begins the load of the hit, and ends load and lease with the 
 
 Always true:
 - `Admission.states` has one `RequestState` for each unfinished request that hotkv follows. hotkv
-  does not follow a request that arrived while hotkv was off.
+  does not follow a request that arrived while hotkv was off. A request that arrived before the
+  ranks' handshakes is followed from the time when they have arrived.
 - When a request ends, for whatever reason, its lease is released and its load is cancelled.
 - When vLLM allocates a block to a request, `Admission.written` learns of the block before any
   worker gets the step that writes it.
@@ -359,8 +360,8 @@ class Admission:
         self._adapters.ended(request_id)
 
     def end_broke(self, request_id: str) -> None:
-        """Forgets an ended request for which `finished` raised, so that no other request waits for
-        it."""
+        """Forgets an ended request for which `finished` raised, so that no other request waits
+        because of this request."""
         self.request_broke(request_id)
         self.others.ended(request_id)
         self.room.ended(request_id)

@@ -198,8 +198,8 @@ class RepresentationPlanner:
         return f"Represented(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """Returns the hashes that a lease on blocks must list in addition, so that the lease also
-        pins the representations (compact forms of keys) of these blocks.
+        """Returns the hashes that a lease on blocks must list in addition to the blocks, so that
+        the lease also pins the representations (compact forms of keys) of these blocks.
 
         groups: the hashes of the blocks to lease, by group.
         """

@@ -371,9 +371,9 @@ class LoadRoom:
         )
 
     def has_room(self, request: Any) -> bool:
-        """Returns True if the device has enough blocks for the request to begin a load beside
-        `holders`, and no earlier request waits for its load. `comes` must have been called for the
-        request."""
+        """Returns True if the device has enough blocks for the request to begin a load beside the
+        requests in `holders`, and no earlier request waits for its load. `comes` must have been
+        called for the request."""
         is_first = self._next is None or (self._by_priority and request < self._next)
         if not is_first and request.request_id != self._next.request_id:
             return False
