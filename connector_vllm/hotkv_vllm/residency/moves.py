@@ -1,12 +1,12 @@
 """Decides which requests to move off the device (`residency = "auto"`). The server holds the whole
-context of a moved request. The device holds only its sinks (first blocks), its recent window, and
-its hot slots (device blocks into which selected blocks are copied).
+context of a moved request. The device holds only the request's sinks (first blocks), its recent
+window, and its hot slots (device blocks into which selected blocks are copied).
 
 Always true:
-- A request is moved only if the pool lacks blocks for the coming step, or for the first waiting
-  request.
-- The request whose move yields the most blocks is moved first; of requests with equal yield, the
-  first in the order of `reliefs`.
+- A request is moved only if the device's pool lacks blocks for the coming step, or for the first
+  waiting request.
+- The request whose move yields the most blocks is moved first. Of requests with equal yield, the
+  request that vLLM admitted first is moved first.
 - A move that makes room for a waiting request never leaves the pool with fewer free blocks than the
   running requests need.
 

@@ -1,6 +1,6 @@
 """Copies pages that are only in the server's arena, for a step of a CPU engine with residency.
 `ResidentPages` copies selected pages into hot slots (blocks of the device's pool). `PageStaging`
-copies all pages to which a batch attends side by side into a staging area.
+copies all pages that a batch needs into a staging area, where they lie side by side.
 
 `SlotPlaces` says where the bytes of one rank are in a slot of the arena. A block's slot holds the
 shards of all ranks, in the order of the ranks. A shard of a block holds the pages of the group's
@@ -13,7 +13,8 @@ Always true:
   address is not known, LostBytesError is raised.
 - When blocks of a request are read from the arena, the request's `ResidentSequence.has_read` is
   set. After the step the worker checks whether these blocks were still pinned.
-- Pages that were copied ahead are used only if they are of the right layer and the right slots.
+- Pages that were copied ahead (before their layer asks for them) are used only if they are of the
+  layer and the slots for which the layer then asks.
 - A staging area is not written while attention reads it.
 """
 
@@ -301,7 +302,7 @@ class ResidentPages:
     """Copies pages and representations that are only in the server's arena, for the requests of a
     step.
 
-    staging: the staging areas, for rows that attend to their whole context.
+    staging: the staging areas, for steps in which a request attends to its whole context.
     counted: numbers of copied pages, by names of `counter_help.COUNTERS`.
     """
 

@@ -43,8 +43,8 @@ class Resident:
     told_pin, told_hot: the pin and the hot slots that were last sent to the workers.
     asked: the call in flight that asks the server to pin more blocks, and the positions of these
         blocks; None without a call in flight.
-    asks_again: True if the server was asked to pin the blocks of a hit, and the hit was not decided
-        since.
+    asks_again: True if the server was asked to pin the blocks of the request's hit, and it is not
+        yet decided whether the request begins with this hit (`ResidentRequests.keeps_hit`).
     storing: by id of a store in flight, the position of the first block that it stores.
     names: the names of the first blocks, in order, as far as names were needed.
     private_from: from this position on, blocks have private names, which no other request has.
@@ -57,7 +57,8 @@ class Resident:
     asked_room, asked_stream: the number of blocks in the last reservation call, and the number of
         the connection (stream) that the call used.
     stream: number of the connection on which the residency is open.
-    is_held: True if the request is left out of steps because its next block would have no room.
+    is_held: True if the request is left out of steps because its next block would have no room in
+        the server.
     opened: the server's answer to the last successful reservation call; None before the answer.
     pin: the answer (`opened`) by which workers test whether the kept blocks are still pinned. After
         a reconnect it stays the old answer until the server has confirmed that it has pinned the
@@ -67,8 +68,8 @@ class Resident:
     ask_at_s: earliest time of the next reservation call.
 
     Waiting and losses:
-    waited_s: seconds, up to `seen_s`, for which the server has made no progress for the request: it
-        neither reserved room nor pinned a block.
+    waited_s: number of seconds for which the server has made no progress for the request: it
+        neither reserved room nor pinned a block. Counted until `seen_s`, the time of the last step.
     is_lost: True from the time the server has lost blocks of the request until this state is reset,
         because vLLM computes the request anew.
     has_failed: True once vLLM was made to end the request with an error.
@@ -162,7 +163,7 @@ class Resident:
 
         first: position of the first block in `found`.
         found: the server's answer: an arena offset per block, negative for a missing block.
-        file_id: the arena's file.
+        file_id: identifies the arena in which these offsets are.
         """
         missing = np.flatnonzero(found.offsets < 0)
         count = int(missing[0]) if len(missing) else len(found.offsets)
@@ -268,7 +269,7 @@ class ResidentRows:
         """Returns the rows of a planned step. Must be called before vLLM adds the step's tokens to
         the requests' `num_computed_tokens`.
 
-        names: knows vLLM's object of each request.
+        names: holds vLLM's object of each running request.
         """
         block_state = scheduler_output.kv_connector_block_state
         told = []

@@ -62,7 +62,7 @@ class ResidentRequests:
 
     reservations: sends the calls to the server.
     groups: computes the shared names (hashes) of a request's blocks.
-    exactness: knows which tokens are exact, so that their blocks may have shared names.
+    exactness: knows which tokens have exact KV, so that their blocks may have shared names.
     pool: gives access to the device's blocks.
     timeout_s: longest wait of a request for progress of the server (`hotkv.residency_timeout_s`).
     rows: builds the rows of a step's message to the workers.
@@ -140,7 +140,7 @@ class ResidentRequests:
         reservation that the server has refused.
 
         Also registers a request that this object does not know. Such a request arrived when the
-        engine had other weights.
+        engine had other weights, and so another object of this class (one per key space).
         """
         request_id = state.request.request_id
         if request_id not in self._residents:
@@ -397,7 +397,7 @@ class ResidentRequests:
         about resident requests. Must be called before vLLM adds the step's tokens to the requests'
         `num_computed_tokens`.
 
-        rows: knows vLLM's object of each request.
+        rows: holds vLLM's object of each running request.
         """
         for request_id in scheduler_output.preempted_req_ids or ():
             self._ended.append(request_id)
@@ -419,7 +419,8 @@ class ResidentRequests:
     def _take_compared(self) -> None:
         """Handles the server's answers to the calls that pin known blocks again after a reconnect.
         If a request's blocks are pinned at their old offsets, workers may read them under the new
-        pin. Otherwise the request has lost its blocks."""
+        pin. Otherwise the server has lost the blocks, and the request must be computed anew unless
+        the device still has all its blocks."""
         for request_id, pin, is_same in self._reservations.take_compared():
             one = self._residents.get(request_id)
             if one is None or pin is not one.opened:
@@ -495,7 +496,7 @@ class ResidentRequests:
 
     def _start_over(self, one: Resident) -> None:
         """Closes the request's residency and forgets all blocks that the server holds for the
-        request. Gives the request the id of another residency, which is opened later."""
+        request. Gives the request a new residency id. The new residency is opened later."""
         self._reservations.close(one)
         one.residency_id, one.is_lost = self._new_id(one.request_id), False
         one.begin_anew(0)

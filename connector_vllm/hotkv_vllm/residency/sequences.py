@@ -6,8 +6,8 @@ into which selected blocks are copied. For CPU engines; CUDA engines use `cuda_w
 Always true:
 - A request has one `ResidentSequence`, from the first step whose message lists the request
   (`ResidentRow`) to the request's end. Its rows of `KeptRows` belong to no other request meanwhile.
-- If a block is not on the device, its address in a mapped arena is known. If the address is not
-  known, the request is marked as lost when the block is needed.
+- A block that is not on the device is read only at its known address in a mapped arena. If the
+  address is not known, the request is marked as lost when the block is needed.
 - If `ResidentSequence.content` says that a hot slot holds a block in a layer, the slot contains
   this block's page of the layer.
 - A request that has lost blocks in the server is reported to the scheduler once, with the step in
@@ -60,8 +60,8 @@ class KeptRows:
     `pool` (the worker's `BlockReprManager`) holds representations only of blocks that are on the
     device. So each resident request has its own rows here, one per block of its context, as long as
     the request runs. A row belongs to at most one request at a time. The memory grows with the
-    contexts that run at the same time, to about 7 % of their KV. Formats, centres and axes are the
-    same as in `pool`.
+    contexts that run at the same time, to about 7 % of their KV. Formats, centres (mean
+    keys) and principal axes are the same as in `pool`.
     """
 
     def __init__(self, pool: BlockReprManager) -> None:
@@ -142,7 +142,7 @@ class ResidentSequence:
 
     first_block: id of the device block with the context's first tokens. The worker reports the
         request as lost by this id.
-    may_outgrow: True if the request is resident, so that its blocks may be freed.
+    may_outgrow: True if the request is resident, so that its blocks may be freed on the device.
     num_freed: the blocks between the sinks (first blocks) and this position are not on the device.
     hot_blocks: ids of the request's hot slots, int32.
     addresses: by position, the address of the block's arena slot in this process, int64; -1 if not
@@ -293,7 +293,8 @@ class ResidentSequences:
 
     def lose(self, sequence: ResidentSequence, why: str) -> None:
         """Marks the request as lost, and queues it to be reported with this step. Does nothing if
-        it is marked already, because its first block may meanwhile belong to another request.
+        it is marked already: it would be reported by the id of its first block, and this block may
+        meanwhile belong to another request.
 
         why: the reason, for the log.
         """

@@ -45,7 +45,7 @@ class ResidentRow:
     written_block: id of the last device block that the step writes for the request. A worker finds
         the request's row in vLLM's batch by this id.
     first_block: id of the context's first block, by which workers report the request as lost.
-    may_outgrow: True if the request is resident, so that its blocks may be freed.
+    may_outgrow: True if the request is resident, so that its blocks may be freed on the device.
     num_freed: the blocks between the sinks (first blocks) and this position are not on the device;
         0 if no block was freed.
     hot_blocks: the request's hot slots: ids of the device blocks into which selected blocks are

@@ -30,7 +30,8 @@ class Totals:
         `representations` includes them.
     staging: a staging area for the pages of one layer of the longest context; two areas in a CPU
         engine.
-    tables: on CUDA, block tables, hot sets and scratch memory of the kernels; 0 on CPUs.
+    tables: on CUDA, block tables, hot sets (ids of the blocks to attend to) and scratch memory of
+        the kernels; 0 on CPUs.
     """
 
     pool: int

@@ -380,7 +380,7 @@ class ResidentWorker(SparseWorker):
     def _stage(
         self, layer: SparseLayer, plan: ResidentPlan, rewrite: Rewrite, whole: dict[int, BatchRow]
     ) -> None:
-        """Copies the pages to which the whole batch attends into a staging area. Changes the tables
+        """Copies all pages that the batch needs into a staging area. Changes the tables
         in `rewrite` so that they refer to the pages in this area.
 
         whole: the rows that attend to their whole context although blocks of it are only in host

@@ -3,7 +3,8 @@ the request's hit, begins the load of the hit, and ends load and lease with the 
 
 Always true:
 - `Admission.states` has one `RequestState` for each unfinished request that hotkv follows. hotkv
-  does not follow a request that arrived while hotkv was off.
+  does not follow a request that arrived while hotkv was off. A request that arrived before the
+  ranks' handshakes is followed from the time when they have arrived.
 - When a request ends, for whatever reason, its lease is released and its load is cancelled.
 - When vLLM allocates a block to a request, `Admission.written` learns of the block before any
   worker gets the step that writes it.
@@ -38,7 +39,7 @@ class Admission:
     rows: decides which rows (requests of a step's batch) attend sparsely; None without sparse
         decode.
     lost_track: True after a hook has raised: it is then not known which blocks the next step
-        reallocates, so that step revokes all stores.
+        reallocates, so that step revokes all stores in flight.
     """
 
     def __init__(self, engine: Engine, sharing: Sharing, edge: HookEdge) -> None:
@@ -194,9 +195,9 @@ class Admission:
 
     @property
     def _is_idle(self) -> bool:
-        """Returns True if vLLM has admitted none of the present requests, so the engine has nothing
-        to compute. Always False with data-parallel replicas: an idle replica may have to step
-        because another replica has work."""
+        """Returns True if vLLM has admitted none of the present requests, so that the engine has
+        nothing to compute and its scheduler may pause. Always False with data-parallel replicas: an
+        idle replica may have to step, and must not pause, because another replica has work."""
         return not self._has_replicas and not any(
             state.use.is_reported for state in self.states.values()
         )
@@ -359,8 +360,8 @@ class Admission:
         self._adapters.ended(request_id)
 
     def end_broke(self, request_id: str) -> None:
-        """Forgets an ended request for which `finished` raised, so that no other request waits for
-        it."""
+        """Forgets an ended request for which `finished` raised, so that no other request waits
+        because of this request."""
         self.request_broke(request_id)
         self.others.ended(request_id)
         self.room.ended(request_id)

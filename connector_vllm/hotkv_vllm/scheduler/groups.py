@@ -39,8 +39,8 @@ class CachedGroups:
     alignment_tokens: every hit ends at a multiple of this.
     draft_groups: indices of the groups of a drafter (speculative decoding). In these groups the
         block after a hit's end must be ready too.
-    adapters: computes the keys of requests with LoRA adapters. None: such requests have vLLM's own
-        hashes as keys.
+    adapters: computes the keys (hashes) of requests with LoRA adapters. None: such requests
+        have vLLM's own hashes as keys.
     counts_media: True if vLLM's hashes identify media by a counter, not by content. Requests with
         media then have no shared names.
     """
@@ -198,8 +198,8 @@ class RepresentationPlanner:
         return f"Represented(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """Returns the hashes that a lease on blocks must list in addition, so that the lease also
-        pins the representations (compact forms of keys) of these blocks.
+        """Returns the hashes that a lease on blocks must list in addition to the blocks, so that
+        the lease also pins the representations (compact forms of keys) of these blocks.
 
         groups: the hashes of the blocks to lease, by group.
         """

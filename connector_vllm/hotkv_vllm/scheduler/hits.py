@@ -5,8 +5,8 @@ pinned. Scheduler thread only; waits for answers no longer than `Patience` allow
 
 Phases of a request's hit (`request.Phase`):
 
-    IDLE -> ASKED (lookup call, only if no block table is mapped) -> LEASING -> GRANTED -> LOADING
-    -> IDLE
+    IDLE -> ASKED (lookup call, if no block table is mapped or a lower tier may have further blocks)
+    -> LEASING -> GRANTED -> LOADING -> IDLE
 
 Always true:
 - A request has at most one lease. Every lease is released or expires.

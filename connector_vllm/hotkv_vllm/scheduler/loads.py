@@ -218,9 +218,10 @@ class FailedLoads:
     """Prevents stalls of vLLM's scheduler after failed loads. Holds the requests whose load failed
     and that vLLM has not scheduled since. Scheduler thread only.
 
-    Source: the scheduler of vLLM 0.32 with `kv_load_failure_policy` `recompute`. Reservations came
-    with vllm-project/vllm#44560; #53868 and #57841 describe similar stalls. Without this class, a
-    failed load could stall a full engine for ever in two ways:
+    Source: the scheduler of vLLM 0.32 with `kv_load_failure_policy` `recompute`. The reservations
+    described below came with vllm-project/vllm#44560; #53868 and #57841 describe similar stalls.
+
+    Without this class, a failed load could stall a full engine for ever in two ways:
 
     - vLLM keeps blocks reserved for a request whose load failed until it schedules the request.
       vLLM admits an asynchronous load only if its blocks fit beside all reservations; a plain
@@ -370,9 +371,9 @@ class LoadRoom:
         )
 
     def has_room(self, request: Any) -> bool:
-        """Returns True if the device has enough blocks for the request to begin a load beside
-        `holders`, and no earlier request waits for its load. `comes` must have been called for the
-        request."""
+        """Returns True if the device has enough blocks for the request to begin a load beside the
+        requests in `holders`, and no earlier request waits for its load. `comes` must have been
+        called for the request."""
         is_first = self._next is None or (self._by_priority and request < self._next)
         if not is_first and request.request_id != self._next.request_id:
             return False
@@ -482,8 +483,8 @@ class OtherLoads:
 
     def settled(self, step: int, went_well: bool) -> None:
         """Handles the workers' report that a step has ended. A step is open until it is reported.
-        Reports arrive in order, so if an earlier step is still open, its report was lost, and the
-        blocks of its newly admitted requests are never stored.
+        Reports arrive in order, so if an earlier step is still open, its report was lost. Then the
+        blocks of requests that were admitted for the earlier step are never stored.
 
         step: the number that `step` returned for the reported step.
         went_well: False if a synchronous load failed in the step. Then the blocks of requests that

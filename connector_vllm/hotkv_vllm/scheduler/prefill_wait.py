@@ -35,8 +35,9 @@ MultiConnector)."""
 class PrefillWait:
     """Decides whether a request waits for blocks that another engine computes, and for how long.
 
-    In an engine with `kv_role="kv_consumer"` every request waits unless its `do_remote_prefill` is
-    false. In other engines a request waits only if its `do_remote_prefill` is true. A request whose
+    The field `do_remote_prefill` of a request's `kv_transfer_params` says whether another engine
+    computes its prompt. In an engine with `kv_role="kv_consumer"` every request waits unless this
+    field is false. In other engines a request waits only if this field is true. A request whose
     blocks another connector fetches never waits.
 
     decodes_only: True for an engine with `kv_role="kv_consumer"`.

@@ -38,7 +38,7 @@ class HotKVScheduler:
 
     edge: records the time and the exceptions of the hooks.
     stats: the counters' growth since vLLM last collected it.
-    totals: the counters' growth that vLLM has collected.
+    totals: the sum of all growth that vLLM has collected.
     """
 
     def __init__(

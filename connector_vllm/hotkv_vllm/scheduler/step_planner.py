@@ -1,5 +1,6 @@
 """Plans the workers' part of a step: which loads to begin or cancel, which blocks to store, and
-which stores must end before the step writes. The result is the message `HotKVMetadata`.
+which stores must end before the step writes the blocks that they read. The result is the message
+`HotKVMetadata`.
 
 Always true:
 - An order about a load is sent in one step only.

@@ -1,5 +1,5 @@
-"""Plans which blocks to store after a step, and which stores must end before the step writes.
-Scheduler thread only; never blocks.
+"""Plans which blocks to store after a step, and which stores must end before the step writes
+the blocks that they read. Scheduler thread only; never blocks.
 
 Always true:
 - Before a step writes a block that a store reads, the store has ended or is revoked
@@ -436,8 +436,8 @@ class StorePlanner:
     num_ranks: number of ranks that must report the end of each store.
     id_prefix: the ids of write leases begin with it.
     fence: revokes stores; None: only the workers revoke stores.
-    exactness: knows which tokens are exact, so that only their blocks are stored; None: all tokens
-        count as exact.
+    exactness: knows which tokens have exact KV, so that only their blocks are stored; None: all
+        tokens count as exact.
     residencies: the resident requests, whose inexact blocks are stored too; None without residency.
     in_flight: the stores on which ranks are working.
     tails: the last blocks of ended requests, to be stored with the next step.

@@ -138,7 +138,7 @@ class StoresInFlight:
         id_prefix: str,
         on_end: Callable[[StoreInFlight], None] = lambda store: None,
     ) -> None:
-        """max_bytes: limit of `num_bytes` (`is_full`).
+        """max_bytes: limit of `num_bytes`, the size of all stores in flight together (`is_full`).
         id_prefix: the ids of write leases begin with it.
         on_end: called with each store that is removed, whatever its result.
         """

@@ -148,9 +148,10 @@ class ContextSums:
             )
 
     def centres(self, model: str) -> Centres:
-        """Returns the centre, axes and biases of every layer. The bias of a format is the mean of
-        the biases measured in each context. Raises HotKVError (INVALID_FIELD) if there were too few
-        tokens.
+        """Returns the centre, axes and biases of every layer. The bias of a format says by how much
+        its scores overestimate the log of a block's attention mass. A returned bias is the mean
+        of the biases measured in each context. Raises HotKVError (INVALID_FIELD) if there were too
+        few tokens.
 
         model: name of the model.
         """

@@ -240,8 +240,8 @@ def _zeros(num_bytes: int) -> tuple[int | None, U8]:
     the memory. The descriptor is None if the system provides no such file.
 
     All memory of the file is allocated here, for two reasons. The kernel charges a page to the
-    process that touches it first, and this must not be the server. And the server rejects a file
-    with holes.
+    memory cgroup of the process that touches it first, and this must not be the server. And the
+    server rejects a file with holes.
     """
     try:
         fd = os.memfd_create("hotkv-representations")

@@ -24,7 +24,7 @@ from hotkv_sparse import SparseConfig
 @dataclass(frozen=True, slots=True)
 class SparseRows:
     """The rows (requests) of a step that attend sparsely: request `request_ids[i]` writes block
-    `block_ids[i]`. Each row has one such pair per KV cache group.
+    `block_ids[i]`. A row has one such pair for each KV cache group.
 
     ended: ids of requests that have ended since the last step.
     """

@@ -8,8 +8,9 @@ Always true: the hot set includes the sinks (first blocks), the recent window an
 block. Each step after the first adds at most `max_correction_blocks` other blocks. Further blocks
 that the step's query selects are copied into spare slots, and join the hot set in the next step.
 
-The first step fills the whole hot set, which has room for twice the budget of a step, with the best
-blocks. It needs no limit, because prefill has just had all blocks on the device.
+The first step fills the whole hot set with the best blocks. The hot set has room for about twice
+the blocks that a step may select. The first step needs no limit, because prefill has just had all
+blocks on the device.
 """
 
 from collections.abc import Mapping

@@ -138,7 +138,7 @@ class SparseWorker:
     layers: the layers that may attend sparsely, by name.
     recall_steps: the quality of a selection is measured once in this many steps; 0: never.
     turning: how the model's RoPE rotates keys by their position, for `first_prompt`.
-    first_prompt: calibrates layers (their centres and axes) from the first prompt.
+    first_prompt: calibrates layers (their centres and axes) from the first prompts.
     """
 
     def __init__(
@@ -364,8 +364,8 @@ class SparseWorker:
         return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if the budget covers the row's whole context, so that no blocks need to be
-        chosen."""
+        """Returns True if a step may choose as many blocks as the row's whole context has, so that
+        no blocks need to be chosen."""
         return row.budget_blocks >= len(row.blocks_C)
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:

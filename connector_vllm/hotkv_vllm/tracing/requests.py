@@ -1,7 +1,7 @@
 """Records trace spans that show what hotkv does for each request, and how long it takes.
 
-The span `hotkv.request` covers a request. Its parent is the span that the client has named, which
-is also the parent of vLLM's own span `llm_request`. Calls, loads and stores are children of
+The span `hotkv.request` covers a request. The client names its parent in the request's trace
+headers; vLLM's own span `llm_request` has the same parent. Calls, loads and stores are children of
 `hotkv.request`, and the server's spans are children of these.
 
 Always true: without the setting `tracing` these objects are not created, and OpenTelemetry is not
