@@ -75,7 +75,8 @@ class RankReport:
         """Completes the report and returns it; None if it is empty.
 
         meta: the message of the step from the scheduler; None if the step has none.
-        handshake: returns the rank's handshake; called if the scheduler has asked for it.
+        handshake: returns the rank's handshake (its key space, or why it has none); called if the
+            scheduler has asked for it.
         """
         self._sparse.sparse_report(self._next)
         self._state_report(loads)
