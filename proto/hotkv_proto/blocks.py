@@ -196,8 +196,9 @@ class TransferStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """The end of a transfer. After it the server does not access engine memory for this transfer.
-    Exception: after a store that the engine has revoked, the server may still read engine memory.
+    """The end of a transfer. After its end the server does not access engine memory for the
+    transfer. Exception: after the end of a store that the engine has revoked, the server may still
+    read engine memory.
 
     num_bytes: bytes that were copied.
     results: for a store, a uint8 array of `BlockResult` values for each run (consecutive blocks of
@@ -241,7 +242,8 @@ class ResidencyOpened:
     word_index: index of the session's validity word behind the arena.
     word_value: value of this word as long as the session's residencies are valid.
     generation: a number that the server gives to all residencies that it opens; higher than the
-        number of every earlier server of this arena.
+        number of every earlier server of this arena. The residency is invalid once the validity
+        word `GENERATION` is higher than this number.
     """
 
     residency_id: str
@@ -254,8 +256,9 @@ class Flushed(int):
     """The number of blocks that a flush has dropped, as an int.
 
     pending_tiers: names of the tiers that have not answered the flush. The server flushes such a
-        tier as soon as it answers. Until then other nodes may load blocks from before the flush
-        from this tier. For the tier `disk`, this node may load such blocks after a power loss.
+        tier as soon as it answers. Until then other nodes may load from this tier blocks that were
+        stored before the flush. For the tier `disk`, this node may load such blocks after a power
+        loss.
     """
 
     pending_tiers: tuple[str, ...]

@@ -61,7 +61,8 @@ entry. docs/wire.md names a remedy for each reason."""
 
 
 class HotKVError(Exception):
-    """A call was refused and has changed no state.
+    """A call was refused and has changed no state. Exception: if a subclass of this error was
+    raised, the server may have executed the call.
 
     reason: the reason for the refusal, for programs.
     message: sentence that names the problem and the fix, for people.
@@ -108,7 +109,8 @@ class SessionLostError(HotKVError):
     server may have executed the call.
 
     If a load fails with this error, the server can no longer access the engine's memory for this
-    load. The same is true of a store that could not be revoked.
+    load. The same is true of a store that the client can't revoke because the store has no word in
+    the fence (the page through which stores are revoked).
     """
 
     def __init__(self, message: str) -> None:

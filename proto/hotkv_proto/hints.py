@@ -1,9 +1,9 @@
 """Hints about the KV cache that routers send with a request, in vLLM's envelope (`kv_hints`).
 
 An envelope is a message with a list of actions, such as retaining or prefetching the blocks of a
-session. Only this module knows the names, versions and payloads of the protocol. vLLM's PR #53423
-defines the envelope and leaves the actions to the receiver. RFCs #51428, #52113 and #57103 name the
-actions and outcomes that this module implements.
+user session. Only this module knows the names, versions and payloads of the protocol. vLLM's PR
+#53423 defines the envelope and leaves the actions to the receiver. RFCs #51428, #52113 and #57103
+name the actions and outcomes that this module implements.
 
 Always true: `read` never raises, whatever an envelope contains. If an action is wrong, only this
 action is rejected, with a reason that names the field. Sizes are bounded (MAX_ACTIONS,
@@ -44,7 +44,7 @@ class ActionType(enum.Enum):
     pin: do not evict the blocks for a time.
     demote: evict the blocks before other blocks.
     prefetch: promote the blocks to host memory.
-    release: the session has ended and its blocks will not be used again.
+    release: the user session has ended and its blocks will not be used again.
     """
 
     RETAIN = "retain"
@@ -56,7 +56,7 @@ class ActionType(enum.Enum):
 
 AT_END = (ActionType.DEMOTE, ActionType.RELEASE)
 """Kinds of actions that are executed after the end of the request that carried them, if they name
-this request's own blocks or its session."""
+this request's own blocks or its user session."""
 
 
 class Status(enum.Enum):
@@ -66,7 +66,7 @@ class Status(enum.Enum):
     clipped: done for some of the blocks, or with reduced values.
     deferred: not done yet, or not finished.
     rejected: not done.
-    missing: the session is unknown, or none of the blocks is in host memory.
+    missing: the user session is unknown, or none of the blocks is in host memory.
     """
 
     ACCEPTED = "accepted"

@@ -160,8 +160,8 @@ def unsigned_salt(number: int) -> int:
 def group_hashes(
     hashes: Sequence[bytes], hash_block_tokens: int, block_tokens: int
 ) -> Sequence[bytes]:
-    """Returns the hashes of a group's blocks. These are the engine's hashes that end at the end of
-    a block of the group.
+    """Returns the hashes of a group's blocks. The hash of a block of the group is the last of the
+    engine's hashes within this block.
 
     hashes: the engine's hashes, one per `hash_block_tokens`.
     block_tokens: tokens of a block of the group, a multiple of `hash_block_tokens`.

@@ -1,7 +1,7 @@
 """Reports of engines: scheduled requests, ended requests, ended loads, reasons of misses, and
 counters of sparse decode.
 
-A hash block is the tokens of one block hash.
+A hash block is the tokens for which the engine computes one block hash.
 """
 
 import enum

@@ -4,8 +4,8 @@ so other modules import it by name, and only if traces are configured.
 Always true: recording a span neither blocks nor raises, from any thread. The queue and the spans
 per second are bounded; a span beyond a bound is dropped and counted. Only the SDK's thread and the
 helper thread of `_Bounds` send to the collector. Spans that the collector does not accept are lost.
-The log gets a line with the reason when such a failure begins, and a line when it ends. The SDK's
-own log lines are suppressed.
+The log gets a line with the reason when the collector stops accepting spans, and a line when it
+accepts spans again. The SDK's own log lines are suppressed.
 """
 
 import logging

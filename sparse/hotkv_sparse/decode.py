@@ -2,9 +2,9 @@
 blocks, and adds some of them to the hot set (the blocks of the layer that are on the device).
 
 `decode` gives the same result as `selection.select_layer` followed by `hotset.HotSet.step`. Callers
-use these two functions for fusion and `adaptive_p`, for which numpy chooses the blocks, and without
-a hot set. A single call is faster: a call into compiled code costs about a microsecond, passing
-arrays between two calls costs more, and a model has tens of layers.
+use these two functions instead if there is no hot set, or with fusion or `adaptive_p`, for which
+numpy chooses the blocks. `decode` is faster than the two functions: a call into compiled code costs
+about a microsecond, passing arrays between two calls costs more, and a model has tens of layers.
 
 The attention mass of a block is the sum of exp(q · k * scale) over its tokens; the log mass is the
 logarithm of the mass.

@@ -179,8 +179,8 @@ def version(
     axes_bytes: bytes = b"",
 ) -> int:
     """Returns a 63-bit hash of all inputs that define the meaning of the bytes of a representation
-    (compact form of a block's keys) in a format. The version of a kind of representation is a hash
-    over these hashes, for each layer and format.
+    (compact form of a block's keys) in a format. The version of a kind of representation
+    (`Representation.version`) is a hash over the hashes of all its layers and formats.
 
     Representations of different versions must never be scored together. The hash covers the layout,
     the format, its levels, the signs of the rotation, the centre `mu_HD` (None: 0) and

@@ -5,9 +5,9 @@ Always true (`check_invariants`):
 - A slot has one of five states. Free. Mapped: the step attends to its block. Loading: a prefetch is
   writing it. Ready: a prefetch has written it, but `adopt` has not mapped it yet. Cancelled: a
   prefetch is still writing it, but its block is not needed any more.
-- A block has at most one slot that is mapped, loading or ready. The map names exactly the mapped
-  blocks, usually at most `capacity_blocks`. After `resize` to a lower capacity, the map shrinks as
-  soon as blocks may be evicted.
+- A block has at most one slot that is mapped, loading or ready. The map (`HotMap`) names exactly
+  the mapped blocks, and never grows beyond `capacity_blocks`. If `resize` lowers the capacity below
+  the size of the map, the map shrinks as soon as blocks may be evicted.
 - A map that was returned never changes. `version` grows with every change of the current map.
 - A mapped block is never evicted if it is always kept (sinks, recent window, the partial block) or
   has no copy in host memory. Of the other blocks, the least recently selected block is evicted
@@ -276,10 +276,10 @@ class HotSet:
         """Makes a step: adds missing blocks of `selection` to the map, and evicts other blocks for
         them.
 
-        First adds all missing always kept blocks (`seed` has not added them). For these blocks it
-        may evict even selected blocks. Then adds the heaviest missing candidates, until `max_loads`
-        blocks are added in total. The other missing blocks are returned in `Step.prefetch`, unless
-        a prefetch of them is in progress.
+        First adds all always kept blocks that are missing, such as blocks that `seed` has not
+        added. For these blocks it may evict even selected blocks. Then adds the heaviest missing
+        candidates, until `max_loads` blocks are added in total. The other missing blocks are
+        returned in `Step.prefetch`, unless a prefetch of them is in progress.
 
         selection: this step's selection over the current `span`.
         """

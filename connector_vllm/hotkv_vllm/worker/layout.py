@@ -2,11 +2,11 @@
 server.
 
 A slot of the server holds the pages of a block in a fixed order: the order in which the block's
-group lists its layers. Inside a page the axes (heads, tokens, channels) stay in their physical
-order in the engine, which is part of the key space. All strides are read from the tensors. So the
-same code serves all layouts of vLLM (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC), and KV cache groups
-that share one buffer. A layout's name gives the order of the axes in memory, outermost first: L
-layers, B blocks, H KV heads, N tokens of a block, C channels of K and V.
+group lists its layers. Inside a page the axes (heads, tokens, channels) keep the physical order
+that they have in the engine; this order is part of the key space. All strides are read from the
+tensors. So the same code serves all layouts of vLLM (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC), and
+KV cache groups that share one buffer. A layout's name gives the order of the axes in memory,
+outermost first: L layers, B blocks, H KV heads, N tokens of a block, C channels of K and V.
 """
 
 import contextlib

@@ -1,4 +1,5 @@
-"""Follows the loads of one rank, from the order to begin to the report of their end.
+"""Follows the loads of one rank, from the scheduler's order to begin a load to the report of the
+load's end.
 
 Always true: each load is reported to vLLM exactly once, as loaded or as failed. It is reported only
 after its future is resolved, or after the scheduler has begun to hold its blocks back from vLLM's
@@ -91,9 +92,9 @@ class RankLoads:
     send: takes a load's order and its mark (point in the device's queue), begins the transfer, and
         returns its future. Does not raise.
     cancel: takes the id of a transfer, and asks the server to end it.
-    given_up: for each load that `give_up` has given up after its deadline: by request id, the
-        negative of the seconds that the load had taken until then. `RankReport` reports these times
-        and clears them.
+    given_up: times of the loads that `give_up` has given up after their deadline, by request id:
+        the negative of the seconds that the load had taken until then. `RankReport` reports these
+        times and clears them.
     """
 
     def __init__(
@@ -128,8 +129,8 @@ class RankLoads:
             load.time = AnswerTime(load.answer)
 
     def fail(self, request_ids: Iterable[str]) -> None:
-        """Queues loads that were never begun to be reported as failed, because vLLM awaits their
-        end."""
+        """Queues a report of failure for each request whose load was never begun, because vLLM
+        awaits the end of the load."""
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
@@ -182,8 +183,8 @@ class RankLoads:
     # -------------------------------------------------------------------------------------- results
 
     def take(self) -> tuple[set[str], set[str], list[Ended]]:
-        """Returns the ends of loads that were not reported to vLLM before, and forgets them. The
-        result has the ids of the requests whose load has ended (failed or not), the ids of the
+        """Returns the ends of loads that were not reported to vLLM before; returns each end once.
+        The result has the ids of the requests whose load has ended (failed or not), the ids of the
         requests whose load failed, and the ended loads."""
         if not self._active:
             failed, self._failed = self._failed, set()

@@ -1,4 +1,5 @@
-"""Follows the stores of one rank, from the order to begin to the report of their end.
+"""Follows the stores of one rank, from the scheduler's order to begin a store to the report of the
+store's end.
 
 Always true:
 - Before a step overwrites the blocks of a store, the store has ended, or is revoked, or its session
@@ -170,8 +171,9 @@ class RankStores:
 
     def _take_back(self, stores: list[ActiveStore]) -> bool:
         """Revokes stores, and waits until they have ended, so that their blocks may be overwritten.
-        If the server has not ended a store FENCE_GRACE_S after the store's deadline, replaces the
-        session and returns False; otherwise returns True.
+        If the server has not ended all of them FENCE_GRACE_S after the last deadline of a store
+        (`store_timeout_s` after the store began), replaces the session and returns False. Otherwise
+        returns True.
         """
         if self._rank.session is None:
             return True

@@ -24,8 +24,8 @@ class RankReport:
     rank_number: vLLM's number of the rank.
     sparse: sparse decode in this rank, whose counters and selections are reported.
     edge: records the time and the exceptions of the hooks.
-    asked: the last message from the scheduler whose loads were begun. The report answers its fields
-        `held_loads` and `asks_links`.
+    asked: the last message from the scheduler whose loads were begun. The report answers the
+        message's fields `held_loads` and `asks_links`.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class RankReport:
         """Completes the report and returns it; None if it is empty.
 
         meta: the message of the step from the scheduler; None if the step has none.
-        handshake: returns the rank's handshake; called if the scheduler has asked for it.
+        handshake: returns the rank's handshake (its key space, or why it has none); called if the
+            scheduler has asked for it.
         """
         self._sparse.sparse_report(self._next)
         self._state_report(loads)
@@ -115,8 +116,8 @@ class RankReport:
     def _step_report(
         self, meta: HotKVMetadata | None, handshake: Callable[[], HotKVHandshake | None]
     ) -> None:
-        """Adds the answers to the step's message: the step's numbers, and the rank's handshake if
-        the scheduler wants it."""
+        """Adds the answers to the step's message: the numbers by which the message names the step
+        (`timed_step`, `settles_step`), and the rank's handshake if the scheduler wants it."""
         if meta is None:
             return
         self._next.timed_step = meta.timed_step

@@ -209,7 +209,7 @@ class HotKVWorker:
             self.loads.give_up(meta.held_loads)
 
     def loads_broke(self, meta: HotKVMetadata) -> None:
-        """Queues the step's loads that were not begun to be reported as failed, because
+        """Queues a report of failure for each load of the step that was not begun, because
         `start_loads` has raised. The stores of the step are still handled."""
         self.loads.fail_unbegun(meta.loads, meta.abandoned_loads)
 

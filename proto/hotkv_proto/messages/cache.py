@@ -334,7 +334,7 @@ def read_load_runs(
 def flag_messages(
     messages: Sequence[cache_pb2.GroupHashes], masks: Sequence[BoolMask]
 ) -> list[cache_pb2.GroupFlags]:
-    """Makes the messages of masks.
+    """Makes the messages of masks over lists of hashes, such as the mask of the ready blocks.
 
     messages: the lists of hashes in the request.
     masks: for each list a mask with a flag (one byte) per hash.

@@ -1,5 +1,5 @@
-"""Converts refusals (errors.proto). In a stream a refusal is an `ErrorDetail` in place of an
-answer; for other calls it is a google.rpc.Status in the trailers."""
+"""Converts refusals (`HotKVError`) to messages and back (errors.proto). In a stream a refusal is an
+`ErrorDetail` in place of an answer; for other calls it is a google.rpc.Status in the trailers."""
 
 import re
 from functools import cache

@@ -1,5 +1,5 @@
-"""Converts the hints that an engine has read from a request, and the envelopes that routers send
-outside a request (hints.proto)."""
+"""Converts the hints that an engine has read from a request to messages and back (hints.proto).
+Reads the envelopes (sets of actions on blocks) that routers send outside a request."""
 
 import json
 from typing import Any

@@ -1,4 +1,5 @@
-"""Converts the reports of engines, and the answer to the registration of memory (session.proto)."""
+"""Converts the reports of engines (`hotkv_proto.reports`) to messages and back; also the answer to
+the registration of memory (session.proto)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -20,8 +21,8 @@ MAX_REPORTED_S = 86_400.0
 def report_message(
     value: RequestReport[Sequence[bytes]], hash_bytes: int
 ) -> session_pb2.RequestReport:
-    """Makes the message of a scheduled request. Raises INVALID_HASH if a hash has another length
-    than `hash_bytes`."""
+    """Makes the message of the report of a scheduled request. Raises INVALID_HASH if a hash has
+    another length than `hash_bytes`."""
     return session_pb2.RequestReport(
         hashes=pack(value.hashes, hash_bytes),
         prompt_token_count=value.prompt_tokens,
@@ -63,13 +64,14 @@ def read_reports(
 
 
 def _said(reason: int) -> Miss:
-    """Returns the reason with this number if engines may report it; otherwise UNKNOWN."""
+    """Returns the reason of a miss that has this number, if engines may report the reason;
+    otherwise UNKNOWN."""
     return Miss(reason) if reason in SAID_BY_ENGINES else Miss.UNKNOWN
 
 
 def ended_message(value: EndedRequest[Sequence[bytes]], hash_bytes: int) -> hints_pb2.EndedRequest:
-    """Makes the message of a request that has ended. Raises INVALID_HASH if a hash has another
-    length than `hash_bytes`."""
+    """Makes the message of the report of a request that has ended. Raises INVALID_HASH if a hash
+    has another length than `hash_bytes`."""
     return hints_pb2.EndedRequest(
         hashes=pack(value.hashes, hash_bytes),
         session_id=value.session_id,

@@ -2,9 +2,9 @@
 has mapped.
 
 This module never writes to the arena. Always true: `MappedArena.addresses` returns an address for a
-block only if the device may read the whole block. Memory is registered with CUDA piece by piece
-from the arena's start, and `close` unregisters it before the mapping is dropped. There are three
-ways in which a device can read the arena:
+block only if the device may read the whole block. If memory must be registered with CUDA, this is
+done piece by piece from the arena's start, and `close` unregisters the memory before the mapping is
+dropped. There are three ways in which a device can read the arena:
 
 - If the mapping is writable: the memory is registered with CUDA. The server provides writable
   mappings to the users in its setting `security.arena_writers`.

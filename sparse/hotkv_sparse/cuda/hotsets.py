@@ -2,7 +2,8 @@
 device memory for selected blocks). A step attends only to these blocks.
 
 In each step and layer the engine calls:
-    hot_sets.grow()      before the layer writes the step's keys and values to the slots' `pages`
+    hot_sets.grow()      before the layer writes the step's keys and values to the pages of new
+                         blocks' slots (`Workspace.pages`)
     hot_sets.correct()   after the selection, before attention
 
 Always true: the hot sets are the same as the hot sets of `hotkv_sparse.hotset` with the policy

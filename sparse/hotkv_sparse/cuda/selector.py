@@ -4,7 +4,7 @@ sets and writes the block table for attention. All of this runs on the device.
 In each step the engine calls, in this order:
     workspace.begin(context_tokens)   once, before the forward pass
     selector.hot.grow()               in each layer, before it writes the step's keys and values to
-                                      the `pages` of the new blocks' hot slots
+                                      the pages of new blocks' hot slots (`Workspace.pages`)
     selector.step(query)              in each layer, with the step's query (after RoPE), before
                                       attention
     … then attention over the block table hot.table, with the lengths hot.lengths …
