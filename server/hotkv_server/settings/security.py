@@ -13,8 +13,7 @@ TokenDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class TenantSettings(BaseModel, extra="forbid"):
-    """A tenant: the ids, tokens and certificate names by which its processes prove that they act
-    for it (one of them is enough), and its share of the arena."""
+    """A tenant: its ids, tokens and certificate names (one is enough as proof), and its share."""
 
     name: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")] = Field(
         description="Name that engines give in hotkv.tenant. Empty: engines that name none."
