@@ -238,8 +238,9 @@ class StoresInFlight:
         )
 
     def account(self, report: HotKVWorkerMetadata) -> list[StoreInFlight]:
-        """Adds the results in the workers' report. Removes and returns the stores that all ranks
-        have ended. A second call with the same report has no effect, and returns an empty list."""
+        """Adds the results in the workers' report to the stores in flight. Removes and returns the
+        stores that all ranks have ended. A second call with the same report has no effect, and
+        returns an empty list."""
         ended: list[StoreInFlight] = []
         if self._accounted is report:
             return ended

@@ -171,9 +171,11 @@ class RankStores:
 
     def _take_back(self, stores: list[ActiveStore]) -> bool:
         """Revokes stores, and waits until they have ended, so that their blocks may be overwritten.
-        If the server has not ended all of them FENCE_GRACE_S after the last deadline of a store
-        (`store_timeout_s` after the store began), replaces the session and returns False. Otherwise
-        returns True.
+        Returns True if the server has ended all of them in time. Otherwise replaces the session and
+        returns False.
+
+        A store's deadline is `store_timeout_s` after its begin. The wait ends FENCE_GRACE_S after
+        the latest deadline of these stores.
         """
         if self._rank.session is None:
             return True

@@ -100,7 +100,8 @@ class IndexShape:
 
     @property
     def num_runs(self) -> int:
-        """Returns the number of runs (of 16 tokens) in a block, in token formats."""
+        """Returns the number of runs in a block. A run has 16 tokens; a representation in a token
+        format, which has a scale per token, consists of runs (see `formats`)."""
         return formats.num_runs(self.block_tokens)
 
     @property

@@ -2,9 +2,9 @@
 hashes of its latest prompt in each key space. Also remembers the prompts of requests without a
 session.
 
-The data belongs to one tenant. Always true: there are at most `most_sessions` sessions with
-`most_bytes` of hashes; the least recently used session is dropped first. Prompts without a session
-have a separate bound over all key spaces, and expire. This module pins no blocks.
+The data belongs to one tenant. Always true: there are at most `most_sessions` sessions, and their
+hashes have at most `most_bytes` together; the least recently used session is dropped first. Prompts
+without a session have a separate bound over all key spaces, and expire. This module pins no blocks.
 """
 
 import math

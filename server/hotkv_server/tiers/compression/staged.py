@@ -60,9 +60,12 @@ class Codec:
         return results
 
     def decode(self, begins: Int64s, sizes: Int64s, places: Int64s, room_sizes: Int64s) -> Int64s:
-        """Decodes n blocks; for the arguments see `encode`. Returns, for each block, 1 if it was
-        decoded, or 0 if its room does not hold the encoded form of a block of this size, int64
-        [n]."""
+        """Decodes n blocks from their rooms. Returns, for each block, 1 if it was decoded, or 0 if
+        its room does not hold the encoded form of a block of this size, int64 [n].
+
+        `begins`, `sizes`: the blocks' offsets and sizes in `blocks`, in bytes.
+        `places`, `room_sizes`: the rooms' offsets and sizes in `rooms`, in bytes.
+        """
         results = np.empty(len(sizes), np.int64)
         self._kernels.decode_many(
             self._rooms, places, room_sizes, self._blocks, begins, sizes, results
@@ -187,9 +190,14 @@ class Staged:
         return self._codec.encode(slots, sizes, at, rooms)
 
     def decode(self, slots: Int64s, sizes: Int64s, at: Int64s, rooms: Int64s) -> Int64s:
-        """Decodes n blocks from the staging memory to the arena; the arguments are those of
-        `encode`. Returns, for each block, 1 if it was decoded, or 0 if the staging memory does not
-        hold the encoded form of a block of this size, int64 [n]."""
+        """Decodes n blocks from the staging memory to the arena. Returns, for each block, 1 if it
+        was decoded, or 0 if the staging memory does not hold the encoded form of a block of this
+        size, int64 [n].
+
+        `slots`, `sizes`: the blocks' offsets and sizes in the arena, in bytes.
+        `at`, `rooms`: for each encoded form, the offset and the size of its range in the staging
+            memory, in bytes.
+        """
         assert self._codec is not None, "staging memory that was not taken"
         return self._codec.decode(slots, sizes, at, rooms)
 
