@@ -87,10 +87,11 @@ def _emit_exp(builder: Any, args: Any) -> None:
 
 
 def _emit_peak(builder: Any, args: Any) -> None:
-    """Emits code for: peak = the maximum of peak and all scores.
+    """Emits code for: *peak = the maximum of *peak and all scores.
 
-    Operands: (scores, num_runs, peak); scores float32 [num_runs][16], peak float32. Computes four
-    independent maxima, so that an instruction does not wait for the result of the one before it.
+    Operands: `scores`, the address of float32 [num_runs][16]; `num_runs`, a count; `peak`, the
+    address of a float32. Computes four independent maxima, so that an instruction does not wait for
+    the result of the one before it.
     """
     scores, num_runs, peak = args
     initial = splat(builder, load(builder, peak, F32), FLOATS)

@@ -218,11 +218,13 @@ def differences(source: Readable, door: str, uses: Uses) -> list[str]:
 
 
 def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[str, None]:
-    """Returns a line of text for each use of a door whose form in the sources is not listed, in the
-    order of the list. The lines are the keys of the result.
+    """Returns a line of text for each changed use of vLLM's API: a use whose definition in the
+    sources (its signature, for example) is not among the listed forms. The lines are the keys of
+    the result, in the order of the list.
 
-    names: finds definitions in the sources, by parsing only parts of files. If a use does not fit,
-        this function checks it again by parsing whole files.
+    door: one of hotkv's two connectors; its uses are compared.
+    names: finds definitions in the sources, by parsing only parts of files. If a definition is not
+        among the listed forms, this function looks it up again by parsing whole files.
     """
     whole = Names(source, is_whole=True)
     found: dict[str, None] = {}

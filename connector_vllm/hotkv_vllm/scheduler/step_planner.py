@@ -129,10 +129,12 @@ class StepPlanner:
         cache.finder.patience.begin_step()
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
-        """Adopts the weights that the ranks have reported. If they differ from the present weights,
-        or if a rank noticed a write to its weights, also marks all KV on the device as inexact, and
-        looks all requests up anew.
+        """Continues in the key space of the weights that the ranks have reported
+        (`Sharing.adopt`). If these weights differ from those of the present key space, or if a rank
+        noticed a write to its weights, also marks all KV on the device as inexact, and looks all
+        requests up anew.
 
+        cache: the parts of the scheduler side that use the session.
         identity: identifies the weights by their content.
         """
         is_other = self._sharing.is_other(identity)

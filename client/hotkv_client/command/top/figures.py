@@ -149,7 +149,8 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class ModelRates:
-    """The figures of a model: sums over its engines; ratios are weighted means."""
+    """The figures of a model: sums over its engines. A ratio is the mean of the engines' ratios,
+    weighted by the ratios' denominators (`Weights`)."""
 
     name: str
     num_engines: int
