@@ -489,7 +489,7 @@ async def test_guests_who_do_not_read_their_end_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Such as callers of reflection, who need no rights."""
-    monkeypatch.setattr(interceptor, "MAX_UNREAD_ENDS", 1)
+    monkeypatch.setattr(interceptor, "MAX_UNREAD_GUESTS", 1)
     told, for_ever = list[str](), asyncio.Event()
 
     async def abort(code: Any, details: str, trailers: Any) -> None:

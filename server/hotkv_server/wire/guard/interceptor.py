@@ -141,7 +141,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 PREFIX = "/hotkv.v1."
 REQUEST_ID_KEY = "x-request-id"
 GOOD_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,64}")
-MAX_UNREAD_ENDS = 256
+MAX_UNREAD_GUESTS = 256
 """Most calls of guests (calls without a session) on a listener that the server has ended, and whose
 clients have not read the end; until they do, gRPC can't end the calls. Beyond this number, no guest
 is admitted to health's Watch, reflection or channelz."""
@@ -365,10 +365,10 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         """Writes the answers of a call to health, reflection or channelz. Counts the call as a
         guest, because it may last."""
         try:
-            if self._num_unread_ends >= MAX_UNREAD_ENDS:
+            if self._num_unread_ends >= MAX_UNREAD_GUESTS:
                 raise HotKVError(
                     Reason.OVERLOADED,
-                    f"{MAX_UNREAD_ENDS} such calls have ended, and their clients do not read it",
+                    f"{MAX_UNREAD_GUESTS} such calls have ended, and their clients do not read it",
                 )
             with self._guests.stay():
                 async with contextlib.aclosing(answers):
