@@ -1,33 +1,38 @@
 """The second door beside the first: time to the first token of a hit in an engine with hotkv
 behind its offloading (docs/doors.md).
 
-Engines of a small model with random weights take turns on the same new prompts. `own` and `door`
-compute and store, each through its connector. `own-reader` and `door-reader` are other processes,
-which hit from the server. `primary` is vLLM's offloading alone, which hits in its own primary tier
-once its device cache was emptied. On a CPU a memcpy stands in for the copy between device and
-primary tier (`hotkv_vllm.testing.host_copies`).
+Engines of a model with random weights take turns on the same new prompts. `own` and `door` compute
+and store, each through its connector. `own-reader` and `door-reader` are other processes, which hit
+from the server. `primary` is vLLM's offloading alone, which hits in its own primary tier once its
+device cache was emptied. On a CPU a memcpy stands in for the copy between device and primary tier
+(`hotkv_vllm.testing.host_copies`). `--gpu`: engines on the first GPU, a model of 1.1 billion
+parameters; the server copies through CUDA IPC for `own`.
 
 Prints a table; `--json` prints a JSON object last:
 - `tokens_equal`: all answers of a prompt are equal.
+- `largest_logprob_difference`: of the hits from the computed answers.
 - `door_over_own`, `door_over_primary`, `door_over_compute`: first token of a hit through the door,
   over a hit through hotkv's own connector, over a hit in vLLM's primary tier, and over computing.
+- `own_over_compute`: a hit through hotkv's own connector, over computing.
 - the same with `_32k`, for prompts of 32,000 tokens.
 - `tenth_hit_tokens`, `tenth_over_compute`, `tenth_tokens_equal`: a prompt of 131,072 tokens through
   a primary tier of a tenth of it.
 """
 
 import contextlib
+import itertools
+import random
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bench.report import Bound, at_least, at_most, median, parser, print_figures, say
 from bench.servers import GIB, serving
-from demo.processes import Answer, Engine, EngineSettings, Server
-from demo.random_llama import KV_TOKEN_BYTES, VOCAB, write_model
+from demo.processes import Answer, Engine, EngineSettings, Server, largest_logprob_difference
+from demo.random_llama import TINY, Shape, write_model
 
 BOUNDS: Mapping[str, Bound] = {
     "tokens_equal": at_least(1),
@@ -39,13 +44,46 @@ BOUNDS: Mapping[str, Bound] = {
 LONG_TOKENS = 131_072
 BLOCK_TOKENS = 32
 ANSWER_TOKENS = 8
-SETTLE_S = 1.3
-"""Pause between two engines. A worker of vLLM's polls its queue for a second after its last step,
-on the core to which all of the engines are bound (`SpinCondition.busy_loop_s`)."""
-COPIES = {
-    "spec_name": "HostTieringSpec",
-    "spec_module_path": "hotkv_vllm.testing.host_copies",
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the engines run on.
+
+    settle_s: pause between two engines.
+    offloading: settings of vLLM's offloading.
+    engine_args: arguments of `vllm.LLM`.
+    device: where torch draws the model's weights.
+    """
+
+    shape: Shape
+    settle_s: float
+    arena_bytes: int
+    offloading: Mapping[str, str] = field(default_factory=dict)
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+
+
+CPU = Place(
+    TINY,
+    # A worker of vLLM's polls its queue for a second after its last step, on the core to which all
+    # of the engines are bound (`SpinCondition.busy_loop_s`).
+    settle_s=1.3,
+    arena_bytes=3 * GIB,
+    offloading={
+        "spec_name": "HostTieringSpec",
+        "spec_module_path": "hotkv_vllm.testing.host_copies",
+    },
+)
+GPU = Place(
+    Shape(16, 2048, 8192, 32, 8, 64, 32_000, "bfloat16"),
+    settle_s=0.1,
+    arena_bytes=8 * GIB,
+    offloading={"spec_name": "TieringOffloadingSpec"},
+    # Five engines share the device; what each needs for KV is given in bytes.
+    engine_args={"gpu_memory_utilization": 0.15},
+    device="cuda",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,58 +100,82 @@ class Round:
         answers = {one.token_ids for one in (self.computed, self.own, self.door, self.primary)}
         return len(answers) == 1
 
+    @property
+    def largest_logprob_difference(self) -> float:
+        return max(
+            largest_logprob_difference(self.computed, one)
+            for one in (self.own, self.door, self.primary)
+        )
+
 
 class Engines:
     """Starts engines of the same model over the same server."""
 
     def __init__(
-        self, model: Path, max_tokens: int, server: Server, folder: Path, chunk_blocks: int = 1
+        self, place: Place, max_tokens: int, server: Server, folder: Path, chunk_blocks: int = 1
     ) -> None:
-        self._model, self._max_tokens, self._chunk_blocks = model, max_tokens, chunk_blocks
+        self.place, self._max_tokens, self._chunk_blocks = place, max_tokens, chunk_blocks
         self._server, self._folder = server, folder
+        self._model = write_model(
+            folder / f"model-{max_tokens}", max_tokens, place.shape, place.device
+        )
+
+    def bytes_of(self, num_tokens: int) -> int:
+        """Returns the bytes of so many tokens' KV."""
+        return num_tokens * self.place.shape.kv_token_bytes
 
     @contextlib.contextmanager
     def engine(self, name: str, connector: str, primary_bytes: int = 0) -> Iterator[Engine]:
-        """Starts an engine. `primary_bytes`: its primary tier, if it offloads."""
+        """Starts an engine and doesn't wait for it. `primary_bytes`: its primary tier, if it
+        offloads."""
         extra: dict[str, Any] = {}
         if connector.startswith("HotKV"):
             extra["hotkv.target"] = self._server.target
         if primary_bytes:
-            extra |= {"cpu_bytes_to_use": primary_bytes, "offload_prompt_only": False, **COPIES}
+            extra |= {"cpu_bytes_to_use": primary_bytes, "offload_prompt_only": False}
+            extra |= self.place.offloading
             extra["blocks_per_chunk"] = self._chunk_blocks
         else:
             extra["hotkv.load"] = "always"
         arguments = {
             "load_format": "auto",
             "skip_tokenizer_init": True,
-            "dtype": "float32",
+            "dtype": self.place.shape.dtype,
             "max_model_len": self._max_tokens,
             "block_size": BLOCK_TOKENS,
-            "kv_cache_memory_bytes": (self._max_tokens + 1024) * KV_TOKEN_BYTES,
+            "kv_cache_memory_bytes": self.bytes_of(self._max_tokens + 1024),
             "max_num_batched_tokens": 8192,
             "kv_transfer_config": {
                 "kv_connector": connector,
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": extra,
             },
+            **self.place.engine_args,
         }
         settings = EngineSettings(str(self._model), engine_args=arguments)
         with Engine(name, settings, self._folder) as one:
-            one.wait_ready()
             yield one
 
+    def prompt(self, seed: int, num_tokens: int) -> list[int]:
+        """Returns token ids by chance."""
+        return random.Random(seed).choices(range(10, self.place.shape.vocab), k=num_tokens)
 
-def prompt(seed: int, num_tokens: int) -> list[int]:
-    """Returns token ids by chance."""
-    import random
+    def alone_on_the_machine(self, engine: Engine, tokens: list[int]) -> Answer:
+        """Returns the engine's answer, once the engine before has stopped polling."""
+        time.sleep(self.place.settle_s)
+        return engine.generate(tokens, ANSWER_TOKENS)
 
-    return random.Random(seed).choices(range(10, VOCAB), k=num_tokens)
+
+LENGTHS = {"4k": (4000, ""), "32k": (32_000, "_32k")}
+"""By name, the tokens of prompts and the suffix of their figures."""
 
 
-def compare(engines: Engines, server: Server, num_tokens: int, num_rounds: int) -> list[Round]:
-    """Returns rounds of all engines over prompts of `num_tokens`."""
-    primary_bytes = 2 * (num_tokens + 1024) * KV_TOKEN_BYTES + (8 << 20)
-    rounds: list[Round] = []
+def compare(
+    engines: Engines, server: Server, lengths: Sequence[int], num_rounds: int
+) -> dict[int, list[Round]]:
+    """Returns rounds of all engines over prompts of each length, in tokens."""
+    primary_bytes = engines.bytes_of(2 * (max(lengths) + 1024)) + (8 << 20)
+    rounds: dict[int, list[Round]] = {}
     with contextlib.ExitStack() as stack:
         own, own_reader = (
             stack.enter_context(engines.engine(name, "HotKVConnector"))
@@ -126,19 +188,22 @@ def compare(engines: Engines, server: Server, num_tokens: int, num_rounds: int) 
         alone = stack.enter_context(engines.engine("primary", "OffloadingConnector", primary_bytes))
         everyone = (own, own_reader, door, door_reader, alone)
         for one in everyone:
-            one.warm_up(prompt(99, num_tokens))
-        for number in range(num_rounds):
-            tokens = prompt(1000 + number, num_tokens)
-            computed = alone_on_the_machine(own, tokens)
-            alone_on_the_machine(door, tokens)
-            alone_on_the_machine(alone, tokens)
+            one.wait_ready()
+        for number, num_tokens in itertools.product(range(num_rounds), lengths):
+            if number == 0:
+                for one in everyone:
+                    one.warm_up(engines.prompt(99, num_tokens))
+            tokens = engines.prompt(1000 + number, num_tokens)
+            computed = engines.alone_on_the_machine(own, tokens)
+            engines.alone_on_the_machine(door, tokens)
+            engines.alone_on_the_machine(alone, tokens)
             alone.reset_prefix_cache()
             server.wait_for_stores()
             readers = [own_reader, door_reader, alone]
             turns = readers if number % 2 else readers[::-1]
-            said = {one.name: alone_on_the_machine(one, tokens) for one in turns}
-            rounds.append(Round(computed, said["own-reader"], said["door-reader"], said["primary"]))
-            last = rounds[-1]
+            said = {one.name: engines.alone_on_the_machine(one, tokens) for one in turns}
+            last = Round(computed, said["own-reader"], said["door-reader"], said["primary"])
+            rounds.setdefault(num_tokens, []).append(last)
             say(
                 f"{num_tokens} tokens, round {number + 1}: computed {last.computed.ttft_s:.3f} s, "
                 f"own {last.own.ttft_s:.4f} ({last.own.hit_tokens}), "
@@ -151,22 +216,16 @@ def compare(engines: Engines, server: Server, num_tokens: int, num_rounds: int) 
     return rounds
 
 
-def alone_on_the_machine(engine: Engine, tokens: list[int]) -> Answer:
-    """Returns the engine's answer, once the engine before has stopped polling."""
-    time.sleep(SETTLE_S)
-    return engine.generate(tokens, ANSWER_TOKENS)
-
-
 def through_a_tenth(engines: Engines, server: Server) -> dict[str, float]:
     """Returns figures of a prompt that is ten times as large as the primary tier."""
-    tokens = prompt(7, LONG_TOKENS - 64)
-    with engines.engine(
-        "long", "HotKVOffloadingConnector", 2 * LONG_TOKENS * KV_TOKEN_BYTES
-    ) as one:
+    tokens = engines.prompt(7, LONG_TOKENS - 64)
+    whole = engines.bytes_of(LONG_TOKENS)
+    with engines.engine("long", "HotKVOffloadingConnector", 2 * whole) as one:
+        one.wait_ready()
         computed = one.generate(tokens, ANSWER_TOKENS)
         server.wait_for_stores()
-    tenth = LONG_TOKENS * KV_TOKEN_BYTES // 10
-    with engines.engine("tenth", "HotKVOffloadingConnector", tenth) as one:
+    with engines.engine("tenth", "HotKVOffloadingConnector", whole // 10) as one:
+        one.wait_ready()
         hit = one.generate(tokens, ANSWER_TOKENS)
     say(f"{len(tokens)} tokens: computed {computed.ttft_s:.2f} s, through a tenth {hit.ttft_s:.2f}")
     return {
@@ -178,39 +237,59 @@ def through_a_tenth(engines: Engines, server: Server) -> dict[str, float]:
 
 def figures_of(rounds: list[Round], suffix: str = "") -> dict[str, float]:
     """Returns the figures of rounds over prompts of the same length."""
-    door_s = median([one.door.ttft_s for one in rounds])
+    own_s, door_s, computed_s = (
+        median([getattr(one, name).ttft_s for one in rounds])
+        for name in ("own", "door", "computed")
+    )
     return {
-        f"door_over_own{suffix}": door_s / median([one.own.ttft_s for one in rounds]),
+        f"door_over_own{suffix}": door_s / own_s,
         f"door_over_primary{suffix}": door_s / median([one.primary.ttft_s for one in rounds]),
-        f"door_over_compute{suffix}": door_s / median([one.computed.ttft_s for one in rounds]),
+        f"door_over_compute{suffix}": door_s / computed_s,
+        f"own_over_compute{suffix}": own_s / computed_s,
     }
+
+
+def on_gpu(place: Place) -> contextlib.AbstractContextManager[Server]:
+    """Returns a server whose arena is pinned and whose copies are measured."""
+    from bench.gpu.engine import find_side, settled
+
+    return settled(find_side(made_up=False), place.arena_bytes)
 
 
 def main() -> int:
     flags = parser("The second door beside the first, and beside vLLM's own offloading.")
     flags.add_argument("--rounds", type=int, default=7)
-    flags.add_argument("--only", choices=("4k", "32k", "tenth"), help="one part of it")
+    flags.add_argument("--only", nargs="+", choices=(*LENGTHS, "tenth"), help="parts of it")
     flags.add_argument(
         "--chunk-blocks", type=int, default=1, help="blocks of a chunk of vLLM's offloading"
     )
+    flags.add_argument("--gpu", action="store_true", help="engines on the first GPU")
+    flags.add_argument(
+        "--attention", default="", help="vLLM's attention backend, such as TRITON_ATTN"
+    )
     options = flags.parse_args()
+    place = GPU if options.gpu else CPU
+    if options.attention:
+        arguments = {**place.engine_args, "attention_backend": options.attention}
+        place = replace(place, engine_args=arguments)
     figures: dict[str, float] = {}
-    equal = True
-    with serving(3 * GIB) as server:
+    equal, differ = True, 0.0
+    with on_gpu(place) if options.gpu else serving(place.arena_bytes) as server:
         folder = server.log.parent
-        for name, num_tokens, suffix in (("4k", 4000, ""), ("32k", 32_000, "_32k")):
-            if options.only in (None, name):
-                model = write_model(folder / name, num_tokens + 64)
-                engines = Engines(model, num_tokens + 64, server, folder, options.chunk_blocks)
-                rounds = compare(engines, server, num_tokens, options.rounds)
+        lengths = [LENGTHS[name] for name in options.only or LENGTHS if name in LENGTHS]
+        if lengths:
+            longest = max(num_tokens for num_tokens, _ in lengths)
+            engines = Engines(place, longest + 64, server, folder, options.chunk_blocks)
+            found = compare(engines, server, [num for num, _ in lengths], options.rounds)
+            for num_tokens, suffix in lengths:
+                rounds = found[num_tokens]
                 equal &= all(one.are_equal for one in rounds)
+                differ = max([differ, *(one.largest_logprob_difference for one in rounds)])
                 figures |= figures_of(rounds, suffix)
-        if options.only in (None, "tenth"):
-            engines = Engines(
-                write_model(folder / "long", LONG_TOKENS), LONG_TOKENS, server, folder
-            )
+        if not options.only or "tenth" in options.only:
+            engines = Engines(place, LONG_TOKENS, server, folder)
             figures |= through_a_tenth(engines, server)
-    figures = {"tokens_equal": int(equal), **figures}
+    figures = {"tokens_equal": int(equal), "largest_logprob_difference": differ, **figures}
     print_figures(figures, {k: v for k, v in BOUNDS.items() if k in figures}, as_json=options.json)
     return 0
 

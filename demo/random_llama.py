@@ -6,17 +6,40 @@ back wrong KV would be seen. Nobody can read what the model says; its tokens are
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
-LAYERS, KV_HEADS, HEAD_SIZE, VOCAB = 4, 2, 32, 1024
-_HIDDEN, _INNER, _HEADS = 128, 256, 4
-KV_TOKEN_BYTES = LAYERS * 2 * KV_HEADS * HEAD_SIZE * 4
-"""Keys and values of a token in all layers, in float32."""
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a Llama. dtype: that of the weights and of the KV, as torch names it."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+    dtype: str
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Returns the bytes of a token's keys and values in all layers."""
+        value_bytes = {"float32": 4, "bfloat16": 2}[self.dtype]
+        return self.layers * 2 * self.kv_heads * self.head_size * value_bytes
 
 
-def write_model(folder: Path, max_tokens: int) -> Path:
+TINY = Shape(4, 128, 256, 4, 2, 32, 1024, "float32")
+LAYERS, VOCAB, KV_TOKEN_BYTES = TINY.layers, TINY.vocab, TINY.kv_token_bytes
+
+
+def write_model(folder: Path, max_tokens: int, shape: Shape = TINY, device: str = "cpu") -> Path:
     """Writes config.json and model.safetensors of a model for contexts of up to `max_tokens`;
-    returns the folder."""
+    returns the folder.
+
+    device: where torch draws the weights; another device draws other weights.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -24,46 +47,52 @@ def write_model(folder: Path, max_tokens: int) -> Path:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_SIZE,
-        "vocab_size": VOCAB,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "vocab_size": shape.vocab,
         "max_position_embeddings": max_tokens,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
-        "torch_dtype": "float32",
+        "torch_dtype": shape.dtype,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)
+    dtype = getattr(torch, shape.dtype)
 
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * 1.5 * shape[-1] ** -0.5
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator, device=device)
+
+    def weight(*sizes: int) -> torch.Tensor:
+        return (draw(*sizes) * 1.5 * sizes[-1] ** -0.5).to(dtype)
 
     def norm() -> torch.Tensor:
-        return 1.0 + 0.1 * torch.randn(_HIDDEN, generator=generator)
+        return (1.0 + 0.1 * draw(shape.hidden)).to(dtype)
 
+    hidden, inner = shape.hidden, shape.inner
+    query, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     tensors = {
-        "model.embed_tokens.weight": 0.05 * torch.randn(VOCAB, _HIDDEN, generator=generator),
+        "model.embed_tokens.weight": (0.05 * draw(shape.vocab, hidden)).to(dtype),
         "model.norm.weight": norm(),
-        "lm_head.weight": weight(VOCAB, _HIDDEN),
+        "lm_head.weight": weight(shape.vocab, hidden),
     }
-    for layer in range(LAYERS):
+    for layer in range(shape.layers):
         name = f"model.layers.{layer}"
         tensors |= {
-            f"{name}.self_attn.q_proj.weight": weight(_HEADS * HEAD_SIZE, _HIDDEN),
-            f"{name}.self_attn.k_proj.weight": weight(KV_HEADS * HEAD_SIZE, _HIDDEN),
-            f"{name}.self_attn.v_proj.weight": weight(KV_HEADS * HEAD_SIZE, _HIDDEN),
-            f"{name}.self_attn.o_proj.weight": weight(_HIDDEN, _HEADS * HEAD_SIZE),
-            f"{name}.mlp.gate_proj.weight": weight(_INNER, _HIDDEN),
-            f"{name}.mlp.up_proj.weight": weight(_INNER, _HIDDEN),
-            f"{name}.mlp.down_proj.weight": weight(_HIDDEN, _INNER),
+            f"{name}.self_attn.q_proj.weight": weight(query, hidden),
+            f"{name}.self_attn.k_proj.weight": weight(kv, hidden),
+            f"{name}.self_attn.v_proj.weight": weight(kv, hidden),
+            f"{name}.self_attn.o_proj.weight": weight(hidden, query),
+            f"{name}.mlp.gate_proj.weight": weight(inner, hidden),
+            f"{name}.mlp.up_proj.weight": weight(inner, hidden),
+            f"{name}.mlp.down_proj.weight": weight(hidden, inner),
             f"{name}.input_layernorm.weight": norm(),
             f"{name}.post_attention_layernorm.weight": norm(),
         }
