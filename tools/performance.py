@@ -1,12 +1,15 @@
-"""Writes docs/performance.md from `bench/records.json`: the last recorded figures.
+"""Writes docs/performance.md from `bench/records.json`, the last recorded figures, and
+`bench/gpu/records.json`, which a person writes from the output of a GPU machine.
 
 `python -m tools.performance` writes it. `--check` fails if the page is out of date.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
+from bench.gpu.figures import Figure
 from bench.targets import Record, read_records, shown
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
@@ -18,23 +21,48 @@ HEAD = """# Measured against targets
 figures below, the last that `make bench BENCH=--record` wrote to `bench/records.json`. It needs
 minutes for each benchmark, and a quiet machine: a target that was missed while other work had the
 cores is marked *busy*. `bench/NAME.py` says what a figure means; `tools/performance.py` makes this
-page. No figure here is of a GPU ([cuda.md](cuda.md)).
+page.
+"""
+GPU_RECORDS = Path(__file__).resolve().parent.parent / "bench" / "gpu" / "records.json"
+GPU_HEAD = """
+## On a GPU
+
+Figures of `bench.gpu` with targets, measured with nothing else on the GPU.
+[cuda.md](cuda.md#measured-on-a-gpu) has those of vLLM, `bench/gpu/records.json` has all.
 """
 
 
 def page(records: dict[str, Record]) -> str:
     machines = list(dict.fromkeys(one.machine for one in records.values()))
     parts = [HEAD, *(f"Machine: {one}.\n" for one in machines)]
-    parts.append("| figure | measured | target | |\n|---|---|---|---|")
+    parts.append("| figure | measured | target |\n|---|---|---|")
     for record in records.values():
         cores = int(record.machine.split()[0])
         missed = "busy" if record.load > BUSY_LOAD * cores else "missed"
-        parts.append(f"| **`{record.command}`** {record.date} | | | |")
+        parts.append(f"| **`{record.command}`** {record.date} | | |")
         parts += [
-            f"| {name} | {shown(one.value)} | {one.bound} | {'hit' if one.is_hit else missed} |"
+            f"| {name} | {shown(one.value)} | {one.bound}, {'hit' if one.is_hit else missed} |"
             for name, one in record.figures.items()
         ]
-    return "\n".join(parts) + "\n"
+    return "\n".join([*parts, *gpu_part()]) + "\n"
+
+
+def gpu_part() -> list[str]:
+    """Returns the lines about figures of a GPU."""
+    records = json.loads(GPU_RECORDS.read_text())
+    machines = dict.fromkeys(one["machine"] for one in records)
+    parts = [GPU_HEAD, *(f"Machine: {one}.\n" for one in machines)]
+    parts.append("| figure | measured | target |\n|---|---|---|")
+    for record in records:
+        figures = [Figure(**one) for one in record["figures"] if one.get("target") is not None]
+        if record["busy"] or not figures or "bench.gpu" not in record["command"]:
+            continue
+        parts.append(f"| **`{record['command']}`** {record['date']} | | |")
+        for figure in figures:
+            bound = f"{'<=' if figure.at_most else '>='} {figure.target:g}"
+            hit = "hit" if figure.met else "missed"
+            parts.append(f"| {figure.name} | {shown(figure.measured)} | {bound}, {hit} |")
+    return parts
 
 
 def main() -> int:

@@ -112,7 +112,7 @@ def rates(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> lis
     figures, dense, resident = list[Figure](), list[float](), list[float]()
     for rows in BATCHES:
         kernels.clear()
-        name, found = f"decode 128k, batch {rows}", []
+        name, found = f"decode {host.num_tokens >> 10}k, batch {rows}", []
         if rows <= DENSE_ROWS:
             dense.append(dense_rate(kernels, model, rows, host.num_tokens, steps))
             found.append(Figure(f"{name}: dense, tokens/s", dense[-1]))
@@ -126,10 +126,10 @@ def rates(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> lis
         ]
         figures += found
         print("\n".join(f"{figure.name}: {figure.measured:.3g}" for figure in found), flush=True)
-    ratio = max(resident) / max(dense)
+    ratio, length = max(resident) / max(dense), f"decode {host.num_tokens >> 10}k"
     return [
         *figures,
-        Figure("decode 128k: residency over dense, equal memory", ratio, RATIO_TARGET),
+        Figure(f"{length}: residency over dense, equal memory", ratio, RATIO_TARGET),
     ]
 
 
@@ -140,9 +140,10 @@ def prefill_overhead(
     config = SMALL_CONFIG if small else CONFIG
     kernels.clear()
     found = Prefill(kernels, model, host, config, chunk=128 if small else 8192).measured()
+    length = f"prefill {host.num_tokens >> 10}k"
     return [
-        Figure("prefill 128k: whole prompt, dense, s", found.dense_s),
-        Figure("prefill 128k: residency adds, of dense", found.overhead, OVERHEAD_TARGET, True),
+        Figure(f"{length}: whole prompt, dense, s", found.dense_s),
+        Figure(f"{length}: residency adds, of dense", found.overhead, OVERHEAD_TARGET, True),
     ]
 
 

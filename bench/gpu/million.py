@@ -41,9 +41,9 @@ def decode(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> li
     times = one.step_times_ms(steps)
     pulled = (context.pulled() - pulled) // steps
     return [
-        Figure("1M, 14B: first token of a prefix hit, s", first_s),
-        Figure("1M, 14B: per token, ms", median(times)),
-        Figure("1M, 14B: pages pulled a token", pulled),
+        Figure(f"{host.num_tokens >> 10}k, 14B: first token of a prefix hit, s", first_s),
+        Figure(f"{host.num_tokens >> 10}k, 14B: per token, ms", median(times)),
+        Figure(f"{host.num_tokens >> 10}k, 14B: pages pulled a token", pulled),
     ]
 
 
@@ -53,8 +53,15 @@ def prefill(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> l
     found = Prefill(kernels, model, host, config, chunk=128 if small else 8192).measured()
     total_s = found.dense_s + found.added_s
     return [
-        Figure("1M, 14B: first token of a whole prefill (computed), s", total_s),
-        Figure("1M, 14B: residency adds, of dense prefill", found.overhead, OVERHEAD_TARGET, True),
+        Figure(
+            f"{host.num_tokens >> 10}k, 14B: first token of a whole prefill (computed), s", total_s
+        ),
+        Figure(
+            f"{host.num_tokens >> 10}k, 14B: residency adds, of dense prefill",
+            found.overhead,
+            OVERHEAD_TARGET,
+            True,
+        ),
     ]
 
 

@@ -31,6 +31,7 @@ ORDER = [
     "bench latency",
     "bench residency",
     "bench methods",
+    "bench per_token",
 ]
 
 
@@ -87,12 +88,12 @@ def parts() -> list[tuple[str, int]]:
     return [(f"{'tests' if kind == 'test' else kind} {name}", int(s)) for kind, name, s in found]
 
 
-def test_bytes_and_copies_are_answered_in_two_minutes_and_all_in_nine() -> None:
+def test_bytes_and_copies_are_answered_in_two_minutes_and_all_in_ten() -> None:
     """Holds even if every part hangs until its limit."""
     assert [name for name, _ in parts()] == ORDER
     limits = [limit for _, limit in parts()]
     (whole,) = re.findall(r"^ALL_SECONDS=(\d+)$", SCRIPT.read_text(), re.MULTILINE)
-    assert sum(limits[:3]) <= 120 and sum(limits) <= int(whole) < 9 * 60
+    assert sum(limits[:3]) <= 120 and sum(limits) <= int(whole) < 10 * 60
 
 
 def test_the_wheels_are_those_that_a_server_needs() -> None:
@@ -123,8 +124,7 @@ def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
     script = tmp_path / "bench" / "gpu" / "check.sh"
     script.parent.mkdir(parents=True)
     text = SCRIPT.read_text()
-    assert "arena 20" in text
-    script.write_text(text.replace("arena 20", "arena 1"))
+    script.write_text(re.sub(r" arena \d+", " arena 1", text))
     done = subprocess.run(
         ["bash", str(script), "--made-up", "--out", str(tmp_path / "out")],
         capture_output=True, text=True, timeout=50, env={**os.environ, "PYTHON": str(fake)},
@@ -136,13 +136,13 @@ def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(1100)
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="kernels run on the CPU where g++ is")
 def test_the_whole_check_runs_over_a_made_up_device(tmp_path: Path) -> None:
     """Every part ends, in order, with figures."""
     done = subprocess.run(
         ["bash", str(SCRIPT), "--made-up", "--out", str(tmp_path)],
-        capture_output=True, text=True, timeout=1090,
+        capture_output=True, text=True, timeout=1190,
         env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     # The results of the parts come after their output, before the figures.

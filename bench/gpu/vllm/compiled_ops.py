@@ -1,0 +1,179 @@
+"""Replaces vLLM's compiled kernels, which are too large to carry to a GPU machine without a
+network: the operators that a Llama with Triton's attention and vLLM's offloading call, in torch.
+
+`collect.sh` copies this file to `vllm/_C_stable_libtorch.py`, which vLLM imports on CUDA. So an
+engine computes slower than with vLLM's kernels; copies of KV are not affected, because
+`swap_blocks_batch` makes the same call of the driver as vLLM's.
+"""
+
+import ctypes
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.library import Library
+
+OPS = Library("_C", "FRAGMENT")
+CACHE_OPS = Library("_C_cache_ops", "FRAGMENT")
+SOURCE_IN_STREAM_ORDER, SOURCE_IN_ANY_ORDER = 1, 3
+
+
+def op(library: Library, schema: str, key: str) -> Any:
+    """Returns a decorator that makes a function the operator of this schema for a dispatch key."""
+
+    def take(function: Any) -> Any:
+        library.define(schema)
+        library.impl(schema.partition("(")[0], function, key)
+        return function
+
+    return take
+
+
+@op(OPS, "rms_norm(Tensor! out, Tensor input, Tensor? weight, float epsilon) -> ()", "CUDA")
+def rms_norm(out: Any, x: Any, weight: Any, epsilon: float) -> None:
+    normal = x.float()
+    normal = (normal * torch.rsqrt(normal.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+    out.copy_(normal if weight is None else normal * weight)
+
+
+@op(
+    OPS,
+    "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, float epsilon) -> ()",
+    "CUDA",
+)
+def fused_add_rms_norm(x: Any, residual: Any, weight: Any, epsilon: float) -> None:
+    residual.add_(x)
+    rms_norm(x, residual, weight, epsilon)
+
+
+@op(OPS, "silu_and_mul(Tensor! out, Tensor input) -> ()", "CUDA")
+def silu_and_mul(out: Any, x: Any) -> None:
+    gate, up = x.chunk(2, -1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+@op(
+    OPS,
+    "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size,"
+    " Tensor cos_sin_cache, bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
+    "CUDA",
+)
+def rotary_embedding(
+    positions: Any,
+    query: Any,
+    key: Any,
+    head_size: int,
+    cos_sin_cache: Any,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> None:
+    """Rotates in place. Raises NotImplementedError for forms other than NeoX's."""
+    if not is_neox or rope_dim_offset or inverse:
+        raise NotImplementedError("only NeoX's rotation is replaced here")
+    cos, sin = cos_sin_cache[positions.flatten()].to(query.dtype).chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    half = cos.shape[-1]
+    for tensor in (query, key):
+        if tensor is not None:
+            heads = tensor.view(positions.numel(), -1, head_size)
+            one, other = heads[..., :half].clone(), heads[..., half : 2 * half].clone()
+            heads[..., :half] = one * cos - other * sin
+            heads[..., half : 2 * half] = other * cos + one * sin
+
+
+class HostTensor:
+    """A pinned host tensor in the form in which torch takes device memory."""
+
+    def __init__(self, tensor: Any) -> None:
+        kind = {torch.bool: "b", torch.uint8: "u"}.get(
+            tensor.dtype, "f" if tensor.is_floating_point() else "i"
+        )
+        size = tensor.element_size()
+        self.tensor = tensor
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": f"{'|' if size == 1 else '<'}{kind}{size}",
+            "data": (tensor.data_ptr(), False),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "version": 3,
+        }
+
+
+@op(OPS, "get_cuda_view_from_cpu_tensor(Tensor cpu) -> Tensor", "CPU")
+def get_cuda_view_from_cpu_tensor(cpu: Any) -> Any:
+    """Returns a tensor on the device over the same memory. Raises ValueError if torch has copied
+    it."""
+    if not cpu.numel():
+        return torch.empty(cpu.shape, dtype=cpu.dtype, device="cuda")
+    view = torch.as_tensor(HostTensor(cpu), device="cuda")
+    if view.data_ptr() != cpu.data_ptr():
+        raise ValueError("torch copied the tensor instead of viewing it")
+    return view
+
+
+class CopyAttributes(ctypes.Structure):
+    """CUDA's type CUmemcpyAttributes; without hints for managed memory."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("hints", 4 * ctypes.c_int),
+        ("flags", ctypes.c_uint),
+    )
+
+
+@op(
+    CACHE_OPS,
+    "swap_blocks_batch(Tensor src_ptrs, Tensor dst_ptrs, Tensor sizes, bool any_order=False) -> ()",
+    "CPU",
+)
+def swap_blocks_batch(sources: Any, targets: Any, sizes: Any, any_order: bool = False) -> None:
+    """Copies between addresses on the current stream, which must not be the default stream. Raises
+    RuntimeError with CUDA's status."""
+    if not sources.numel():
+        return
+    attributes = CopyAttributes(SOURCE_IN_ANY_ORDER if any_order else SOURCE_IN_STREAM_ORDER)
+    status = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2(
+        *(ctypes.c_void_p(each.data_ptr()) for each in (targets, sources, sizes)),
+        ctypes.c_size_t(sources.numel()),
+        ctypes.byref(attributes),
+        ctypes.byref(ctypes.c_size_t(0)),
+        ctypes.c_size_t(1),
+        ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+    )
+    if status:
+        raise RuntimeError(f"cuMemcpyBatchAsync_v2 failed with {status}")
+
+
+for name in (
+    "cutlass_scaled_mm_supports_fp4",
+    "cutlass_scaled_mm_supports_fp8",
+    "cutlass_scaled_mm_supports_block_fp8",
+    "cutlass_group_gemm_supported",
+    "mxfp4_experts_quant_supported",
+):
+    op(OPS, f"{name}(int capability) -> bool", "CompositeExplicitAutograd")(
+        lambda capability: False
+    )
+
+
+def add_module(name: str, **members: Any) -> None:
+    """Makes an importable package with these members."""
+    module = ModuleType(name)
+    vars(module).update(members, __path__=[])
+    sys.modules[name] = module
+
+
+# vLLM imports names of FlashAttention even if it uses Triton's attention.
+add_module(
+    "vllm.vllm_flash_attn",
+    flash_attn_varlen_func=None,
+    get_scheduler_metadata=None,
+    compile_flash_attn_varlen_func_from_specs=None,
+)
+add_module(
+    "vllm.vllm_flash_attn.flash_attn_interface",
+    is_fa_version_supported=lambda *_: False,
+    fa_version_unsupported_reason=lambda *_: "FlashAttention is not here",
+)

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# run.sh DIR OUT ARGUMENT...: runs bench.offloading on a GPU with the vLLM that collect.sh has collected in DIR. Logs of the
+# server and of the engines go to OUT. Two minutes. PYTHON: the interpreter, python3 unless set.
+set -euo pipefail
+
+if [[ $# -lt 2 || $1 == -* ]]; then
+  echo "usage: bench/gpu/vllm/run.sh DIR OUT [ARGUMENT...]" >&2
+  exit 2
+fi
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
+python=${PYTHON:-python3} parts=$(realpath -- "$1") out=$(realpath -m -- "$2")
+shift 2
+mkdir -p "$out"
+site=$(mktemp -d)
+for wheel in "$parts"/*.whl; do "$python" -m zipfile -e "$wheel" "$site"; done
+tar xJf "$parts/vllm.tar.xz" -C "$site"
+export HOTKV_FOLDER_TAG=vllm$$- VLLM_USE_FLASHINFER_SAMPLER=0 TOKENIZERS_PARALLELISM=false
+keep_logs() { cp /dev/shm/hotkv-"$HOTKV_FOLDER_TAG"*/*.log "$out"/ 2>/dev/null || true; }
+(while sleep 1; do keep_logs; done) &
+copier=$!
+trap 'kill "$copier"; rm -rf "$site" /dev/shm/hotkv-"$HOTKV_FOLDER_TAG"*' EXIT
+cd "$root"
+PYTHONPATH=$site:$root/proto:$root/sparse:$root/client:$root/server:$root/connector_vllm:$root \
+  "$python" -m bench.offloading --gpu --attention TRITON_ATTN --json "$@" 2>&1 | tee "$out/offloading.log"
