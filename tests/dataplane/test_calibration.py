@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from hotkv_server.dataplane.cuda.calibration import (
+    DEPTH,
     PAGE_BYTES,
     STAGED_RUN_PAGES,
     Calibration,
@@ -16,7 +18,7 @@ from hotkv_server.dataplane.cuda.calibration import (
     rule_of_thumb,
 )
 from hotkv_server.dataplane.cuda.values import Direction, Method
-from hotkv_server.device.runtime import DeviceError
+from hotkv_server.device.runtime import DeviceError, Event, Stream
 from hotkv_server.testing.device import FakeRuntime
 
 KEYS = st.tuples(st.sampled_from(Direction), st.sampled_from(Method), st.sampled_from(PAGE_BYTES))
@@ -81,7 +83,7 @@ ENTRY = VALID["speeds"][0]
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("format", 2), ("uuid", "zz"), ("uuid", 3), ("name", None), ("driver", [])),
+        *(("format", 1), ("uuid", "zz"), ("uuid", 3), ("name", None), ("driver", [])),
         *(("speeds", {}), ("speeds", [7])),
         *(("speeds", [ENTRY | {"method": "magic"}]), ("speeds", [ENTRY | {"direction": ""}])),
         *(("speeds", [ENTRY | {"page_bytes": size}]) for size in (0, True)),
@@ -114,6 +116,29 @@ def test_measured_on_a_device_it_holds_for_that_device_and_leaves_nothing() -> N
         and not calibration.holds_for(other, "1.2")
     )
     assert not runtime.held()
+    runtime.close()
+
+
+def test_copies_are_measured_with_several_pieces_in_flight() -> None:
+    """The time of a call and of a wait are not the device's."""
+
+    class Spy(FakeRuntime):
+        in_flight: ClassVar[set[Event]] = set()
+        most = 0
+
+        def record(self, event: Event, stream: Stream) -> None:
+            assert event not in self.in_flight, "a slot in use"
+            self.in_flight.add(event)
+            self.most = max(self.most, len(self.in_flight))
+            super().record(event, stream)
+
+        def synchronize(self, event: Event) -> None:
+            super().synchronize(event)
+            self.in_flight.discard(event)
+
+    runtime = Spy()
+    assert measure(runtime, runtime.devices()[0], "", 256 << 10, lambda: False) is not None
+    assert runtime.most == DEPTH and not runtime.in_flight
     runtime.close()
 
 

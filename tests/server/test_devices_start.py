@@ -164,7 +164,7 @@ def test_what_is_no_calibration_of_this_device_is_ignored(
 ) -> None:
     one, two = runtime.devices()
     file = tmp_path / "file"
-    for content in ("", "{}", "not json", '{"format": 1}', "[" * 100_000):
+    for content in ("", "{}", "not json", '{"format": 2}', "[" * 100_000):
         file.write_text(content)
         assert read_calibration(file, one) is None
     assert read_calibration(tmp_path / "absent", one) is None
