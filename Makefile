@@ -26,9 +26,12 @@ PROGRAMS   ?= chromium prometheus systemd-container docker-compose libibverbs1 l
 WITHOUT    ?= $(addprefix --ignore=tests/,bench gpu offloading pairs vllm deploy/test_site.py \
               $(addprefix server/test_,dynamo.py events.py hung_disk.py loops.py publisher.py routers.py \
               shared_tiers.py tier_events.py warm_start.py))
+# Without what takes seconds for each test.
 FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/test_transfers.py \
               tests/vllm/test_end_to_end.py::test_parity_and_sharing_between_processes \
-              --ignore=tests/core/test_policy.py --ignore=tests/sparse/test_other_machines.py
+              $(SLOW:%=--ignore=tests/%.py) --ignore-glob='tests/sparse/test_cuda_*'
+SLOW       := core/test_policy core/test_retention core/test_starvation core/test_lower core/test_shared \
+              sparse/test_other_machines
 
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -61,8 +64,8 @@ test-long: $(STAMPS)/dev ## other forms, walks through faults, and more of the e
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "long or examples" $(PYTEST)
 
 .PHONY: test-fast
-test-fast: $(STAMPS)/dev ## the inner loop, a minute and a half: pure parts with few examples, one real daemon, one real vLLM
-	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(FAST) $(PYTEST)
+test-fast: $(STAMPS)/dev ## the inner loop, a minute: pure parts with few examples, one real daemon, one real vLLM
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n $$(nproc) --dist loadfile --no-loadscope-reorder -m "not long" $(FAST) $(PYTEST)
 
 # What they leave out needs vLLM or torch, which need a newer Python.
 .PHONY: test-without-vllm

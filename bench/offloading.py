@@ -63,6 +63,10 @@ class Place:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
 
+    def prompt(self, seed: int, num_tokens: int) -> list[int]:
+        """Returns token ids by chance."""
+        return random.Random(seed).choices(range(10, self.shape.vocab), k=num_tokens)
+
 
 CPU = Place(
     TINY,
@@ -156,10 +160,6 @@ class Engines:
         with Engine(name, settings, self._folder) as one:
             yield one
 
-    def prompt(self, seed: int, num_tokens: int) -> list[int]:
-        """Returns token ids by chance."""
-        return random.Random(seed).choices(range(10, self.place.shape.vocab), k=num_tokens)
-
     def alone_on_the_machine(self, engine: Engine, tokens: list[int]) -> Answer:
         """Returns the engine's answer, once the engine before has stopped polling."""
         time.sleep(self.place.settle_s)
@@ -192,8 +192,8 @@ def compare(
         for number, num_tokens in itertools.product(range(num_rounds), lengths):
             if number == 0:
                 for one in everyone:
-                    one.warm_up(engines.prompt(99, num_tokens))
-            tokens = engines.prompt(1000 + number, num_tokens)
+                    one.warm_up(engines.place.prompt(99, num_tokens))
+            tokens = engines.place.prompt(1000 + number, num_tokens)
             computed = engines.alone_on_the_machine(own, tokens)
             engines.alone_on_the_machine(door, tokens)
             engines.alone_on_the_machine(alone, tokens)
@@ -218,7 +218,7 @@ def compare(
 
 def through_a_tenth(engines: Engines, server: Server) -> dict[str, float]:
     """Returns figures of a prompt that is ten times as large as the primary tier."""
-    tokens = engines.prompt(7, LONG_TOKENS - 64)
+    tokens = engines.place.prompt(7, LONG_TOKENS - 64)
     whole = engines.bytes_of(LONG_TOKENS)
     with engines.engine("long", "HotKVOffloadingConnector", 2 * whole) as one:
         one.wait_ready()

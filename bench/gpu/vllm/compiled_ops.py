@@ -125,6 +125,18 @@ class CopyAttributes(ctypes.Structure):
 
 @op(
     CACHE_OPS,
+    "reshape_and_cache_flash(Tensor key, Tensor value, Tensor! key_cache, Tensor! value_cache,"
+    " Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()",
+    "CUDA",
+)
+def reshape_and_cache_flash(*arguments: Any) -> None:
+    from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
+
+    triton_reshape_and_cache_flash(*arguments)
+
+
+@op(
+    CACHE_OPS,
     "swap_blocks_batch(Tensor src_ptrs, Tensor dst_ptrs, Tensor sizes, bool any_order=False) -> ()",
     "CPU",
 )
@@ -158,6 +170,47 @@ for name in (
     )
 
 
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    out: Any,
+    cu_seqlens_q: Any,
+    max_seqlen_q: int,
+    seqused_k: Any,
+    max_seqlen_k: int,
+    block_table: Any,
+    softmax_scale: float,
+    causal: bool,
+    window_size: Any = None,
+    softcap: float = 0.0,
+    **_: Any,
+) -> Any:
+    """FlashAttention's call over pages, computed by vLLM's Triton kernel."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    unified_attention(
+        q,
+        k,
+        v,
+        out,
+        cu_seqlens_q,
+        max_seqlen_q,
+        seqused_k,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        tuple(window_size or (-1, -1)),
+        block_table,
+        softcap,
+        None,
+        None,
+        None,
+    )
+    return out
+
+
 def add_module(name: str, **members: Any) -> None:
     """Makes an importable package with these members."""
     module = ModuleType(name)
@@ -165,15 +218,15 @@ def add_module(name: str, **members: Any) -> None:
     sys.modules[name] = module
 
 
-# vLLM imports names of FlashAttention even if it uses Triton's attention.
+# FlashAttention's Python packages, which the CPU build lacks.
 add_module(
     "vllm.vllm_flash_attn",
-    flash_attn_varlen_func=None,
+    flash_attn_varlen_func=flash_attn_varlen_func,
     get_scheduler_metadata=None,
     compile_flash_attn_varlen_func_from_specs=None,
 )
 add_module(
     "vllm.vllm_flash_attn.flash_attn_interface",
-    is_fa_version_supported=lambda *_: False,
-    fa_version_unsupported_reason=lambda *_: "FlashAttention is not here",
+    is_fa_version_supported=lambda version, *_: version == 2,
+    fa_version_unsupported_reason=lambda *_: "only version 2 is replaced here",
 )

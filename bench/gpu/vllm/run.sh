@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# run.sh DIR OUT ARGUMENT...: runs bench.offloading on a GPU with the vLLM that collect.sh has collected in DIR. Logs of the
-# server and of the engines go to OUT. Two minutes. PYTHON: the interpreter, python3 unless set.
+# run.sh DIR OUT MODULE ARGUMENT...: runs a benchmark, such as bench.offloading, with the vLLM that collect.sh has collected in
+# DIR. Logs of the server and of the engines go to OUT. PYTHON: the interpreter, python3 unless set.
 set -euo pipefail
 
-if [[ $# -lt 2 || $1 == -* ]]; then
-  echo "usage: bench/gpu/vllm/run.sh DIR OUT [ARGUMENT...]" >&2
+if [[ $# -lt 3 || $1 == -* ]]; then
+  echo "usage: bench/gpu/vllm/run.sh DIR OUT MODULE [ARGUMENT...]" >&2
   exit 2
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
@@ -21,4 +21,4 @@ copier=$!
 trap 'kill "$copier"; rm -rf "$site" /dev/shm/hotkv-"$HOTKV_FOLDER_TAG"*' EXIT
 cd "$root"
 PYTHONPATH=$site:$root/proto:$root/sparse:$root/client:$root/server:$root/connector_vllm:$root \
-  "$python" -m bench.offloading --gpu --attention TRITON_ATTN --json "$@" 2>&1 | tee "$out/offloading.log"
+  "$python" -m "$@" --json 2>&1 | tee "$out/benchmark.log"

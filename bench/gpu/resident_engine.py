@@ -1,0 +1,148 @@
+"""Residency in real vLLM on a GPU: answers of engines whose old blocks are only in host memory,
+beside an engine that holds everything.
+
+`python -m bench.gpu.resident_engine [--json] [--quick]`, on a machine with a GPU and vLLM; two
+minutes, 20 GB of device memory, 10 GiB of host memory. The engines have the model of
+`bench.offloading --gpu` and answer the same prompts, one after the other: `dense` without hotkv,
+`covered` with a budget that covers the context, `resident` with a budget of 2048 tokens and a pool
+of 8192, a quarter of the context. `--cpu` runs it without a GPU, with a tiny model.
+
+- `covered_equal`: share of the tokens of `covered` that are those of `dense`, up to the first that
+  differs. `covered_logprob_difference`: the largest difference until there.
+- `resident_step_over_dense`: time per token. `resident_first_over_dense`: time to the first token.
+- `hit_first_over_dense`: the same of a second `resident`, which hits the prompts of the first.
+"""
+
+import contextlib
+import sys
+from dataclasses import dataclass, replace
+
+from bench.offloading import CPU, GPU, Place, on_gpu
+from bench.report import median, parser, print_figures, say
+from bench.servers import serving
+from demo.processes import Answer, Engine, EngineSettings, Server, largest_logprob_difference
+from demo.random_llama import write_model
+
+BLOCK_TOKENS = 32
+ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Tokens of a context, of the small pool, of a budget, of a prefill chunk and of an answer."""
+
+    context: int = 32_768
+    pool: int = 8192
+    budget: int = 2048
+    chunk: int = 2048
+    answer: int = 64
+
+
+QUICK = Sizes(8192, 3072, 512, 512, 16)
+
+
+def settings(place: Place, sizes: Sizes, model: str, target: str, budget: int) -> EngineSettings:
+    """Returns the settings of an engine. budget: 0 without hotkv."""
+    context = sizes.context + BLOCK_TOKENS
+    pool = sizes.pool if budget == sizes.budget else 2 * context
+    arguments = {
+        "load_format": "auto",
+        "skip_tokenizer_init": True,
+        "dtype": place.shape.dtype,
+        "max_model_len": context,
+        "block_size": BLOCK_TOKENS,
+        "kv_cache_memory_bytes": pool * place.shape.kv_token_bytes,
+        "max_num_batched_tokens": sizes.chunk,
+        "max_num_seqs": 1,
+        **place.engine_args,
+    }
+    sparse = {
+        "residency": "host", "sparse_topk": budget, "min_context_tokens": 512, "dense_layers": [],
+    }  # fmt: skip
+    extra = {"hotkv.sparse": sparse, "hotkv.lookup_timeout_s": 10.0}
+    if place.device == "cuda":
+        extra |= {
+            "hotkv.allow_sparse_cuda_never_run": True,
+            "hotkv.representation_tokens": 2 * context,
+        }
+    return EngineSettings(model, target if budget else "", extra, engine_args=arguments)
+
+
+def answers(engine: Engine, place: Place, sizes: Sizes) -> list[Answer]:
+    """Returns the answers to `ROUNDS` prompts, after one that warms up."""
+    found = []
+    for number in range(ROUNDS + 1):
+        prompt = place.prompt(number, sizes.context - sizes.answer)
+        answer = engine.generate(prompt, sizes.answer)
+        say(
+            f"{engine.name}, prompt {number}: first token {answer.ttft_s:.3f} s, per token "
+            f"{1e3 * step_s(answer):.1f} ms, hit {answer.hit_tokens}"
+        )
+        found.append(answer)
+    return found[1:]
+
+
+def step_s(answer: Answer) -> float:
+    """Returns the seconds per token after the first."""
+    return (answer.total_s - answer.ttft_s) / (len(answer.token_ids) - 1)
+
+
+def equal_share(one: Answer, other: Answer) -> float:
+    """Returns the share of the tokens before the first that differs."""
+    pairs = list(zip(one.token_ids, other.token_ids, strict=True))
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs)) / len(pairs)
+
+
+def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
+    """Returns the figures."""
+    folder = server.log.parent
+    model = write_model(folder / "model", sizes.context + 64, place.shape, place.device)
+    budgets = {
+        "dense": 0,
+        # The hot set, to which a step attends, has twice the budget.
+        "covered": sizes.context // 2,
+        "resident": sizes.budget,
+        "resident-again": sizes.budget,
+    }
+    with contextlib.ExitStack() as stack:
+        engines = [
+            stack.enter_context(
+                Engine(name, settings(place, sizes, str(model), server.target, budget), folder)
+            )
+            for name, budget in budgets.items()
+        ]
+        for engine in engines:
+            engine.wait_ready()
+        found = {engine.name: answers(engine, place, sizes) for engine in engines}
+    dense, covered, resident, again = found.values()
+    dense_first_s = median([one.ttft_s for one in dense])
+    step_ratio = median([step_s(one) for one in resident]) / median([step_s(one) for one in dense])
+    pairs = list(zip(dense, covered, strict=True))
+    return {
+        "covered_equal": min(equal_share(*pair) for pair in pairs),
+        "covered_logprob_difference": max(largest_logprob_difference(*pair) for pair in pairs),
+        "resident_step_over_dense": step_ratio,
+        "resident_first_over_dense": median([one.ttft_s for one in resident]) / dense_first_s,
+        "hit_first_over_dense": median([one.ttft_s for one in again]) / dense_first_s,
+        "context_over_pool": sizes.context / sizes.pool,
+    }
+
+
+def main() -> int:
+    flags = parser("Residency in real vLLM on a GPU.")
+    flags.add_argument("--quick", action="store_true", help="shorter contexts")
+    flags.add_argument("--cpu", action="store_true", help="on a CPU, with a tiny model")
+    options = flags.parse_args()
+    place = CPU if options.cpu else GPU
+    if not options.cpu:
+        arguments = {**place.engine_args, "attention_backend": "FLASH_ATTN"}
+        place = replace(place, engine_args=arguments)
+    sizes = QUICK if options.quick else Sizes()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(place.arena_bytes) if options.cpu else on_gpu(place))
+        print_figures(measure(place, sizes, server), {}, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
