@@ -8,21 +8,23 @@ engine computes slower than with vLLM's kernels; copies of KV are not affected, 
 
 import ctypes
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.library import Library
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 OPS = Library("_C", "FRAGMENT")
 CACHE_OPS = Library("_C_cache_ops", "FRAGMENT")
 SOURCE_IN_STREAM_ORDER, SOURCE_IN_ANY_ORDER = 1, 3
 
 
-def op(library: Library, schema: str, key: str) -> Any:
+def op(library: Library, schema: str, key: str) -> Callable[[Function], Function]:
     """Returns a decorator that makes a function the operator of this schema for a dispatch key."""
 
-    def take(function: Any) -> Any:
+    def take(function: Function) -> Function:
         library.define(schema)
         library.impl(schema.partition("(")[0], function, key)
         return function
