@@ -64,8 +64,10 @@ class Place:
     device: str = "cpu"
 
     def prompt(self, seed: int, num_tokens: int) -> list[int]:
-        """Returns token ids by chance."""
-        return random.Random(seed).choices(range(10, self.shape.vocab), k=num_tokens)
+        """Returns token ids by chance. Prompts of different lengths differ from the first token."""
+        return random.Random(f"{seed} {num_tokens}").choices(
+            range(10, self.shape.vocab), k=num_tokens
+        )
 
 
 CPU = Place(

@@ -27,8 +27,8 @@ GPU_RECORDS = Path(__file__).resolve().parent.parent / "bench" / "gpu" / "record
 GPU_HEAD = """
 ## On a GPU
 
-Figures of `bench.gpu` with targets, measured with nothing else on the GPU.
-[cuda.md](cuda.md#measured-on-a-gpu) has those of vLLM, `bench/gpu/records.json` has all.
+Figures with targets, with nothing else on the GPU. [cuda.md](cuda.md#measured-on-a-gpu) has those
+of vLLM, `bench/gpu/records.json` all.
 """
 
 
