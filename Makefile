@@ -26,10 +26,11 @@ PROGRAMS   ?= chromium prometheus systemd-container docker-compose libibverbs1 l
 WITHOUT    ?= $(addprefix --ignore=tests/,bench gpu offloading pairs vllm deploy/test_site.py \
               $(addprefix server/test_,dynamo.py events.py hung_disk.py loops.py publisher.py routers.py \
               shared_tiers.py tier_events.py warm_start.py))
-# Without what takes seconds for each test.
+# Leaves out files whose tests take seconds each.
 FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/test_transfers.py \
               tests/vllm/test_end_to_end.py::test_parity_and_sharing_between_processes \
               $(SLOW:%=--ignore=tests/%.py) --ignore-glob='tests/sparse/test_cuda_*'
+FAST_JOBS  ?= $(shell nproc)
 SLOW       := core/test_policy core/test_retention core/test_starvation core/test_lower core/test_shared \
               sparse/test_other_machines
 
@@ -65,7 +66,7 @@ test-long: $(STAMPS)/dev ## other forms, walks through faults, and more of the e
 
 .PHONY: test-fast
 test-fast: $(STAMPS)/dev ## the inner loop, a minute: pure parts with few examples, one real daemon, one real vLLM
-	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n $$(nproc) --dist loadfile --no-loadscope-reorder -m "not long" $(FAST) $(PYTEST)
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n $(FAST_JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(FAST) $(PYTEST)
 
 # What they leave out needs vLLM or torch, which need a newer Python.
 .PHONY: test-without-vllm

@@ -49,9 +49,10 @@ Of the {counts}. A pair works unless the tables say
 
 
 def lists(answers: dict[Pair, Answer]) -> Iterator[str]:
-    """Yields the tables of pairs that real engines run, that are refused, and that cannot meet."""
-    yield "\n| with real parts | test |\n|---|---|"
-    yield from _rows(answers, Kind.REAL, lambda one: f"`{_plain(one.test)}`")
+    """Yields the tables of pairs that real engines run, that are refused, and that cannot meet. Of
+    pairs that work, names only the files of their tests."""
+    yield "\n| with real parts | tests |\n|---|---|"
+    yield from _rows(answers, Kind.REAL, lambda one: f"`{one.test.partition('::')[0]}`")
     yield "\n| refused | words | test |\n|---|---|---|"
     yield from _rows(answers, Kind.REFUSED, lambda one: f'"{one.words} …" | `{_plain(one.test)}`')
     yield "\n| cannot meet | reason |\n|---|---|"
@@ -59,14 +60,15 @@ def lists(answers: dict[Pair, Answer]) -> Iterator[str]:
 
 
 def _rows(answers: dict[Pair, Answer], kind: Kind, told: Callable[[Answer], str]) -> Iterator[str]:
-    by_words: dict[tuple[str, str], list[str]] = defaultdict(list)
+    by_words: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for pair, one in answers.items():
         if one.kind is kind:
             order = list(dict.fromkeys((*reversed(REAL_ONLY), *FEATURES)))
             first, second = sorted(pair, key=order.index)
-            by_words[first, told(one)].append(second)
-    for (name, words), others in by_words.items():
-        yield f"| {name} with {', '.join(others)} | {words} |"
+            by_words[told(one)][first].append(second)
+    for words, named in by_words.items():
+        pairs_of_words = "; ".join(f"{name} with {', '.join(them)}" for name, them in named.items())
+        yield f"| {pairs_of_words} | {words} |"
 
 
 def section(answers: dict[Pair, Answer]) -> str:

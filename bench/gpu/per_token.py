@@ -1,7 +1,7 @@
 """Time per token over contexts of 16k to a million tokens in host memory, at the same budget,
 beside dense attention over the whole context on the device.
 
-`python -m bench.gpu.per_token [--json] [--quick]`, on a machine with torch and CuPy; half a minute,
+`python -m bench.gpu.per_token [--json] [--quick]`, on a machine with torch and CuPy; a minute,
 40 GB of device memory, 4 GiB of host memory. The dummy 8B model of `bench.gpu.decode`, one
 sequence, budget 2048, steps as CUDA graphs. All layers read the same pages, and dense attention has
 one layer's context, so a context that would not fit is timed as if it did.
@@ -25,7 +25,7 @@ SMALL_LENGTHS = (256, 512)
 STEPS, QUICK_STEPS, SMALL_STEPS = 24, 8, 3
 
 
-def first(host: HostPages, num_tokens: int) -> HostPages:
+def beginning(host: HostPages, num_tokens: int) -> HostPages:
     """Returns the first tokens of a context; `host` stays their owner."""
     part = copy.copy(host)
     part.num_tokens, part.pages = num_tokens, host.pages[: num_tokens // BLOCK_TOKENS]
@@ -47,7 +47,7 @@ def main() -> int:
                 kernels.clear()
                 dense_ms = 1e3 / dense_rate(kernels, model, 1, num_tokens, steps)
                 kernels.clear()
-                part = first(host, num_tokens)
+                part = beginning(host, num_tokens)
                 rate, taken_bytes = resident_rate(kernels, model, part, config, 1, steps)
                 share = taken_bytes / (num_tokens * model.shape.token_bytes)
                 name, ours_ms = f"{num_tokens >> 10}k", 1e3 / rate
@@ -60,7 +60,7 @@ def main() -> int:
             kernels.clear()
             host.close()
     finally:
-        heads = ("context", "dense ms", "residency ms", "device memory, of the KV")
+        heads = ("context", "dense ms", "residency ms", "device memory / KV")
         print(table(heads, rows))
         print_figures(figures, {"made_up": options.made_up}, as_json=options.json)
     return 0

@@ -1,8 +1,8 @@
 """Residency in real vLLM on a GPU: answers of engines whose old blocks are only in host memory,
 beside an engine that holds everything.
 
-`python -m bench.gpu.resident_engine [--json] [--quick]`, on a machine with a GPU and vLLM; two
-minutes, 20 GB of device memory, 10 GiB of host memory. The engines have the model of
+`python -m bench.gpu.resident_engine [--json] [--quick]`, on a machine with a GPU and vLLM, where it
+has never run (about 20 GB of device memory, 10 GiB of host memory). The engines have the model of
 `bench.offloading --gpu` and answer the same prompts, one after the other: `dense` without hotkv,
 `covered` with a budget that covers the context, `resident` with a budget of 2048 tokens and a pool
 of 8192, a quarter of the context. `--cpu` runs it without a GPU, with a tiny model.
@@ -11,6 +11,8 @@ of 8192, a quarter of the context. `--cpu` runs it without a GPU, with a tiny mo
   differs. `covered_logprob_difference`: the largest difference until there.
 - `resident_step_over_dense`: time per token. `resident_first_over_dense`: time to the first token.
 - `hit_first_over_dense`: the same of a second `resident`, which hits the prompts of the first.
+
+`covered` hits too.
 """
 
 import contextlib
@@ -97,12 +99,13 @@ def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
     """Returns the figures."""
     folder = server.log.parent
     model = write_model(folder / "model", sizes.context + 64, place.shape, place.device)
+    # The engines of residency share their KV: `covered` answers last, so that `resident` computes.
+    # A step attends to the hot set, which has twice the budget.
     budgets = {
         "dense": 0,
-        # The hot set, to which a step attends, has twice the budget.
-        "covered": sizes.context // 2,
         "resident": sizes.budget,
         "resident-again": sizes.budget,
+        "covered": sizes.context // 2,
     }
     with contextlib.ExitStack() as stack:
         engines = [
@@ -114,7 +117,7 @@ def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
         for engine in engines:
             engine.wait_ready()
         found = {engine.name: answers(engine, place, sizes) for engine in engines}
-    dense, covered, resident, again = found.values()
+    dense, resident, again, covered = found.values()
     dense_first_s = median([one.ttft_s for one in dense])
     step_ratio = median([step_s(one) for one in resident]) / median([step_s(one) for one in dense])
     pairs = list(zip(dense, covered, strict=True))

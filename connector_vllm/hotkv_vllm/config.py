@@ -86,8 +86,8 @@ class ConnectorConfig:
         a request with a trace context is traced if its client traces it.
     residency_timeout_s: how long a request with `residency` waits for the server to accept its
         blocks, before it ends with an error.
-    allow_sparse_cuda_never_run: use `sparse` with `residency` in CUDA engines, although this code
-        has never run on a GPU; without it such an engine does not start.
+    allow_sparse_cuda_never_run: use `sparse` with `residency` in CUDA engines, although no such
+        engine has ever run; without it such an engine does not start.
     representation_tokens: on CUDA, tokens of all running contexts for whose representations device
         memory is allocated.
     sparse_recall_steps: after so many decode steps each time, one layer's selection is measured
@@ -293,8 +293,8 @@ def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
 
 def cuda_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
     """Returns the settings of sparse decode if `extra` (`kv_connector_extra_config`) turns
-    residency on and allows code that has never run on a GPU (`allow_sparse_cuda_never_run`); None
-    otherwise. Raises ConfigError."""
+    residency on and allows it on CUDA (`allow_sparse_cuda_never_run`); None otherwise. Raises
+    ConfigError."""
     config = resident_settings(extra)
     return config if flat(extra).get(ALLOW_CUDA) is True else None
 

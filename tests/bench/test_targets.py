@@ -12,7 +12,7 @@ import pytest
 from bench import targets
 from bench.report import at_least, at_most, bounds_json
 from bench.targets import RUNS, Figure, Record, figures_of
-from tools.performance import page
+from tools.performance import GPU_RECORDS, gpu_part, page
 
 FIGURES = {"store_ms": Figure(0.5, "<= 0.45"), "served_ratio": Figure(1.0, ">= 0.999")}
 RECORD = Record(
@@ -40,6 +40,20 @@ def test_the_page_shows_each_record_and_which_are_of_a_busy_machine() -> None:
     assert "| served_ratio | 1 | >= 0.999, hit |" in shown
     assert "**`python -m bench.cost`** 2026-11-01 |" in shown
     assert "| store_ms | 0.5 | <= 0.45, busy |" in shown
+
+
+def test_the_page_shows_what_was_measured_alone_on_a_gpu() -> None:
+    records = json.loads(GPU_RECORDS.read_text())
+    lines = gpu_part()
+    for record in records:
+        targets = [one for one in record["figures"] if "target" in one]
+        shown = any(f"`{record['command']}`" in line for line in lines)
+        assert shown == (bool(targets) and not record["busy"])
+        assert all(
+            any(line.startswith(f"| {one['name']} |") for line in lines) == shown
+            for one in targets
+            if not record["busy"]
+        )
 
 
 def test_every_benchmark_with_a_target_is_run() -> None:

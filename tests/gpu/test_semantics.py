@@ -1,5 +1,5 @@
 """Checks on a real GPU the behaviour of CUDA that the server relies on and NVIDIA's documentation
-leaves open (docs/cuda.md).
+leaves open (docs/cuda.md). Each test says what to do if it fails. All passed on an H100.
 
 Engines and servers that die are child processes.
 """
@@ -163,7 +163,8 @@ def works(runtime: CupyRuntime, stream: Stream) -> bool:
 
 @pytest.mark.parametrize("num_bytes", [64 << 10, SIZE])
 def test_opened_memory_tells_its_size(runtime: CupyRuntime, num_bytes: int) -> None:
-    """Otherwise a layout's sizes would be trusted. Small allocations lie in larger ones."""
+    """If it fails, the log says `size of engine memory not known`, and the server trusts the sizes
+    in layouts. Small allocations lie in larger ones."""
     engine = Engine(num_bytes)
     address = runtime.open_memory(0, engine.memory)
     extent = runtime.extent(0, address)
@@ -174,7 +175,8 @@ def test_opened_memory_tells_its_size(runtime: CupyRuntime, num_bytes: int) -> N
 
 
 def test_handles_that_are_none_end_as_errors(engine: Engine) -> None:
-    """Any client may send such handles. Runs in a child process, which may not survive it."""
+    """Any client may send such handles. Runs in a child process, which may not survive it. If it
+    fails, any client that may connect can end the server; the next server keeps the cache."""
     done = subprocess.run(
         [sys.executable, "-c", HOSTILE, engine.memory.hex()],
         capture_output=True,
@@ -189,7 +191,7 @@ def test_the_event_of_an_engine_that_is_gone_does_not_pass(
     runtime: CupyRuntime, stream: Stream, engine: Engine, end: str
 ) -> None:
     """A store behind it would copy bytes that the engine's kernels have not written, and commit
-    them."""
+    them. If it fails, never set `hotkv.device_order` to `events`; `auto` tries `flags` first."""
     event = runtime.open_event(0, engine.event)
     engine.ask("spin 20000")
     assert not runtime.passed(event)
@@ -211,6 +213,7 @@ def test_the_event_of_an_engine_that_is_gone_does_not_pass(
 def test_words_are_read_while_the_engines_kernels_fill_the_device(
     runtime: CupyRuntime, stream: Stream, engine: Engine
 ) -> None:
+    """If it fails, set `hotkv.device_order` to `events`, or to `host` if the test above fails."""
     address, event, theirs = (
         runtime.open_memory(0, engine.memory),
         runtime.new_event(0),
@@ -234,7 +237,8 @@ def test_words_are_read_while_the_engines_kernels_fill_the_device(
 def test_memory_that_its_owner_frees_while_it_is_copied_loses_nothing(
     runtime: CupyRuntime, stream: Stream, engine: Engine
 ) -> None:
-    """NVIDIA calls this undefined. Bytes may be any; the device must survive."""
+    """NVIDIA calls this undefined. Bytes may be any; the device must survive. If it fails, an
+    engine can lose the GPU for the server."""
     address, event = runtime.open_memory(0, engine.memory), runtime.new_event(0)
     host = runtime.allocate_pinned(SIZE)
     for number in range(200):
@@ -250,8 +254,9 @@ def test_memory_that_its_owner_frees_while_it_is_copied_loses_nothing(
 
 
 def test_a_dead_servers_copies_end_within_the_grace(runtime: CupyRuntime, stream: Stream) -> None:
-    """That long after the link has closed, the client returns a failed load's blocks to its
-    engine."""
+    """That long after the link has closed, the client returns a failed load's blocks to its engine.
+    If it fails, such blocks could be overwritten: raise `hotkv_client.connection.DEVICE_GRACE_S`,
+    and don't start the next server within that time."""
     import cupy
 
     size = 32 * MIB

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# collect.sh DIR: collects in DIR (45 MiB) what run.sh needs to run vLLM on a GPU machine without a network, whose Python 3.12 has
+# collect.sh DIR: collects in DIR (44 MiB) what run.sh needs to run vLLM on a GPU machine without a network, whose Python 3.12 has
 # torch, Triton, transformers, CuPy and numba, but not vLLM.
 #
 # vLLM's compiled kernels are too large to carry. So DIR has vLLM's Python code, which is the same in the CPU build; the packages
@@ -24,8 +24,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
 out=$(realpath -m -- "$1")
 installed=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-rm -rf "$out"
 mkdir -p "$out"
+rm -f "$out"/*.whl "$out"/vllm.tar.xz
 "$root/tools/gpu_wheels.sh" "$out" >/dev/null
 
 platforms=()

@@ -24,12 +24,12 @@ SOURCE_IN_STREAM_ORDER, SOURCE_IN_ANY_ORDER = 1, 3
 def op(library: Library, schema: str, key: str) -> Callable[[Function], Function]:
     """Returns a decorator that makes a function the operator of this schema for a dispatch key."""
 
-    def take(function: Function) -> Function:
+    def register(function: Function) -> Function:
         library.define(schema)
         library.impl(schema.partition("(")[0], function, key)
         return function
 
-    return take
+    return register
 
 
 @op(OPS, "rms_norm(Tensor! out, Tensor input, Tensor? weight, float epsilon) -> ()", "CUDA")

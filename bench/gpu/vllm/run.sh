@@ -11,14 +11,18 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
 python=${PYTHON:-python3} parts=$(realpath -- "$1") out=$(realpath -m -- "$2")
 shift 2
 mkdir -p "$out"
-site=$(mktemp -d)
+export HOTKV_FOLDER_TAG=vllm$$- VLLM_USE_FLASHINFER_SAMPLER=0 TOKENIZERS_PARALLELISM=false
+site=$(mktemp -d) copier=""
+clean() {
+  [[ -z $copier ]] || kill "$copier" 2>/dev/null || true
+  rm -rf "$site" /dev/shm/hotkv-"$HOTKV_FOLDER_TAG"*
+}
+trap clean EXIT
 for wheel in "$parts"/*.whl; do "$python" -m zipfile -e "$wheel" "$site"; done
 tar xJf "$parts/vllm.tar.xz" -C "$site"
-export HOTKV_FOLDER_TAG=vllm$$- VLLM_USE_FLASHINFER_SAMPLER=0 TOKENIZERS_PARALLELISM=false
 keep_logs() { cp /dev/shm/hotkv-"$HOTKV_FOLDER_TAG"*/*.log "$out"/ 2>/dev/null || true; }
 (while sleep 1; do keep_logs; done) &
 copier=$!
-trap 'kill "$copier"; rm -rf "$site" /dev/shm/hotkv-"$HOTKV_FOLDER_TAG"*' EXIT
 cd "$root"
 PYTHONPATH=$site:$root/proto:$root/sparse:$root/client:$root/server:$root/connector_vllm:$root \
   "$python" -m "$@" --json 2>&1 | tee "$out/benchmark.log"

@@ -271,7 +271,7 @@ def door(host: Host) -> Finding:
             "connector",
             GOOD,
             "for engines on GPUs: HotKVOffloadingConnector, over vLLM's own copies; "
-            "HotKVConnector's copies have not run on a GPU yet",
+            "HotKVConnector's copies are faster, and have run on one kind of GPU only",
         )
     return Finding("connector", GOOD, "for engines on the CPU: HotKVConnector")
 

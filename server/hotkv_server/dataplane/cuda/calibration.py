@@ -196,16 +196,16 @@ def rule_of_thumb(page_bytes: int) -> Method:
 # Measures with scratch memory; the arena is not touched.
 
 NUM_REPEATS = 3
-"""Most measured repetitions, of which the fastest counts. One repetition before them is not
-measured; it warms up."""
+"""Largest number of measured repetitions, of which the fastest counts. A copy of the scratch memory
+before them warms up."""
 LONG_S = 0.05
-"""A method whose repetition takes longer is not repeated."""
+"""If a measured repetition takes longer, no further one follows."""
 DEPTH = 4
 """Number of pieces in the device's queue, as many as a lane has by default. With one piece at a
-time, submitting and waiting would count as copying: on an H100, 27 GB/s instead of 48 for pages of
-64 KiB."""
-NUM_ROUNDS = 2
-"""How often a repetition copies the scratch memory."""
+time, submitting and waiting would count as copying."""
+NUM_ROUNDS = 4
+"""Number of times that a repetition copies the scratch memory, if the method is not slow. The time
+until the first piece is submitted, and the last wait, then count little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ def measure(
     """
     speeds: dict[tuple[Direction, Method, int], float] = {}
     sizes = [size for size in PAGE_BYTES if size <= num_bytes]
-    staging_bytes = max(num_bytes // DEPTH, *sizes)
+    staging_bytes = max([num_bytes // DEPTH, *sizes])
     with _bench(runtime, info.number, num_bytes, staging_bytes) as bench:
         for page_bytes in sizes:
             for direction in Direction:
@@ -288,22 +288,25 @@ def _bench(
 def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int) -> float:
     """Measures a method and returns its speed in GB/s; 0 if the method fails."""
     pieces = _pieces(bench, direction, method, page_bytes)
+    begun_s = time.perf_counter()
+    if not _copied(bench, pieces):
+        return 0.0
+    rounds = NUM_ROUNDS if time.perf_counter() - begun_s < LONG_S / NUM_ROUNDS else 1
     best_s = float("inf")
-    for repeat in range(NUM_REPEATS + 1):
+    for _ in range(NUM_REPEATS):
         begun_s = time.perf_counter()
-        if not _copied(bench, pieces * NUM_ROUNDS):
+        if not _copied(bench, pieces * rounds):
             return 0.0
         taken_s = time.perf_counter() - begun_s
-        if repeat:
-            best_s = min(best_s, taken_s)
-            if taken_s > LONG_S:
-                break
-    num_bytes = NUM_ROUNDS * sum(piece.total_bytes for piece in pieces)
+        best_s = min(best_s, taken_s)
+        if taken_s > LONG_S:
+            break
+    num_bytes = rounds * sum(piece.total_bytes for piece in pieces)
     return num_bytes / max(best_s, 1e-9) / 1e9
 
 
 def _pieces(bench: _Bench, direction: Direction, method: Method, page_bytes: int) -> list[Piece]:
-    """Returns the scratch memory as pieces of scattered pages, DEPTH or a few more."""
+    """Returns the scratch memory as pieces of scattered pages, about DEPTH pieces."""
     num_pages = max(bench.num_bytes // page_bytes * STAGED_RUN_PAGES // (STAGED_RUN_PAGES + 1), 1)
     num_pages = min(num_pages, DEPTH * MAX_PIECE_RUNS)
     # In host memory, skip a page after each run, so that the runs do not adjoin.
