@@ -27,6 +27,8 @@ from demo.random_llama import write_model
 
 BLOCK_TOKENS = 32
 ROUNDS = 2
+ON_CUDA = "contexts beyond device memory on CUDA"
+"""What an engine with residency logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Sizes:
     context: int = 32_768
     pool: int = 8192
     budget: int = 2048
-    chunk: int = 2048
+    chunk: int = 1024
     answer: int = 64
 
 
@@ -76,6 +78,8 @@ def answers(engine: Engine, place: Place, sizes: Sizes) -> list[Answer]:
     for number in range(ROUNDS + 1):
         prompt = place.prompt(number, sizes.context - sizes.answer)
         answer = engine.generate(prompt, sizes.answer)
+        if len(answer.token_ids) != sizes.answer:
+            raise RuntimeError(f"{engine.name}'s answer ended early; see {engine.log}")
         say(
             f"{engine.name}, prompt {number}: first token {answer.ttft_s:.3f} s, per token "
             f"{1e3 * step_s(answer):.1f} ms, hit {answer.hit_tokens}"
@@ -116,6 +120,9 @@ def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
         ]
         for engine in engines:
             engine.wait_ready()
+            is_resident = place.device == "cuda" and engine.name != "dense"
+            if is_resident and ON_CUDA not in engine.log.read_text():
+                raise RuntimeError(f"{engine.name} has no residency; see {engine.log}")
         found = {engine.name: answers(engine, place, sizes) for engine in engines}
     dense, resident, again, covered = found.values()
     dense_first_s = median([one.ttft_s for one in dense])

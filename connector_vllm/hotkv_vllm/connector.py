@@ -328,14 +328,14 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     @class_hook(lambda *_: None)
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Returns the KV cache layout that hotkv prefers. On CUDA this is a layout in which the
-        pages of a block in all layers are contiguous. If vLLM can't use the layout, it ignores the
-        preference. Returns None on a CPU, where vLLM has only one layout.
+        """Returns the KV cache layout that hotkv prefers (`checks.preferred_layout`). If vLLM can't
+        use the layout, it ignores the preference. Returns None on a CPU, where vLLM has only one
+        layout.
 
         Also returns None in a MultiConnector if another connector asks for a layout, because vLLM
         refuses two different layouts.
         """
-        layout, outer = checks.preferred_layout(), checks.outer_configs()
+        layout, outer = checks.preferred_layout(vllm_config), checks.outer_configs()
         is_second = layout is not None and outer and checks.others_state_a_layout(cls, outer)
         return None if is_second else layout
 

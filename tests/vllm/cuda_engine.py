@@ -18,11 +18,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    create_kv_cache_views,
+)
 
 from hotkv_client.types import ResidencyOpened
 from hotkv_sparse import SparseConfig
@@ -30,6 +37,7 @@ from hotkv_sparse.cuda.arena import PAGEABLE_ACCESS
 from hotkv_sparse.cuda.hotsets import ATTENDED
 from hotkv_sparse.selection import exact_log_mass
 from hotkv_vllm.compat.residency import ResidentSpec
+from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.residency import cuda_setup
 from hotkv_vllm.residency.cuda_backend import HotFlashBuilder, HotFlashImpl
@@ -96,6 +104,28 @@ def exact(
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
     shares /= shares.sum(axis=-1, keepdims=True)
     return np.einsum("nqt,tqd->nqd", shares, np.repeat(values, group, axis=1)).astype(np.float32)
+
+
+def caches(vllm_config: VllmConfig, spec: KVCacheSpec, num_pages: int) -> dict[str, torch.Tensor]:
+    """Returns each layer's pages, all NaN, in the layout that the connector asks for on CUDA, as
+    vLLM lays them out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(current_platform, "is_cuda", lambda: True)
+        wanted = HotKVConnector.get_required_kvcache_layout(vllm_config)
+    vllm_config.cache_config.kv_cache_layout = wanted
+    group = KVCacheGroupSpec(list(NAMES), spec)
+    num_bytes = num_pages * len(NAMES) * spec.page_size_bytes
+    made = get_kv_cache_config_from_groups(vllm_config, [group], num_bytes)
+    assert made.num_blocks == num_pages
+    found: dict[str, torch.Tensor] = {}
+    for place in made.kv_cache_tensors:
+        layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
+        raw = torch.empty(place.size, dtype=torch.int8)
+        views = create_kv_cache_views(raw, spec, num_pages, layout, place)
+        found |= {
+            name: view.fill_(torch.nan) for name, view in zip(place.layers, views, strict=True)
+        }
+    return found
 
 
 @dataclass(eq=False)
@@ -187,9 +217,7 @@ class Engine:
         kv_config = self.kv_config = SimpleNamespace(
             kv_cache_groups=[group], num_blocks=pages, kv_tp_replicas=1
         )
-        self.caches = {
-            name: torch.full((pages, HEADS, BLOCK_TOKENS, 2 * SIZE), torch.nan) for name in NAMES
-        }
+        self.caches = caches(vllm_config, self.spec, pages)
         self.page_bytes = self.caches[NAMES[0]][0].numel() * 4
         self.arena = FakeArena(256 * 2 * self.page_bytes)
         self.device = CpuTensors(seed)

@@ -220,6 +220,26 @@ def test_bytes_that_the_server_did_not_pin_lose_the_request(make: Any) -> None:
     assert engine.lost == {one.table[0]}
 
 
+@pytest.mark.parametrize("fault", [0, 1])
+def test_blocks_that_the_kernels_left_out_lose_the_request(
+    make: Any, monkeypatch: pytest.MonkeyPatch, fault: int
+) -> None:
+    """Fault 0: a new block had no slot. Fault 1: a block had no address."""
+    engine = make()
+    one = prefilled(engine, "a", 450, 40)
+    find_lost, work = engine.worker.find_lost, engine.worker._work
+
+    def counted() -> None:
+        counts = np.zeros(3, np.int32)
+        counts[fault] = 1
+        work.device.write(work.faults, (0,), counts)
+        find_lost()
+
+    monkeypatch.setattr(engine.worker, "find_lost", counted)
+    engine.step({"a": 1}, checks=False)
+    assert engine.lost == {one.table[0]}
+
+
 def test_a_broken_layer_loses_who_needs_the_arena(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

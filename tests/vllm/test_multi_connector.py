@@ -152,7 +152,7 @@ def test_layouts_do_not_conflict(
     engine: Make, monkeypatch: pytest.MonkeyPatch, ours_first: bool
 ) -> None:
     """The other connector's wish has priority. Without such a wish, hotkv's layout is used."""
-    monkeypatch.setattr(checks, "preferred_layout", lambda: "BLHNC")
+    monkeypatch.setattr(checks, "preferred_layout", lambda _: "BLHNC")
     config = copy.copy(engine().vllm_config)
     assert HotKVConnector.get_required_kvcache_layout(config) == "BLHNC"
     for name, expected in (("CheckingConnector", "LBHNC"), ("LoadingConnector", "BLHNC")):

@@ -7,6 +7,7 @@ engine computes slower than with vLLM's kernels; copies of KV are not affected, 
 """
 
 import ctypes
+import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -172,6 +173,29 @@ for name in (
     )
 
 
+ROWS, SEGMENTS = 16, 16
+
+
+@functools.cache
+def segment_buffers(device: Any, heads: int, head_size: int) -> dict[str, Any]:
+    """Returns the memory with which Triton's kernel divides a row of a decode step into SEGMENTS
+    parts that the whole device computes, for ROWS rows at most."""
+    width = 1 << (head_size - 1).bit_length()
+    sums = {"dtype": torch.float32, "device": device}
+    return {
+        "seq_threshold_3D": ROWS,
+        "num_par_softmax_segments": SEGMENTS,
+        "softmax_segm_output": torch.empty((ROWS, heads, SEGMENTS, width), **sums),
+        "softmax_segm_max": torch.empty((ROWS, heads, SEGMENTS), **sums),
+        "softmax_segm_expsum": torch.empty((ROWS, heads, SEGMENTS), **sums),
+    }
+
+
+def segments(q: Any) -> dict[str, Any]:
+    """Returns the arguments of a decode step with queries [T, H, D]."""
+    return segment_buffers(q.device, q.shape[1], q.shape[2])
+
+
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -209,6 +233,7 @@ def flash_attn_varlen_func(
         None,
         None,
         None,
+        **(segments(q) if max_seqlen_q == 1 and len(seqused_k) <= ROWS else {}),
     )
     return out
 
@@ -220,7 +245,7 @@ def add_module(name: str, **members: Any) -> None:
     sys.modules[name] = module
 
 
-# FlashAttention's Python packages, which the CPU build lacks.
+# FlashAttention's packages: the CPU build has no kernels of theirs.
 add_module(
     "vllm.vllm_flash_attn",
     flash_attn_varlen_func=flash_attn_varlen_func,

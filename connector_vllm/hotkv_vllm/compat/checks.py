@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.config import cuda_settings
 from hotkv_vllm.link import logger
 
 # --------------------------------------------------------------------------------------- the engine
@@ -143,12 +144,17 @@ def publishes_events(vllm_config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-def preferred_layout() -> str | None:
+def preferred_layout(vllm_config: Any) -> str | None:
     """Returns the KV cache layout that hotkv prefers, as vLLM names it. On CUDA this is a layout in
-    which the pages of a block in all layers are contiguous. None on other platforms."""
+    which the pages of a block in all layers are contiguous; with residency, a layout in which the
+    pages of a layer are, because its kernels need that. None on other platforms. Raises
+    ConfigError."""
     from vllm.platforms import current_platform
 
-    return "BLHNC" if current_platform.is_cuda() else None
+    if not current_platform.is_cuda():
+        return None
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    return "BLHNC" if cuda_settings(extra) is None else "LBHNC"
 
 
 def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:

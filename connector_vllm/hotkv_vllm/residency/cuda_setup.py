@@ -105,7 +105,7 @@ def install(
     for one, layer in zip(found, layers, strict=True):
         one.impl.attach(worker, layer)
     logger.warning(
-        "hotkv: contexts beyond device memory on CUDA, in %d layers: nothing of this has run on a "
+        "hotkv: contexts beyond device memory on CUDA, in %d layers: no engine has run this on a "
         "GPU before. %r",
         len(layers),
         config,

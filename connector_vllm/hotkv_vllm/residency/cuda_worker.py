@@ -634,8 +634,8 @@ class CudaWorker:
             self._counted["resident_pulled_pages"] += int(faults[2])
             if faults.any():
                 self._work.device.write(self._work.faults, (0,), np.zeros(3, np.int32))
-            if faults[1]:
-                self.sequences.lose_away(self._step, "blocks had no address")
+            if faults[0] or faults[1]:
+                self.sequences.lose_away(self._step, "blocks had no slot or no address")
             for sequence in away:
                 if not sequence.is_lost and not sequence.still_holds():
                     self.sequences.lose(sequence, "the server pins it no more")
