@@ -31,7 +31,8 @@ FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/te
               tests/vllm/test_end_to_end.py::test_parity_and_sharing_between_processes \
               $(SLOW:%=--ignore=tests/%.py) --ignore-glob='tests/sparse/test_cuda_*'
 FAST_JOBS  ?= $(shell nproc)
-SLOW       := core/test_policy core/test_retention core/test_starvation core/test_lower core/test_shared \
+SLOW       := core/test_catalog core/test_epoch_book core/test_lower core/test_place_sizes core/test_policy \
+              core/test_retention core/test_shared core/test_starvation sparse/test_centre_file \
               sparse/test_other_machines
 
 BIN    := $(VENV)/bin
