@@ -72,8 +72,8 @@ def rotary_embedding(
     rope_dim_offset: int = 0,
     inverse: bool = False,
 ) -> None:
-    """Rotates queries and keys in place. Raises NotImplementedError unless the rotation is NeoX's over
-    whole positions."""
+    """Rotates queries and keys in place. Raises NotImplementedError for another rotation than
+    NeoX's."""
     if not is_neox or rope_dim_offset or inverse:
         raise NotImplementedError("only NeoX's rotation is replaced here")
     cos, sin = cos_sin_cache[positions.flatten()].to(query.dtype).chunk(2, -1)
