@@ -257,7 +257,8 @@ def test_a_killed_engine_leaves_no_half_written_block(own_daemon, start):
     """The server's copy of a dead engine's rows ends, and none of its blocks is ready."""
     engine = start(own_daemon)
     batch = prompts(9, (900,) * 6)
-    cold = start(own_daemon, door={"hotkv.target": "unix:/nowhere/grpc.sock"}).ask_each(batch, 6)
+    nowhere = {"hotkv.target": "unix:/nowhere/grpc.sock", "hotkv.startup_wait_s": 0.0}
+    cold = start(own_daemon, door=nowhere).ask_each(batch, 6)
     stop(own_daemon.pid)
     engine.ask_each(batch, 6)
     engine.kill()
