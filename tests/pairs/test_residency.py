@@ -286,7 +286,7 @@ def from_a_tier(stage: Stage, tier: type[Tier], lose: Callable[[Daemon], None]) 
 
 
 def ranks(stage: Stage) -> None:
-    engine = stage.start(tensor_parallel_size=2)
+    engine = stage.start(tensor_parallel_size=2, driver="parallel_driver.py")
     stage.check(engine, 41)
     engine.ask("reset")
     assert stage.check(engine, 41)["cached"][0] > LENGTH // 2
