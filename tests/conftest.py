@@ -51,6 +51,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 LONGEST = (
     "pairs/test_nodes.py",
     "pairs/test_pairs.py",
+    "pairs/test_residency.py",
     "vllm/test_residency_faults.py",
     "vllm/test_models.py",
     "vllm/test_http.py",
@@ -58,6 +59,9 @@ LONGEST = (
     "vllm/test_sparse.py",
     "vllm/test_end_to_end.py",
     "vllm/test_residency_hooks.py",
+    "vllm/test_cuda_residency.py",
+    "offloading/test_engines.py",
+    "tiers/test_mooncake.py",
     "robustness/test_campaign.py",
 )
 """Files that take longest, in this order; below them files with slow tests."""

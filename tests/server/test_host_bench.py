@@ -50,7 +50,7 @@ def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
         [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     assert bench.stderr is not None
-    while "lookup" not in bench.stderr.readline():
+    while "memcpy" not in bench.stderr.readline():
         assert bench.poll() is None
     os.killpg(bench.pid, how)
     bench.wait(60)
