@@ -33,7 +33,7 @@ FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/te
 FAST_JOBS  ?= $(shell nproc)
 SLOW       := core/test_catalog core/test_epoch_book core/test_lower core/test_place_sizes core/test_policy \
               core/test_retention core/test_shared core/test_starvation sparse/test_centre_file \
-              sparse/test_other_machines
+              sparse/test_other_machines wire/test_table_reader
 
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
