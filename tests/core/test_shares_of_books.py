@@ -6,7 +6,7 @@ from itertools import count
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import SLOT_ALIGN
@@ -63,15 +63,17 @@ def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
 
 
 @given(
-    leases=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=200),
-    meddle=st.lists(st.integers(0, 200), max_size=5),
+    leases=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=20),
+    meddle=st.lists(st.integers(0, 19), max_size=9),
     closing=st.booleans(),
+    renews=st.booleans(),
 )
+@example(leases=[(1, 0, True)] * 8, meddle=[6], closing=False, renews=True)
 def test_leases_that_end_in_parts_end_once(
-    leases: list[tuple[int, int, bool]], meddle: list[int], closing: bool
+    leases: list[tuple[int, int, bool]], meddle: list[int], closing: bool, renews: bool
 ) -> None:
-    """Ends late leases, or the leases of a closing session, while other leases end; a copy uses one
-    of them."""
+    """Ends late leases, or the leases of a closing session, while other leases end or are renewed;
+    a copy uses one of them."""
     world = make_world()
     core, mine, other = world.core, world.open(), world.open().number
     world.store(mine, range(10))
@@ -81,10 +83,16 @@ def test_leases_that_end_in_parts_end_once(
     if leases:
         core.begin_load(other, "copy", "l0", [])
     ending = [is_mine if closing else ttl_s + 1 <= 15.0 for _, ttl_s, is_mine in leases]
-    for step, _ in enumerate(core.end_leases(mine.number) if closing else core.expire(15.0)):
-        core.check_invariants()
-        for i in meddle[step : step + 1]:
-            core.release(other, f"l{i}")
+    parts = core.end_leases(mine.number) if closing else core.expire(15.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_module, "LEASED_BLOCKS", 2 * core_module.LEASE_BLOCKS)
+        for step, _ in enumerate(parts):
+            core.check_invariants()
+            for i in meddle[step : step + 1]:
+                if not renews:
+                    core.release(other, f"l{i}")
+                elif core.leases.renew("engine", f"l{i}", 90.0):
+                    ending[i] &= closing
     if closing:
         core.close_session(mine.number, 15.0)
     core.check_invariants()
@@ -93,7 +101,7 @@ def test_leases_that_end_in_parts_end_once(
         if is_over:
             assert lease is None or (i == 0 and lease.released)
         else:
-            assert lease is not None or i in meddle
+            assert lease is not None or (i in meddle and not renews)
     if leases:
         core.end_load(other, "copy", True)
     core.check_invariants()
