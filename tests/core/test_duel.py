@@ -108,6 +108,16 @@ def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int)
         cache.check_invariants()
 
 
+def test_only_ghosts_make_way_for_a_key() -> None:
+    """Uses each key once, and more keys than have a place; few of them are held."""
+    cache, shadows = Duel(1), [NaiveShadow(contender) for contender in CONTENDERS]
+    for number in range(5 * cache._keys.size):
+        cache.observe(keys_of([number]), float(number), 2)
+        for index, shadow in enumerate(shadows):
+            shadow.ask([number], float(number), 2)
+            assert held_by(cache, index) == set(keys_of(list(shadow.heat)).tolist())
+
+
 @given(
     sizes=st.lists(st.integers(0, 1 << 24) | st.integers(0, 2000), min_size=1, max_size=12),
     seed=st.integers(0, 1 << 32),
@@ -119,7 +129,7 @@ def test_the_sample_follows_the_size_of_the_cache(sizes: list[int], seed: int) -
     cache = Duel(20_000)
     for number, size in enumerate(sizes):
         keys = keys_of(rng.integers(0, 1 << 40, 3000).tolist())
-        cache.observe(keys, 100.0 * number, min(max(cache._too_few, 200), cache._too_many - 1))
+        cache.observe(keys, 100.0 * number, max(200, cache._too_few))
         before = {index: held_by(cache, index) for index in range(len(CONTENDERS))}
         share = cache.share
         cache.observe(keys[:0], 100.0 * number, size)
