@@ -414,6 +414,16 @@ def test_the_version_stored_last_is_kept_and_counted(monkeypatch: pytest.MonkeyP
     world.core.check_invariants()
 
 
+def test_the_representations_of_the_coldest_blocks_make_room() -> None:
+    world = World(2, unadmitted_share=1.0)
+    session = world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
+    for group in (0, MAX_GROUPS):
+        world.store(session, range(4), group=group)
+    world.core.acquire(session.number, "pin", [HashList(0, words_of([1, 3, 0, 2]))], 0.0, 2.0)
+    assert world.store(session, [9, 10]) == [BlockResult.STORED] * 2
+    assert world.found(range(4), group=MAX_GROUPS) == [1, 3]
+
+
 def test_equal_kinds_have_one_number_and_numbers_are_bounded() -> None:
     world = World()
     kinds = tuple(
