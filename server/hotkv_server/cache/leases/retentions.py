@@ -74,10 +74,7 @@ class RetentionPins:
         self._until_s[known] = np.maximum(self._until_s[known], until_s)
         if not len(fresh):
             return len(known)
-        tenant, sizes = (
-            int(self._tenants_of(fresh[:1])[0]),
-            np.cumsum(self._index.slot_bytes(fresh)),
-        )
+        tenant, sizes = int(self._tenants_of(fresh)[0]), np.cumsum(self._index.slot_bytes(fresh))
         fitting = fresh[: int(np.searchsorted(sizes, self._room_bytes(tenant), side="right"))]
         if len(fitting):
             self._index.pin(fitting, 1)
