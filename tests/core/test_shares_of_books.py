@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import core as core_module
-from hotkv_server.cache.leases.leases import read_weight
+from hotkv_server.cache.leases.leases import ReadLease, WriteLease, read_weight
 from hotkv_server.cache.values import HashList, Run, TenantShare
 from tests.core.support import SLAB, World, evict, reason_of, reserve, words_of
 
@@ -52,11 +52,18 @@ def test_nobody_takes_all_leases(tenants: bool) -> None:
 
 
 def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
-    world = make_world(client_memory_bytes=10 * read_weight(1, 100))
+    """Lists of leases count with the memory that they take, at least."""
+    world = make_world(client_memory_bytes=10 * read_weight(1, 1000))
     core, one, other = world.core, world.open("one").number, world.open("other").number
-    absent = [HashList(0, words_of(range(100)))]
+    absent = [HashList(0, words_of(range(1000)))]
+    reserve(core, one, "w", [Run(0, absent[0].hashes)], 0.0, 0.0)
+    (write,) = core.leases.all()
+    assert isinstance(write, WriteLease) and write.weight > write.listed.nbytes
+    core.release(one, "w")
     assert most(lambda i: core.acquire(one, f"l{i}", absent, 0.0, 0.0)) == 5
     assert most(lambda i: core.acquire(other, f"l{i}", absent, 0.0, 0.0)) == 2
+    for lease in core.leases.all():
+        assert isinstance(lease, ReadLease) and lease.weight > lease.groups[0][1].nbytes
     core.close_session(one, 0.0)
     assert most(lambda i: core.acquire(other, f"m{i}", absent, 0.0, 0.0)) == 3
     core.check_invariants()
