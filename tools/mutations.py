@@ -36,7 +36,10 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 }
 SWAPPED_CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 QUIET_FUNCTIONS = {"__repr__", "check_invariants", "check"}
-QUIET_CALLS = {"log", "logger", "warnings", "print", "prefetch", "prefetch_address"}
+HINTS = {"prefetch", "prefetch_address"}
+"""Hints to the processor. Nobody sees whether they are given, so their conditions are left alone
+too."""
+QUIET_CALLS = {"log", "logger", "warnings", "print", *HINTS}
 """Output for people, and hints to the processor."""
 
 
@@ -144,6 +147,8 @@ class _Finder(ast.NodeVisitor):
         self.visit(node.value)
 
     def visit_If(self, node: ast.If) -> None:
+        if all(_is_hint(statement) for statement in (*node.body, *node.orelse)):
+            return
         self._negate(node.test)
         self.generic_visit(node)
 
@@ -205,6 +210,11 @@ class _Finder(ast.NodeVisitor):
             self._add(node, str(not node.value))
         elif isinstance(node.value, int):
             self._add(node, str(node.value + 1))
+
+
+def _is_hint(node: ast.stmt) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in HINTS
 
 
 def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:

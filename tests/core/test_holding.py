@@ -80,6 +80,11 @@ def test_refused_blocks_are_remembered_and_those_to_keep_are_not_refused() -> No
     place.stored(range(24), 0.0)
     assert place.stored([50], 1.0) == [] and len(place.policy._ghosts) == 1
     assert place.stored([60, 61], 1.0, retention=Retention(2)) == [60, 61]
+    # What comes before a refused block counts, not what comes after it.
+    run = [Run(0, words_of([51, *range(22), 60, 61]))]
+    begin_store(place.core, place.sessions[""].number, "s", "s", run, 0, 0.0, 1.0)
+    place.core.end_store(place.sessions[""].number, "s", True, 1.0)
+    assert len(place.policy._ghosts) == 4
     assert place.stored([50], 10.0) == [50]
     assert place.policy._uses[place.entries([50])[0]] > 0.9, "its first use was forgotten"
 

@@ -303,6 +303,20 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
     assert set(everything.tolist()) == set(used_s) - gone
 
 
+@pytest.mark.parametrize("may_hold", [False, True])
+def test_a_new_winner_orders_anew_what_was_queued(*, may_hold: bool) -> None:
+    """Another contender wins at the end of an epoch, or because the winner may not hold."""
+    policy = make_hotness(40, CONTENDERS[0])
+    policy.duel = Duel(40, (Contender(0.1, hold_s=5.0), Contender(0.1, recency=-1.0)))
+    for entry in range(1, 41):
+        policy.admit(entries_of([entry]), keys_of([entry]), float(entry))
+    assert policy.victims(0, 1, lambda numbers: numbers > 0).tolist() == [1]
+    policy.duel._hits[1], policy.duel._epoch_ends_s = 1000, 41.0
+    policy.allow_keeping(may_hold)
+    policy.touch(entries_of([40]), keys_of([40]), 40.0 + may_hold)
+    assert policy.victims(0, 1, lambda numbers: numbers > 0).tolist() == [40]
+
+
 def test_the_clock_does_not_go_back_and_a_time_to_live_is_not_shortened() -> None:
     policy = make_hotness(CAPACITY, CONTENDERS[0])
     for number, now_s in ((1, 1000.0), (2, 1100.0)):

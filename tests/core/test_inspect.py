@@ -142,6 +142,12 @@ def test_an_answer_stays_as_it_is() -> None:
     later = inspect.prompt_blocks(cache.core, 1, 0, words_of([1, 2, 3]))
     assert not later.words.any() and later.causes.tolist() == [Cause.OPERATOR, Cause.OPERATOR, 0]
     assert inspect.blocks(cache.core, [30]) == []
+    # A block goes and a representation gets its number before the block is described.
+    _, number = cache.entries([8, 9]).tolist()
+    evict(cache.core, 1, 0, words_of([9]))
+    cache.store(cache.session, [8], group=MAX_GROUPS)
+    assert cache.entries([8], group=MAX_GROUPS).tolist() == [number]
+    assert inspect.blocks(cache.core, [number]) == []
 
 
 def test_why_a_block_is_missing_is_told() -> None:

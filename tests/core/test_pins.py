@@ -27,7 +27,7 @@ class HoldsMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
     )
     def start(self, budget_bytes: int, seed: int) -> None:
-        index = BlockIndex(make_table(100))
+        index = BlockIndex(make_table(NUM_ENTRIES))
         index.add_key_space(1, [11, 12])
         each = np.arange(NUM_ENTRIES // len(SIZES))
         entries = np.concatenate(

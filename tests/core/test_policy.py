@@ -42,6 +42,146 @@ def test_demoted_go_first(name: str, num_blocks: int) -> None:
     check_demoted_go_first(POLICIES[name], num_blocks)
 
 
+class NaiveLists:
+    """Two lists of blocks, the coldest block first, and ghosts: the list and the running number of
+    each evicted block. All ghosts are in one bucket; the newest 16 count."""
+
+    def __init__(self) -> None:
+        self.lists: tuple[list[int], list[int]] = [], []
+        self.ghosts: dict[int, tuple[int, int]] = {}
+        self.num_evicted = 0
+
+    def remember(self, block: int, number: int) -> None:
+        self.ghosts.pop(block, None)
+        if len(self.ghosts) == shared.WAYS:
+            del self.ghosts[next(iter(self.ghosts))]
+        self.num_evicted += 1
+        self.ghosts[block] = number, self.num_evicted
+
+    def recall(self, block: int) -> int | None:
+        if self.ghosts.get(block, (0, -16))[1] <= self.num_evicted - 16:
+            return None
+        return self.ghosts.pop(block)[0]
+
+    def leave(self, block: int) -> int:
+        number = int(block in self.lists[1])
+        self.lists[number].remove(block)
+        return number
+
+
+class NaiveARC(NaiveLists):
+    """ARC as in the paper. `target`: blocks that the first list should have."""
+
+    target = 0.0
+
+    def admit(self, block: int) -> None:
+        again = sum(number for number, _ in self.ghosts.values())
+        once = len(self.ghosts) - again
+        number = self.recall(block)
+        self.lists[number is not None].append(block)
+        if number is not None:
+            self.target += max(1.0, again / once) if number == 0 else -max(1.0, once / again)
+        self.target = min(max(self.target, 0.0), len(self.lists[0]) + len(self.lists[1]))
+
+    def touch(self, block: int) -> None:
+        self.leave(block)
+        self.lists[1].append(block)
+
+    def refresh(self, block: int) -> None:
+        self.lists[self.leave(block)].append(block)
+
+    def victims(self, count: int, may_go: set[int]) -> list[int]:
+        once, again = ([one for one in part if one in may_go] for part in self.lists)
+        first = once[: min(count, max(0, len(self.lists[0]) - int(self.target)))]
+        return (first + again + once[len(first) :])[:count]
+
+    def evict(self, block: int) -> None:
+        self.remember(block, self.leave(block))
+
+
+class NaiveS3FIFO(NaiveLists):
+    """S3-FIFO as in the paper. Looks at as many blocks of a queue at a time as are missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses: dict[int, int] = {}
+
+    def admit(self, block: int) -> None:
+        self.lists[self.recall(block) is not None].append(block)
+        self.uses[block] = 0
+
+    def touch(self, block: int) -> None:
+        self.uses[block] = min(3, self.uses[block] + 1)
+
+    def refresh(self, block: int) -> None:
+        """Only the order of arrival counts."""
+
+    def victims(self, count: int, may_go: set[int]) -> list[int]:
+        chosen: list[int] = []
+        while len(chosen) < count:
+            small, main = ([one for one in part if one not in chosen] for part in self.lists)
+            queues = [[one for one in part if one in may_go] for part in (small, main)]
+            if not any(queues):
+                break
+            crowded = len(small) > 0.1 * len(small + main)
+            number = int(not ((crowded and queues[0]) or not queues[1]))
+            for block in queues[number][: count - len(chosen)]:
+                if self.uses[block] < (2, 1)[number]:
+                    chosen.append(block)
+                    continue
+                self.lists[number].remove(block)
+                self.lists[1].append(block)
+                self.uses[block] = number * (self.uses[block] - 1)
+        return chosen
+
+    def evict(self, block: int) -> None:
+        if self.leave(block) == 0:
+            self.remember(block, 0)
+
+
+@pytest.mark.parametrize(("name", "naive"), [("arc", NaiveARC), ("s3fifo", NaiveS3FIFO)])
+@given(seed=st.integers(0, 1 << 32))
+def test_victims_are_those_of_the_paper(
+    name: str, naive: type[NaiveARC | NaiveS3FIFO], seed: int
+) -> None:
+    rng, policy, model = np.random.default_rng(seed), POLICIES[name](16), naive()
+    pool = np.random.default_rng(0).integers(0, 1 << 64, 400, np.uint64)
+    keys = pool[shared.spread(pool) >> np.uint64(62) == 0][:30]
+    entry_of: dict[int, int] = {}
+
+    def named(*blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([entry_of[block] for block in blocks], np.uint32), keys[list(blocks)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "MIN_QUEUED", 0)
+        patch.setattr(shared, "SHARE", 1 << 40)
+        for now in range(120):
+            block, what = int(rng.integers(0, 30)), rng.random()
+            if block not in entry_of and len(entry_of) < 16:
+                entry_of[block] = min(set(range(1, 17)) - set(entry_of.values()))
+                policy.admit(*named(block), float(now))
+                model.admit(block)
+            elif block in entry_of and what < 0.6:
+                policy.touch(*named(block), float(now))
+                model.touch(block)
+            elif block in entry_of and what < 0.8:
+                policy.refresh(named(block)[0], float(now))
+                model.refresh(block)
+            elif block in entry_of:
+                policy.forget(*named(block), evicted=False)
+                model.leave(block)
+                del entry_of[block]
+            may_go = {one for one in entry_of if rng.random() < 0.8}
+            count, numbers = int(rng.choice([0] * 6 + [1, 3])), [entry_of[one] for one in may_go]
+            found = policy.victims(0, count, lambda some, numbers=numbers: np.isin(some, numbers))  # type: ignore[misc]
+            expected = model.victims(count, may_go)
+            assert found.tolist() == [entry_of[one] for one in expected]
+            policy.forget(*named(*expected), evicted=True)
+            for one in expected:
+                model.evict(one)
+                del entry_of[one]
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_demoted_entries_are_taken_once_and_not_after_a_use(

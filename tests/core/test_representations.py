@@ -397,12 +397,14 @@ def test_the_version_stored_last_is_kept_and_counted(monkeypatch: pytest.MonkeyP
         assert set(world.store(session, numbers, group=group)) == {BlockResult.STORED}
     found = [world.found([1, 2, 3], group=MAX_GROUPS + kind) for kind in range(2)]
     assert found == [[1, 3], [2]]
+    world.core.space.index.unverified[world.entries([1, 3])] = True
     # Parts of any size give the same result.
     for part in (1, 2, 1 << 17):
         monkeypatch.setattr(inspect, "PART_ENTRIES", part)
         *_, counted = inspect.census(world.core)
         assert (counted.representation_bytes, counted.num_blocks) == (3 * SLOT_ALIGN, 3)
         assert (counted.blocks[1], counted.representations[1], counted.blocks.sum()) == (3, 3, 3)
+        assert counted.num_unverified == 2
     one = words_of([1])
     for group in (-1, 2, MAX_GROUPS - 1, MAX_GROUPS + 2):
         refused(world.core, partial(world.found, [1], 1, group), Reason.INVALID_FIELD)
@@ -412,6 +414,16 @@ def test_the_version_stored_last_is_kept_and_counted(monkeypatch: pytest.MonkeyP
     ):
         refused(world.core, call, Reason.INVALID_FIELD)
     world.core.check_invariants()
+
+
+def test_the_representations_of_the_coldest_blocks_make_room() -> None:
+    world = World(2, unadmitted_share=1.0)
+    session = world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
+    for group in (0, MAX_GROUPS):
+        world.store(session, range(4), group=group)
+    world.core.acquire(session.number, "pin", [HashList(0, words_of([1, 3, 0, 2]))], 0.0, 2.0)
+    assert world.store(session, [9, 10]) == [BlockResult.STORED] * 2
+    assert world.found(range(4), group=MAX_GROUPS) == [1, 3]
 
 
 def test_equal_kinds_have_one_number_and_numbers_are_bounded() -> None:

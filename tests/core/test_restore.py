@@ -11,13 +11,14 @@ from hypothesis import given, settings
 
 from hotkv_proto import table
 from hotkv_proto.blocks import BlockResult
-from hotkv_proto.table import SLOT_ALIGN
+from hotkv_proto.keys import MAX_GROUPS
+from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore import BelowSpace, restore, restore_below
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.check_values import strides_of
-from tests.core.old_tables import CONFIG, KEY_SPACE, KIND, damage, empty, filled
+from tests.core.old_tables import CONFIG, KEY_SPACE, KIND, NUM_SLABS, damage, empty, filled
 from tests.core.support import (
     SLAB,
     begin_store,
@@ -114,13 +115,36 @@ def test_new_blocks_are_hotter_than_many_that_a_start_has_brought_back(*, is_bel
     assert (heat[:-1:100] > heat[99::100]).all(), "a tail is hotter than its head"
 
 
+def apart(records: Words) -> dict[tuple[int, bytes], bool]:
+    """Returns for each ready block with a slot that fits its group (by group and hash) whether the
+    slot is apart from all others: no record has the same slot, or one of another size in its
+    slab."""
+    slots = []
+    for record in records.tolist():
+        state, group = divmod(record[table.W_GROUP_STATE], 1 << 16)
+        at, size = record[table.W_OFFSET], record[table.W_SIZE]
+        fits = size == {0: 1, 1: 2, MAX_GROUPS: 1}.get(group) and at % size == 0
+        if fits and at < 4 * NUM_SLABS and (state, record[table.W_KEY_SPACE]) == (2, 1):
+            slots.append((group, np.array(record[:8], np.uint32).tobytes(), at, size))
+    found: dict[tuple[int, bytes], bool] = {}
+    for group, block, at, size in slots:
+        in_slab = [one for one in slots if one[2] // 4 == at // 4]
+        good = sum(one[2] == at or one[3] != size for one in in_slab) == 1
+        found[group, block] = good or found.get((group, block), False)
+    return found
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_damaged_table_gives_a_consistent_cache(data: st.DataObject) -> None:
+    """Restores exactly the blocks whose slots are apart."""
     records = damage(filled().space.index.table.records.copy(), data)
     core = empty()
     restore(core, records, {1: 1}, None, 5.0)
     core.check_invariants()
+    for (group, block), is_restored in apart(records).items():
+        words = np.frombuffer(block, np.uint32).reshape(1, 8)
+        assert group >= MAX_GROUPS or core.space.index.find(1, group, words).any() == is_restored
     session = core.open_session("f", "rank", KEY_SPACE, 5.0, (KIND,)).number
     core.acquire(session, "r", [HashList(0, words_of(range(30)))], 0.0, 5.0)
     begin_store(core, session, "t", "l", [Run(0, words_of(range(50)))], 0, 0.0, 6.0)

@@ -6,12 +6,12 @@ from itertools import count
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import core as core_module
-from hotkv_server.cache.leases.leases import read_weight
+from hotkv_server.cache.leases.leases import ReadLease, WriteLease, read_weight
 from hotkv_server.cache.values import HashList, Run, TenantShare
 from tests.core.support import SLAB, World, evict, reason_of, reserve, words_of
 
@@ -52,26 +52,35 @@ def test_nobody_takes_all_leases(tenants: bool) -> None:
 
 
 def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
-    world = make_world(client_memory_bytes=10 * read_weight(1, 100))
+    """Lists of leases count with the memory that they take, at least."""
+    world = make_world(client_memory_bytes=10 * read_weight(1, 1000))
     core, one, other = world.core, world.open("one").number, world.open("other").number
-    absent = [HashList(0, words_of(range(100)))]
+    absent = [HashList(0, words_of(range(1000)))]
+    reserve(core, one, "w", [Run(0, absent[0].hashes)], 0.0, 0.0)
+    (write,) = core.leases.all()
+    assert isinstance(write, WriteLease) and write.weight > write.listed.nbytes
+    core.release(one, "w")
     assert most(lambda i: core.acquire(one, f"l{i}", absent, 0.0, 0.0)) == 5
     assert most(lambda i: core.acquire(other, f"l{i}", absent, 0.0, 0.0)) == 2
+    for lease in core.leases.all():
+        assert isinstance(lease, ReadLease) and lease.weight > lease.groups[0][1].nbytes
     core.close_session(one, 0.0)
     assert most(lambda i: core.acquire(other, f"m{i}", absent, 0.0, 0.0)) == 3
     core.check_invariants()
 
 
 @given(
-    leases=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=200),
-    meddle=st.lists(st.integers(0, 200), max_size=5),
+    leases=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=20),
+    meddle=st.lists(st.integers(0, 19), max_size=9),
     closing=st.booleans(),
+    renews=st.booleans(),
 )
+@example(leases=[(1, 0, True)] * 8, meddle=[6], closing=False, renews=True)
 def test_leases_that_end_in_parts_end_once(
-    leases: list[tuple[int, int, bool]], meddle: list[int], closing: bool
+    leases: list[tuple[int, int, bool]], meddle: list[int], closing: bool, renews: bool
 ) -> None:
-    """Ends late leases, or the leases of a closing session, while other leases end; a copy uses one
-    of them."""
+    """Ends late leases, or the leases of a closing session, while other leases end or are renewed;
+    a copy uses one of them."""
     world = make_world()
     core, mine, other = world.core, world.open(), world.open().number
     world.store(mine, range(10))
@@ -81,10 +90,16 @@ def test_leases_that_end_in_parts_end_once(
     if leases:
         core.begin_load(other, "copy", "l0", [])
     ending = [is_mine if closing else ttl_s + 1 <= 15.0 for _, ttl_s, is_mine in leases]
-    for step, _ in enumerate(core.end_leases(mine.number) if closing else core.expire(15.0)):
-        core.check_invariants()
-        for i in meddle[step : step + 1]:
-            core.release(other, f"l{i}")
+    parts = core.end_leases(mine.number) if closing else core.expire(15.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_module, "LEASED_BLOCKS", 2 * core_module.LEASE_BLOCKS)
+        for step, _ in enumerate(parts):
+            core.check_invariants()
+            for i in meddle[step : step + 1]:
+                if not renews:
+                    core.release(other, f"l{i}")
+                elif core.leases.renew("engine", f"l{i}", 90.0):
+                    ending[i] &= closing
     if closing:
         core.close_session(mine.number, 15.0)
     core.check_invariants()
@@ -93,7 +108,7 @@ def test_leases_that_end_in_parts_end_once(
         if is_over:
             assert lease is None or (i == 0 and lease.released)
         else:
-            assert lease is not None or i in meddle
+            assert lease is not None or (i in meddle and not renews)
     if leases:
         core.end_load(other, "copy", True)
     core.check_invariants()

@@ -356,9 +356,11 @@ class CacheCore(CacheBooks):
         for part in _portions(
             [lease for lease in self.leases.expired(now_s) if not lease.released]
         ):
-            for lease in part:
+            # A lease may have been renewed since the first part.
+            ending = [lease for lease in part if lease.expires_s <= now_s]
+            for lease in ending:
                 lease.has_expired = True
-            self.counters.expired_leases += self._end(part)
+            self.counters.expired_leases += self._end(ending)
             yield
 
     def end_leases(self, session_number: int) -> Iterator[None]:

@@ -369,6 +369,8 @@ def blocks(core: CacheCore, entries: Sequence[int]) -> list[BlockFigures]:
     """Returns the state of the given blocks; leaves out blocks that are no longer in the index."""
     there = np.array(entries, np.uint32)
     there = there[core.space.index.table.records[there, table.W_GROUP_STATE] >> 16 != 0]
+    # A representation may have the number of such a block now.
+    there = there[~core.space.representations.among(there)]
     used_s = core.space.policy.last_used_s(there)
     return [
         _block(core, int(entry), float(used)) for entry, used in zip(there, used_s, strict=True)

@@ -226,7 +226,8 @@ class LiveLedger:
             group.block_tokens,
             _block_bytes(self._core, number, group.block_tokens),
             report.hit_tokens // group.block_tokens,
-            report.retention == NO_RETENTION and self._core.space.may_keep(group.slot_bytes),
+            report.retention == NO_RETENTION
+            and self._core.space.room.may_keep_at(group.slot_bytes),
         )
         self._following.append((demand, time.monotonic()))
         self._following_blocks += len(demand.keys)

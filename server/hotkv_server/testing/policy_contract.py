@@ -60,6 +60,11 @@ class PolicyWorld:
                 self._gone.pop() if come_back and self._gone else self._fresh_key()
             )
         self._tell("admit", numbers, now_s, retention)
+        if not come_back:
+            used_s = self.policy.last_used_s(_entries(numbers))
+            assert np.allclose(used_s, now_s + retention.ttl_s, rtol=0, atol=0.1), (
+                "a use of the block that had the number before counts"
+            )
 
     def use(self, numbers: list[int], now_s: float, retention: Retention = NO_RETENTION) -> None:
         """Notifies the policies that a request used these blocks, in the order of its prompt."""

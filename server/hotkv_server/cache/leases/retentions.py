@@ -14,7 +14,7 @@ import numpy as np
 from hotkv_server.cache.arrays import each_once
 from hotkv_server.cache.room.shares import PinBudget, TenantBook
 from hotkv_server.cache.table.index import BlockIndex
-from hotkv_server.cache.values import Entries
+from hotkv_server.cache.values import Entries, Int64s
 
 PART_ENTRIES = 1 << 18
 """Entry numbers that each step of `expire` examines; a step takes a millisecond or two."""
@@ -72,8 +72,10 @@ class RetentionPins:
         is_known = self._until_s[entries] > 0
         known, fresh = entries[is_known], entries[~is_known]
         self._until_s[known] = np.maximum(self._until_s[known], until_s)
-        sizes = np.cumsum(self._index.slot_bytes(fresh))
-        fitting = fresh[: int(np.searchsorted(sizes, self._room_bytes(fresh), side="right"))]
+        if not len(fresh):
+            return len(known)
+        tenant, sizes = int(self._tenants_of(fresh)[0]), np.cumsum(self._index.slot_bytes(fresh))
+        fitting = fresh[: int(np.searchsorted(sizes, self._room_bytes(tenant), side="right"))]
         if len(fitting):
             self._index.pin(fitting, 1)
             self._until_s[fitting] = until_s
@@ -81,7 +83,7 @@ class RetentionPins:
                 min(self._next_end_s, until_s),
                 min(self._next_new_end_s, until_s),
             )
-            self._count(self._tenant(fitting), len(fitting), int(sizes[len(fitting) - 1]))
+            self._count(tenant, len(fitting), int(sizes[len(fitting) - 1]))
         return len(known) + len(fitting)
 
     def _count(self, tenant: int, num_entries: int, num_bytes: int) -> None:
@@ -89,23 +91,18 @@ class RetentionPins:
         self._budget.held_bytes += num_bytes
         self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + num_bytes
 
-    def _tenant(self, entries: Entries) -> int:
-        """Returns the tenant of the first entry; all entries have the same tenant."""
-        return (
-            int(self._tenants.of(self._index.key_spaces(entries[:1]))[0])
-            if self._tenants.is_used
-            else 0
-        )
+    def _tenants_of(self, entries: Entries) -> Int64s:
+        """Returns the tenant number of each entry [n]."""
+        return self._tenants.of(self._index.key_spaces(entries))
 
-    def _room_bytes(self, fresh: Entries) -> int:
-        """Returns how many more bytes may be held for the tenant to which the entries `fresh`
-        belong."""
-        room_bytes = min(self.budget_bytes - self.held_bytes, self._budget.for_others)
-        if not self._tenants.is_used or not len(fresh):
-            return room_bytes
-        tenant = self._tenant(fresh)
+    def _room_bytes(self, tenant: int) -> int:
+        """Returns how many more bytes may be held for a tenant; none if the number is negative."""
         bound = int(self._share * self._tenants.surely_bytes(tenant))
-        return min(room_bytes, max(0, bound - self._bytes_of.get(tenant, 0)))
+        return min(
+            self.budget_bytes - self.held_bytes,
+            self._budget.for_others,
+            bound - self._bytes_of.get(tenant, 0),
+        )
 
     def expire(self, now_s: float) -> Iterator[None]:
         """Ends the holds whose time is over. Each step of the iterator examines PART_ENTRIES entry
@@ -132,11 +129,7 @@ class RetentionPins:
         self._index.pin(entries, -1)
         self._until_s[entries] = 0.0
         sizes = self._index.slot_bytes(entries)
-        owners = (
-            self._tenants.of(self._index.key_spaces(entries))
-            if self._tenants.is_used
-            else np.zeros(len(entries), np.int64)
-        )
+        owners = self._tenants_of(entries)
         for tenant in np.unique(owners).tolist():
             mine = owners == tenant
             self._count(tenant, -int(np.count_nonzero(mine)), -int(sizes[mine].sum()))

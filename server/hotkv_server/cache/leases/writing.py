@@ -414,10 +414,17 @@ class Reservations:
         lease.entries = np.concatenate((lease.entries, entries))
         if is_block:
             space.chains.link(record.number, run.group_index, words, run.parent)
-            self._books.counters.no_space_blocks += len(wanted) - len(entries)
-            left = rows(run.hashes, wanted[len(entries) :])
-            depth = run.depth + len(words) - len(left)
-            space.decline(record.number, run.group_index, left, depth, now_s, lease.retention)
+            left = wanted[len(entries) :]
+            self._books.counters.no_space_blocks += len(left)
+            if len(left):
+                space.decline(
+                    record.number,
+                    run.group_index,
+                    rows(run.hashes, left),
+                    run.depth + int(left[0]),
+                    now_s,
+                    lease.retention,
+                )
 
     def _representable(
         self,

@@ -81,12 +81,12 @@ class Room:
             may then be dropped too, even if `is_block` is False.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not. Ignored for a tenant within its guarantee, and while
-            `Space.may_keep` returns False.
+            `may_keep_at` returns False.
         """
-        shares = self.shares(size)
+        self._books.policy.allow_keeping(self.may_keep_at(size))
         for wanted in self._tenants.portions(taker, size, count):
             if self._pool.available_slots(size) < wanted:
-                is_due = shares or self._tenants.may_claim(taker, wanted * size)
+                is_due = self._tenants.may_claim(taker, wanted * size)
                 yield from self._make_slots(size, wanted, taker, None if is_due else keep_at_s)
         if is_block or has_promise:
             yield from self._drop_representations(
@@ -100,13 +100,13 @@ class Room:
         if is_block:
             yield from self._drop_representations(0, missing_numbers, taker)
 
-    def shares(self, size: int) -> bool:
-        """Returns True if the arena also has slots of other sizes, or representations. Also
-        notifies the policy (`Policy.allow_keeping`) whether it may refuse room to a new block so
-        that older blocks stay: only if this method returns False and `may_keep` is True."""
-        shares = bool(self._books.representations.declared) or self._pool.is_shared(size)
-        self._books.policy.allow_keeping(self.may_keep and not shares)
-        return shares
+    def may_keep_at(self, slot_bytes: int) -> bool:
+        """Returns True if the policy may refuse a slot of this size to a new block, so that older
+        blocks stay. False unless `may_keep` is True. False while the arena also has slots of other
+        sizes or representations, because those would then be evicted in place of blocks of this
+        size."""
+        shares = self._books.representations.declared or self._pool.is_shared(aligned(slot_bytes))
+        return self.may_keep and not shares
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
         """Frees slabs until `more` slots (numbers by slot size) can be promised to the tenant
@@ -422,17 +422,6 @@ class Space:
         self.tenants.capacity_bytes = self.pool.capacity_bytes
         self.room.coming_bytes = coming_bytes
 
-    def may_keep(self, slot_bytes: int) -> bool:
-        """Returns True if the policy may refuse a slot of this size to a new block, so that older
-        blocks stay.
-
-        Returns False while the arena also has slots of other sizes or representations, because
-        those would then be evicted in place of blocks of this size. Returns False if there are
-        tiers below, because they get a new block only after it was stored here.
-        """
-        has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
-        return self.room.may_keep and not has_others
-
     def has_room(self, slot_bytes: int, count: int) -> bool:
         """Returns True if `count` slots of this size, and as many entry numbers, are free."""
         free = min(self.pool.available_slots(aligned(slot_bytes)), self.books.free_numbers())
@@ -443,7 +432,7 @@ class Space:
         free and no tenants are configured."""
         if self.tenants.is_used or not self.has_room(slot_bytes, count):
             return True
-        self.room.shares(aligned(slot_bytes))
+        self.policy.allow_keeping(self.room.may_keep_at(slot_bytes))
         return False
 
     def insert(
@@ -499,15 +488,13 @@ class Space:
         group_index: a group of blocks, or a kind of representation.
         has_promise: True if the room was reserved for a residency.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
-            used soon; None if it may not. Ignored if `may_keep` returns False.
+            used soon; None if it may not. Ignored while `Room.may_keep_at` returns False.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             count -= self.room.coming_slots(size, count)
         count = self.room.within_bound(taker, size, count)
         is_block = group_index < MAX_GROUPS
-        if not self.may_keep(size):
-            keep_at_s = None
         yield from self.room.make(
             size, count, taker, is_block=is_block, has_promise=has_promise, keep_at_s=keep_at_s
         )
@@ -549,9 +536,8 @@ class Space:
         depth: number of blocks before the first of these blocks in the chain.
         retention: the wish of the request to retain the blocks.
         """
-        if len(hashes):
-            keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
-            self.policy.decline(keys, depth, now_s, retention)
+        keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
+        self.policy.decline(keys, depth, now_s, retention)
 
     def touch(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
         """Records a use of ready entries, given in chain order. `retention`: the wish of the

@@ -133,7 +133,8 @@ class Duel:
         self.current = 0
         self._may_hold = True
         self.share = 1.0
-        self._too_few, self._too_many = 0, 2 * MIN_SHADOW_BLOCKS
+        # The first use adapts the share (`_resample`).
+        self._too_few = self._too_many = 0
         num_buckets = max(8, -(-int(KEYS_PER_BLOCK * 2 * capacity * _share_for(capacity)) // WAYS))
         leaves = 1 << (num_buckets * WAYS - 1).bit_length()
         self._rules = np.array(

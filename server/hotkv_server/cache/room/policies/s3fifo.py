@@ -132,13 +132,13 @@ class S3FIFO:
         return self._queue(slot_bytes, number).take(count, may_go)
 
     def _stay(self, entries: Entries, number: int) -> None:
-        """Moves entries to the end of the main queue instead of evicting them. `number`: the queue
-        that they were in."""
+        """Moves entries to the end of the main queue instead of evicting them; their order stays.
+        `number`: the queue that they were in."""
         self._uses[entries] = 0 if number == SMALL else self._uses[entries] - 1
         self._num[number] -= len(entries)
         self._num[MAIN] += len(entries)
         self._queue_of[entries] = MAIN
-        self._stamps.use(entries, self._now_s)
+        self._stamps.use(entries[::-1], self._now_s)
 
     def _queue(self, slot_bytes: int, number: int) -> ColdQueue:
         if (slot_bytes, number) not in self._queues:
