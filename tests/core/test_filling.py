@@ -158,18 +158,26 @@ def refuse_after(monkeypatch: pytest.MonkeyPatch, num_pieces: int) -> None:
     before_each_piece(monkeypatch, act)
 
 
+@pytest.mark.parametrize("end", PIECES[:2])
 def test_memory_that_runs_short_ends_it_where_it_is(
-    filling: Filling, monkeypatch: pytest.MonkeyPatch
+    filling: Filling, monkeypatch: pytest.MonkeyPatch, end: int
 ) -> None:
+    """Memory runs short for the table's records, or for the arena."""
+
+    def records() -> Iterator[int]:
+        yield 1
+        if end == PIECES[0]:
+            raise OSError(errno.ENOSPC, "told to")
+
     refuse_after(monkeypatch, 2)
     told: list[tuple[int, int]] = []
     filling.fill_for(0)
-    filling.start(lambda *news: told.append(news), settles=False)
-    with pytest.raises(OSError, match=r"up to 64 of 96 MiB.*told to"):
+    filling.start(lambda *news: told.append(news), settles=False, first=records())
+    with pytest.raises(OSError, match=rf"up to {end >> 20} of 96 MiB.*told to"):
         filling.wait(ARENA)
-    filling.wait(PIECES[1])
+    filling.wait(end)
     filling.close()
-    assert filling.filled_bytes == PIECES[1] and told[-1] == (PIECES[1], 0) and filling.is_alive()
+    assert filling.filled_bytes == end and told[-1] == (end, 0) and filling.is_alive()
     assert filling.progress() == filling.problem != ""
 
 
