@@ -287,9 +287,9 @@ def test_slabs_in_which_blocks_came_back_are_brought_in(
     core.space.grow(memory.filling.filled_bytes, 0)
     core.space.pool.claim(SLOT_ALIGN, np.array([11 * slab + SLOT_ALIGN]))
     core.space.pool.claim(2 * slab, np.array([20 * slab]))
-    before_bytes = allocated_bytes(memory.arena.fd)
+    before_bytes = limits.allocated_bytes(place / "here" / "arena")
     _prefault_claimed(core.space.pool, memory)
-    assert allocated_bytes(memory.arena.fd) == before_bytes + 3 * slab
+    assert limits.allocated_bytes(place / "here" / "arena") == before_bytes + 3 * slab
     memory.remove()
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotkv_proto import table
 from hotkv_proto.keys import KeySpace
@@ -182,6 +184,41 @@ def test_bringing_memory_in_writes_none_of_it(
     mapping.make_huge(0, 10.0)
     monkeypatch.setattr(mapping, "_advise", too_old)
     mapping.populate()
+    mapping.close()
+
+
+@given(
+    refused=st.sets(st.integers(0, 9)),
+    start=st.integers(0, 9),
+    end=st.integers(0, 10),
+    piece=st.integers(1, 4),
+    exclusive=st.booleans(),
+)
+def test_huge_pages_are_made_until_the_kernel_refuses_a_whole_piece(
+    refused: set[int], start: int, end: int, piece: int, *, exclusive: bool
+) -> None:
+    """The kernel makes a huge page only if one of its small pages has memory."""
+    size = HUGE_PAGE_BYTES
+    fd = os.memfd_create("huge")
+    os.truncate(fd, 10 * size)
+    mapping = FileMapping(fd, 10 * size, "huge", exclusive=exclusive)
+    backed = set[int]() if exclusive else set(range(10))
+
+    def advise(advice: int, at: int, num_bytes: int) -> None:
+        pages = set(range(at // size, (at + num_bytes - 1) // size + 1))
+        if num_bytes < size:
+            assert exclusive, "a client's file"
+            backed.update(pages)
+        elif pages & refused or not pages <= backed:
+            raise OSError(errno.EINVAL, "refused")
+
+    mapping._advise = advise  # type: ignore[method-assign]
+    assert mapping.make_huge(start * size, 0.0) == start * size
+    at, num_huge = start, 0
+    while at < end and (good := set(range(at, min(at + piece, end))) - refused):
+        at, num_huge = min(at + piece, end), num_huge + len(good)
+    assert mapping.make_huge(start * size, 60.0, piece * size, end * size + 5) == at * size
+    assert mapping.huge_bytes == num_huge * size
     mapping.close()
 
 
