@@ -130,6 +130,7 @@ def test_the_note_is_of_one_file(filling: Filling, arena: FileMapping, place: Pa
         (NOTE.pack(b"HOTKVUS1", inode, 1), 0),
         (NOTE.pack(NOTE_MAGIC, inode + 1, 1), 0),
         (NOTE.pack(NOTE_MAGIC, inode, 1 << 60), ARENA),
+        (NOTE.pack(NOTE_MAGIC, inode, -1), 0),
     ):
         note.write_bytes(content)
         assert read_note(note, arena) == noted_bytes

@@ -49,7 +49,7 @@ def read_note(path: Path, arena: FileMapping) -> int:
         return 0
     magic, inode, filled_bytes = NOTE.unpack(content)
     is_ours = magic == NOTE_MAGIC and inode == os.fstat(arena.fd).st_ino
-    return min(filled_bytes, arena.num_bytes) if is_ours else 0
+    return max(0, min(filled_bytes, arena.num_bytes)) if is_ours else 0
 
 
 class Filling:

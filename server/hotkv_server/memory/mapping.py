@@ -275,7 +275,7 @@ class FileMapping:
         while start < whole and time.monotonic() < deadline_s:
             length = min(piece_bytes, whole - start)
             got = self._collapse(start, length)
-            if got < length and length > HUGE_PAGE_BYTES:
+            if got < length:
                 # A page may have been in use for a moment: collapse the huge pages one by one.
                 got = sum(
                     self._collapse(at, HUGE_PAGE_BYTES)
