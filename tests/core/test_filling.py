@@ -96,8 +96,10 @@ def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
 ) -> None:
     """Makes the pinner wait for memory before the thread starts, and slows its piece."""
     begun, go, populate = threading.Event(), threading.Event(), arena.populate
+    populated: list[int] = []
 
     def slow(start: int, length: int) -> None:
+        populated.append(start)
         if not begun.is_set():
             begun.set()
             go.wait(1.0)
@@ -114,6 +116,9 @@ def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
     waiting.join(DEADLINE_S)
     filling._thread.join(DEADLINE_S)
     assert not waiting.is_alive() and filling.is_done and filling.is_alive()
+    populated.clear()
+    filling.settle(pause_s=0.0)
+    assert populated == [0, *PIECES[:-1]]
 
 
 def test_the_note_is_of_one_file(filling: Filling, arena: FileMapping, place: Path) -> None:
