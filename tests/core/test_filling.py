@@ -96,8 +96,10 @@ def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
 ) -> None:
     """Makes the pinner wait for memory before the thread starts, and slows its piece."""
     begun, go, populate = threading.Event(), threading.Event(), arena.populate
+    populated: list[int] = []
 
     def slow(start: int, length: int) -> None:
+        populated.append(start)
         if not begun.is_set():
             begun.set()
             go.wait(1.0)
@@ -114,6 +116,9 @@ def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
     waiting.join(DEADLINE_S)
     filling._thread.join(DEADLINE_S)
     assert not waiting.is_alive() and filling.is_done and filling.is_alive()
+    populated.clear()
+    filling.settle(pause_s=0.0)
+    assert populated == [0, *PIECES[:-1]]
 
 
 def test_the_note_is_of_one_file(filling: Filling, arena: FileMapping, place: Path) -> None:
@@ -130,6 +135,7 @@ def test_the_note_is_of_one_file(filling: Filling, arena: FileMapping, place: Pa
         (NOTE.pack(b"HOTKVUS1", inode, 1), 0),
         (NOTE.pack(NOTE_MAGIC, inode + 1, 1), 0),
         (NOTE.pack(NOTE_MAGIC, inode, 1 << 60), ARENA),
+        (NOTE.pack(NOTE_MAGIC, inode, -1), 0),
     ):
         note.write_bytes(content)
         assert read_note(note, arena) == noted_bytes
@@ -158,18 +164,26 @@ def refuse_after(monkeypatch: pytest.MonkeyPatch, num_pieces: int) -> None:
     before_each_piece(monkeypatch, act)
 
 
+@pytest.mark.parametrize("end", PIECES[:2])
 def test_memory_that_runs_short_ends_it_where_it_is(
-    filling: Filling, monkeypatch: pytest.MonkeyPatch
+    filling: Filling, monkeypatch: pytest.MonkeyPatch, end: int
 ) -> None:
+    """Memory runs short for the table's records, or for the arena."""
+
+    def records() -> Iterator[int]:
+        yield 1
+        if end == PIECES[0]:
+            raise OSError(errno.ENOSPC, "told to")
+
     refuse_after(monkeypatch, 2)
     told: list[tuple[int, int]] = []
     filling.fill_for(0)
-    filling.start(lambda *news: told.append(news), settles=False)
-    with pytest.raises(OSError, match=r"up to 64 of 96 MiB.*told to"):
+    filling.start(lambda *news: told.append(news), settles=False, first=records())
+    with pytest.raises(OSError, match=rf"up to {end >> 20} of 96 MiB.*told to"):
         filling.wait(ARENA)
-    filling.wait(PIECES[1])
+    filling.wait(end)
     filling.close()
-    assert filling.filled_bytes == PIECES[1] and told[-1] == (PIECES[1], 0) and filling.is_alive()
+    assert filling.filled_bytes == end and told[-1] == (end, 0) and filling.is_alive()
     assert filling.progress() == filling.problem != ""
 
 
@@ -279,9 +293,9 @@ def test_slabs_in_which_blocks_came_back_are_brought_in(
     core.space.grow(memory.filling.filled_bytes, 0)
     core.space.pool.claim(SLOT_ALIGN, np.array([11 * slab + SLOT_ALIGN]))
     core.space.pool.claim(2 * slab, np.array([20 * slab]))
-    before_bytes = allocated_bytes(memory.arena.fd)
+    before_bytes = limits.allocated_bytes(place / "here" / "arena")
     _prefault_claimed(core.space.pool, memory)
-    assert allocated_bytes(memory.arena.fd) == before_bytes + 3 * slab
+    assert limits.allocated_bytes(place / "here" / "arena") == before_bytes + 3 * slab
     memory.remove()
 
 

@@ -242,7 +242,7 @@ def test_the_tenant_that_was_heard_of_longest_ago_is_forgotten() -> None:
 
 def test_sessions_of_all_tenants_are_bounded_together() -> None:
     """A tenant with prefetches under way is not forgotten."""
-    limits = HintLimits(session_bytes=32 * 40, tenants=9, node_bytes=32 * 50)
+    limits = HintLimits(session_bytes=32 * 40, tenants=9, node_bytes=32 * 40)
     book = HintBook(limits)
     for number, name in enumerate("abc"):
         use(book, name, float(number))
@@ -276,7 +276,7 @@ def test_prompts_without_a_session_have_one_bound_over_all_key_spaces_and_an_end
     for _ in range(2 * MAX_OTHERS):
         sessions.use_without(1, words([0, 1]), 2.0 + RECENT_S)
     assert sessions.other_bytes == 16 * MAX_OTHERS
-    sessions.forget_others(3.0 + 2 * RECENT_S)
+    book.tenant("t", 3.0 + 2 * RECENT_S)
     assert sessions.other_bytes == 0
 
 

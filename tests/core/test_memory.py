@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hotkv_proto import table
 from hotkv_proto.keys import KeySpace
@@ -169,9 +171,17 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(
 def test_bringing_memory_in_writes_none_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies go on at the same time: reading a byte and writing it back would undo a copy."""
-    mapping = FileMapping.create(tmp_path / "arena", 2 * HUGE_PAGE_BYTES, 0o600)
+    """Copies go on at the same time: reading a byte and writing it back would undo a copy. A closed
+    mapping leaves no reserved addresses behind."""
+
+    def regions() -> list[str]:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return [line for line in lines if "---p" in line or str(tmp_path) in line]
+
+    before = regions()
+    mapping = FileMapping.create(tmp_path / "arena", 2 * HUGE_PAGE_BYTES + 4096, 0o600)
     view = mapping.array()
+    assert len(regions()) == len(before) + 1 and mapping.address % HUGE_PAGE_BYTES == 0
     view[:] = np.arange(len(view), dtype=np.uint64).astype(np.uint8)
     view.flags.writeable = False
     monkeypatch.setattr(mapping, "array", lambda: view)
@@ -182,6 +192,45 @@ def test_bringing_memory_in_writes_none_of_it(
     mapping.make_huge(0, 10.0)
     monkeypatch.setattr(mapping, "_advise", too_old)
     mapping.populate()
+    mapping.close()
+    assert regions() == before
+
+
+@settings(max_examples=100)
+@given(
+    refused=st.sets(st.integers(0, 9)),
+    start=st.integers(0, 4),
+    end=st.integers(3, 10),
+    piece=st.integers(1, 4),
+    exclusive=st.booleans(),
+)
+def test_huge_pages_are_made_until_the_kernel_refuses_a_whole_piece(
+    refused: set[int], start: int, end: int, piece: int, *, exclusive: bool
+) -> None:
+    """The kernel makes a huge page only if one of its small pages has memory."""
+    size = HUGE_PAGE_BYTES
+    fd = os.memfd_create("huge")
+    os.truncate(fd, 10 * size)
+    mapping = FileMapping(fd, 10 * size, "huge", exclusive=exclusive)
+    backed, made = set[int]() if exclusive else set(range(10)), set[int]()
+
+    def advise(advice: int, at: int, num_bytes: int) -> None:
+        pages = set(range(at // size, (at + num_bytes - 1) // size + 1))
+        if num_bytes < size:
+            assert exclusive, "a client's file"
+            backed.update(pages)
+        elif pages & refused or not pages <= backed - made:
+            raise OSError(errno.EINVAL, "refused")
+        else:
+            made.update(pages)
+
+    mapping._advise = advise  # type: ignore[method-assign]
+    assert mapping.make_huge(start * size, 0.0) == start * size
+    at, num_huge = start, 0
+    while at < end and (good := set(range(at, min(at + piece, end))) - refused):
+        at, num_huge = min(at + piece, end), num_huge + len(good)
+    assert mapping.make_huge(start * size, 60.0, piece * size, end * size + 5) == at * size
+    assert mapping.huge_bytes == num_huge * size == len(made) * size
     mapping.close()
 
 

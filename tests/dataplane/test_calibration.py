@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -18,7 +19,7 @@ from hotkv_server.dataplane.cuda.calibration import (
     rule_of_thumb,
 )
 from hotkv_server.dataplane.cuda.values import Direction, Method
-from hotkv_server.device.runtime import DeviceError, Event, Stream
+from hotkv_server.device.runtime import DeviceError, Event, Int64s, Stream
 from hotkv_server.testing.device import FakeRuntime
 
 KEYS = st.tuples(st.sampled_from(Direction), st.sampled_from(Method), st.sampled_from(PAGE_BYTES))
@@ -135,6 +136,10 @@ def test_copies_are_measured_with_several_pieces_in_flight() -> None:
         def synchronize(self, event: Event) -> None:
             super().synchronize(event)
             self.in_flight.discard(event)
+
+        def copy_batch(self, stream: Stream, dst: Int64s, src: Int64s, num_bytes: Int64s) -> None:
+            assert len(dst) == len(np.unique(dst)) == len(np.unique(src)), "a page counts twice"
+            super().copy_batch(stream, dst, src, num_bytes)
 
     runtime = Spy()
     assert measure(runtime, runtime.devices()[0], "", 256 << 10, lambda: False) is not None

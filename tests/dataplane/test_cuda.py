@@ -137,7 +137,7 @@ def test_a_cancelled_job_ends_when_what_was_given_has_passed(bench: Bench) -> No
     assert (figures.num_queued, figures.num_in_flight) == (0, 1)
     assert not bench.ended(), "it ended with pieces in flight"
     bench.until(bench.ended, running=True)
-    assert bench.ends["load"] is Outcome.CANCELLED
+    assert bench.ends["load"] is Outcome.CANCELLED and not bench.engine.figures().num_failed
     assert sum(m.num_pieces for m in bench.engine.figures().moved) <= 3
 
 
@@ -157,6 +157,7 @@ def test_a_device_that_can_not_be_followed_is_given_up() -> None:
     bench.engine.submit(bench.ends.job("fails", [bench.load()]))
     bench.until(bench.ended, running=True)
     assert bench.ends["fails"] is Outcome.FAILED and "can't be followed" in bench.engine.problem
+    assert bench.engine.figures().num_failed == 1
     bench.close()
 
 

@@ -80,7 +80,7 @@ def test_jobs_of_eight_mib_and_more_are_streamed(
     kernels, said, ends = native.require("hotkv_proto.kernels"), [], []
 
     def copy_runs(*arguments: Any) -> None:
-        said.append(arguments[-1])
+        said.append(arguments[-2:])
         kernels.copy_runs(*arguments)
 
     monkeypatch.setattr(native, "require", lambda name: SimpleNamespace(copy_runs=copy_runs))
@@ -100,7 +100,10 @@ def test_jobs_of_eight_mib_and_more_are_streamed(
     engine = HostCopyEngine(2)
     engine.submit(CopyJob(plans, lambda *outcome: ends.append(outcome), None))
     engine.close()
-    assert len(ends) == 1 and said and set(said) == {streamed}
+    assert len(ends) == 1 and {how for _, how in said} == {streamed}
+    assert sum(num_runs for num_runs, _ in said) == len(runs), "a run was copied twice"
+    # A piece has four MiB, as each of two threads gets no more.
+    assert len(said) == sum(-(-plan.total_bytes // (4 << 20)) for plan in plans) > len(plans)
     memories.check(runs)
 
 
@@ -152,7 +155,13 @@ def test_blocks_are_copied_as_their_recipe_says(
     end = misalignment + 8 * max(
         1, int((recipe.bases + recipe.slot_offsets + recipe.num_bytes).max()) + 8 * GAP_BYTES
     )
-    memories, ends = Memories(end), list[tuple[Outcome, str]]()
+    memories, ends, copied = Memories(end), list[tuple[Outcome, str]](), list[int]()
+    kernels = native.require("hotkv_proto.kernels")
+
+    def copy_blocks(*arguments: Any) -> None:
+        copied.extend(arguments[2].tolist())
+        kernels.copy_blocks(*arguments)
+
     dst, src = (
         Region(memory[misalignment:].ctypes.data, end - misalignment, "memory")
         for memory in (memories.dst, memories.src)
@@ -169,12 +178,13 @@ def test_blocks_are_copied_as_their_recipe_says(
             at_engine, at_slot = misalignment + block * stride + base, misalignment + slot + place
             expected.append((at_engine, at_slot, size) if to_engine else (at_slot, at_engine, size))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "MIN_PIECE_BYTES", piece_bytes)
+        patch.setattr(host, "MAX_PIECE_BYTES", piece_bytes)
         patch.setattr(host, "STREAMED_JOB_BYTES", 0 if how == "streamed" else end**2)
         engine = HostCopyEngine(1)
+        engine._kernels = SimpleNamespace(copy_blocks=copy_blocks)
         engine.submit(CopyJob([plan], lambda *outcome: ends.append(outcome), None))
         engine.close()
-    assert ends == [(Outcome.DONE, "")]
+    assert ends == [(Outcome.DONE, "")] and copied == ids
     memories.check(expected)
 
 

@@ -175,6 +175,8 @@ def test_a_hit_of_a_fresh_engine_saves_by_the_speed_of_the_engines_before(
 
 def test_speeds_are_bounded() -> None:
     accounts = Accounts(Columns(()), 0)
-    for number in range(MAX_SPEEDS + 5):
+    for number in [*range(MAX_SPEEDS), 0, *range(MAX_SPEEDS, MAX_SPEEDS + 5)]:
         accounts.saved_s(str(number), 1, 0.0, 10.0)
-    assert next(iter(accounts.speeds)) == "5" and len(accounts.speeds) == MAX_SPEEDS
+    # The speed that was reported longest ago goes first.
+    assert next(iter(accounts.speeds)) == "6" and "0" in accounts.speeds
+    assert len(accounts.speeds) == MAX_SPEEDS

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies import LRU, POLICIES
+from hotkv_server.cache.room.policies.protocol import Keys
 from hotkv_server.ledger.book.shadow import Shadow
 from hotkv_server.simulate.replay import replay
 from hotkv_server.simulate.trace import make_trace
@@ -14,12 +16,26 @@ from tests.simulate.traces import regular_turns
 MAX_KEYS = 24
 
 
+class SpyLru(LRU):
+    """Notes the keys that were declined, and the number of the request's keys before them."""
+
+    def __init__(self) -> None:
+        super().__init__(MAX_KEYS)
+        self.declined: list[tuple[list[int], int]] = []
+
+    def decline(
+        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        self.declined.append((keys.tolist(), depth))
+
+
 class NaiveLru:
     """Keys in order of use, the oldest first. A request uses held keys, then stores the rest; its
     head is used last."""
 
     def __init__(self) -> None:
         self.held: dict[int, int] = {}
+        self.declined: list[tuple[list[int], int]] = []
 
     def serve(self, keys: list[int], size: int, limit: int) -> int:
         hits = next((at for at, key in enumerate(keys) if key not in self.held), len(keys))
@@ -36,15 +52,19 @@ class NaiveLru:
                 break
             del self.held[victim]
         room = max(0, limit - sum(self.held.values())) // size
-        for key in reversed(absent[: min(room, MAX_KEYS - len(self.held))]):
+        stored = min(room, MAX_KEYS - len(self.held))
+        for key in reversed(absent[:stored]):
             self.held[key] = size
+        if absent[stored:]:
+            self.declined.append((absent[stored:], len(keys) - len(absent[stored:])))
         return hits
 
 
 class ShadowBesideNaive(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.shadow, self.naive = Shadow(LRU, MAX_KEYS), NaiveLru()
+        self.policy, self.naive = SpyLru(), NaiveLru()
+        self.shadow = Shadow(lambda _: self.policy, MAX_KEYS)
         self.now_s = 1.0
 
     @rule(
@@ -69,6 +89,7 @@ class ShadowBesideNaive(RuleBasedStateMachine):
     def holds_the_same(self) -> None:
         self.shadow.check_invariants()
         assert set(self.shadow.keys.tolist()) == set(self.naive.held)
+        assert self.policy.declined == self.naive.declined
 
 
 TestShadow = ShadowBesideNaive.TestCase

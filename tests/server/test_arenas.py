@@ -130,6 +130,9 @@ def test_only_files_of_a_server_go(folder: Folder) -> None:
     outside.mkdir(parents=True)
     shutil.move(elsewhere, outside / "arena")
     (folder.path / "link").symlink_to(outside / "arena")
+    (folder.path / "links").mkdir()
+    for name in ("arena", LOCK_FILE):
+        (folder.path / "links" / name).symlink_to(outside / "arena" / name)
     had_open = open_below(folder.path)
     for name in ("mine/notes", "mine/calibration-00.json", f"only-a-lock/{LOCK_FILE}"):
         (folder.path / name).parent.mkdir(exist_ok=True)
@@ -198,4 +201,4 @@ def test_a_folder_that_goes_while_a_start_locks_it_is_made_anew(
 
     monkeypatch.setattr("hotkv_server.memory.arena.lock_file", locked)
     NodeMemory.open(place, MIB, 1 << 16, 64, 7).release()
-    assert removed and find(tmp_path)
+    assert removed and find(tmp_path) and not open_below(tmp_path)[str(place / LOCK_FILE)]

@@ -49,16 +49,17 @@ class Chat:
         session_id: str = "",
         *actions: Action,
         hit: int = 0,
+        device: int = 0,
         retention: Retention = NO_RETENTION,
         rejected: tuple[hints.Rejection, ...] = (),
         tokens_per_s: float = 0.0,
     ) -> str:
-        """Reports a scheduled request, of which `hit` blocks were loaded. Returns its message's
-        id."""
+        """Reports a scheduled request, of which `hit` blocks hit, the first `device` of them on the
+        device. Returns its message's id."""
         message_id = os.urandom(6).hex()
         report = RequestReport(
-            blocks, len(blocks) * BLOCK_TOKENS, 0, hit * BLOCK_TOKENS, 0.0, retention, session_id,
-            Hints(message_id, actions, rejected),
+            blocks, len(blocks) * BLOCK_TOKENS, device * BLOCK_TOKENS, hit * BLOCK_TOKENS, 0.0,
+            retention, session_id, Hints(message_id, actions, rejected),
         )  # fmt: skip
         self.engine.session.report_requests([report], tokens_per_s)
         self.engine.session.ping(10)
@@ -187,7 +188,12 @@ def test_a_range_pins_the_blocks_of_each_group_that_have_its_tokens(chat: Make) 
     one.engine.store(BlockRun(0, prompt, block_ids(6)), BlockRun(1, wide, block_ids(3)))
     one.report(prompt, "", pin(Target("", 17, 40)))
     assert one.pinned(0) == set(prompt[1:3]) and one.pinned(1) == set(wide[:2])
-    assert one.outcome(one.report(prompt, "", pin(Target("", 96))))["status"] == "missing"
+    for target, blocks, why in (
+        (Target("", 96), prompt, "behind the last whole block"),
+        (ALL, [], "shorter than a block"),
+    ):
+        outcome = one.outcome(one.report(blocks, "", pin(target)))
+        assert outcome["status"] == "missing" and why in outcome["reason"]
 
 
 def test_blocks_that_are_stored_later_are_kept_at_the_end_of_the_request(chat: Make) -> None:
@@ -233,7 +239,7 @@ def test_a_released_session_goes_first_and_what_others_share_stays(
     one.fill(len(mine))
     assert not one.there(mine).any() and one.there(system + theirs).all()
     missing = one.send({**PIN, "payload": {"ttl_s": 9, "session_id": ended}})
-    assert missing["status"] == "missing"
+    assert missing["reason"] == "there is no session of this name"
 
 
 # --------------------------------------------------------------------------- without a request
@@ -249,7 +255,7 @@ def test_an_envelope_with_hashes_needs_no_request_and_is_done_once(chat: Make) -
     assert first["sequence"] == second["sequence"]
     assert one.admin.info()["counters"]["held_blocks_total"] == held + 4
     assert one.pinned() == set(prompt)
-    assert one.send({"action_type": "demote"})["status"] == "missing"
+    assert "came without a request" in one.send({"action_type": "demote"})["reason"]
 
 
 def test_a_prefetch_without_a_tier_says_what_is_there(chat: Make) -> None:
@@ -310,11 +316,12 @@ def test_a_receipt_says_what_was_used_again_and_what_it_saved(chat: Make) -> Non
     prompt = one.store(hashes(8))
     message = one.report(prompt, "", pin(Target("", 32)))
     assert one.outcome(message)["reused_block_count"] == 0
-    for _ in range(2):
-        one.report(prompt[:5] + hashes(2), hit=5, tokens_per_s=160.0)
-    outcome = one.outcome(message)
-    assert outcome["reused_block_count"] == 3
-    assert outcome["saved_s"] == pytest.approx(3 * BLOCK_TOKENS / 160.0)
+    for device, blocks in ((3, prompt), (0, prompt[:5] + hashes(2)), (0, prompt)):
+        one.report(blocks, hit=5, device=device, tokens_per_s=160.0)
+        # Blocks that hit on the device count only once they hit here.
+        outcome, num_reused = one.outcome(message), 3 if not device else 2
+        assert outcome["reused_block_count"] == num_reused
+        assert outcome["saved_s"] == pytest.approx(num_reused * BLOCK_TOKENS / 160.0)
     later = one.report(prompt, "", pin(Target("", 32)))
     one.report(prompt[:5], hit=5)
     assert one.outcome(later)["reused_block_count"] == 3
@@ -325,15 +332,15 @@ def test_a_session_has_a_receipt_of_its_requests(chat: Make) -> None:
     one = chat()
     prompt = one.store(hashes(8))
     message = one.report(prompt[:4], one.model, tokens_per_s=160.0)
-    one.report(prompt, one.model, hit=4, tokens_per_s=160.0)
+    one.report(prompt, one.model, hit=4, device=1, tokens_per_s=160.0)
     one.report(prompt, "", hit=8, tokens_per_s=160.0)
     one.end(prompt, one.model, Action("a", ActionType.RETAIN, ALL, 1), message)
     (found,) = one.admin.explain_session(one.model)
     assert (found["request_count"], found["prompt_token_count"]) == (2, 12 * BLOCK_TOKENS)
-    assert (found["device_hit_token_count"], found["hit_token_count"]) == (0, 4 * BLOCK_TOKENS)
-    assert found["saved_s"] == pytest.approx(4 * BLOCK_TOKENS / 160.0)
+    assert (found["device_hit_token_count"], found["hit_token_count"]) == (16, 64)
+    assert found["saved_s"] == pytest.approx(3 * BLOCK_TOKENS / 160.0)
     shown = one.server.cli("explain", "--session", one.model)
-    assert "2 requests of 192 prompt tokens: 0.0% hit in the engine, 33.3% here, 0.40s" in shown
+    assert "2 requests of 192 prompt tokens: 8.3% hit in the engine, 25.0% here, 0.30s" in shown
     one.send({"action_type": "release", "payload": {"session_id": one.model}})
     one.report(prompt, one.model)
     assert one.admin.explain_session(one.model)[0]["request_count"] == 1

@@ -13,6 +13,7 @@ from hotkv_proto.reports import LoadEnd, Miss, RequestReport
 from hotkv_server.ledger import drive as ledger
 from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS
+from hotkv_server.ledger.file import read_ledger
 from hotkv_server.memory.clerk import Clerk
 from tests.server.ledger_world import World, key_space
 
@@ -62,13 +63,14 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
 def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_OPEN_LOADS", 2)
     world = World()
-    for number in (1, 2, 3):
-        world.report(hit_tokens=32, report_id=number)
-    for number in (1, 2, 3):
+    for number, hit_tokens in ((1, 32), (2, 32), (3, 32), (4, 0), (0, 32)):
+        world.report(hit_tokens=hit_tokens, report_id=number)
+    # The load of 1 is forgotten; 4 loads nothing, and the load without a number has no end.
+    for number in range(5):
         world.ledger.load_ended(world.session, LoadEnd(number, 0.5, failed=True))
     total = world.ledger.savings().total
-    assert (total.failed_loads, total.saved_s, total.waited_s) == (2, 1.0, 1.5)
-    assert total.hit_tokens["host"] == 32 and total.missed_tokens[Miss.FAILED_LOAD] == 64
+    assert (total.failed_loads, total.saved_s, total.waited_s) == (2, 3.0, 2.5)
+    assert total.hit_tokens["host"] == 64 and total.missed_tokens[Miss.FAILED_LOAD] == 64
 
 
 async def turn(world: World, clerk: Clerk) -> None:
@@ -93,6 +95,10 @@ async def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
     kept = pack.unpack((folder / "ledger").read_bytes())
     assert kept.rows[0][1].total[kept.names.index("requests")] == 2
     assert World(folder).ledger.savings().total.requests == 2
+    size = (folder / "ledger").stat().st_size
+    assert len(read_ledger(folder, size) or b"") == size
+    with pytest.raises(OSError, match="more than"):
+        read_ledger(folder, size - 1)
 
 
 def test_nothing_is_written_while_nothing_changes(

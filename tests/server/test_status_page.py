@@ -24,8 +24,10 @@ from demo.processes import Server, runtime_folder
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_server.cache import inspect
+from hotkv_server.ledger import told
 from hotkv_server.ledger.history import NUM_SAMPLES, STEP_S, LiveHistory
 from hotkv_server.node import survey
+from hotkv_server.node.names import Names
 from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess
 from hotkv_server.told import kernel
@@ -142,7 +144,7 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
 # History
 
 
-def test_samples_are_what_was_counted_between_them() -> None:
+def test_samples_are_what_was_counted_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     world, lag = World(), SimpleNamespace(longest_s=lambda seconds: 0.25)
     history = LiveHistory(world.core, world.ledger, lag)
     # A second into the interval in which it was made.
@@ -161,7 +163,16 @@ def test_samples_are_what_was_counted_between_them() -> None:
     assert samples["hit_tokens/host"].tolist() == [16, 0, 0, 0, 0]
     assert samples["evicted_blocks"].tolist() == [0, 7, 0, 0, 0]
     assert samples["loop_lag_s"].tolist() == [0.25, 0.25, 0, 0, 0.25]
-    assert 0 <= age_s <= STEP_S
+    assert age_s == 1.0
+    clock = SimpleNamespace(monotonic=lambda: began_s + 5 * STEP_S, time=lambda: 1_000_030.5)
+    monkeypatch.setattr(told, "time", clock)
+    status = told.status(world.ledger, history, Names(), has_names=False)
+    assert status["history"]()["end_unix_time_ms"] == 1_000_029_500
+    assert status["history"]()["evicted_block_counts"] == [0, 7, 0, 0, 0]
+    assert status["minutes"]()["end_unix_time_ms"] == 1_000_080_000, "the present minute's end"
+    total = status["savings"]["all"]
+    assert total["rows"] == [] and total["total"]["prompt_token_count"] == 147
+    assert total["began_unix_time_ms"] == world.ledger.accounts.began_minute * 60_000
     for later in range(6, NUM_SAMPLES + 20):
         history.turn(began_s + later * STEP_S)
     assert {len(values) for values in history.samples(0.0)[0].values()} == {NUM_SAMPLES}

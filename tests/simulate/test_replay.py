@@ -1,5 +1,5 @@
 """Replaying through the core agrees with dicts, over a single tier and over two. The bounds are
-exact on small cases, and never below a policy (`test_policies` has traffic)."""
+exact on small cases; `test_policies` compares policies with them."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -130,21 +130,3 @@ def test_clairvoyant_is_the_best_there_is(requests: Requests, capacity: int) -> 
 def test_unbounded(requests: Requests) -> None:
     trace = make_trace("t", requests)
     assert trace.hit_blocks(unbounded(trace)) == unbounded_hits(requests)
-
-
-@given(requests=chained_requests())
-def test_clairvoyant_with_room_for_all_is_unbounded(requests: Requests) -> None:
-    trace = make_trace("t", requests)
-    assert clairvoyant(trace, trace.num_unique_blocks).tolist() == unbounded(trace).tolist()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@given(requests=chained_requests(max_requests=60, max_blocks=8), capacity=st.integers(1, 30))
-def test_no_policy_beats_the_bounds(policy: str, requests: Requests, capacity: int) -> None:
-    trace = make_trace("t", requests)
-    best = trace.hit_blocks(clairvoyant(trace, capacity))
-    assert (
-        trace.hit_blocks(replay(trace, capacity, POLICIES[policy]).prefix)
-        <= best
-        <= trace.hit_blocks(unbounded(trace))
-    )

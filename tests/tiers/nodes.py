@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
@@ -19,9 +18,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier, SharedMemoryTier
-from hotkv_server.tiers.book import epochs as epoch_book
 from hotkv_server.tiers.book.books import TierBooks
-from hotkv_server.tiers.drive import copies as tier_copies
 from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.epoch_notes import EpochNotes, NotesFolder
 from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
@@ -222,14 +219,6 @@ def lease(node: Any, lists: list[HashList], numbers: list[int], held: Any) -> li
     core.check_invariants()
     pinned: list[bool] = grant.pinned[0].tolist()
     return pinned
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_copies, "AGAIN_S", 0.05)
-    monkeypatch.setattr(epoch_book, "CONFIRMED_S", 0.4)
-    for name in ("ASK_EVERY_S", "RETRY_S"):
-        monkeypatch.setattr(epoch_book, name, 0.05)
 
 
 @contextlib.asynccontextmanager

@@ -17,6 +17,7 @@ from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import lookups as tier_lookups
+from hotkv_server.tiers.drive import tiers as tier_drive
 from hotkv_server.tiers.drive.epochs import Epochs
 from hotkv_server.tiers.drive.tasks import check_values
 from hotkv_server.tiers.protocol import Read
@@ -123,12 +124,30 @@ async def test_blocks_that_come_up_evict_no_block_of_their_prompt(is_ahead: bool
         assert all(await one.leased(prompt)) and one.tier.figures().read_blocks == 6
 
 
-async def test_many_ask_at_once_and_each_block_is_read_once() -> None:
+@pytest.mark.parametrize("move_blocks", [1, 4, tier_drive.MOVE_BLOCKS])
+async def test_many_ask_at_once_and_each_block_is_read_once(
+    monkeypatch: Any, move_blocks: int
+) -> None:
+    """A call that names many blocks begins several moves, between which others are served."""
+    monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", move_blocks)
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
         await one.lie_below(BLOCKS)
+        begin, turn, moves = one.below.begin_up, [0], list[tuple[int, int]]()
+
+        def begin_up(*arguments: Any) -> Any:
+            move = begin(*arguments)
+            moves.append((0 if move is None else len(move), turn[0]))
+            asyncio.get_running_loop().call_soon(lambda: turn.append(turn.pop() + 1))
+            return move
+
+        monkeypatch.setattr(one.below, "begin_up", begin_up)
         answers = await asyncio.gather(*(one.leased(BLOCKS[at:]) for at in range(5)))
         assert all(all(answer) for answer in answers)
         assert one.tier.figures().read_blocks == len(BLOCKS)
+        assert max(size for size, _ in moves) <= move_blocks
+        if move_blocks == 1:
+            assert len({at for _, at in moves}) >= len(BLOCKS), "several moves in one turn"
 
 
 async def test_a_lease_waits_for_its_own_blocks_only() -> None:

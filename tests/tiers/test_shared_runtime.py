@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotkv_proto import table
 from hotkv_server.cache.values import HashList
 from hotkv_server.testing.memory_tier import MemoryStore
+from hotkv_server.tiers.book import epochs as epoch_book
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import copies as tier_copies
 from hotkv_server.tiers.drive import shared as tier_shared
+from hotkv_server.tiers.drive import tiers as tier_drive
 from tests.core.support import evict, words_of
 from tests.support.waiting import eventually
-from tests.tiers.nodes import BLOCKS, SharedNode, nodes
+from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, running
 
 
 async def test_one_node_stores_and_another_finds() -> None:
@@ -30,7 +33,11 @@ async def test_one_node_stores_and_another_finds() -> None:
         assert b.tier.figures().read_blocks == 6
 
 
-async def test_the_rest_of_a_prompt_is_fetched_with_its_depths() -> None:
+async def test_the_rest_of_a_prompt_is_fetched_with_its_depths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two moves fetch it."""
+    monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", 2)
     async with nodes() as (a, b):
         await a.share(BLOCKS)
         b.put(BLOCKS[:3])
@@ -42,7 +49,10 @@ async def test_the_rest_of_a_prompt_is_fetched_with_its_depths() -> None:
         )
         await eventually(lambda: b.shared.num_fetched == 3, "the rest is not fetched")
         index = b.core.space.index
-        assert index.depths(index.find(1, 0, words_of(BLOCKS))).tolist() == [*range(len(BLOCKS))]
+        entries = index.find(1, 0, words_of(BLOCKS))
+        assert index.depths(entries).tolist() == [*range(len(BLOCKS))]
+        parents = index.table.records[entries, table.W_PARENT]
+        assert parents[4:].tolist() == entries[3:-1].tolist()
 
 
 async def test_what_is_stored_goes_to_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,3 +320,28 @@ async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
         await eventually(lambda: not len(a.books.moves), "the copy did not end")
         assert not await flushing
         assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
+
+
+async def test_what_came_from_the_disk_stays_while_the_store_is_slow_to_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(epoch_book, "CONFIRMED_S", 60.0)
+    async with running(
+        one := SharedNode(MemoryStore(places=False), 60.0, disk=MemoryStore(places=True))
+    ):
+        await one.share(BLOCKS)
+        await one.until_down(len(BLOCKS))
+        evict(one.core, 1, 0, words_of(BLOCKS))
+        assert not any(await one.leased([50]))
+        one.tier.faults.is_hung = True
+        leasing, lists = asyncio.create_task(one.leased([*BLOCKS, 99])), words_of(BLOCKS)
+
+        def are_here() -> bool:
+            return bool(one.core.lookup(1, [HashList(0, lists)])[0].all())
+
+        await eventually(are_here, "the disk's blocks do not come")
+        one.put(list(range(100, 100 + NUM_SLOTS - len(BLOCKS))))
+        one.put(list(range(200, 220)))
+        assert are_here() and not leasing.done()
+        one.tier.faults.is_hung = False
+        assert await leasing == [True] * len(BLOCKS) + [False]

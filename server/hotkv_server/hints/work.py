@@ -139,13 +139,12 @@ class HintedBlocks:
         memory (`num_done`). Other tasks run between parts."""
         done, breaks = Done(), Breaks()
         for one in prompts:
-            for whole in self.lists(one):
-                for start in range(0, len(whole.hashes), hint_actions.BLOCKS):
-                    hashes = whole.hashes[start : start + hint_actions.BLOCKS]
-                    part = [HashList(whole.group_index, hashes)]
-                    found = hint_actions.count(self.core, one.key_space_id, part)
-                    done.num_blocks += found.num_blocks
-                    done.num_done += found.num_done
+            for listed in self.lists(one):
+                done.num_blocks += len(listed.hashes)
+                for start in range(0, len(listed.hashes), hint_actions.BLOCKS):
+                    done.num_done += hint_actions.num_ready(
+                        self.core, one.key_space_id, listed, start
+                    )
                     await breaks.between()
         return done
 

@@ -49,7 +49,7 @@ def read_note(path: Path, arena: FileMapping) -> int:
         return 0
     magic, inode, filled_bytes = NOTE.unpack(content)
     is_ours = magic == NOTE_MAGIC and inode == os.fstat(arena.fd).st_ino
-    return min(filled_bytes, arena.num_bytes) if is_ours else 0
+    return max(0, min(filled_bytes, arena.num_bytes)) if is_ours else 0
 
 
 class Filling:
@@ -155,7 +155,8 @@ class Filling:
     ) -> None:
         """Starts the thread, which fills the rest of the arena.
 
-        on_filled: called on the thread after each piece, with `filled_bytes` and `coming_bytes`.
+        on_filled: called on the thread after each piece and when filling ends early, with
+            `filled_bytes` and `coming_bytes`.
         settles: if True, the thread calls `settle` for the whole arena when it is filled; if False,
             the caller must call `settle`.
         first: iterator whose steps the thread runs before it fills the arena, for example to
@@ -169,6 +170,7 @@ class Filling:
                         return
             except OSError as error:
                 self._end_early(error)
+                on_filled(self._filled_bytes, self.coming_bytes)
             self._fill_rest(on_filled)
             try:
                 if settles:

@@ -254,7 +254,7 @@ class FileMapping:
                 # first: touching a page that can't be allocated would kill the process. Then read
                 # one byte per page; writing could overwrite another process's data.
                 os.posix_fallocate(self.fd, start, num_bytes)
-                self.array()[start : start + num_bytes : mmap.PAGESIZE].max(initial=0)
+                self.array()[start : start + num_bytes : mmap.PAGESIZE].max()
 
     def make_huge(
         self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES, end: int | None = None
@@ -275,7 +275,7 @@ class FileMapping:
         while start < whole and time.monotonic() < deadline_s:
             length = min(piece_bytes, whole - start)
             got = self._collapse(start, length)
-            if got < length and length > HUGE_PAGE_BYTES:
+            if got < length:
                 # A page may have been in use for a moment: collapse the huge pages one by one.
                 got = sum(
                     self._collapse(at, HUGE_PAGE_BYTES)

@@ -137,8 +137,7 @@ class Calibration:
                 "name": self.name,
                 "driver": self.driver,
                 "speeds": speeds,
-            },
-            indent=1,
+            }
         )
 
     @staticmethod

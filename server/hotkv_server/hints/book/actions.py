@@ -29,13 +29,13 @@ class Done:
     """The result of an action.
 
     num_blocks: number of blocks to which the action applies.
-    num_there: number of these blocks that are ready in host memory.
     num_done: number of these blocks for which the action was done.
+    num_there: number of these blocks that are ready in host memory; only `keep` sets it.
     """
 
     num_blocks: int = 0
-    num_there: int = 0
     num_done: int = 0
+    num_there: int = 0
 
 
 Parts = Generator[None, None, Done]
@@ -121,7 +121,6 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
         for start in reversed(range(0, len(one.hashes), BLOCKS)):
             entries, num_again = _ready(core, key_space_id, one, start)
             done.num_blocks -= num_again
-            done.num_there += len(entries)
             done.num_done += len(entries)
             core.retention_pins.let_go(entries)
             for below in core.below if len(entries) else ():
@@ -137,30 +136,19 @@ def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: flo
     because the router's session that used them (such as a user's conversation) is expected to send
     another request. Until then the policy may refuse to evict them for other blocks, by its own
     rules."""
-    done = Done()
     for one in lists:
-        done.num_blocks += len(one.hashes)
         for start in range(0, len(one.hashes), BLOCKS):
-            entries, num_again = _ready(core, key_space_id, one, start)
-            done.num_blocks -= num_again
-            done.num_there += len(entries)
-            done.num_done += len(entries)
+            entries, _ = _ready(core, key_space_id, one, start)
             core.space.policy.hold(entries, until_s)
             yield
-    return done
+    return Done()
 
 
-def count(core: CacheCore, key_space_id: int, lists: list[HashList]) -> Done:
-    """Counts the listed blocks, and how many of them are ready in host memory. Raises
-    UNKNOWN_KEY_SPACE."""
-    done = Done()
-    core.key_space(key_space_id)
-    for one in lists:
-        words = core.space.index.find(key_space_id, one.group_index, one.hashes)
-        done.num_blocks += len(words)
-        done.num_there += int(np.count_nonzero(table.is_ready(words)))
-    done.num_done = done.num_there
-    return done
+def num_ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> int:
+    """Returns how many of BLOCKS blocks of the list `one`, from its position `start` on, are ready
+    in host memory. Raises UNKNOWN_KEY_SPACE."""
+    entries, num_again = _ready(core, key_space_id, one, start)
+    return len(entries) + num_again
 
 
 def _ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> tuple[Entries, int]:

@@ -9,15 +9,17 @@ using the slot. Runs on the event loop; tiers call `on_done` on their own thread
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from hotkv_server.cache.arrays import rows
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList, Medium, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.node.capability import OnReady, Tracer, nobody
-from hotkv_server.node.event_loop import slices
+from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.health import Health
 from hotkv_server.node.session import LiveSession
 from hotkv_server.tiers.book.books import books_of
@@ -41,6 +43,9 @@ log = logging.getLogger(__name__)
 MOVING_SHARE = 0.125
 """Largest share of the arena for blocks that are being moved down to one tier. The same share is
 the limit for blocks that are being loaded from all tiers together."""
+MOVE_BLOCKS = 1 << 12
+"""Most blocks of a move up, unless the call names no more blocks. Beginning or ending a move of so
+many blocks takes some milliseconds, in which the event loop does no other work."""
 PREFETCH_PAUSE_S = 0.05
 """Time between two tries of a prefetch to find room."""
 CLOSE_TIERS_S = 10.0
@@ -55,7 +60,7 @@ UP_TIMEOUT_S = 30.0
 slots are freed."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Coming:
     """A move up, from a tier to host memory, that is under way or has ended.
 
@@ -79,6 +84,12 @@ class Held:
     this object to `let_go`."""
 
     waits: list[Coming] = field(default_factory=list)
+
+    def add(self, coming: Coming) -> None:
+        """Keeps the blocks of a move pinned from now on."""
+        if coming not in self.waits:
+            coming.num_waiting += 1
+            self.waits.append(coming)
 
 
 class Tiers:
@@ -270,22 +281,21 @@ class Tiers:
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Held:
         """Loads blocks from tiers, and waits until they are in host memory, at most for
         `lookup_wait_s`. The loaded blocks stay pinned until the caller passes the result to
-        `let_go`. If the caller is cancelled during this call, the blocks are unpinned at once."""
+        `let_go`. If this call raises, or its caller is cancelled, they are unpinned at once."""
         held, key_space_id = Held(), session.record.key_space_id
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
-            # First load blocks that are known to be in a tier: another tier may be slow to answer.
-            await self._begin_up(key_space_id, groups, tries=False)
-            await self._look(key_space_id, groups, until_s)
-            await self._begin_up(key_space_id, groups)
-            for one in self._under_way(key_space_id, groups):
-                one.num_waiting += 1
-                held.waits.append(one)
-            waits = [one.done for one in held.waits]
             try:
-                if waits:
+                # First load blocks that are known to be in a tier: another tier may be slow to
+                # answer.
+                await self._begin_up(key_space_id, groups, held=held, tries=False)
+                self._hold(held, key_space_id, groups)
+                await self._look(key_space_id, groups, until_s)
+                await self._begin_up(key_space_id, groups, held=held)
+                self._hold(held, key_space_id, groups)
+                if waits := [one.done for one in held.waits if one.source.breaker.lets_pass]:
                     await asyncio.wait(waits, timeout=max(0.0, until_s - time.monotonic()))
-            except asyncio.CancelledError:
+            except BaseException:
                 self.let_go(held)
                 raise
         return held
@@ -317,12 +327,14 @@ class Tiers:
         groups: list[HashList],
         beside: Sequence[HashList] = (),
         *,
+        held: Held | None = None,
         tries: bool = True,
     ) -> None:
         """Begins to load the blocks of these lists that tiers are known to have, as many as there
         is room for. Evicts no block of these lists for the room.
 
         `beside`: further lists whose blocks are not evicted.
+        `held`: gets the moves; None to let the moves unpin their blocks when they end.
         `tries`: True also uses a broken tier if a trial call is due (`Breaker`).
         """
         for source in self._sources:
@@ -344,16 +356,32 @@ class Tiers:
                 self._tell()
             if not source.breaker.take_turn():
                 continue
-            move = source.begin_up(key_space_id, groups, time.monotonic())
-            self._tell()
-            if move is None:
-                continue
-            blocks = source.blocks(move)
-            coming = Coming(source, move, blocks.total_bytes, future())
-            self._coming[move.number] = coming
-            self._up_bytes += coming.num_bytes
-            source.reads.queued_bytes += coming.num_bytes
-            self._tasks.spawn(self._read(coming, blocks))
+            breaks = Breaks()
+            for part in _parts(groups):
+                self._begin_move(source, key_space_id, part)
+                if held is not None:
+                    self._hold(held, key_space_id, part)
+                await breaks.between()
+
+    def _hold(self, held: Held, key_space_id: int, groups: list[HashList]) -> None:
+        """Adds to `held` the moves under way that contain a block of these lists."""
+        for one in self._under_way(key_space_id, groups):
+            held.add(one)
+
+    def _begin_move(self, source: TierSource, key_space_id: int, groups: list[HashList]) -> None:
+        """Begins one move up. Does nothing while the tiers close or the node drains."""
+        if self._tasks.is_closing or self._core.draining:
+            return
+        move = source.begin_up(key_space_id, groups, time.monotonic())
+        self._tell()
+        if move is None:
+            return
+        blocks = source.blocks(move)
+        coming = Coming(source, move, blocks.total_bytes, future())
+        self._coming[move.number] = coming
+        self._up_bytes += coming.num_bytes
+        source.reads.queued_bytes += coming.num_bytes
+        self._tasks.spawn(self._read(coming, blocks))
 
     async def _read(self, coming: Coming, blocks: Blocks) -> None:
         source, move = coming.source, coming.move
@@ -390,6 +418,23 @@ class Tiers:
     def _end_up(self, coming: Coming) -> None:
         if self._coming.pop(coming.move.number, None) is not None:
             self._arrivals.let_go(coming.move)
+
+
+def _parts(groups: list[HashList]) -> Iterator[list[HashList]]:
+    """Splits lists of more than MOVE_BLOCKS blocks into parts for separate moves. Yields all lists
+    in one part if they have no more blocks together.
+
+    A part begins with the last block of the part before it, so that the move links its first block
+    to that block.
+    """
+    if sum(len(one.hashes) for one in groups) <= MOVE_BLOCKS:
+        yield groups
+        return
+    for one in groups:
+        depths = np.arange(len(one.hashes)) if one.depths is None else one.depths
+        for start in range(0, len(one.hashes), MOVE_BLOCKS):
+            at = slice(max(0, start - 1), start + MOVE_BLOCKS)
+            yield [HashList(one.group_index, one.hashes[at], depths[at])]
 
 
 def moving_bytes(core: CacheCore) -> int:
