@@ -24,7 +24,7 @@ from hotkv_server.tiers.protocol import (
 )
 from hotkv_server.tiers.remote.client import StoreError, UnusableError
 from hotkv_server.tiers.s3 import epochs
-from hotkv_server.tiers.s3.bucket import Bucket, FullError, Loop
+from hotkv_server.tiers.s3.bucket import CHECK, Bucket, FullError, Loop
 from hotkv_server.tiers.s3.index import PackIndex, Place
 from hotkv_server.tiers.s3.lister import Lister
 from hotkv_server.tiers.s3.packs import Pack, Space, new_name, packed, space_of
@@ -68,7 +68,7 @@ class Shared:
         StoreError."""
         bucket = self.bucket()
         # List one name, to see whether the bucket answers and permits listing.
-        bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
+        bucket.names(CHECK, 1, lambda name: True, until_s)
         if not self._is_checked:
             epochs.check_conditions(bucket, until_s)
             self._is_checked = True

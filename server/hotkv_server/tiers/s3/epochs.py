@@ -30,11 +30,9 @@ import re
 from collections.abc import Sequence
 
 from hotkv_server.tiers.protocol import NO_EPOCH, begun, raised
-from hotkv_server.tiers.remote.client import LostError, UnusableError
-from hotkv_server.tiers.s3.bucket import Bucket, FullError
+from hotkv_server.tiers.remote.client import LostError, StoreError, UnusableError
+from hotkv_server.tiers.s3.bucket import CHECK, Bucket, DeniedError, FullError
 
-CHECK = "check"
-"""Path of the object with which `check_conditions` tests conditional writes."""
 TRIES = 16
 """Most tries to begin or raise an epoch. A try fails if another node changes the epoch at the same
 time."""
@@ -79,13 +77,18 @@ def begin_epochs(
 ) -> dict[str, int]:
     """Returns the epochs of several key spaces, by fingerprint. First begins an epoch for each key
     space that has no epoch, as `begin_epoch` does. Reads all epochs at the same time. Omits a key
-    space whose epoch is not a number. Raises StoreError.
+    space whose epoch is not a number, or can't be read because the store forbids this object.
+    Raises StoreError.
 
     `now_us`: the time of the wall clock in microseconds.
     """
     objects = bucket.objects([epoch_path(name) for name in fingerprints], until_s)
     epochs: dict[str, int] = {}
     for name, found in zip(fingerprints, objects, strict=True):
+        if isinstance(found, DeniedError):
+            continue
+        if isinstance(found, StoreError):
+            raise found
         try:
             epoch, _ = _parsed(found)
         except LostError:
