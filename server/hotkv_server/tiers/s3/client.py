@@ -257,7 +257,6 @@ class S3Client:
             return None
         if not is_new:
             raise UnusableError(f"has a pack {name} already: give each server another node")
-        self._shared.lister.saw(space, name)
         self._index.add(pack)
         return pack
 
