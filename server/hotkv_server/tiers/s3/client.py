@@ -100,9 +100,9 @@ class S3Client:
         return f"S3Client({self._bucket!r})"
 
     def is_fresh(self) -> bool:
-        """Returns True always, because obstore reopens a connection that has ended; see
-        `Client.is_fresh`."""
-        return True
+        """Returns False if the store has refused a request of this `Bucket` (`Bucket.is_refused`);
+        see `Client.is_fresh`. Obstore itself reopens a connection that has ended."""
+        return not self._bucket.is_refused
 
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
