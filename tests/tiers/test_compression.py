@@ -16,7 +16,8 @@ from hotkv_server.tiers.compression.staged import Codec
 from tests.oracles import compression as oracle
 from tests.tiers.encodings import codec_by, encode, keys_and_values
 
-GROUP_BYTES, TILE_BYTES = form.GROUP_BYTES, form.TILE_VALUES * form.VALUE_BYTES
+GROUP_BYTES = form.GROUP_VALUES * form.VALUE_BYTES
+TILE_BYTES = form.TILE_VALUES * form.VALUE_BYTES
 LARGEST_BYTES = 2 * TILE_BYTES + 5 * GROUP_BYTES
 SIZES = st.integers(1, LARGEST_BYTES // GROUP_BYTES).map(lambda groups: groups * GROUP_BYTES)
 
@@ -90,13 +91,6 @@ def test_a_form_fits_its_room_to_the_byte() -> None:
     assert decode(room[: used - 1], len(block))[0] == 0
 
 
-@pytest.mark.parametrize("num_bytes", [0, 2, GROUP_BYTES - 2, GROUP_BYTES + 2])
-def test_odd_sizes_are_refused(num_bytes: int) -> None:
-    block, room = keys_and_values(GROUP_BYTES * 2, 1)[:num_bytes], np.zeros(8192, np.uint8)
-    assert encode(block, 8192)[0] == 0
-    assert decode(room, num_bytes)[0] == 0
-
-
 class Guarded:
     """Arrays that end before an inaccessible page: an access beyond an array ends the process. The
     bytes before each array must stay unchanged."""
@@ -166,16 +160,6 @@ def test_malformed_forms_stay_in_their_memory(
         answers.append((is_sound, block.tobytes() if is_sound else b""))
     assert answers[0] == answers[1]
     assert answers[0][0] or cut or grown or changes
-
-
-def test_odd_begins_are_refused() -> None:
-    block, room = np.zeros(GROUP_BYTES + 2, np.uint8), np.zeros(8192, np.uint8)
-    columns = [np.array([number], np.int64) for number in (1, GROUP_BYTES, 0, 8192)]
-    assert Codec(block, room).encode(*columns).tolist() == [0]
-    _, form_of_zeros = encode(block[:GROUP_BYTES], 8192)
-    block[:] = 7
-    assert Codec(block, form_of_zeros).decode(*columns).tolist() == [0]
-    assert (block == 7).all()
 
 
 def test_blocks_of_a_batch_have_their_own_results() -> None:

@@ -8,7 +8,6 @@ pytest.importorskip("obstore", reason="obstore speaks S3")
 
 from hotkv_server.testing.flush_contract import (
     NAME,
-    answer,
     epoch,
     flush,
 )
@@ -102,12 +101,6 @@ def test_a_store_that_ignores_a_condition_is_not_used(condition: str) -> None:
         epoch_objects.check_conditions(Objects(), 0.0)
         with pytest.raises(UnusableError, match=f"ignores {condition}: "):
             epoch_objects.check_conditions(Objects(ignores=condition), 0.0)
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", "ä", "x" * 65])
-def test_a_fingerprint_that_is_no_name_has_no_epoch(node_a: S3Tier, name: str) -> None:
-    assert answer(lambda done: node_a.raise_epoch(name, 0, done)) is None
-    assert epoch(node_a)
 
 
 def test_an_epoch_that_is_no_number_is_not_raised(
