@@ -5,12 +5,11 @@ import socket
 import time
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_server.tiers.remote.client import LateError, LostError
 from hotkv_server.tiers.valkey.resp import (
-    BUFFER_BYTES,
     MAX_LINE_BYTES,
     MAX_REPLY_BYTES,
     MAX_SKIPPED_BYTES,
@@ -95,7 +94,6 @@ cuts = st.lists(st.integers(1, 400), min_size=1, max_size=5)
 
 
 @given(st.lists(st.tuples(st.booleans(), replies), min_size=1, max_size=6), cuts)
-@example([(False, (b":1\r\n", 1))] * BUFFER_BYTES, [400])
 def test_replies_are_what_was_sent(sent: list[tuple[bool, Sent]], sizes: list[int]) -> None:
     """Messages that the server pushes in between are skipped."""
     push = b">2\r\n+invalidate\r\n*1\r\n$1\r\nk\r\n"
