@@ -160,23 +160,3 @@ def test_malformed_forms_stay_in_their_memory(
         answers.append((is_sound, block.tobytes() if is_sound else b""))
     assert answers[0] == answers[1]
     assert answers[0][0] or cut or grown or changes
-
-
-def test_blocks_of_a_batch_have_their_own_results() -> None:
-    rng, size = np.random.default_rng(9), 8 * SLOT_ALIGN
-    room = form.room_bytes(size)
-    blocks = np.concatenate(
-        [keys_and_values(size, 1), rng.integers(0, 256, size, np.uint8), keys_and_values(size, 2)]
-    )
-    begins, places = np.arange(3) * size, np.array([2, 0, 1]) * room
-    sizes, rooms = np.full(3, size, np.int64), np.full(3 * room, 7, np.uint8)
-    room_sizes = np.full(3, room, np.int64)
-    codec = Codec(blocks, rooms)
-    used = codec.encode(begins, sizes, places, room_sizes)
-    assert (used > 0).tolist() == [True, False, True]
-    back = np.zeros(3 * size, np.uint8)
-    rooms[:8] = 0
-    found = Codec(back, rooms).decode(begins, sizes, places, room_sizes)
-    assert found.tolist() == [1, 0, 1]
-    for i in (0, 2):
-        assert np.array_equal(back[i * size :][:size], blocks[i * size :][:size])

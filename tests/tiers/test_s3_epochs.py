@@ -51,6 +51,24 @@ def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_
             assert raised[0] > max(first, *flushed) and epoch(node_a) == raised[0]
 
 
+def test_a_flush_of_a_full_bucket_removes_the_epoch(s3_server: Server, prefix: str) -> None:
+    puts = list[bytes]()
+
+    def note(piece: bytes) -> Iterator[bytes]:
+        puts.extend([piece] * (piece.startswith(b"PUT ") and b"/epochs/1/" in piece[:500]))
+        yield piece
+
+    def refuse(piece: bytes) -> Iterator[bytes]:
+        yield piece.replace(b" 200 OK", b" 507 Insufficient Storage", len(puts))
+        puts.clear()
+
+    with proxied(s3_server) as (proxy, over), tier_over(s3_server, prefix, **over) as (tier, _):
+        assert epoch(tier)
+        proxy.on_command, proxy.on_reply = note, refuse
+        assert flush(tier) == NO_EPOCH
+        assert f"{prefix}/{PATH}" not in s3_server.paths(prefix)
+
+
 class Objects:
     """A store that is full, or ignores a condition."""
 

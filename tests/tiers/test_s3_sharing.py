@@ -199,21 +199,6 @@ def test_other_objects_in_the_folder_do_no_harm(s3_server: Server) -> None:
         assert read(node_b, [1, 2]) == [Read.FOUND, Read.ABSENT]
 
 
-def test_a_late_pack_is_found_as_long_as_the_overlap(s3_server: Server) -> None:
-    prefix = new_prefix()
-    with bench_over(s3_server, prefix) as node_a, bench_over(s3_server, prefix) as node_b:
-        assert write(node_a, [1]) == [Write.STORED]
-        (path,) = s3_server.packs(prefix)
-        body = s3_server.bytes_of(path)
-        # The pack arrives long after the time in its name: B has looked before.
-        s3_server.store.delete(path)
-        assert read(node_b, [1]) == [Read.ABSENT]
-        assert write(node_a, [2]) == [Write.STORED]
-        wait_for(lambda: read(node_b, [2]) == [Read.FOUND], "a pack is not found")
-        s3_server.store.put(path, body)
-        wait_for(lambda: read(node_b, [1]) == [Read.FOUND], "a late pack is not found")
-
-
 def test_key_spaces_beyond_the_bound_are_looked_at_anew(
     s3_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

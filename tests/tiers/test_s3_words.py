@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
 from hotkv_server.settings.tiers import S3Settings
+from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
@@ -137,9 +139,18 @@ def test_a_key_file_that_is_wrong(tmp_path: Path, text: str, mode: int, words: s
     assert SECRET not in repr(error.value.__cause__)
 
 
-def test_a_key_with_a_token(tmp_path: Path) -> None:
+def test_a_key_with_a_token(s3_server: Server, s3_proxy: FaultProxy, tmp_path: Path) -> None:
+    def record(piece: bytes) -> Iterator[bytes]:
+        sent.append(piece)
+        yield piece
+
     text = written("a", "100%") + "aws_session_token = b%c==\n[other]\naws_access_key_id = x\n"
-    assert read_access_key(key_file(tmp_path, text)) == AccessKey("a", "100%", "b%c==")
+    file, sent = key_file(tmp_path, text), list[bytes]()
+    assert read_access_key(file) == AccessKey("a", "100%", "b%c==")
+    s3_proxy.on_command = record
+    options = {"endpoint": f"http://127.0.0.1:{s3_proxy.port}", "credentials_file": file}
+    with bench_over(s3_server, new_prefix(), **options):
+        wait_for(lambda: any(b"x-amz-security-token: b%c==\r\n" in piece for piece in sent))
 
 
 def test_a_certificate_file_that_is_wrong(s3_server: Server, tmp_path: Path) -> None:
