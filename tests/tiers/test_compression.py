@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.tiers.compression import form, kernels
@@ -36,6 +36,7 @@ def all_escapes(num_bytes: int) -> int:
 
 
 @given(num_bytes=SIZES, seed=st.integers(0, 1000), share=st.sampled_from([0, 0.001, 0.1, 1]))
+@example(num_bytes=12 * TILE_BYTES, seed=1, share=0.001)
 def test_blocks_come_back_and_kernels_agree_with_the_reference(
     num_bytes: int, seed: int, share: float
 ) -> None:

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
+import obstore
 
 from hotkv_server.settings.tiers import S3Settings
 from hotkv_server.testing.fault_proxy import FaultProxy
@@ -21,8 +23,10 @@ from hotkv_server.tiers.s3.bucket import (
     GAP_BYTES,
     AccessKey,
     BeyondError,
+    Bucket,
     DeniedError,
     FullError,
+    Loop,
     MissingError,
     is_gone,
     merged,
@@ -30,7 +34,7 @@ from hotkv_server.tiers.s3.bucket import (
     store_error,
 )
 from tests.support.waiting import wait_for
-from tests.tiers.s3_support import BUCKET, KEYS, Server, bench_over, new_prefix
+from tests.tiers.s3_support import BUCKET, KEYS, Server, bench_over, new_prefix, settings_of
 
 SECRET = "s3cr3t-of-hotkv"
 
@@ -151,6 +155,30 @@ def test_a_key_with_a_token(s3_server: Server, s3_proxy: FaultProxy, tmp_path: P
     options = {"endpoint": f"http://127.0.0.1:{s3_proxy.port}", "credentials_file": file}
     with bench_over(s3_server, new_prefix(), **options):
         wait_for(lambda: any(b"x-amz-security-token: b%c==\r\n" in piece for piece in sent))
+
+
+def test_a_folder_is_listed_page_by_page(
+    s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_pages(store: object, folder: str, chunk_size: int) -> object:
+        return listed(store, folder, chunk_size=2)
+
+    def is_enough(last: str) -> bool:
+        lasts.append(last)
+        return last == "5"
+
+    prefix, lasts, listed = new_prefix(), list[str](), obstore.list
+    for number in range(9):
+        s3_server.store.put(f"{prefix}/folder/{number}", b"x")
+    monkeypatch.setattr(obstore, "list", in_pages)
+    loop = Loop()
+    bucket = Bucket(settings_of(s3_server, prefix), loop)
+    until_s = time.monotonic() + 60
+    assert bucket.names("folder", 9, is_enough, until_s) == [*"012345"] and lasts == [*"135"]
+    assert bucket.names("folder", 4, is_enough, until_s) == [*"0123"] and lasts == [*"1351"]
+    assert bucket.names("folder", 3, is_enough, until_s) == [*"012"]
+    assert bucket.names("none", 3, is_enough, until_s) == []
+    loop.close()
 
 
 def test_a_certificate_file_that_is_wrong(s3_server: Server, tmp_path: Path) -> None:

@@ -405,7 +405,8 @@ def check_close(make_rig: MakeRig) -> None:
 
 
 def check_idle(make_rig: MakeRig) -> None:
-    """Checks that a tier without work is alive, has no problem and does not count as stalled."""
+    """Checks that a tier without work is alive, has no problem and does not count as stalled. Also
+    checks that the tier's properties (`TierFacts`) fit the tier."""
     with make_rig() as rig:
         bench = Bench(rig)
         bench.fill([1], [0])
@@ -415,6 +416,9 @@ def check_idle(make_rig: MakeRig) -> None:
             assert time.monotonic() < until_s, "a tier without work counts as stalled"
             time.sleep(1e-3)
         assert not rig.tier.problem() and rig.tier.is_alive()
+        facts = rig.tier.facts()
+        assert facts.batch_bytes >= rig.slot_bytes
+        assert facts.is_shared == (not facts.places) == hasattr(rig.tier, "raise_epoch")
 
 
 def check_tier(make_rig: MakeRig, *, seed: int) -> None:
