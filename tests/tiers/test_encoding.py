@@ -271,7 +271,7 @@ def test_blocks_of_nodes_that_do_not_encode_are_found() -> None:
 def test_a_deadline_ends_a_read_but_no_probe() -> None:
     """A probe that is late holds no slots; to give it up would close the connection."""
     with over() as made:
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 15
         blocks = made.bench.blocks([1], [1])
         answer(lambda done: made.tier.read(blocks, deadline_s, done))
         assert made.store.until_s == deadline_s

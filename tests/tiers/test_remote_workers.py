@@ -79,19 +79,18 @@ def waits_until(limits: list[float], answers: threading.Event) -> Callable[[Clie
     return do
 
 
-def test_only_what_uses_slots_gives_up_its_connection_at_the_deadline() -> None:
-    world, limits, answers = World(1), list[float](), threading.Event()
+def test_a_read_that_is_given_up_ends_its_connection_and_is_no_problem() -> None:
+    world = World(1)
     try:
-        world.ask("probe", waits_until(limits, answers), moves_blocks=False, within_s=0.5)
-        wait_for(lambda: limits, "it did not begin")
-        assert limits[0] > 30
-        answers.set()
-        world.wait_for("probe")
-        (client,) = [one for one in world.clients if not one.is_closed]
-        answers.clear()
-        world.ask("read", waits_until(limits, answers), within_s=0.5)
-        world.wait_for("read")
-        assert limits[1] < 0.6 and client.is_closed and not world.workers.problem
+        hangs = waits_until([], threading.Event())
+        wait_for(
+            lambda: (
+                world.ask("read", hangs, within_s=0.2)
+                or any(one.is_closed for one in world.clients)
+            ),
+            "no connection ended",
+        )
+        assert not world.workers.problem
     finally:
         world.close()
 
