@@ -73,13 +73,16 @@ class Objects:
     """A store that is full, or ignores a condition."""
 
     def __init__(self, *, is_full: bool = False, ignores: str = "") -> None:
-        self.objects: dict[str, bytes] = {}
+        self._bytes: dict[str, bytes] = {}
         self.is_full = is_full
         self._ignores = ignores
 
     def get(self, path: str, until_s: float) -> tuple[bytes, str] | None:
-        found = self.objects.get(path)
+        found = self._bytes.get(path)
         return None if found is None else (found, f'"{found!r}"')
+
+    def objects(self, paths: list[str], until_s: float) -> list[tuple[bytes, str] | None]:
+        return [self.get(path, until_s) for path in paths]
 
     def put(self, path: str, body: bytes, until_s: float, version: str = "") -> bool:
         known = self.get(path, until_s)
@@ -89,11 +92,11 @@ class Objects:
             return False
         if self.is_full:
             raise FullError("has no room")
-        self.objects[path] = body
+        self._bytes[path] = body
         return True
 
     def delete(self, path: str, until_s: float) -> None:
-        self.objects.pop(path, None)
+        self._bytes.pop(path, None)
 
 
 def test_a_flush_of_a_full_store_counts() -> None:

@@ -240,7 +240,7 @@ class Bucket:
     unusable.
 
     `is_refused`: True once a request has failed with UnusableError, for example because the store
-        rejects the access key.
+        rejects the access key. A single object that the store forbids does not count.
     """
 
     def __init__(self, settings: S3Settings, loop: Loop) -> None:
@@ -444,8 +444,10 @@ class Bucket:
             return list(await asyncio.gather(*map(settled, requests)))
 
         found = self._loop.run(all_of_them(), until_s)
-        if any(isinstance(one, DeniedError) for one in found):
+        unusable = [type(one) for one in found if isinstance(one, UnusableError)]
+        if DeniedError in unusable:
             self.get(CHECK, until_s)
+        self.is_refused = self.is_refused or UnusableError in unusable
         return found
 
     def _ask(self, request: Coroutine[object, object, T], until_s: float) -> T:

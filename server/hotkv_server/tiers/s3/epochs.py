@@ -80,9 +80,7 @@ def begin_epochs(
     objects = bucket.objects([epoch_path(name) for name in fingerprints], until_s)
     epochs: dict[str, int] = {}
     for name, found in zip(fingerprints, objects, strict=True):
-        if isinstance(found, DeniedError):
-            continue
-        if isinstance(found, StoreError):
+        if isinstance(found, StoreError) and not isinstance(found, DeniedError):
             raise found
         try:
             epoch, _ = _parsed(found)
@@ -130,15 +128,20 @@ def check_conditions(bucket: Bucket, until_s: float) -> None:
 
 
 def _read(bucket: Bucket, fingerprint: str, until_s: float) -> tuple[int, str]:
-    return _parsed(bucket.get(epoch_path(fingerprint), until_s))
+    (found,) = bucket.objects([epoch_path(fingerprint)], until_s)
+    return _parsed(found)
 
 
-def _parsed(found: tuple[bytes, str] | None) -> tuple[int, str]:
+def _parsed(found: tuple[bytes, str] | StoreError | None) -> tuple[int, str]:
     """Returns the epoch in an object and the object's version; NO_EPOCH and "" if there is no
-    object. Raises LostError if the object does not contain an epoch. `found`: a result of
-    `Bucket.get`."""
+    object. Raises LostError if the object does not contain an epoch, or if the store forbids only
+    this object. `found`: a result of `Bucket.objects`; if it is another error, raises it."""
     if found is None:
         return NO_EPOCH, ""
+    if isinstance(found, DeniedError):
+        raise LostError("forbids an epoch: allow s3:GetObject on all objects below epochs/")
+    if isinstance(found, StoreError):
+        raise found
     text, version = found
     if not (text.isdigit() and len(text) < 20 and int(text) > 0) or not version:
         raise LostError("has an epoch that is no number: remove the objects below epochs/")
