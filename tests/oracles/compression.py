@@ -5,7 +5,6 @@ import numpy as np
 
 from hotkv_server.tiers.compression.form import (
     ESCAPE_BYTES,
-    GROUP_BYTES,
     GROUP_VALUES,
     HEAD,
     HEAD_BYTES,
@@ -31,7 +30,7 @@ def encode_many(
         zip(begins.tolist(), sizes.tolist(), places.tolist(), room_sizes.tolist(), strict=True)
     ):
         room = rooms[place : place + room_size]
-        results[i] = 0 if begin % VALUE_BYTES else _encode(blocks[begin : begin + size], room)
+        results[i] = _encode(blocks[begin : begin + size], room)
 
 
 def decode_many(
@@ -43,14 +42,14 @@ def decode_many(
         zip(places.tolist(), room_sizes.tolist(), begins.tolist(), sizes.tolist(), strict=True)
     ):
         room = rooms[place : place + room_size]
-        results[i] = 0 if begin % VALUE_BYTES else _decode(room, blocks[begin : begin + size])
+        results[i] = _decode(room, blocks[begin : begin + size])
 
 
 def _encode(block: Codes, room: Codes) -> int:
-    values = block.view("<u2") if _is_whole(block) else np.empty(0, "<u2")
+    values = block.view("<u2")
     num_values = len(values)
     at = escapes_at(num_values)
-    if not num_values or at > len(room):
+    if at > len(room):
         return 0
     exponents = (values >> 7).astype(np.uint8)
     rests = (values & 0x7F | values >> 8 & 0x80).astype(np.uint8)
@@ -90,7 +89,7 @@ def _encode(block: Codes, room: Codes) -> int:
 
 def _decode(room: Codes, block: Codes) -> int:
     num_values = len(block) // VALUE_BYTES
-    if not num_values or not _is_whole(block) or escapes_at(num_values) > len(room):
+    if escapes_at(num_values) > len(room):
         return 0
     head, of_values, num_escapes = room[: 8 * HEAD_WORDS].view("<i8").tolist()
     num_tiles = -(-num_values // TILE_VALUES)
@@ -120,10 +119,6 @@ def _decode(room: Codes, block: Codes) -> int:
     rests = room[rests_at(num_values) : indices_at(num_values)].astype("<u2")
     block.view("<u2")[:] = (rests & 0x80) << 8 | found << 7 | rests & 0x7F
     return 1
-
-
-def _is_whole(block: Codes) -> bool:
-    return len(block) > 0 and not len(block) % GROUP_BYTES
 
 
 def _table(exponents: Codes) -> Codes:

@@ -91,7 +91,7 @@ def encoding_rig(
         staged.check_invariants()
     finally:
         tier.close()
-        assert not tier.figures().queued_bytes
+        assert not tier.figures().queued_bytes and not staged.held_bytes
 
 
 def check_larger_blocks(bench: Bench, staging_slots: int = 16) -> None:

@@ -1,16 +1,13 @@
 """Staging memory is allocated once at a time, and completely freed."""
 
-import mmap
-
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.tiers.compression.staged import Staged, open_staging
+from hotkv_server.tiers.compression.staged import Staged
 
 UNITS = 24
 
@@ -73,9 +70,3 @@ class StagedMachine(RuleBasedStateMachine):
 
 
 TestStaged = StagedMachine.TestCase
-
-
-@pytest.mark.parametrize("num_bytes", [0, -SLOT_ALIGN, SLOT_ALIGN + 1, mmap.PAGESIZE // 2])
-def test_odd_staging_is_refused(num_bytes: int) -> None:
-    with pytest.raises(ValueError, match="no multiple"):
-        open_staging(num_bytes)

@@ -83,6 +83,7 @@ class Store:
 
     def put(self, name: str, value: bytes, config: Any) -> int:
         assert config.with_hard_pin
+        value = self.codes.get("rival", value)
         if not (code := self.codes.get("put_one", 0)):
             self.values.setdefault(name, value)
         return int(code)
@@ -125,10 +126,14 @@ def test_what_was_put_is_looked_for(made: Made, answers: Any, codes: list[Write]
 
 def test_a_get_that_fails_is_no_damage(made: Made) -> None:
     made.ask("write")
+    assert made.ask("read", 4)["codes"] == [Read.FOUND] * 3
+    assert np.array_equal(made.bytes[4 * SIZE : 7 * SIZE], made.bytes[: 3 * SIZE])
+    made.store.values["c"] = made.store.values["a"]
+    assert made.ask("read", 4)["codes"] == [Read.FOUND, Read.FOUND, Read.CORRUPT]
     made.store.values["b"] += b"more"
     made.store.codes["get"] = [OTHER, OTHER, ABSENT_CODE]
     assert made.ask("read", 4)["codes"] == [Read.FAILED, Read.CORRUPT, Read.ABSENT]
-    assert set(made.store.values) == {"a", "c"}
+    assert set(made.store.values) == {"a"}
 
 
 @pytest.mark.parametrize("do, codes", [
@@ -198,6 +203,16 @@ def test_an_epoch_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> None
         made.ask("raise", fingerprint="f", floor=epoch)
     del made.store.codes["unreadable"]
     assert made.ask("raise", fingerprint="f", floor=epoch)["epoch"] > epoch
+
+
+def test_an_old_epoch_that_another_node_puts_first_is_no_flush(made: Made) -> None:
+    epoch = made.ask("epochs", fingerprints=["f"])["epochs"]["f"]
+    made.store.codes["rival"] = b"%d" % epoch
+    for floor in (0, epoch):
+        with pytest.raises(MasterLostError, match="old epoch"):
+            made.ask("raise", fingerprint="f", floor=floor)
+        made.store.values.clear()
+    assert made.ask("raise", fingerprint="f", floor=epoch - 1)["epoch"] == epoch
 
 
 def test_a_flush_that_leaves_no_trace_has_failed(made: Made) -> None:

@@ -228,9 +228,10 @@ def test_closing_gives_threads_back(store: Store) -> None:
             asked.read(number, [3], [4])
         assert all(asked.wait(number) == [Read.FOUND] for number in range(30))
         left = weakref.ref(bench.tier)
-        begun = {thread.name for thread in threading.enumerate()} - before
+        threads = [one for one in threading.enumerate() if one.name not in before]
         kind = store.name.partition(" ")[0]
-        assert {f"hotkv-{kind}-{number}" for number in range(3)} <= begun
+        assert {f"hotkv-{kind}-{number}" for number in range(3)} <= {one.name for one in threads}
+        assert all(one.daemon for one in threads), "a thread keeps the process from ending"
     wait_for(
         lambda: (
             {thread.name for thread in threading.enumerate() if "hotkv" in thread.name} <= before

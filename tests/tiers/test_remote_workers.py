@@ -3,10 +3,20 @@
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import pytest
+
+from hotkv_server.tiers.remote import workers
 from hotkv_server.tiers.remote.calls import Part, RemoteCall
 from hotkv_server.tiers.remote.client import LateError
-from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
+from hotkv_server.tiers.remote.workers import (
+    FIRST_WAIT_S,
+    LONGEST_WAIT_S,
+    RemoteHealth,
+    RemoteLimits,
+    Workers,
+)
 from tests.support.waiting import wait_for
 
 
@@ -69,20 +79,18 @@ def waits_until(limits: list[float], answers: threading.Event) -> Callable[[Clie
     return do
 
 
-def test_only_what_uses_slots_gives_up_its_connection_at_the_deadline() -> None:
-    world, limits, answers = World(1), list[float](), threading.Event()
+def test_a_read_that_is_given_up_ends_its_connection_and_is_no_problem() -> None:
+    world = World(1)
     try:
-        world.ask("probe", waits_until(limits, answers), moves_blocks=False, within_s=0.5)
-        wait_for(lambda: limits, "it did not begin")
-        time.sleep(0.6)
-        assert limits[0] > 30 and not world.ended
-        answers.set()
-        world.wait_for("probe")
-        (client,) = [one for one in world.clients if not one.is_closed]
-        answers.clear()
-        world.ask("read", waits_until(limits, answers), within_s=0.5)
-        world.wait_for("read")
-        assert limits[1] < 0.6 and client.is_closed and not world.workers.problem
+        hangs = waits_until([], threading.Event())
+        wait_for(
+            lambda: (
+                world.ask("read", hangs, within_s=0.2)
+                or any(one.is_closed for one in world.clients)
+            ),
+            "no connection ended",
+        )
+        assert not world.workers.problem
     finally:
         world.close()
 
@@ -149,3 +157,42 @@ def test_the_longest_wait_shows() -> None:
         world.wait_for("longest", "later")
     finally:
         world.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_has_died_shows() -> None:
+    def die(client: Client, until_s: float) -> None:
+        raise SystemExit
+
+    world = World(2)
+    try:
+        assert world.workers.is_alive()
+        world.ask("dies", die)
+        wait_for(lambda: not world.workers.is_alive(), "it does not show")
+    finally:
+        world.close()
+    assert world.workers.is_alive()
+
+
+def test_waits_before_tries_to_connect_double_up_to_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: now_s))
+    health = RemoteHealth("a store")
+    assert health.claim()
+    for _ in range(2):
+        expected_s = FIRST_WAIT_S
+        for _ in range(30):
+            health.fail("is away")
+            wait_s = health.retry_at_s - now_s
+            assert 0.7 * expected_s < wait_s < 1.3 * expected_s and not health.claim()
+            # Another thread fails meanwhile.
+            health.fail("hangs")
+            assert health.retry_at_s == now_s + wait_s and health.problem == "a store hangs"
+            now_s = health.retry_at_s
+            assert health.claim() and not health.claim()
+            expected_s = min(LONGEST_WAIT_S, 2 * expected_s)
+        health.connected()
+        health.worked()
+        assert not health.problem and not health.claim()

@@ -8,7 +8,6 @@ pytest.importorskip("obstore", reason="obstore speaks S3")
 
 from hotkv_server.testing.flush_contract import (
     NAME,
-    answer,
     epoch,
     flush,
 )
@@ -52,17 +51,38 @@ def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_
             assert raised[0] > max(first, *flushed) and epoch(node_a) == raised[0]
 
 
+def test_a_flush_of_a_full_bucket_removes_the_epoch(s3_server: Server, prefix: str) -> None:
+    puts = list[bytes]()
+
+    def note(piece: bytes) -> Iterator[bytes]:
+        puts.extend([piece] * (piece.startswith(b"PUT ") and b"/epochs/1/" in piece[:500]))
+        yield piece
+
+    def refuse(piece: bytes) -> Iterator[bytes]:
+        yield piece.replace(b" 200 OK", b" 507 Insufficient Storage", len(puts))
+        puts.clear()
+
+    with proxied(s3_server) as (proxy, over), tier_over(s3_server, prefix, **over) as (tier, _):
+        assert epoch(tier)
+        proxy.on_command, proxy.on_reply = note, refuse
+        assert flush(tier) == NO_EPOCH
+        assert f"{prefix}/{PATH}" not in s3_server.paths(prefix)
+
+
 class Objects:
     """A store that is full, or ignores a condition."""
 
     def __init__(self, *, is_full: bool = False, ignores: str = "") -> None:
-        self.objects: dict[str, bytes] = {}
+        self._bytes: dict[str, bytes] = {}
         self.is_full = is_full
         self._ignores = ignores
 
     def get(self, path: str, until_s: float) -> tuple[bytes, str] | None:
-        found = self.objects.get(path)
+        found = self._bytes.get(path)
         return None if found is None else (found, f'"{found!r}"')
+
+    def objects(self, paths: list[str], until_s: float) -> list[tuple[bytes, str] | None]:
+        return [self.get(path, until_s) for path in paths]
 
     def put(self, path: str, body: bytes, until_s: float, version: str = "") -> bool:
         known = self.get(path, until_s)
@@ -72,11 +92,11 @@ class Objects:
             return False
         if self.is_full:
             raise FullError("has no room")
-        self.objects[path] = body
+        self._bytes[path] = body
         return True
 
     def delete(self, path: str, until_s: float) -> None:
-        self.objects.pop(path, None)
+        self._bytes.pop(path, None)
 
 
 def test_a_flush_of_a_full_store_counts() -> None:
@@ -102,12 +122,6 @@ def test_a_store_that_ignores_a_condition_is_not_used(condition: str) -> None:
         epoch_objects.check_conditions(Objects(), 0.0)
         with pytest.raises(UnusableError, match=f"ignores {condition}: "):
             epoch_objects.check_conditions(Objects(ignores=condition), 0.0)
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", "ä", "x" * 65])
-def test_a_fingerprint_that_is_no_name_has_no_epoch(node_a: S3Tier, name: str) -> None:
-    assert answer(lambda done: node_a.raise_epoch(name, 0, done)) is None
-    assert epoch(node_a)
 
 
 def test_an_epoch_that_is_no_number_is_not_raised(

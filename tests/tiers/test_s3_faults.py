@@ -13,10 +13,11 @@ pytest.importorskip("obstore", reason="obstore speaks S3")
 from hotkv_server.testing.fault_proxy import Dam, FaultProxy, nothing
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench
 from hotkv_server.tiers.protocol import Read, Write
-from hotkv_server.tiers.remote.client import LateError
+from hotkv_server.tiers.remote.client import LateError, UnusableError
 from hotkv_server.tiers.s3.bucket import Loop
+from hotkv_server.tiers.s3.client import Shared
 from tests.support.waiting import wait_for
-from tests.tiers.s3_support import Server, bench_over, new_prefix
+from tests.tiers.s3_support import Server, bench_over, new_prefix, settings_of
 from tests.tiers.support import Asked
 
 QUIET = {"connections": 1, "refresh_s": 3600}
@@ -79,13 +80,30 @@ def test_what_a_store_answers_to_a_write(
     bench.check_read([3, 6, 9], [4, 5, 6])
 
 
+def spoil(piece: bytes) -> Iterator[bytes]:
+    """Makes the signature of a request wrong."""
+    yield piece.replace(b"Signature=", b"Signature=00", 1)
+
+
+def test_a_refused_key_ends_all_connections_with_it(s3_server: Server, proxy: FaultProxy) -> None:
+    endpoint, until_s = f"http://127.0.0.1:{proxy.port}", time.monotonic() + 60
+    shared = Shared(settings_of(s3_server, new_prefix(), endpoint=endpoint))
+    try:
+        one, other = shared.connect(until_s), shared.connect(until_s)
+        proxy.on_command = spoil
+        with pytest.raises(UnusableError, match="rejects the access key"):
+            one.raise_epoch("0a", 0, until_s)
+        assert not one.is_fresh() and not other.is_fresh()
+        proxy.on_command = nothing
+        assert shared.connect(until_s).is_fresh()
+    finally:
+        shared.close()
+
+
 def test_a_store_that_refuses_writes_only_is_not_believed_in_between(
     proxy: FaultProxy, bench: Bench
 ) -> None:
-    def spoil(piece: bytes) -> Iterator[bytes]:
-        yield piece.replace(b"Signature=", b"Signature=00", 1) if piece[:4] == b"PUT " else piece
-
-    proxy.on_command = spoil
+    proxy.on_command = lambda piece: spoil(piece) if piece[:4] == b"PUT " else nothing(piece)
     bench.fill([12], [1])
     assert bench.write([12], [1]).tolist() == [Write.FAILED]
     # A successful listing is not enough: each try to connect writes.
@@ -118,10 +136,11 @@ def test_requests_that_were_given_up_have_ended_when_the_loop_is_closed() -> Non
 def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: FaultProxy) -> None:
     def hold_writes(piece: bytes) -> Iterator[bytes]:
         if piece.startswith(b"PUT ") and b"/blocks/" in piece[:500]:
+            held.append(piece)
             opened.wait(60)
         yield piece
 
-    opened = threading.Event()
+    opened, held = threading.Event(), list[bytes]()
     endpoint = f"http://127.0.0.1:{proxy.port}"
     with bench_over(s3_server, new_prefix(), endpoint=endpoint, connections=4) as bench:
         bench.fill([3], [0])
@@ -130,8 +149,12 @@ def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: Faul
         asked = Asked(bench)
         for number in range(10, 18):
             asked.write(number, [number])
+        wait_for(lambda: len(held) == 2, "half of the threads write")
         for slot in range(20, 26):
             bench.check_read([3], [slot])
-        assert not asked.codes
+        assert not asked.codes and len(held) == 2
+        # Packs that are written are copies of the blocks.
+        memory = bench.tier.memory()
+        assert 2 * 8 * SLOT_BYTES < memory.held_bytes < memory.most_bytes
         opened.set()
         assert all(asked.wait(number) == [Write.STORED] for number in range(10, 18))

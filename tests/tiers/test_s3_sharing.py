@@ -96,6 +96,12 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             assert requests.taken() == {"GET packs": 1}
             assert probe(node_a, chain * 10) == [Read.FOUND] * 320
             assert probe(node_a, [77, 78]) == [Read.ABSENT] * 2
+            # A call with an old epoch is refused, and the packs of the new epoch stay known.
+            s3_server.store.put(f"{prefix}/epochs/1/0a", b"7")
+            old = [key(1, "0a/6")]
+            assert flush_contract.probe(node_a.tier, old, {"0a": 6}) == [Read.ABSENT]
+            assert requests.taken() == {"LIST packs": 1, "GET other": 1}
+            assert probe(node_a, chain) == [Read.FOUND] * 32
             # A block of another size causes no request.
             half = blocks_of([key(1)], 32, {})
             half.num_bytes[:] //= 2
@@ -151,6 +157,38 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
         assert write(node_a, [2]) == [Write.STORED] and not node_a.tier.problem()
 
 
+def test_objects_that_the_store_forbids_cost_only_their_blocks(s3_server: Server) -> None:
+    prefix, forbidden = new_prefix(), list[str]()
+
+    def unsigned(piece: bytes) -> Iterator[bytes]:
+        line = piece[:500].partition(b"\r\n")[0].decode()
+        is_forbidden = any(part in line for part in forbidden)
+        yield piece.replace(b"\r\nauthorization:", b"\r\nx:") if is_forbidden else piece
+
+    with bench_over(s3_server, prefix) as node_a, proxied(s3_server) as (proxy, over_it):
+        assert write(node_a, [1]) == write(node_a, [2]) == [Write.STORED]
+        second, first = s3_server.packs(prefix)
+        forbidden.append(first)
+        proxy.on_command = unsigned
+        with bench_over(s3_server, prefix, **over_it) as node_b:
+            # The list of a pack can't be read, then the blocks of another pack.
+            assert read(node_b, [1, 2]) == [Read.ABSENT, Read.FOUND]
+            forbidden.append(second)
+            assert read(node_b, [1, 2]) == [Read.ABSENT] * 2
+            assert write(node_b, [1, 2]) == [Write.STORED] * 2
+            assert read(node_b, [1, 2]) == [Read.FOUND] * 2
+            forbidden.append(f"/epochs/1/{flush_contract.NAME}")
+            assert flush_contract.epoch(node_b.tier) is flush_contract.flush(node_b.tier) is None
+            assert flush_contract.epoch(node_b.tier, "0b") and not node_b.tier.problem()
+            # Without any right, the blocks are only unknown.
+            forbidden[:] = [""]
+            assert read(node_b, [1]) == [Read.FAILED]
+            assert "allow s3:GetObject" in node_b.tier.problem()
+            forbidden.clear()
+            wait_for(lambda: not node_b.tier.problem(), "the problem stays")
+            assert read(node_b, [1, 2]) == [Read.FOUND] * 2
+
+
 def test_other_objects_in_the_folder_do_no_harm(s3_server: Server) -> None:
     prefix = new_prefix()
     folder = f"{prefix}/blocks/1/{SPACE}"
@@ -159,21 +197,6 @@ def test_other_objects_in_the_folder_do_no_harm(s3_server: Server) -> None:
     with bench_over(s3_server, prefix) as node_a, bench_over(s3_server, prefix) as node_b:
         assert write(node_a, [1]) == [Write.STORED]
         assert read(node_b, [1, 2]) == [Read.FOUND, Read.ABSENT]
-
-
-def test_a_late_pack_is_found_as_long_as_the_overlap(s3_server: Server) -> None:
-    prefix = new_prefix()
-    with bench_over(s3_server, prefix) as node_a, bench_over(s3_server, prefix) as node_b:
-        assert write(node_a, [1]) == [Write.STORED]
-        (path,) = s3_server.packs(prefix)
-        body = s3_server.bytes_of(path)
-        # The pack arrives long after the time in its name: B has looked before.
-        s3_server.store.delete(path)
-        assert read(node_b, [1]) == [Read.ABSENT]
-        assert write(node_a, [2]) == [Write.STORED]
-        wait_for(lambda: read(node_b, [2]) == [Read.FOUND], "a pack is not found")
-        s3_server.store.put(path, body)
-        wait_for(lambda: read(node_b, [1]) == [Read.FOUND], "a late pack is not found")
 
 
 def test_key_spaces_beyond_the_bound_are_looked_at_anew(

@@ -303,6 +303,9 @@ def test_a_pipe_that_is_closed_leaves_no_connection(cluster: Cluster) -> None:
     before = [len(one.client.client_list()) for one in cluster.nodes]
     pipe = ClusterPipe(settings, time.monotonic() + 5)
     assert [len(one.client.client_list()) for one in cluster.nodes] == [one + 1 for one in before]
+    assert pipe.is_fresh()
+    cluster.nodes[1].client.client_kill_filter(skipme=True)
+    wait_for(lambda: not pipe.is_fresh(), "an ended connection does not show")
     pipe.close()
     wait_for(
         lambda: [len(one.client.client_list()) for one in cluster.nodes] == before,

@@ -118,7 +118,8 @@ def test_a_server_that_has_just_started_is_not_trusted_with_older_epochs() -> No
     assert clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0)
     assert not clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0 + GRACE_S)
     assert not StoreClock().restored_below(info(b"one", start_s + YOUNG_S, int(YOUNG_S)), 0.0)
-    for said in (None, b"", b"# Server\r\nuptime_in_seconds:x", ErrorReply(b"NOPERM no")):
+    much = b"# Server\r\nserver_time_usec:" + b"9" * 20
+    for said in (None, b"", b"# Server\r\nuptime_in_seconds:x", much, ErrorReply(b"NOPERM no")):
         assert not clock.restored_below(said, 1.0)
         assert abs(now_us(said) - time.time_ns() // 1000) < 60_000_000
 

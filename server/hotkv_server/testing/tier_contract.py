@@ -398,14 +398,15 @@ def check_close(make_rig: MakeRig) -> None:
                 bench.blocks([number], [number]), lambda codes, seals: ended.append(codes)
             )
         rig.tier.close()
-        assert len(ended) == 8
+        assert len(ended) == 8 and rig.tier.is_alive()
         assert bench.write([9], [9]).tolist() == [Write.FAILED]
         assert bench.read([1], [10]).tolist() == [Read.FAILED]
         rig.tier.close()
 
 
 def check_idle(make_rig: MakeRig) -> None:
-    """Checks that a tier without work has no problem and does not count as stalled."""
+    """Checks that a tier without work is alive, has no problem and does not count as stalled. Also
+    checks that the tier's properties (`TierFacts`) fit the tier."""
     with make_rig() as rig:
         bench = Bench(rig)
         bench.fill([1], [0])
@@ -414,7 +415,10 @@ def check_idle(make_rig: MakeRig) -> None:
         while rig.tier.stalled_s(time.monotonic()) > 0:
             assert time.monotonic() < until_s, "a tier without work counts as stalled"
             time.sleep(1e-3)
-        assert not rig.tier.problem()
+        assert not rig.tier.problem() and rig.tier.is_alive()
+        facts = rig.tier.facts()
+        assert facts.batch_bytes >= rig.slot_bytes
+        assert facts.is_shared == (not facts.places) == hasattr(rig.tier, "raise_epoch")
 
 
 def check_tier(make_rig: MakeRig, *, seed: int) -> None:

@@ -41,9 +41,8 @@ fit 16 bits."""
 TABLE_EXPONENTS = 16
 TILE_BYTES = TABLE_EXPONENTS + 4
 GROUP_VALUES = 128
-"""Number of values that the kernels process at once, as two vectors of 64. A block is encoded only
-if its number of values is a multiple of this."""
-GROUP_BYTES = GROUP_VALUES * VALUE_BYTES
+"""Number of values that the kernels process at once, as two vectors of 64. A slot has a multiple of
+this number of values."""
 SAMPLE_STEP = 7
 """The table of a tile has the most common exponents in a sample of every 7th value. Counting all
 values would make encoding take 2.5 times as long. The step is odd, so that the sample has values of

@@ -20,7 +20,6 @@ from numba.extending import intrinsic
 
 from hotkv_server.tiers.compression.form import (
     ESCAPE_BYTES,
-    GROUP_BYTES,
     GROUP_VALUES,
     HEAD,
     HEAD_BYTES,
@@ -349,25 +348,24 @@ def encode_many(
     is the `room_sizes[i]` bytes at offset `places[i]` of `rooms`.
 
     `blocks`, `rooms`: uint8. All other arguments: int64 [n]. `blocks` must begin at an even
-    address, and all blocks and rooms must lie in their arrays.
+    address, all blocks and rooms must lie in their arrays, and offsets and sizes of blocks must be
+    multiples of SLOT_ALIGN.
 
     Sets `results[i]` to the size of the encoded form in bytes, and fills the rest of the room with
-    zeros. Sets `results[i]` to 0 if the form does not fit the room, if the block's size is not a
-    multiple of GROUP_BYTES, or if the block's offset is odd; the room's bytes are then undefined.
+    zeros. Sets `results[i]` to 0 if the form does not fit the room; the room's bytes are then
+    undefined.
     """
     values, counts = blocks.view(np.uint16), np.empty(256, np.int64)
     for i in range(sizes.shape[0]):
-        results[i] = 0
-        if sizes[i] > 0 and sizes[i] % GROUP_BYTES == 0 and begins[i] % VALUE_BYTES == 0:
-            results[i] = _encode(
-                values,
-                begins[i] // VALUE_BYTES,
-                sizes[i] // VALUE_BYTES,
-                rooms,
-                places[i],
-                room_sizes[i],
-                counts,
-            )
+        results[i] = _encode(
+            values,
+            begins[i] // VALUE_BYTES,
+            sizes[i] // VALUE_BYTES,
+            rooms,
+            places[i],
+            room_sizes[i],
+            counts,
+        )
 
 
 @numba.njit(_MANY, nogil=True, cache=True)
@@ -378,20 +376,19 @@ def decode_many(
     `rooms`. The block is written to the `sizes[i]` bytes at offset `begins[i]` of `blocks`. Reads
     only the rooms and writes only the blocks, even if a room has arbitrary bytes.
 
-    `rooms`, `blocks`: uint8. All other arguments: int64 [n].
+    `rooms`, `blocks`: uint8. All other arguments: int64 [n]. Offsets and sizes of blocks must be
+    multiples of SLOT_ALIGN.
 
     Sets `results[i]` to 1 if the room holds the encoded form of a block of `sizes[i]` bytes.
     Otherwise sets it to 0, and the block's bytes are undefined.
     """
     values = blocks.view(np.uint16)
     for i in range(sizes.shape[0]):
-        results[i] = 0
-        if sizes[i] > 0 and sizes[i] % GROUP_BYTES == 0 and begins[i] % VALUE_BYTES == 0:
-            results[i] = _decode(
-                rooms,
-                places[i],
-                room_sizes[i],
-                values,
-                begins[i] // VALUE_BYTES,
-                sizes[i] // VALUE_BYTES,
-            )
+        results[i] = _decode(
+            rooms,
+            places[i],
+            room_sizes[i],
+            values,
+            begins[i] // VALUE_BYTES,
+            sizes[i] // VALUE_BYTES,
+        )

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from hotkv_proto import native
-from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.settings.tiers import STAGING_BYTES
@@ -241,9 +240,7 @@ gets small pages."""
 
 def open_staging(num_bytes: int) -> FileMapping:
     """Allocates and prefaults memory, in huge pages if the kernel has them. Raises OSError if
-    memory is short, and ValueError if `num_bytes` is not a positive multiple of SLOT_ALIGN."""
-    if num_bytes <= 0 or num_bytes % SLOT_ALIGN:
-        raise ValueError(f"{num_bytes} bytes are no multiple of {SLOT_ALIGN}")
+    memory is short. `num_bytes`: a multiple of SLOT_ALIGN."""
     fd = os.memfd_create("hotkv-staging", os.MFD_CLOEXEC)
     os.ftruncate(fd, num_bytes)
     memory = FileMapping(fd, num_bytes, "staging", exclusive=True)

@@ -285,8 +285,9 @@ def main() -> int:
         line.send({"error": str(error), "is_away": True})
     except (EOFError, OSError):
         pass
-    # Exit at once: the native client's threads would delay a normal exit for seconds.
-    os._exit(1)
+    finally:
+        # Exit at once: the native client's threads would delay a normal exit for seconds.
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -162,24 +162,27 @@ class EncodingClient:
         The second asks for the plain form of the blocks whose encoded form is absent. The arguments
         and the result are those of `read`."""
         is_encoded = part.may_be_encoded
-        changed = self._inner.read(*part.stored(part.all, is_encoded), expected, codes, until_s)
-        if changed:
+        # The inner client may raise after it has set codes, when no slot has the block's bytes yet.
+        first = np.full(len(codes), Read.FAILED, np.uint8)
+        asked, places = part.stored(part.all, is_encoded)
+        if changed := self._inner.read(asked, places, expected, first, until_s):
             return changed
-        is_found, is_absent = codes == Read.FOUND, codes == Read.ABSENT
+        is_found, is_absent = first == Read.FOUND, first == Read.ABSENT
         part.copy_out(np.flatnonzero(is_found & ~is_encoded))
         damaged = part.decode(np.flatnonzero(is_found & is_encoded))
-        if len(damaged):
-            codes[damaged] = Read.CORRUPT
-            self._inner.forget([encoded_key(part.keys[row]) for row in damaged.tolist()], until_s)
+        first[damaged] = Read.CORRUPT
         left = np.flatnonzero(is_absent & is_encoded)
+        first[left] = Read.FAILED
+        codes[:] = first
+        if len(damaged):
+            self._inner.forget([encoded_key(part.keys[row]) for row in damaged.tolist()], until_s)
         if not len(left):
             return {}
-        codes[left] = Read.FAILED
         plain = codes[left]
         asked, places = part.stored(left, np.zeros(len(codes), np.bool_))
         if not (changed := self._inner.read(asked, places, expected, plain, until_s)):
-            codes[left] = plain
             part.copy_out(left[plain == Read.FOUND])
+            codes[left] = plain
         return changed
 
 

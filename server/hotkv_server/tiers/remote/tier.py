@@ -95,7 +95,7 @@ class RemoteTier:
         epochs: Epochs = NO_EPOCHS,
     ) -> None:
         """Asks the store which blocks it has; see `SharedTier.probe`."""
-        call = self._call(len(keys), 0, lambda call: on_done(call.codes))
+        call = self._call(lambda call: on_done(call.codes), len(keys))
 
         def part(rows: slice) -> Part:
             def do(client: Client, until_s: float) -> None:
@@ -113,7 +113,7 @@ class RemoteTier:
             self._count_read(call, blocks)
             on_done(call.codes)
 
-        call = self._call(len(blocks), blocks.total_bytes, end)
+        call = self._call(end, len(blocks), blocks.total_bytes)
 
         def part(rows: slice) -> Part:
             def do(client: Client, until_s: float) -> None:
@@ -139,7 +139,7 @@ class RemoteTier:
             )
             on_done(call.codes, call.seals)
 
-        call = self._call(len(blocks), blocks.total_bytes, end)
+        call = self._call(end, len(blocks), blocks.total_bytes)
         depths = blocks.depths if len(blocks.depths) else np.zeros(len(blocks), np.int64)
 
         def part(rows: slice) -> Part:
@@ -155,7 +155,7 @@ class RemoteTier:
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Starts to remove blocks; see `Tier.forget`."""
-        call = self._call(0, 0, lambda call: None)
+        call = self._call(lambda call: None)
 
         def part(rows: slice) -> Part:
             return Part(call, lambda client, until_s: client.forget(keys[rows], until_s))
@@ -165,7 +165,7 @@ class RemoteTier:
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
         """Asks the store for the epochs of key spaces; see `SharedTier.epochs`."""
-        call = self._call(0, 0, lambda call: on_done(call.shown))
+        call = self._call(lambda call: on_done(call.shown))
 
         def do(client: Client, until_s: float) -> None:
             call.shown = client.epochs(fingerprints, until_s)
@@ -174,7 +174,7 @@ class RemoteTier:
 
     def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
         """Raises the epoch of a key space; see `SharedTier.raise_epoch`."""
-        call = self._call(0, 0, lambda call: on_done(call.epoch))
+        call = self._call(lambda call: on_done(call.epoch))
 
         def do(client: Client, until_s: float) -> None:
             call.epoch = client.raise_epoch(fingerprint, floor, until_s)
@@ -219,7 +219,7 @@ class RemoteTier:
         return TierMemory(num_bytes, num_bytes)
 
     def _call(
-        self, num_blocks: int, num_bytes: int, on_end: Callable[[RemoteCall], None]
+        self, on_end: Callable[[RemoteCall], None], num_blocks: int = 0, num_bytes: int = 0
     ) -> RemoteCall:
         def end(call: RemoteCall) -> None:
             self._count(queued_bytes=-num_bytes)

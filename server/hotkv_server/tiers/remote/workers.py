@@ -208,8 +208,7 @@ class Workers:
         for part in (*self._control.close(), *self._queue.close()):
             part.call.part_ended()
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+            thread.join()
 
     def _work(self, number: int, queue: PartQueue) -> None:
         client: Client | None = None

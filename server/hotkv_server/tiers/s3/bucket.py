@@ -10,9 +10,11 @@ import asyncio
 import bisect
 import concurrent.futures
 import importlib
+import itertools
+import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
@@ -31,7 +33,12 @@ from pathlib import Path
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
 from hotkv_server.tiers.remote.client import LostError
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+CHECK = "check"
+"""Path of an object that each node writes and reads when it connects (`epochs.check_conditions`).
+"""
 REQUESTS_AT_ONCE = 8
 """Most requests that a call of `objects` or `ranges` has in flight at a time."""
 CLOSE_S = 1.0
@@ -105,6 +112,10 @@ class BeyondError(StoreError):
     """A requested range lies beyond the end of the object."""
 
 
+class DeniedError(UnusableError):
+    """The store forbids a request, for this object or for all objects."""
+
+
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
 _SYSTEM = re.compile(r"Os\s*\{\s*code: [0-9]+,\s*kind: [A-Za-z]+,\s*message: \"([A-Za-z ]{1,80})\"")
@@ -123,7 +134,6 @@ _UNUSABLE = {
     "InvalidToken": _KEY,
     "ExpiredToken": "says that the access key has expired: renew credentials_file",
     "RequestTimeTooSkewed": "says that this machine's clock is wrong: set it",
-    "AccessDenied": _ALLOW,
     "AllAccessDisabled": _ALLOW,
     "PermanentRedirect": _REGION,
     "AuthorizationHeaderMalformed": _REGION,
@@ -173,7 +183,7 @@ def store_error(said: str) -> StoreError:
 
 def _by_status(status: str, code: str) -> StoreError:
     if status in ("401", "403"):
-        return UnusableError(_ALLOW)
+        return DeniedError(_ALLOW)
     if status == "301":
         return UnusableError(_REGION)
     if status == "416":
@@ -230,7 +240,7 @@ class Bucket:
     unusable.
 
     `is_refused`: True once a request has failed with UnusableError, for example because the store
-        rejects the access key.
+        rejects the access key. A single object that the store forbids does not count.
     """
 
     def __init__(self, settings: S3Settings, loop: Loop) -> None:
@@ -298,23 +308,20 @@ class Bucket:
         except FileNotFoundError:
             return None
 
-    def objects(self, paths: Sequence[str], until_s: float) -> list[tuple[bytes, str] | None]:
+    def objects(
+        self, paths: Sequence[str], until_s: float
+    ) -> list[tuple[bytes, str] | StoreError | None]:
         """Returns, for each path, the bytes and the version (ETag) of its object; None if it does
-        not exist. Sends up to REQUESTS_AT_ONCE requests at a time."""
+        not exist; the error if its request failed. Sends up to REQUESTS_AT_ONCE requests at a time.
+        Raises LateError, and DeniedError if the store forbids all objects."""
         limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
-        async def one(path: str) -> tuple[bytes, str] | None:
+        async def one(path: str) -> tuple[bytes, str]:
             async with limit:
-                try:
-                    answer = await self._obstore.get_async(self._store, path)
-                    return bytes(await answer.bytes_async()), answer.meta["e_tag"] or ""
-                except FileNotFoundError:
-                    return None
+                answer = await self._obstore.get_async(self._store, path)
+                return bytes(await answer.bytes_async()), answer.meta["e_tag"] or ""
 
-        async def all_of_them() -> list[tuple[bytes, str] | None]:
-            return list(await asyncio.gather(*map(one, paths)))
-
-        return self._ask(all_of_them(), until_s)
+        return self._each(map(one, paths), until_s)
 
     def put(self, path: str, body: "bytes | bytearray", until_s: float, version: str = "") -> bool:
         """Writes an object, but only if a condition on the present object holds. Returns False if
@@ -360,8 +367,9 @@ class Bucket:
         self, wanted: Sequence[tuple[str, list[int], list[int]]], until_s: float
     ) -> "list[list[memoryview] | StoreError | None]":
         """Reads several ranges of several objects. Returns, for each object, a list with the bytes
-        of its ranges. If the object does not exist, returns None in place of the list; if a request
-        failed, returns the error in place of the list. Raises LateError.
+        of its ranges. If the object does not exist, or if the store forbids only some objects and
+        this is one of them, returns None in place of the list; if a request failed, returns the
+        error. Raises LateError, and DeniedError if the store forbids all objects.
 
         `wanted`: for each object, its path, the offsets of its ranges, and their lengths in bytes.
             If a range reaches beyond the end of the object, its bytes are fewer or empty.
@@ -381,20 +389,20 @@ class Bucket:
                     raise
                 return memoryview(got)
 
-        async def one(
-            path: str, begins: list[int], lengths: list[int]
-        ) -> "list[memoryview] | StoreError | None":
+        async def one(path: str, begins: list[int], lengths: list[int]) -> list[memoryview]:
             spans = merged(begins, lengths)
-            try:
-                parts = await asyncio.gather(*(span(path, begin, end) for begin, end in spans))
-            except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
-                return self._judged(error)
+            parts = await asyncio.gather(*(span(path, begin, end) for begin, end in spans))
             return [_piece(spans, parts, *each) for each in zip(begins, lengths, strict=True)]
 
-        async def all_of_them() -> "list[list[memoryview] | StoreError | None]":
-            return list(await asyncio.gather(*(one(*each) for each in wanted)))
-
-        return self._loop.run(all_of_them(), until_s)
+        found = self._each(itertools.starmap(one, wanted), until_s)
+        denied = [
+            path
+            for (path, *_), got in zip(wanted, found, strict=True)
+            if isinstance(got, DeniedError)
+        ]
+        if denied:
+            log.warning("%s forbids %d packs, such as %s", self._name, len(denied), denied[0])
+        return [None if isinstance(got, DeniedError) else got for got in found]
 
     def names(
         self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float
@@ -419,26 +427,49 @@ class Bucket:
         except FileNotFoundError:
             return []
 
+    def _each(
+        self, requests: Iterable[Coroutine[object, object, T]], until_s: float
+    ) -> list[T | StoreError | None]:
+        """Runs requests for different objects at the same time. Returns, for each request, its
+        result; None if the object is missing; the error if the request failed. If the store forbids
+        an object, checks that it does not forbid all: raises DeniedError if it does."""
+
+        async def settled(request: Coroutine[object, object, T]) -> T | StoreError | None:
+            try:
+                return await request
+            except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
+                return _judged(error)
+
+        async def all_of_them() -> list[T | StoreError | None]:
+            return list(await asyncio.gather(*map(settled, requests)))
+
+        found = self._loop.run(all_of_them(), until_s)
+        unusable = [type(one) for one in found if isinstance(one, UnusableError)]
+        if DeniedError in unusable:
+            self.get(CHECK, until_s)
+        self.is_refused = self.is_refused or UnusableError in unusable
+        return found
+
     def _ask(self, request: Coroutine[object, object, T], until_s: float) -> T:
         """Runs a request and returns its result. Raises FileNotFoundError if the object is missing,
         and StoreError for other errors. The messages of both do not quote the store's text."""
         try:
             return self._loop.run(request, until_s)
         except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
-            judged = self._judged(error)
+            judged = _judged(error)
+        self.is_refused = self.is_refused or isinstance(judged, UnusableError)
         # Raise outside of the handler: otherwise the error would have the store's error as its
         # cause, and a log would quote the store's text.
         if judged is None:
             raise FileNotFoundError
         raise judged
 
-    def _judged(self, error: Exception) -> StoreError | None:
-        said = str(error)
-        if is_gone(said, isinstance(error, FileNotFoundError)):
-            return None
-        judged = store_error(said)
-        self.is_refused = self.is_refused or isinstance(judged, UnusableError)
-        return judged
+
+def _judged(error: Exception) -> StoreError | None:
+    """Returns the StoreError for an error of obstore; None if it means only that the object is
+    missing."""
+    said = str(error)
+    return None if is_gone(said, isinstance(error, FileNotFoundError)) else store_error(said)
 
 
 def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ from hotkv_server.tiers.protocol import (
 )
 from hotkv_server.tiers.remote.client import StoreError, UnusableError
 from hotkv_server.tiers.s3 import epochs
-from hotkv_server.tiers.s3.bucket import Bucket, FullError, Loop
+from hotkv_server.tiers.s3.bucket import CHECK, Bucket, FullError, Loop
 from hotkv_server.tiers.s3.index import PackIndex, Place
 from hotkv_server.tiers.s3.lister import Lister
 from hotkv_server.tiers.s3.packs import Pack, Space, new_name, packed, space_of
@@ -68,7 +68,7 @@ class Shared:
         StoreError."""
         bucket = self.bucket()
         # List one name, to see whether the bucket answers and permits listing.
-        bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
+        bucket.names(CHECK, 1, lambda name: True, until_s)
         if not self._is_checked:
             epochs.check_conditions(bucket, until_s)
             self._is_checked = True
@@ -100,9 +100,9 @@ class S3Client:
         return f"S3Client({self._bucket!r})"
 
     def is_fresh(self) -> bool:
-        """Returns True always, because obstore reopens a connection that has ended; see
-        `Client.is_fresh`."""
-        return True
+        """Returns False if the store has refused a request of this `Bucket` (`Bucket.is_refused`);
+        see `Client.is_fresh`. Obstore itself reopens a connection that has ended."""
+        return not self._bucket.is_refused
 
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
@@ -257,7 +257,6 @@ class S3Client:
             return None
         if not is_new:
             raise UnusableError(f"has a pack {name} already: give each server another node")
-        self._shared.lister.saw(space, name)
         self._index.add(pack)
         return pack
 

@@ -26,27 +26,20 @@ the node (`protocol.begun`), and not counted from 0. So if a bucket has lost an 
 epoch has the number of the lost epoch.
 """
 
-import re
 from collections.abc import Sequence
 
 from hotkv_server.tiers.protocol import NO_EPOCH, begun, raised
-from hotkv_server.tiers.remote.client import LostError, UnusableError
-from hotkv_server.tiers.s3.bucket import Bucket, FullError
+from hotkv_server.tiers.remote.client import LostError, StoreError, UnusableError
+from hotkv_server.tiers.s3.bucket import CHECK, Bucket, DeniedError, FullError
 
-CHECK = "check"
-"""Path of the object with which `check_conditions` tests conditional writes."""
 TRIES = 16
 """Most tries to begin or raise an epoch. A try fails if another node changes the epoch at the same
 time."""
-_FINGERPRINT = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 def epoch_path(fingerprint: str) -> str:
     """Returns the path of the object with a key space's epoch. The path is outside `blocks/`, so
-    that the lifecycle rule for blocks does not remove epochs. Raises LostError if the fingerprint
-    has other characters than letters, digits, _ and -."""
-    if not _FINGERPRINT.fullmatch(fingerprint):
-        raise LostError("keeps no epoch under such a fingerprint")
+    that the lifecycle rule for blocks does not remove epochs."""
     return f"epochs/1/{fingerprint}"
 
 
@@ -79,13 +72,16 @@ def begin_epochs(
 ) -> dict[str, int]:
     """Returns the epochs of several key spaces, by fingerprint. First begins an epoch for each key
     space that has no epoch, as `begin_epoch` does. Reads all epochs at the same time. Omits a key
-    space whose epoch is not a number. Raises StoreError.
+    space whose epoch is not a number, or can't be read because the store forbids this object.
+    Raises StoreError.
 
     `now_us`: the time of the wall clock in microseconds.
     """
     objects = bucket.objects([epoch_path(name) for name in fingerprints], until_s)
     epochs: dict[str, int] = {}
     for name, found in zip(fingerprints, objects, strict=True):
+        if isinstance(found, StoreError) and not isinstance(found, DeniedError):
+            raise found
         try:
             epoch, _ = _parsed(found)
         except LostError:
@@ -132,15 +128,20 @@ def check_conditions(bucket: Bucket, until_s: float) -> None:
 
 
 def _read(bucket: Bucket, fingerprint: str, until_s: float) -> tuple[int, str]:
-    return _parsed(bucket.get(epoch_path(fingerprint), until_s))
+    (found,) = bucket.objects([epoch_path(fingerprint)], until_s)
+    return _parsed(found)
 
 
-def _parsed(found: tuple[bytes, str] | None) -> tuple[int, str]:
+def _parsed(found: tuple[bytes, str] | StoreError | None) -> tuple[int, str]:
     """Returns the epoch in an object and the object's version; NO_EPOCH and "" if there is no
-    object. Raises LostError if the object does not contain an epoch. `found`: a result of
-    `Bucket.get`."""
+    object. Raises LostError if the object does not contain an epoch, or if the store forbids only
+    this object. `found`: a result of `Bucket.objects`; if it is another error, raises it."""
     if found is None:
         return NO_EPOCH, ""
+    if isinstance(found, DeniedError):
+        raise LostError("forbids an epoch: allow s3:GetObject on all objects below epochs/")
+    if isinstance(found, StoreError):
+        raise found
     text, version = found
     if not (text.isdigit() and len(text) < 20 and int(text) > 0) or not version:
         raise LostError("has an epoch that is no number: remove the objects below epochs/")

@@ -22,7 +22,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hotkv_server.tiers.remote.client import LateError, LostError, StoreError
+from hotkv_server.tiers.remote.client import LateError, LostError, StoreError, UnusableError
 from hotkv_server.tiers.s3.bucket import Bucket
 from hotkv_server.tiers.s3.index import PackIndex
 from hotkv_server.tiers.s3.packs import (
@@ -133,12 +133,6 @@ class Lister:
                     raise LateError("has not answered in time")
                 self._changed.wait(left_s)
 
-    def saw(self, space: Space, name: str) -> None:
-        """Marks a pack as seen, so that no listing reads it. Called if this node has written the
-        pack."""
-        with self._changed:
-            self._folder(space).seen.add(name)
-
     def forget_others(self, fingerprint: str, space: Space | None) -> None:
         """Forgets the state of a key space in all epochs but one.
 
@@ -215,17 +209,20 @@ class Lister:
             until_s,
         )
         new = [name for name in names if self._is_new(space, folder, name)]
+        unread = set[str]()
         for at in range(0, len(new), LISTS_AT_ONCE):
             if self._is_closed:
                 return
-            if not self._learn(bucket, space, new[at : at + LISTS_AT_ONCE]):
+            batch = new[at : at + LISTS_AT_ONCE]
+            if not self._learn(bucket, space, batch, unread):
                 break
             with self._changed:
-                folder.seen.update(new[at : at + LISTS_AT_ONCE])
+                folder.seen.update(name for name in batch if name not in unread)
             if at + LISTS_AT_ONCE >= FIRST_PACKS:
                 self._know(folder)
         with self._changed:
-            folder.horizon = horizon
+            # The next listing must find the unread packs again.
+            folder.horizon = folder.horizon if unread else horizon
             folder.seen = {name for name in folder.seen if age_of(name) < folder.horizon}
         self._know(folder)
 
@@ -242,18 +239,23 @@ class Lister:
             folder.is_known = True
             self._changed.notify_all()
 
-    def _learn(self, bucket: Bucket, space: Space, names: list[str]) -> bool:
+    def _learn(self, bucket: Bucket, space: Space, names: list[str], unread: set[str]) -> bool:
         """Reads the lists of blocks of these packs, and adds the packs to the index. Returns False
         if the index had no room for one of the packs. Then the index has no room for older packs
-        either."""
+        either. `unread`: gets the names of packs whose lists could not be read."""
         until_s = time.monotonic() + self._timeout_s
         wanted = [(path_of(space, name), [0], [list_bytes(name)]) for name in names]
         has_room = True
         for name, front in zip(names, bucket.ranges(wanted, until_s), strict=True):
             if front is None:
                 continue
-            if isinstance(front, StoreError):
+            if isinstance(front, UnusableError):
                 raise front
+            if isinstance(front, StoreError):
+                # A store may have lost a single object, so the other packs must stay usable.
+                log.debug("a pack can't be read: %s: s3 %s", path_of(space, name), front)
+                unread.add(name)
+                continue
             pack = parsed(space, name, front[0])
             if pack is None:
                 log.warning("the list of a pack is damaged: %s", path_of(space, name))

@@ -54,11 +54,12 @@ class S3Tier(RemoteTier):
         facts = TierFacts(name, Medium.REMOTE, False, 0, True, settings.pack_bytes, LINGER_S)
         self._shared = Shared(settings)
         # Writing a pack takes long, so only half of the threads write; the others serve reads.
+        self._num_writers = (settings.connections + 1) // 2
         workers = Workers(
             f"{name} at {settings.place}",
             RemoteLimits(settings.connections, settings.connect_timeout_s, settings.timeout_s),
             encoding(self._shared.connect, staged),
-            num_writers=(settings.connections + 1) // 2,
+            num_writers=self._num_writers,
         )
         super().__init__(
             facts,
@@ -79,8 +80,9 @@ class S3Tier(RemoteTier):
         written counts twice, because it is copied. The blocks that are being read count twice,
         because the requested ranges may have as many bytes in gaps (`bucket.merged`)."""
         settings, index = self._shared.settings, self._shared.index
-        writers = (settings.connections + 1) // 2
-        moving_bytes = 2 * (writers * settings.pack_bytes + settings.connections * READ_BYTES)
+        moving_bytes = 2 * (
+            self._num_writers * settings.pack_bytes + settings.connections * READ_BYTES
+        )
         queued_bytes = 2 * self.figures().queued_bytes
         return TierMemory(
             len(index) * INDEX_ENTRY_BYTES + min(queued_bytes, moving_bytes),

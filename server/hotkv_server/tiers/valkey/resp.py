@@ -145,8 +145,7 @@ class Replies:
                 skipped -= len(head)
                 body = place(num_bytes)
             if body is not None:
-                if len(body) != skipped:
-                    raise ValueError(f"{len(body)} bytes of memory for {skipped} of a value")
+                assert len(body) == skipped, "the memory is not for the rest of the value"
                 self._take(body, until_s)
                 skipped = 0
             if skipped > MAX_SKIPPED_BYTES:

@@ -102,7 +102,7 @@ class RespClient:
         self._send_before_epochs([Command.of(key, b"GET") for key in keys], expected, until_s)
         errors = Errors()
         # Set the codes only after the epochs were checked.
-        settled = codes.copy() if expected else codes
+        settled = codes.copy()
         for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
             settled[at] = self._value(key, slot, errors, until_s)
         changed = self._changed(expected, errors, until_s)

@@ -127,7 +127,8 @@ def _tls_context(settings: ValkeySettings) -> ssl.SSLContext:
     try:
         named = f"ca_file {settings.ca_file}"
         context = ssl.create_default_context(cafile=settings.ca_file)
-        if settings.cert_file is not None and settings.key_file is not None:
+        if settings.cert_file is not None:
+            assert settings.key_file is not None, "the settings have both or none"
             named = f"cert_file {settings.cert_file} and key_file {settings.key_file}"
             check_private_key(settings.key_file)
             # Pass an empty password: if the key is encrypted, OpenSSL would otherwise ask for the
