@@ -72,6 +72,17 @@ def test_a_fault_costs_its_block_only(
         assert figures.read_bytes == 2 * SLOT_BYTES
 
 
+def test_the_page_cache_does_not_hide_a_dead_disk(tmp_path: Path) -> None:
+    with disk(tmp_path, direct=False) as made:
+        bench = made.stored([1, 2])
+        made.io.reads[EVERYWHERE] = Fault(code=errno.EIO)
+        made.io.cached |= {0, SLOT_BYTES}
+        assert bench.read([1, 2], [5, 6]).tolist() == [Read.FOUND, FAILED]
+        made.io.heal()
+        made.io.reads[2 * SLOT_BYTES] = Fault(code=errno.EIO)
+        assert bench.read([1, 2], [5, 6]).tolist() == [Read.FOUND, Read.CORRUPT]
+
+
 def test_reads_go_on_while_writes_hang(tmp_path: Path) -> None:
     with disk(tmp_path, num_threads=4) as made:
         bench = made.stored([1, 2])
