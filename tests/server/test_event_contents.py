@@ -15,7 +15,7 @@ from hotkv_proto.table import Words
 from hotkv_server.cache.values import BoolMask
 from hotkv_server.events import contents
 from hotkv_server.events.capability import EventsCapability
-from hotkv_server.events.contents import Contents
+from hotkv_server.events.contents import START, Contents
 from hotkv_server.events.drive import UNKNOWN, BlocksStored, EventHub
 from hotkv_server.events.service import STATE_STEPS, EngineReader
 from hotkv_server.settings.outlets import EventSettings
@@ -26,7 +26,7 @@ from tests.tiers.nodes import SharedNode
 BLOCK_TOKENS = 4
 SPACES = st.sampled_from([b"a" * 32, b"b" * 32])
 NUMBERS, COUNTS = st.integers(0, 11), st.integers(1, 4)
-RING_BYTES = 8192
+RING_BYTES = 4096
 NAMES = [words_of([number]).tobytes() for number in range(16)]
 Block = tuple[bytes, int]
 
@@ -46,6 +46,7 @@ class Book(RuleBasedStateMachine):
 
     stored: version of each block's last store.
     cached: blocks that the cache has.
+    is_crowded: the cache has all blocks, more than fit. The ring then keeps the newest.
     """
 
     @initialize()
@@ -54,6 +55,7 @@ class Book(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.stored: dict[Block, int] = {}
         self.cached: set[Block] = set()
+        self.is_crowded = False
         self.names: dict[bytes, list[str]] = {}
         self.version = 0
         self.book = self.opened()
@@ -68,7 +70,10 @@ class Book(RuleBasedStateMachine):
 
     def present(self, fingerprint: bytes, group_index: int, hashes: Words) -> BoolMask:
         numbers = [NAMES.index(row.tobytes()) for row in hashes]
-        return np.array([(fingerprint, number) in self.cached for number in numbers], np.bool_)
+        return np.array(
+            [self.is_crowded or (fingerprint, number) in self.cached for number in numbers],
+            np.bool_,
+        )
 
     @rule(fingerprint=SPACES, first=NUMBERS, count=COUNTS, times=st.sampled_from([1, 2, 50]))
     def store(self, fingerprint: bytes, first: int, count: int, times: int) -> None:
@@ -88,8 +93,15 @@ class Book(RuleBasedStateMachine):
     def cache(self, at: int) -> None:
         """Caches a known block. Three cached blocks always fit."""
         known = [block for block in self.stored if self.content(*block) is not UNKNOWN]
-        if known and len(self.cached) < 3:
+        if known and len(self.cached) < 3 and not self.is_crowded:
             self.cached.add(known[at % len(known)])
+
+    @rule()
+    def crowd(self) -> None:
+        self.is_crowded = True
+        self.cached.clear()
+        for number in range(24):
+            self.store((b"a" * 32, b"b" * 32)[number % 2], number // 2, 1, 1)
 
     @rule()
     def evict(self) -> None:
@@ -109,14 +121,14 @@ class Book(RuleBasedStateMachine):
         self.book = self.opened()
         assert before == {block: self.content(*block) is UNKNOWN for block in self.stored}
 
-    @rule(at=st.integers(0, RING_BYTES - 1))
+    @rule(at=st.one_of(st.integers(8, 31), st.integers(START, START + RING_BYTES - 1)))
     def damage(self, at: int) -> None:
         """Damages the file. Contents that can't be read are unknown, or are the contents of an
         earlier store."""
         path = Path(self.folder.name, "contents")
         self.book.close()
         with path.open("r+b") as file:
-            file.seek(contents.START + at)
+            file.seek(at)
             file.write(b"\xff")
         self.cached.clear()
         self.book = self.opened()
