@@ -51,12 +51,13 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
     for number in range(4):
         tiered.add([number])
     assert [tiered.taken(num_bytes) for num_bytes in (0, 1, 2 * SLOT_ALIGN)] == [[], [0], [1, 2]]
+    assert down.waiting.num_bytes == SLOT_ALIGN
     evict(tiered.core, 1, 0, words_of([3]))
     assert tiered.taken(SLOT_ALIGN) == [] and not len(down.waiting)
     # Those that wait longest are forgotten, once more wait than the index has entries.
     for number in range(10, 20):
         tiered.add([number])
-    assert len(down.waiting) == 6
+    assert (len(down.waiting), down.waiting.num_bytes) == (6, 6 * SLOT_ALIGN)
     (move,) = down.begin(finished(down.take(100 * SLOT_ALIGN, 1.0)))
     assert len(move) == 6
     down.end(move, np.ones(6, np.bool_), np.full(6, 7, np.uint64), 2.0)

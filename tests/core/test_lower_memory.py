@@ -173,7 +173,7 @@ def test_records_do_not_wait_for_the_note_of_written_bytes(tmp_path: Path) -> No
         made.start(1, ServerState(made.slab_bytes))
         made.written().result(60)
         (tmp_path / "written.json.new").mkdir()
-        made.keep_written([(0.0, 1)])
+        made.keep_written([(0.0, 0), (1.5, 1)])
         for entry in (3, 4, 5):
             made.table.records[entry, :] = entry
             made.changed(np.array([entry], np.uint32))
@@ -182,6 +182,7 @@ def test_records_do_not_wait_for_the_note_of_written_bytes(tmp_path: Path) -> No
         assert "written.json" in made.problem
         (tmp_path / "written.json.new").rmdir()
         wait_for(lambda: not made.problem, "the note is not written")
+        assert made.read_written() == [(0.0, 0), (1.5, 1)]
 
 
 def test_records_of_a_write_that_failed_are_not_collected(

@@ -1,6 +1,7 @@
 """A server's notes on flushes survive restarts; epochs are not vouched for if files disagree on
 them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,15 @@ def test_a_file_that_can_not_be_read_says_nothing(
     assert not book.records and "can't be used" in caplog.text
 
 
-def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
+def test_a_file_is_replaced_as_a_whole_or_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arena, disk = folders(tmp_path)
     notes = EpochNotes([arena, disk])
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino) or fsync(fd))
     notes.write(text_of(book_of(7)))
+    assert {(one.path / EPOCHS_FILE).stat().st_ino for one in (arena, disk)} <= synced
     (disk.path / f"{EPOCHS_FILE}.new").mkdir()
     with pytest.raises(OSError, match=EPOCHS_FILE):
         notes.write(text_of(book_of(9)))
