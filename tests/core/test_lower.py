@@ -175,6 +175,10 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
     tiered.add(list(range(8)))
     (move,) = tiered.down.begin(finished(tiered.down.take(1 << 30, 1.0)))
     tiered.down.end(move, np.ones(8, np.bool_), np.zeros(8, np.uint64), 1.0)
+    below = tiered.lower.space
+    deepest = int(below.index.find(1, 0, words_of([7]))[0])
+    chain = below.index.keys(below.chains.ancestors(deepest, 100))[2]
+    assert np.array_equal(np.sort(chain, 0), np.sort(words_of(range(7)), 0))
     evict(tiered.core, 1, 0, words_of([5, 6]))
     # A lease lists only blocks that the engine lacks, and may leave some out.
     for listed in ([3, 4, 5], [1, 6, 7]):

@@ -85,6 +85,16 @@ class Book(RuleBasedStateMachine):
             assert self.content(fingerprint, number) is not UNKNOWN, "the newest run is not kept"
 
     @rule(fingerprint=SPACES, first=NUMBERS)
+    def store_while_they_are_read(self, fingerprint: bytes, first: int) -> None:
+        self.store(fingerprint, first, 1, 1)
+        runs = self.book.runs()
+        next(runs)
+        self.store(fingerprint, first, 1, 1)
+        tokens = run_of(self.version, first, 1).content.token_ids.tolist()
+        found = [known.run().content.token_ids.tolist() for known in runs]
+        assert found.count(tokens) == 1
+
+    @rule(fingerprint=SPACES, first=NUMBERS)
     def without_tokens(self, fingerprint: bytes, first: int) -> None:
         empty = RunContent(np.empty(0, np.int32))
         self.book.keep(fingerprint, BlocksStored(0, 0, words_of([first]), None, 0, empty))

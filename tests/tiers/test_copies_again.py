@@ -2,6 +2,7 @@
 restart or the disk brings back. Blocks that the tier already has cost no bytes."""
 
 import asyncio
+import contextlib
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,12 @@ async def test_what_comes_from_the_disk_is_offered() -> None:
         assert node.books.lower.counters.promoted == 6
         await node.until_copied(12)
         assert node.tier.figures().written_blocks == 10 and len(store.content) == 6
+        other = SharedNode(store, 10.0, disk=MemoryStore(places=True))
+        for one, name in ((node, "disk"), (other, "shared")):
+            async with running(other) if one is other else contextlib.nullcontext():
+                assert all(await one.leased(BLOCKS))
+                origins = one.core.space.origins[one.core.space.index.ready_blocks()]
+                assert {one.tiers.names[number - 1] for number in origins.tolist()} == {name}
 
 
 async def test_a_restart_does_not_flood_the_store(
