@@ -219,14 +219,12 @@ class Contents:
         part = run.part(at, at + 1)
         return Content(part.parent, part.content)
 
-    def add_name(self, fingerprint: bytes, name: str) -> bool:
-        """Records a name by which requests address the model of a key space. Returns False if the
-        name was recorded before."""
+    def add_name(self, fingerprint: bytes, name: str) -> None:
+        """Records a name by which requests address the model of a key space, unless it was recorded
+        before."""
         with self._written():
-            if name in self._names.get(fingerprint, ()):
-                return False
-            self._add(_packed_name(fingerprint, name))
-            return True
+            if name not in self._names.get(fingerprint, ()):
+                self._add(_packed_name(fingerprint, name))
 
     def names(self, fingerprint: bytes) -> list[str]:
         """Returns the recorded names by which requests address the model of a key space."""
