@@ -288,6 +288,10 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/tiers/drive/reads.py": (
         "tests/tiers/test_tier_choice.py tests/tiers/test_tier_reads.py tests/server/test_tiers.py"
     ),
+    "server/hotkv_server/tiers/drive/breaker.py": (
+        "tests/tiers/test_runtime.py tests/tiers/test_shared_runtime.py "
+        "tests/server/test_hung_disk.py"
+    ),
     "server/hotkv_server/tiers/drive/epoch_notes.py": (
         "tests/tiers/test_epoch_notes.py tests/tiers/test_copies_again.py"
     ),
