@@ -56,8 +56,10 @@ def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
     arena, disk = folders(tmp_path)
     EpochNotes([arena]).write(text_of(book_of(7, 3)))
     EpochNotes([disk]).write(text_of(book_of(9, 2, is_untold=True)))
-    record = EpochNotes([arena, disk]).read(("valkey",)).records[FP]
-    assert record.stores["valkey"] == EpochStanding(9, False, True) and record.local == 3
+    # The settings have another store now.
+    record = EpochNotes([arena, disk]).read(("valkey", "s3")).records[FP]
+    assert record.stores == {"valkey": EpochStanding(9, False, True), "s3": EpochStanding()}
+    assert record.local == 3
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 2, "key_spaces": 3}'])
