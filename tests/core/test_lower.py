@@ -176,6 +176,9 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
     (move,) = tiered.down.begin(finished(tiered.down.take(1 << 30, 1.0)))
     tiered.down.end(move, np.ones(8, np.bool_), np.zeros(8, np.uint64), 1.0)
     below = tiered.lower.space
+    # A block larger than the disk evicts nothing, and gets no place.
+    finished(below.make_room(1, 0, 9 * SLAB, 2))
+    assert not len(below.insert(1, 0, words_of([20]), 9 * SLAB, np.zeros(1, np.int64), FIRST_MOVE))
     deepest = int(below.index.find(1, 0, words_of([7]))[0])
     chain = below.index.keys(below.chains.ancestors(deepest, 100))[2]
     assert np.array_equal(np.sort(chain, 0), np.sort(words_of(range(7)), 0))
