@@ -2,6 +2,7 @@
 free only when the disk can no longer touch it."""
 
 import errno
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,16 @@ def test_a_fault_costs_its_block_only(
 
 def test_the_page_cache_does_not_hide_a_dead_disk(tmp_path: Path) -> None:
     with disk(tmp_path, direct=False) as made:
-        bench = made.stored([1, 2])
+        bench = made.stored([0, 2])
+        os.fsync(made.file.fd)
         made.io.reads[EVERYWHERE] = Fault(code=errno.EIO)
-        made.io.cached |= {0, SLOT_BYTES}
-        assert bench.read([1, 2], [5, 6]).tolist() == [Read.FOUND, FAILED]
+        made.io.cached |= {0, ARENA_BYTES - SLOT_ALIGN}
+        assert bench.read([0, 2], [5, 6]).tolist() == [Read.FOUND, FAILED]
+        with pytest.raises(OSError):
+            os.preadv(made.file.fd, [bytearray(SLOT_ALIGN)], 0, os.RWF_NOWAIT)
         made.io.heal()
         made.io.reads[2 * SLOT_BYTES] = Fault(code=errno.EIO)
-        assert bench.read([1, 2], [5, 6]).tolist() == [Read.FOUND, Read.CORRUPT]
+        assert bench.read([0, 2], [5, 6]).tolist() == [Read.FOUND, Read.CORRUPT]
 
 
 def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

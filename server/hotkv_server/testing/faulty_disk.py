@@ -62,6 +62,7 @@ class FaultyDisk:
     def drop_cached(self) -> None:
         """Implements `BlockIO`."""
         self.cached.clear()
+        self.under.drop_cached()
 
     def heal(self) -> None:
         """Removes all faults, and releases the blocks that hang."""
