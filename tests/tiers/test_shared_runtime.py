@@ -13,6 +13,7 @@ from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.book import epochs as epoch_book
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import copies as tier_copies
+from hotkv_server.tiers.drive import epochs as tier_epochs
 from hotkv_server.tiers.drive import shared as tier_shared
 from tests.core.support import evict, words_of
 from tests.support.waiting import eventually
@@ -226,9 +227,13 @@ async def test_a_block_is_written_once_and_not_with_each_use() -> None:
         assert b.shared.out.num_copied == 0
 
 
-async def test_many_nodes_and_flushes_never_serve_what_was_flushed() -> None:
+async def test_many_nodes_and_flushes_never_serve_what_was_flushed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each node puts, leases and flushes at random. A flushed block is found again only if it was
     put again since."""
+    for module, name in ((epoch_book, "TELL_S"), (epoch_book, "SPARE_S"), (tier_epochs, "TELL_S")):
+        monkeypatch.setattr(module, name, 60.0)
     store, dice = MemoryStore(places=False), np.random.default_rng(3)
     async with nodes(3, store=store) as made:
         put_since: set[int] = set()
