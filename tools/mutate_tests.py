@@ -285,6 +285,16 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/tiers/drive/records.py": (
         "tests/core/test_lower_memory.py tests/server/test_tiers.py"
     ),
+    "server/hotkv_server/tiers/drive/reads.py": (
+        "tests/tiers/test_tier_choice.py tests/tiers/test_tier_reads.py tests/server/test_tiers.py"
+    ),
+    "server/hotkv_server/tiers/drive/breaker.py": (
+        "tests/tiers/test_runtime.py tests/tiers/test_shared_runtime.py "
+        "tests/server/test_hung_disk.py"
+    ),
+    "server/hotkv_server/tiers/drive/epoch_notes.py": (
+        "tests/tiers/test_epoch_notes.py tests/tiers/test_copies_again.py"
+    ),
     "server/hotkv_server/tiers/drive/": TIERS,
     "server/hotkv_server/tiers/disk/": DISK,
     "server/hotkv_server/tiers/s3/": S3,
@@ -331,7 +341,16 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/ledger/": (
         "tests/ledger/test_history.py tests/server/test_live_ledger.py tests/server/test_ledger.py"
     ),
+    "server/hotkv_server/events/contents.py": (
+        "tests/server/test_event_contents.py tests/server/test_tier_events.py"
+    ),
+    "server/hotkv_server/events/questions.py": "tests/server/test_questions.py",
+    "server/hotkv_server/events/service.py": (
+        "tests/server/test_event_contents.py tests/server/test_tier_events.py "
+        "tests/server/test_events.py tests/vllm/test_shared_events.py"
+    ),
     "server/hotkv_server/events/": (
+        "tests/server/test_event_contents.py tests/server/test_questions.py "
         "tests/server/test_publisher.py tests/server/test_slices.py "
         "tests/tiers/test_moved_events.py tests/server/test_events.py "
         "tests/server/test_openings.py tests/server/test_tier_events.py"

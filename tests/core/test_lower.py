@@ -51,12 +51,13 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
     for number in range(4):
         tiered.add([number])
     assert [tiered.taken(num_bytes) for num_bytes in (0, 1, 2 * SLOT_ALIGN)] == [[], [0], [1, 2]]
+    assert down.waiting.num_bytes == SLOT_ALIGN
     evict(tiered.core, 1, 0, words_of([3]))
     assert tiered.taken(SLOT_ALIGN) == [] and not len(down.waiting)
     # Those that wait longest are forgotten, once more wait than the index has entries.
     for number in range(10, 20):
         tiered.add([number])
-    assert len(down.waiting) == 6
+    assert (len(down.waiting), down.waiting.num_bytes) == (6, 6 * SLOT_ALIGN)
     (move,) = down.begin(finished(down.take(100 * SLOT_ALIGN, 1.0)))
     assert len(move) == 6
     down.end(move, np.ones(6, np.bool_), np.full(6, 7, np.uint64), 2.0)
@@ -174,6 +175,13 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
     tiered.add(list(range(8)))
     (move,) = tiered.down.begin(finished(tiered.down.take(1 << 30, 1.0)))
     tiered.down.end(move, np.ones(8, np.bool_), np.zeros(8, np.uint64), 1.0)
+    below = tiered.lower.space
+    # A block larger than the disk evicts nothing, and gets no place.
+    finished(below.make_room(1, 0, 9 * SLAB, 2))
+    assert not len(below.insert(1, 0, words_of([20]), 9 * SLAB, np.zeros(1, np.int64), FIRST_MOVE))
+    deepest = int(below.index.find(1, 0, words_of([7]))[0])
+    chain = below.index.keys(below.chains.ancestors(deepest, 100))[2]
+    assert np.array_equal(np.sort(chain, 0), np.sort(words_of(range(7)), 0))
     evict(tiered.core, 1, 0, words_of([5, 6]))
     # A lease lists only blocks that the engine lacks, and may leave some out.
     for listed in ([3, 4, 5], [1, 6, 7]):

@@ -1,6 +1,7 @@
 """The records of a disk tier: slabs keep their size, so all blocks of an earlier server stay in
 their places."""
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -59,6 +60,10 @@ def test_slabs_that_cannot_be_are_not_taken_over(tmp_path: Path, slab_bytes: int
     with opened(tmp_path, 64, 16) as made:
         assert made.old is None and f"slabs were of {slab_bytes} bytes" in made.why_empty
         assert made.slab_bytes == 16 * MIB
+    (tmp_path / "records.new").unlink()
+    (tmp_path / "records.new").mkdir()
+    with pytest.raises(OSError, match=r"records\.new"):
+        LowerMemory.open(tmp_path, 64 * MIB, 16 * MIB, 100)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +75,10 @@ def test_slabs_of_a_new_disk_are_large_and_many(disk_bytes: int, slab_mib: int) 
     assert settings.slab_bytes == slab_mib * MIB
 
 
-def test_what_has_changed_is_in_the_file_once_it_is_written(tmp_path: Path) -> None:
+def test_what_has_changed_is_in_the_file_once_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "RETRY_S", 3600.0)
     with opened(tmp_path, 64, 4) as made:
         made.start(1, ServerState(made.slab_bytes))
         made.written().result(60)
@@ -83,6 +91,10 @@ def test_what_has_changed_is_in_the_file_once_it_is_written(tmp_path: Path) -> N
             made.written().result(60)
             assert made.kept_revision == entry and made.num_changed == made.num_saved
         assert not made.problem and made.is_alive()
+        # Changes that nothing reports are found, too.
+        made.table.records[9, :] = 9
+        record = made.table.records[9].tobytes()
+        wait_for(lambda: record in (tmp_path / "records").read_bytes(), "it is not found")
     with opened(tmp_path, 64, 4) as again:
         assert again.old is not None
         found = again.old.records
@@ -168,12 +180,15 @@ def test_a_start_that_is_killed_between_its_files_keeps_the_blocks_if_numbers_me
         assert (again.old is not None) == is_usable
 
 
-def test_records_do_not_wait_for_the_note_of_written_bytes(tmp_path: Path) -> None:
+def test_records_do_not_wait_for_the_note_of_written_bytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     with opened(tmp_path, 64, 4) as made:
         made.start(1, ServerState(made.slab_bytes))
         made.written().result(60)
         (tmp_path / "written.json.new").mkdir()
-        made.keep_written([(0.0, 1)])
+        made.keep_written([(0.0, 0), (1.5, 1)])
         for entry in (3, 4, 5):
             made.table.records[entry, :] = entry
             made.changed(np.array([entry], np.uint32))
@@ -182,6 +197,11 @@ def test_records_do_not_wait_for_the_note_of_written_bytes(tmp_path: Path) -> No
         assert "written.json" in made.problem
         (tmp_path / "written.json.new").rmdir()
         wait_for(lambda: not made.problem, "the note is not written")
+        assert made.read_written() == [(0.0, 0), (1.5, 1)]
+    assert [one.getMessage().partition(": ")[2][:19] for one in caplog.records] == [
+        "records not written",
+        "records are written",
+    ]
 
 
 def test_records_of_a_write_that_failed_are_not_collected(
@@ -193,11 +213,12 @@ def test_records_of_a_write_that_failed_are_not_collected(
         failing = os.open(tmp_path / "records", os.O_RDONLY)
         with monkeypatch.context() as patched:
             patched.setattr(os, "pwrite", lambda fd, *rest: os.pwritev(failing, [b""], -1))
+            asked = made.written()
             for _ in range(3):
                 made.table.records[7, :] += 7
                 made.changed(np.array([7], np.uint32))
             wait_for(lambda: bool(made.problem), "the write does not fail")
             wait_for(lambda: not made._changed, "changes of a write that failed are kept")
         os.close(failing)
-        made.written().result(60)
+        asked.result(60)
         assert made.num_changed == made.num_saved == 3

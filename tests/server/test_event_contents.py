@@ -15,7 +15,7 @@ from hotkv_proto.table import Words
 from hotkv_server.cache.values import BoolMask
 from hotkv_server.events import contents
 from hotkv_server.events.capability import EventsCapability
-from hotkv_server.events.contents import Contents
+from hotkv_server.events.contents import START, Contents
 from hotkv_server.events.drive import UNKNOWN, BlocksStored, EventHub
 from hotkv_server.events.service import STATE_STEPS, EngineReader
 from hotkv_server.settings.outlets import EventSettings
@@ -26,7 +26,7 @@ from tests.tiers.nodes import SharedNode
 BLOCK_TOKENS = 4
 SPACES = st.sampled_from([b"a" * 32, b"b" * 32])
 NUMBERS, COUNTS = st.integers(0, 11), st.integers(1, 4)
-RING_BYTES = 8192
+RING_BYTES = 4096
 NAMES = [words_of([number]).tobytes() for number in range(16)]
 Block = tuple[bytes, int]
 
@@ -46,6 +46,7 @@ class Book(RuleBasedStateMachine):
 
     stored: version of each block's last store.
     cached: blocks that the cache has.
+    is_crowded: the cache has all blocks, more than fit. The ring then keeps the newest.
     """
 
     @initialize()
@@ -54,6 +55,7 @@ class Book(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.stored: dict[Block, int] = {}
         self.cached: set[Block] = set()
+        self.is_crowded = False
         self.names: dict[bytes, list[str]] = {}
         self.version = 0
         self.book = self.opened()
@@ -68,7 +70,10 @@ class Book(RuleBasedStateMachine):
 
     def present(self, fingerprint: bytes, group_index: int, hashes: Words) -> BoolMask:
         numbers = [NAMES.index(row.tobytes()) for row in hashes]
-        return np.array([(fingerprint, number) in self.cached for number in numbers], np.bool_)
+        return np.array(
+            [self.is_crowded or (fingerprint, number) in self.cached for number in numbers],
+            np.bool_,
+        )
 
     @rule(fingerprint=SPACES, first=NUMBERS, count=COUNTS, times=st.sampled_from([1, 2, 50]))
     def store(self, fingerprint: bytes, first: int, count: int, times: int) -> None:
@@ -80,6 +85,16 @@ class Book(RuleBasedStateMachine):
             assert self.content(fingerprint, number) is not UNKNOWN, "the newest run is not kept"
 
     @rule(fingerprint=SPACES, first=NUMBERS)
+    def store_while_they_are_read(self, fingerprint: bytes, first: int) -> None:
+        self.store(fingerprint, first, 1, 1)
+        runs = self.book.runs()
+        next(runs)
+        self.store(fingerprint, first, 1, 1)
+        tokens = run_of(self.version, first, 1).content.token_ids.tolist()
+        found = [known.run().content.token_ids.tolist() for known in runs]
+        assert found.count(tokens) == 1
+
+    @rule(fingerprint=SPACES, first=NUMBERS)
     def without_tokens(self, fingerprint: bytes, first: int) -> None:
         empty = RunContent(np.empty(0, np.int32))
         self.book.keep(fingerprint, BlocksStored(0, 0, words_of([first]), None, 0, empty))
@@ -88,8 +103,15 @@ class Book(RuleBasedStateMachine):
     def cache(self, at: int) -> None:
         """Caches a known block. Three cached blocks always fit."""
         known = [block for block in self.stored if self.content(*block) is not UNKNOWN]
-        if known and len(self.cached) < 3:
+        if known and len(self.cached) < 3 and not self.is_crowded:
             self.cached.add(known[at % len(known)])
+
+    @rule()
+    def crowd(self) -> None:
+        self.is_crowded = True
+        self.cached.clear()
+        for number in range(24):
+            self.store((b"a" * 32, b"b" * 32)[number % 2], number // 2, 1, 1)
 
     @rule()
     def evict(self) -> None:
@@ -98,7 +120,7 @@ class Book(RuleBasedStateMachine):
     @rule(fingerprint=SPACES, name=st.sampled_from(["m", "org/m", "ü"]))
     def name(self, fingerprint: bytes, name: str) -> None:
         known = self.names.setdefault(fingerprint, [])
-        assert self.book.add_name(fingerprint, name) == (name not in known)
+        self.book.add_name(fingerprint, name)
         known += [name] * (name not in known)
 
     @rule(is_killed=st.booleans())
@@ -109,14 +131,14 @@ class Book(RuleBasedStateMachine):
         self.book = self.opened()
         assert before == {block: self.content(*block) is UNKNOWN for block in self.stored}
 
-    @rule(at=st.integers(0, RING_BYTES - 1))
+    @rule(at=st.one_of(st.integers(8, 31), st.integers(START, START + RING_BYTES - 1)))
     def damage(self, at: int) -> None:
         """Damages the file. Contents that can't be read are unknown, or are the contents of an
         earlier store."""
         path = Path(self.folder.name, "contents")
         self.book.close()
         with path.open("r+b") as file:
-            file.seek(contents.START + at)
+            file.seek(at)
             file.write(b"\xff")
         self.cached.clear()
         self.book = self.opened()
@@ -185,6 +207,7 @@ def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     hold the event loop for seconds."""
     node, hub = SharedNode(MemoryStore(places=False), 10.0), EventHub()
     events = EventsCapability(node, EventSettings(), hub)  # type: ignore[arg-type]
+    assert not any([*events.counters().values(), *events.gauges().values()])
     key_space = node.core.key_space(1)
     events.key_space_added(1, key_space)
     node.put([5])

@@ -19,11 +19,13 @@ from hotkv_client.command.warm_start import CALL_BLOCKS, _calls, export
 from hotkv_client.wire.admin import WarmStartStub, prefetch
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import token_block_hashes
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_proto.v1 import warm_pb2
 from hotkv_server.cache.values import HashList
+from hotkv_server.warm_start import book as hottest
 from hotkv_server.warm_start.book import Warmth
 from hotkv_server.warm_start.drive import WarmStart
-from tests.core.support import words_of
+from tests.core.support import evict, words_of
 from tests.server.sharing import CHAIN, SharingNode, node
 from tests.server.support import PATIENT, hashes
 from tests.tiers.nodes import nodes as tier_nodes
@@ -236,7 +238,10 @@ def test_the_hottest_are_those_that_a_sorted_list_begins_with(
     assert found.entries.tolist() == taken
 
 
-async def test_blocks_of_several_prompts_keep_their_depths() -> None:
+async def test_blocks_of_several_prompts_keep_their_depths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hottest, "PART_ENTRIES", 2)
     async with tier_nodes() as (one, other):
         await one.share([0, 1, 2, 10, 11])
         prompts = [HashList(0, words_of(numbers)) for numbers in ([0, 1, 2], [0, 10, 11])]
@@ -246,3 +251,7 @@ async def test_blocks_of_several_prompts_keep_their_depths() -> None:
         assert index.depths(index.find(1, 0, words_of([0, 1, 2, 10, 11]))).tolist() == [
             0, 1, 2, 1, 2
         ]  # fmt: skip
+        evict(other.core, 1, 0, words_of([1]))
+        parts = [part async for part in WarmStart(other.core, None).export(1, 4 * SLOT_ALIGN)]
+        named = np.concatenate([one.hashes for part in parts for one in part])
+        assert np.array_equal(np.sort(named, 0), np.sort(words_of([0, 2, 10, 11]), 0))

@@ -2,8 +2,12 @@
 restart or the disk brings back. Blocks that the tier already has cost no bytes."""
 
 import asyncio
+import contextlib
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +19,7 @@ from hotkv_server.tiers.book.copies import MAX_TRIES, STORED
 from hotkv_server.tiers.drive import copies as tier_copies
 from tests.core.support import begin_store, evict, words_of
 from tests.support.waiting import eventually
-from tests.tiers.nodes import BLOCKS, SharedNode, nodes, running
+from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, running
 
 
 async def earlier(store: MemoryStore, folder: Path, numbers: list[int]) -> None:
@@ -42,17 +46,39 @@ async def test_what_fails_is_tried_again_until_it_is_there() -> None:
         assert all(await b.leased(BLOCKS))
 
 
-async def test_tries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_copies, "AGAIN_S", 1e-3)
+async def test_tries_are_bounded_and_come_ever_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_copies, "AGAIN_S", 1000.0)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later_s)
+    later_s, num_turns, told = 0.0, 0, (0, 0, 0)
+    monkeypatch.setattr(tier_copies, "time", clock)
     async with nodes(1) as (a,):
+        (copies,) = a.books.copies
+        whole = copies.lane_to_do
+
+        def turns() -> int | None:
+            nonlocal num_turns
+            num_turns += 1
+            return whole()
+
+        def is_told() -> bool:
+            out = a.shared.out
+            return told == (a.tier.figures().failed_blocks, out.num_waiting, out.num_refused)
+
+        async def turn() -> None:
+            before = num_turns
+            await eventually(lambda: num_turns > before + 2, "no turn")
+
+        copies.lane_to_do = turns  # type: ignore[method-assign]
         # Probes answer, and writes fail.
         a.tier.faults.fails_writes = True
         a.put(BLOCKS)
-        await eventually(lambda: a.shared.out.num_refused == 6, "they are not given up")
-        assert a.tier.figures().failed_blocks == 6 * (1 + MAX_TRIES)
-        await asyncio.sleep(0.3)
-        assert a.tier.figures().failed_blocks == 6 * (1 + MAX_TRIES)
-        assert a.shared.out.num_waiting == 0
+        for number in range(1 + MAX_TRIES):
+            told = 6 * (1 + number), 6 * (number < MAX_TRIES), 6 * (number == MAX_TRIES)
+            await eventually(is_told, "not tried")
+            later_s += 900.0 * 2**number
+            await turn()
+            assert is_told(), "it was tried too soon"
+            later_s += 100.0 * 2**number
 
 
 async def test_nothing_is_tried_while_something_is_known_against_the_store() -> None:
@@ -121,6 +147,12 @@ async def test_what_comes_from_the_disk_is_offered() -> None:
         assert node.books.lower.counters.promoted == 6
         await node.until_copied(12)
         assert node.tier.figures().written_blocks == 10 and len(store.content) == 6
+        other = SharedNode(store, 10.0, disk=MemoryStore(places=True))
+        for one, name in ((node, "disk"), (other, "shared")):
+            async with running(other) if one is other else contextlib.nullcontext():
+                assert all(await one.leased(BLOCKS))
+                origins = one.core.space.origins[one.core.space.index.ready_blocks()]
+                assert {one.tiers.names[number - 1] for number in origins.tolist()} == {name}
 
 
 async def test_a_restart_does_not_flood_the_store(
@@ -145,13 +177,24 @@ async def test_a_restart_does_not_flood_the_store(
         await node.until_copied(7)
 
 
-async def test_a_later_copy_holds_its_blocks_from_the_moment_it_takes_them() -> None:
-    """A call that evicts a block and reuses its entry comes right after."""
+async def test_a_later_copy_holds_its_blocks_from_the_moment_it_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that evicts a block and reuses its entry comes right after. The copy waits while new
+    blocks take all of the limit."""
+    compared, agreeing = asyncio.Event(), tier_copies.agreeing
+    compared.set()
+
+    async def late(*arguments: Any) -> Any:
+        await compared.wait()
+        return await agreeing(*arguments)
+
+    monkeypatch.setattr(tier_copies, "agreeing", late)
     async with nodes(1) as (a,):
         a.put(BLOCKS)
         await a.until_copied(6)
         a.tier._store.content.clear()
-        loop, copies = asyncio.get_running_loop(), a.shared.out._copies
+        loop, copies, num_turns = asyncio.get_running_loop(), a.shared.out._copies, 0
         whole = copies.take
 
         def reuse() -> None:
@@ -159,15 +202,24 @@ async def test_a_later_copy_holds_its_blocks_from_the_moment_it_takes_them() -> 
             begin_store(a.core, a.number, "s", "s", [Run(0, words_of(range(50, 60)))], 0, 0.0, 1.0)
 
         def taken(num_bytes: int, lane: int = STORED) -> Parts[Entries]:
+            nonlocal num_turns
             entries = yield from whole(num_bytes, lane)
+            num_turns += lane != STORED
             if lane != STORED and len(entries):
                 loop.call_soon(reuse)
             return entries
 
         copies.take = taken  # type: ignore[method-assign]
-        a.shared.out.offer_old(1, a.core.space.index.ready_blocks())
-        await eventually(lambda: len(a.tier._store.content) == 6, "not copied")
+        old, new = a.core.space.index.ready_blocks(), list(range(70, 70 + NUM_SLOTS // 8))
+        compared.clear()
+        a.put(new)
+        await eventually(lambda: len(a.books.moves) == 1, "nothing is copied")
+        a.shared.out.offer_old(1, old)
+        await eventually(lambda: num_turns > 3, "no turn")
+        assert [len(move) for move in a.books.moves] == [len(new)]
+        compared.set()
+        await eventually(lambda: len(a.tier._store.content) == 6 + len(new), "not copied")
         assert {key[-32:] for key in a.tier._store.content} == {
-            w.tobytes() for w in words_of(BLOCKS)
+            w.tobytes() for w in words_of([*BLOCKS, *new])
         }
         a.core.end_store(a.number, "s", False, 1.0)

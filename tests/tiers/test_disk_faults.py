@@ -2,6 +2,7 @@
 free only when the disk can no longer touch it."""
 
 import errno
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -72,21 +73,35 @@ def test_a_fault_costs_its_block_only(
         assert figures.read_bytes == 2 * SLOT_BYTES
 
 
-def test_reads_go_on_while_writes_hang(tmp_path: Path) -> None:
+def test_the_page_cache_does_not_hide_a_dead_disk(tmp_path: Path) -> None:
+    with disk(tmp_path, direct=False) as made:
+        bench = made.stored([0, 2])
+        os.fsync(made.file.fd)
+        made.io.reads[EVERYWHERE] = Fault(code=errno.EIO)
+        made.io.cached |= {0, ARENA_BYTES - SLOT_ALIGN}
+        assert bench.read([0, 2], [5, 6]).tolist() == [Read.FOUND, FAILED]
+        with pytest.raises(OSError):
+            os.preadv(made.file.fd, [bytearray(SLOT_ALIGN)], 0, os.RWF_NOWAIT)
+        made.io.heal()
+        made.io.reads[2 * SLOT_BYTES] = Fault(code=errno.EIO)
+        assert bench.read([0, 2], [5, 6]).tolist() == [Read.FOUND, Read.CORRUPT]
+
+
+def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads share the blocks of a single call."""
+    monkeypatch.setattr(calls, "MAX_PIECE_BYTES", SLOT_BYTES)
     with disk(tmp_path, num_threads=4) as made:
         bench = made.stored([1, 2])
         asked = Asked(bench)
         made.io.writes[EVERYWHERE] = HANGS
-        for number in range(10, 30):
-            asked.write(number, [number])
+        asked.write("all", range(10, 30))
         made.io.wait_hung(3)
         for _ in range(20):
             bench.check_read([1, 2], [5, 6])
         assert made.io.num_hung == 3 and made.tier.stalled_s(time.monotonic()) > 0
         assert made.tier.figures().queued_bytes == 20 * SLOT_BYTES
         made.io.heal()
-        for number in range(10, 30):
-            assert asked.wait(number) == [STORED]
+        assert asked.wait("all") == [STORED] * 20
         assert made.tier.figures().queued_bytes == 0
 
 

@@ -92,10 +92,10 @@ def test_a_full_file_system_is_full_where_blocks_have_no_room(tmp_path: Path) ->
 
 def test_blocks_outside_arena_and_file_fail_and_others_do_not(tmp_path: Path) -> None:
     with disk(tmp_path, num_bytes=32 * SLOT_BYTES) as made:
-        bench = made.stored([1, 2])
+        bench = made.stored([0, 1, 2])
         size = made.file.path.stat().st_size
         assert bench.read([1, 2], [SLOTS, 5]).tolist() == [FAILED, Read.FOUND]
-        assert bench.read([1, 2], [5, -1]).tolist() == [Read.FOUND, FAILED]
+        assert bench.read([1, 2], [0, -1]).tolist() == [Read.FOUND, FAILED]
         bench.fill([40, 3], [40, 3])
         assert bench.write([40, 3], [40, 3]).tolist() == [FAILED, STORED]
         assert bench.write([3, 3], [SLOTS - 1, SLOTS]).tolist() == [STORED, FAILED]

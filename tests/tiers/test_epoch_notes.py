@@ -1,6 +1,7 @@
 """A server's notes on flushes survive restarts; epochs are not vouched for if files disagree on
 them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,10 @@ def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
     arena, disk = folders(tmp_path)
     EpochNotes([arena]).write(text_of(book_of(7, 3)))
     EpochNotes([disk]).write(text_of(book_of(9, 2, is_untold=True)))
-    record = EpochNotes([arena, disk]).read(("valkey",)).records[FP]
-    assert record.stores["valkey"] == EpochStanding(9, False, True) and record.local == 3
+    # The settings have another store now.
+    record = EpochNotes([arena, disk]).read(("valkey", "s3")).records[FP]
+    assert record.stores == {"valkey": EpochStanding(9, False, True), "s3": EpochStanding()}
+    assert record.local == 3
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 2, "key_spaces": 3}'])
@@ -68,10 +71,15 @@ def test_a_file_that_can_not_be_read_says_nothing(
     assert not book.records and "can't be used" in caplog.text
 
 
-def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
+def test_a_file_is_replaced_as_a_whole_or_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arena, disk = folders(tmp_path)
     notes = EpochNotes([arena, disk])
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino) or fsync(fd))
     notes.write(text_of(book_of(7)))
+    assert {(one.path / EPOCHS_FILE).stat().st_ino for one in (arena, disk)} <= synced
     (disk.path / f"{EPOCHS_FILE}.new").mkdir()
     with pytest.raises(OSError, match=EPOCHS_FILE):
         notes.write(text_of(book_of(9)))
@@ -84,6 +92,7 @@ def test_a_server_that_leaves_no_blocks_leaves_what_must_be_told(
     tmp_path: Path, is_untold: bool
 ) -> None:
     book, notes = book_of(is_untold=is_untold), EpochNotes([NotesFolder(tmp_path)])
+    book.records[OTHER] = Record(0, {"valkey": EpochStanding(7, True)})
     notes.write(text_of(book))
     notes.discard(book)
     assert (tmp_path / EPOCHS_FILE).exists() == is_untold

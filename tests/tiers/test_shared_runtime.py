@@ -14,6 +14,7 @@ from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.book import epochs as epoch_book
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import copies as tier_copies
+from hotkv_server.tiers.drive import epochs as tier_epochs
 from hotkv_server.tiers.drive import shared as tier_shared
 from hotkv_server.tiers.drive import tiers as tier_drive
 from tests.core.support import evict, words_of
@@ -156,13 +157,21 @@ async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
         assert len(raises) == 1
 
 
-async def test_the_disk_serves_only_what_the_store_has_confirmed() -> None:
+async def test_the_disk_serves_only_what_the_store_has_confirmed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     node = SharedNode(MemoryStore(places=False), 10.0, disk=MemoryStore(places=True))
     await node.start()
     await node.share(BLOCKS)
     await node.until_down(6)
-    evict(node.core, 1, 0, words_of(BLOCKS[:3]))
+    # A lease after an idle time asks the store first.
+    with monkeypatch.context() as patch:
+        patch.setattr(epoch_book, "USED_S", 0.0)
+        await eventually(lambda: not node.epochs.are_all_confirmed(1), "it is still asked")
     node.tier._store.content.clear()
+    evict(node.core, 1, 0, words_of(BLOCKS[:3]))
+    assert all(await node.leased(BLOCKS))
+    evict(node.core, 1, 0, words_of(BLOCKS[:3]))
     node.tier.faults.problem = "gone"
     await eventually(lambda: not node.epochs.are_all_confirmed(1), "it stays confirmed")
     assert await node.leased(BLOCKS) == [False] * 3 + [True] * 3
@@ -227,9 +236,13 @@ async def test_a_block_is_written_once_and_not_with_each_use() -> None:
         assert b.shared.out.num_copied == 0
 
 
-async def test_many_nodes_and_flushes_never_serve_what_was_flushed() -> None:
+async def test_many_nodes_and_flushes_never_serve_what_was_flushed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each node puts, leases and flushes at random. A flushed block is found again only if it was
     put again since."""
+    for module, name in ((epoch_book, "TELL_S"), (epoch_book, "SPARE_S"), (tier_epochs, "TELL_S")):
+        monkeypatch.setattr(module, name, 60.0)
     store, dice = MemoryStore(places=False), np.random.default_rng(3)
     async with nodes(3, store=store) as made:
         put_since: set[int] = set()

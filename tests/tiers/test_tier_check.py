@@ -2,6 +2,7 @@
 leaves every store unchanged."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,16 @@ def test_a_folder_that_is_missing_is_missing_afterwards(
 
 
 def test_what_does_not_work_is_a_sentence_and_status_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
     (tmp_path / "file").touch()
     size = ("--tiers.disk.bytes", "4096TiB")
     for flags, status, sentence in (
         (("--tiers.disk.path", f"{tmp_path}/disk", *size), 1, "needs 4294967296 MiB more"),
         (("--tiers.disk.path", f"{tmp_path}/file", *size), 1, f"tiers.disk: {tmp_path}/file"),
         (("--tiers.valkey.address", f"unix:{tmp_path}/nobody"), 1, "can't be reached"),
+        (("--tiers.s3.bucket", "bucket"), 1, "tiers.s3: a tier in S3 needs the module obstore"),
         ((), 2, "the settings have no tier"),
         (("--tiers.disk.bytes", "1"), 2, "tiers.disk"),
     ):

@@ -69,9 +69,9 @@ FILLER, BLOCKS, NAME = 0, 1, 2
 blocks that were stored together). NAME: a name of a key space's model."""
 MOST_MOVES = 64
 """When a record is added to a full ring, about this number of old records with blocks that are
-still cached are appended again, at most. If there are more, most of the ring is about cached
-blocks. Then no records of blocks are appended again until an eighth of the ring has been
-overwritten."""
+still cached are appended again, at most, and about an eighth of the ring. If there are more, most
+of the ring is about cached blocks. Then no records of blocks are appended again until an eighth of
+the ring has been overwritten."""
 AT_BITS = 17
 """A value in the index has two parts: this number of low bits is the number of the block in its
 run, the higher bits are the position of the run's record."""
@@ -219,14 +219,12 @@ class Contents:
         part = run.part(at, at + 1)
         return Content(part.parent, part.content)
 
-    def add_name(self, fingerprint: bytes, name: str) -> bool:
-        """Records a name by which requests address the model of a key space. Returns False if the
-        name was recorded before."""
+    def add_name(self, fingerprint: bytes, name: str) -> None:
+        """Records a name by which requests address the model of a key space, unless it was recorded
+        before."""
         with self._written():
-            if name in self._names.get(fingerprint, ()):
-                return False
-            self._add(_packed_name(fingerprint, name))
-            return True
+            if name not in self._names.get(fingerprint, ()):
+                self._add(_packed_name(fingerprint, name))
 
     def names(self, fingerprint: bytes) -> list[str]:
         """Returns the recorded names by which requests address the model of a key space."""
@@ -331,7 +329,7 @@ class Contents:
         while not self._fit([*moved, packed]):
             if not self._records:
                 return
-            if len(moved) >= MOST_MOVES:
+            if len(moved) >= MOST_MOVES or sum(map(len, moved)) >= self._size // 8:
                 self._moves_from = self._head + self._size // 8
             kept = self._still_of_use(self._records[0])
             self._drop_oldest()

@@ -1,7 +1,6 @@
 """Serves events over gRPC: to tools (`EventService`) and to engines (`EngineReader`). Converts
 events into protobuf messages."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +16,7 @@ from hotkv_server.events.drive import (
     KeySpaceCleared,
     TimedEvent,
 )
+from hotkv_server.node.event_loop import slices
 from hotkv_server.node.node import Node
 from hotkv_server.wire.errors import stream
 
@@ -32,11 +32,9 @@ MOST_EVENTS = 256
 ANSWER_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of the events in an answer to an engine, unless a single event is larger."""
 STATE_EVENTS = 32
-"""Most events of the present state (events for the cached blocks) that are made before the event
-loop runs other tasks."""
+"""Most events of the present state (events for the cached blocks) in an answer to an engine."""
 STATE_STEPS = 128
-"""Most steps of the iteration over the present state, with or without an event, before the event
-loop runs other tasks."""
+"""Most steps of the iteration over the present state, with or without an event, in an answer."""
 
 State = Callable[[bytes | None], Iterator[BlocksStored | None]]
 """Yields the present state: events for the cached blocks of the key space with this fingerprint, or
@@ -77,14 +75,10 @@ class EventService(events_pb2_grpc.EventServiceServicer):
                 if request.key_space_id
                 else None
             )
-            steps = 0
-            for event in self._state(fingerprint):
-                if event is not None and (item := self._hub.timed(event)) is not None:
-                    yield item
-                steps += 1 if event is None else STATE_STEPS // STATE_EVENTS
-                if steps >= STATE_STEPS:
-                    steps = 0
-                    await asyncio.sleep(0)
+            async for events, _ in slices(self._state(fingerprint)):
+                for event in events:
+                    if event is not None and (item := self._hub.timed(event)) is not None:
+                        yield item
 
         async for part in stream(
             context,

@@ -37,6 +37,7 @@ class FaultyDisk:
 
     under: the wrapped block I/O.
     reads, writes: faults by offset in the file, or by EVERYWHERE; may be changed at any time.
+    cached: offsets at which the page cache has the file, so that reads have no fault.
     begun: (is_write, offset) of each block, in the order in which reads and writes began.
     num_hung: number of blocks that hang now.
     """
@@ -44,6 +45,7 @@ class FaultyDisk:
     under: BlockIO
     reads: dict[int, Fault] = field(default_factory=dict)
     writes: dict[int, Fault] = field(default_factory=dict)
+    cached: set[int] = field(default_factory=set)
     begun: list[tuple[bool, int]] = field(default_factory=list)
     num_hung: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -56,6 +58,11 @@ class FaultyDisk:
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
         """Implements `BlockIO`."""
         return self._move_many(True, addresses, offsets, sizes)
+
+    def drop_cached(self) -> None:
+        """Implements `BlockIO`."""
+        self.cached.clear()
+        self.under.drop_cached()
 
     def heal(self) -> None:
         """Removes all faults, and releases the blocks that hang."""
@@ -89,6 +96,8 @@ class FaultyDisk:
         with self._changed:
             self.begun.append((is_write, offset))
             fault = faults.get(offset) or faults.get(EVERYWHERE) or Fault()
+            if not is_write and offset in self.cached:
+                fault = Fault()
             if fault.hangs:
                 self._hang()
         if fault.code:

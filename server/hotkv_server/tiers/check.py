@@ -35,6 +35,7 @@ from hotkv_server.startup import StartError
 from hotkv_server.tiers.drive.epochs import EpochRelay
 from hotkv_server.tiers.kinds import Place, shared_tiers
 from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Read, SharedTier, Tier, Write
+from hotkv_server.tiers.remote.client import MissingError
 
 USAGE_ERROR = 2
 KIB, MIB = 1 << 10, 1 << 20
@@ -97,7 +98,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
             checked = check()
             timings += checked.timings
             left.update({name: checked.left} if checked.left else {})
-        except StartError as error:
+        except (StartError, MissingError, ImportError) as error:
             problems[name] = str(error)
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
@@ -118,11 +119,14 @@ def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
     disk = settings.tiers.disk
     if disk.path is not None:
         checks.append((DISK_TIER, partial(check_disk, disk.path, disk)))
-    for _, open_at in shared_tiers(settings):
-        arena, descriptor = _arena()
-        tier = open_at(Place(arena, descriptor, EpochRelay()))
-        checks.append((tier.facts().name, partial(check_shared, tier, arena)))
+    for name, open_at in shared_tiers(settings):
+        checks.append((name, partial(_check_at, open_at)))
     return checks
+
+
+def _check_at(open_at: Callable[[Place], SharedTier]) -> Checked:
+    arena, descriptor = _arena()
+    return check_shared(open_at(Place(arena, descriptor, EpochRelay())), arena)
 
 
 def check_disk(path: Path, disk: DiskSettings) -> Checked:

@@ -86,20 +86,21 @@ Lookups ask shared tiers in this order."""
 
 
 def shared_tiers(settings: Settings) -> Iterator[tuple[str, Callable[[Place], SharedTier]]]:
-    """Yields, for each shared tier in the settings, its name and the function that opens it. Raises
-    ImportError or MissingError if a library of the tier is not installed.
+    """Yields, for each shared tier in the settings, its name and the function that opens it.
 
-    If the tier compresses, the yielded function also allocates the tier's staging memory; it raises
-    OSError if memory is short.
+    The function raises ImportError or MissingError if a library of the tier is not installed. If
+    the tier compresses, it also allocates the tier's staging memory, and raises OSError if memory
+    is short.
     """
     for name, kind in TIERS.items():
         given = getattr(settings.tiers, name)
         if given is not None:
-            yield name, _opener(kind(), given)
+            yield name, _opener(kind, given)
 
 
-def _opener(open_tier: OpenTier, settings: Any) -> Callable[[Place], SharedTier]:
+def _opener(kind: TierKind, settings: Any) -> Callable[[Place], SharedTier]:
     def open_at(place: Place) -> SharedTier:
+        open_tier = kind()
         if settings.compress == "off":
             return open_tier(settings, place)
         staged = Staged(place.arena)

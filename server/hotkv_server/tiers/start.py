@@ -4,7 +4,6 @@ earlier server left on the disk."""
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
 from hotkv_server.tiers.drive.records import LowerMemory
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
-from hotkv_server.tiers.kinds import Place, shared_tiers
+from hotkv_server.tiers.kinds import TIERS, Place, shared_tiers
 from hotkv_server.tiers.protocol import SharedTier
 from hotkv_server.tiers.remote.client import MissingError
 
@@ -82,7 +81,8 @@ def check_tiers(settings: Settings) -> None:
         path = disk.path
         _answered(path, ANSWER_S, lambda: _check_disk(path, disk.bytes))
     try:
-        deque(shared_tiers(settings), maxlen=0)
+        for name, _ in shared_tiers(settings):
+            TIERS[name]()
     except MissingError as error:
         raise StartError(f"tiers: {error}") from error
     except ImportError as missing:

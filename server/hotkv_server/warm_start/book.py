@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto import table
-from hotkv_proto.keys import MAX_GROUPS
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.inspect import PART_ENTRIES
 from hotkv_server.cache.values import Entries, HashList, Int64s
@@ -50,24 +49,10 @@ class Warmth:
 def warmth(core: CacheCore, key_space_id: int) -> Iterator[Warmth]:
     """Yields snapshots of all ready blocks of a key space, in parts."""
     index, policy = core.space.index, core.space.policy
-    start = 0
-    while start < index.num_numbers:
-        records = index.table.records[start : min(start + PART_ENTRIES, index.num_numbers)]
-        states = records[:, table.W_GROUP_STATE]
-        is_meant = (
-            (states >> np.uint32(16) == table.STATE_READY)
-            & (states & np.uint32(0xFFFF) < MAX_GROUPS)
-            & (records[:, table.W_KEY_SPACE] == key_space_id)
-        )
-        places = np.flatnonzero(is_meant)
-        entries = (start + places).astype(np.uint32)
-        yield Warmth(
-            entries,
-            records[places, table.W_GENERATION],
-            policy.heat(entries),
-            index.slot_bytes(entries),
-        )
-        start += PART_ENTRIES
+    generations = index.table.records[:, table.W_GENERATION]
+    for start in range(0, index.num_numbers, PART_ENTRIES):
+        entries = index.ready_blocks(key_space_id, start, start + PART_ENTRIES)
+        yield Warmth(entries, generations[entries], policy.heat(entries), index.slot_bytes(entries))
 
 
 def joined(parts: list[Warmth]) -> Warmth:
@@ -83,11 +68,7 @@ def joined(parts: list[Warmth]) -> Warmth:
 def names(core: CacheCore, some: Warmth) -> list[HashList]:
     """Returns the hashes of those blocks of a snapshot that still exist, by group and in order."""
     index = core.space.index
-    records = index.table.records[some.entries]
-    is_same = (records[:, table.W_GENERATION] == some.generations) & index.is_ready(some.entries)
-    records = records[is_same]
-    groups = records[:, table.W_GROUP_STATE] & np.uint32(0xFFFF)
-    return [
-        HashList(int(group), np.ascontiguousarray(records[groups == group, :8]))
-        for group in np.unique(groups)
-    ]
+    generations = index.table.records[some.entries, table.W_GENERATION]
+    is_same = (generations == some.generations) & index.is_ready(some.entries)
+    _, groups, hashes = index.keys(some.entries[is_same])
+    return [HashList(group, hashes[groups == group]) for group in np.unique(groups).tolist()]

@@ -12,6 +12,8 @@ place as large as its slot. Always true:
 - a place is not reused while the tier writes to it.
 """
 
+from collections import Counter
+
 import numpy as np
 
 from hotkv_proto import table
@@ -104,7 +106,7 @@ class Demotion:
         lies_below = np.isin(parents, taken)
         lies_below[is_known] |= ~self.lacks(parents[is_known])
         kinds = list(zip(key_spaces.tolist(), groups.tolist(), strict=True))
-        block_tokens = np.array([self._block_tokens.get(kind, 1) for kind in kinds], np.int64)
+        block_tokens = np.array([self._block_tokens[kind] for kind in kinds], np.int64)
         place_bytes = np.array([self._sizes.place_bytes(*kind) for kind in kinds], np.int64)
         return Offered(
             index.mixed(entries),
@@ -134,15 +136,12 @@ class Demotion:
         `entries`: ready blocks of host memory.
         `is_plain`: True makes room for places as large as the slots, as in `begin`.
         """
-        wanted: dict[int, tuple[int, int]] = {}
+        wanted: Counter[int] = Counter()
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
-            size = self._size(key_space_id, group, is_plain=is_plain)
-            if self._below.pool.capacity_slots(size):
-                count = wanted.get(size, (0, 0))[1] + len(at)
-                # `make_room` needs the tenant of a key space. Pass any of the key spaces, because
-                # tenants have no shares of the disk.
-                wanted[size] = key_space_id, count
-        for size, (key_space_id, count) in wanted.items():
+            wanted[self._size(key_space_id, group, is_plain=is_plain)] += len(at)
+        for size, count in wanted.items():
+            # `make_room` needs the tenant of a key space. Any of the key spaces will do, because
+            # tenants have no shares of the disk.
             yield from self._below.make_room(key_space_id, 0, size, count)
 
     def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:
@@ -193,8 +192,6 @@ class Demotion:
         """Reserves places of `size` bytes for blocks of a group, in the order of the blocks' depth.
         Returns the blocks that got a place, and the entries of these places in the disk's books.
         `number`: number of the move (`Move.number`), which owns the places."""
-        if not self._below.pool.capacity_slots(size):
-            return entries[:0], entries[:0]
         depths = self._host.index.table.records[entries, table.W_DEPTH].astype(np.int64)
         entries = entries[np.argsort(depths, kind="stable")]
         hashes = self._host.index.keys(entries)[2]
@@ -234,7 +231,7 @@ class Demotion:
         more_bytes = self._host.index.slot_bytes(move.entries) - place_bytes
         is_encoded, unfit = more_bytes > 0, np.zeros(len(move), np.bool_)
         if is_unfit is not None:
-            unfit = is_unfit & is_encoded & ~is_stored
+            unfit = is_unfit & is_encoded
         self._learn(move, is_stored & is_encoded, unfit)
         self._counters.demoted += int(good.sum())
         self._counters.encoded += int((good & is_encoded).sum())

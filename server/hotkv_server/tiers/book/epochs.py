@@ -185,6 +185,9 @@ class EpochBook:
     ) -> None:
         self.stores = tuple(stores)
         self.records = dict(records or {})
+        for record in self.records.values():
+            # The settings of the server that saved the record may have had fewer stores.
+            record.stores.update({n: EpochStanding() for n in stores if n not in record.stores})
         self.base = base
         self.last = max([base, last, *(one.local for one in self.records.values())])
         self.revision = self.saved = self._sealed_at = 0
@@ -198,9 +201,8 @@ class EpochBook:
     def _record(self, fingerprint: str) -> Record:
         record = self.records.get(fingerprint)
         if record is None:
-            record = self.records[fingerprint] = Record(self.base)
-        for name in self.stores:
-            record.stores.setdefault(name, EpochStanding())
+            stores = {name: EpochStanding() for name in self.stores}
+            record = self.records[fingerprint] = Record(self.base, stores)
         return record
 
     def standing(self, fingerprint: str, store: str) -> EpochStanding:

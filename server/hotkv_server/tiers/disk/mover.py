@@ -166,7 +166,8 @@ class BlockMover:
         failed = np.flatnonzero(results < 0)
         if len(failed):
             call.code = -int(results[failed[-1]])
-            if whole.any() or self._reads_elsewhere(rows.places, int(addresses[failed[0]])):
+            works = self._file.is_direct and whole.any()
+            if works or self._reads_elsewhere(rows.places, int(addresses[failed[0]])):
                 # The block is lost. If it stayed FAILED, it would be offered as a hit for ever.
                 call.codes[rows.numbers[failed]] = Read.CORRUPT
         if is_short.any():
@@ -177,7 +178,9 @@ class BlockMover:
         """Returns True if the disk can read another part of the file, although it could not read
         the blocks at `places`. The disk then works, and these blocks are lost. Tries the first
         SLOT_ALIGN bytes of the file, or the last if one of the `places` is at the file's beginning.
-        Reads them to memory at `address`."""
+        Reads them to memory at `address`, and not from the page cache, which outlives a disk."""
+        if not self._file.is_direct:
+            self._io.drop_cached()
         offset = 0 if places.min() > 0 else self._file.num_bytes - SLOT_ALIGN
         page = np.array([SLOT_ALIGN])
         results = self._io.read_many(np.array([address]), np.array([offset]), page)

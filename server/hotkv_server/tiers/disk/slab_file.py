@@ -7,6 +7,7 @@ system is full. hotkv never punches holes into the file, because there might be 
 fill them again.
 """
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -49,6 +50,10 @@ class BlockIO(Protocol):
         is written to offset `offsets[i]` of the file. Returns, for each block, the number of bytes
         written, or -errno. Arguments and result: int64 [n]."""
 
+    def drop_cached(self) -> None:
+        """Drops the file's pages from the page cache, so that the next reads reach the disk. Pages
+        that are not written yet stay."""
+
 
 class FileIO:
     """Block I/O on the file with the descriptor `fd`. The constructor loads compiled functions
@@ -72,6 +77,11 @@ class FileIO:
         results = np.empty(len(sizes), np.int64)
         self._kernels.write_many(self._fd, addresses, offsets, sizes, results)
         return results
+
+    def drop_cached(self) -> None:
+        """Drops the file's pages from the page cache; see `BlockIO.drop_cached`."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 # ----------------------------------------------------------------------------------------- The file

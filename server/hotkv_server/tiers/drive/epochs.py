@@ -306,10 +306,9 @@ class Epochs:
         confirmed the epoch by `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
-            if self.is_confirmed(store, key_space_id):
-                self.book.use(self.fingerprint(key_space_id), now_s())
-                return True
             self.book.use(self.fingerprint(key_space_id), now_s())
+            if self.is_confirmed(store, key_space_id):
+                return True
             if self._stores[store].is_away or not await self._ask_soon(until_s):
                 return False
         return False

@@ -5,6 +5,7 @@ Always true: memory is fixed. Quantiles and speeds cover the last RECENT reads, 
 reads. Runs on the event loop only.
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,8 +84,7 @@ def hit_tokens(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> int:
     `lists`: the blocks of the lookup, a list for each KV cache group.
     `masks`: for each list, a mask of the blocks that are available for the hit.
     """
-    limit = max((len(one.ready) * one.spec.block_tokens for one in lists), default=0)
-    return longest_hit([one.spec for one in lists], masks, limit) if limit else 0
+    return longest_hit([one.spec for one in lists], masks, sys.maxsize) if lists else 0
 
 
 def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]:

@@ -234,12 +234,8 @@ class Tiers:
         """
         if self._tasks.is_closing or not session.knows_tiers or self._waiting.has_many(session):
             return
-        key_space_id = session.record.key_space_id
-        hit = self.lookups.hit(key_space_id, groups, ready, elsewhere)
-        if any(
-            one.breaker.lets_pass and any(map(len, one.wanted(key_space_id, hit)))
-            for one in self._sources
-        ):
+        hit = self.lookups.hit(session.record.key_space_id, groups, ready, elsewhere)
+        if any(len(one.hashes) for one in hit):
             self._tasks.spawn(self._fetch(session, hit, groups))
 
     async def _fetch(
