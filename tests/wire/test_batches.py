@@ -3,9 +3,12 @@ answers, nor their order."""
 
 import asyncio
 import queue
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +21,12 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.v1 import cache_pb2, errors_pb2, session_pb2, session_pb2_grpc
 from hotkv_proto.versions import MAX_BATCH_BYTES, Feature
+from hotkv_server.cache.values import EvictionNotice
+from hotkv_server.node.removals import NOTICE_BLOCKS
 from hotkv_server.wire.guard import interceptor
-from hotkv_server.wire.session import SessionOutbox
+from hotkv_server.wire.guard.limits import Pace
+from hotkv_server.wire.session import SessionOutbox, SessionStream
+from tests.server.nodes import live_node
 
 SPACE = KeySpace("m", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
 SIZES = st.lists(st.sampled_from([0, 1, 100, 20_000, 40_000, 70_000]), max_size=12)
@@ -112,6 +119,35 @@ def test_the_messages_of_the_server_are_written_once_and_in_order(
     for message in written:
         count = len(message.batch.responses)
         assert count != 1 and (not count or message.ByteSize() <= MAX_BATCH_BYTES + 8 * count)
+
+
+async def test_a_session_hears_first_that_it_is_open_then_notices_then_answers(
+    tmp_path: Path,
+) -> None:
+    """Blocks may be evicted while the session opens. A message has so many blocks at most."""
+    written: list[session_pb2.ConnectResponse] = []
+
+    async def write(message: session_pb2.ConnectResponse) -> None:
+        written.append(message)
+
+    async def requests() -> AsyncIterator[session_pb2.ConnectRequest]:
+        yield ping(1)
+
+    async with live_node(tmp_path) as node:
+        session = await node.sessions.open("e", "tool", SPACE, "test")
+        sizes = [NOTICE_BLOCKS // 2, NOTICE_BLOCKS // 2, 1, NOTICE_BLOCKS - 1, 2]
+        for number, size in enumerate(sizes):
+            session.notify(EvictionNotice(1, 0, np.full((size, 8), number, np.uint32)))
+        stream = SessionStream(node, session, SimpleNamespace(write=write), Pace(1e6))
+        opened = session_pb2.SessionOpened(session_id="s")
+        await stream.run(requests(), session_pb2.ConnectResponse(session_opened=opened))
+    first, *notices, last = written
+    assert (first.WhichOneof("body"), last.request_id) == ("session_opened", 1)
+    groups = [list(message.eviction_notice.groups) for message in notices]
+    assert [[len(one.hashes) // 32 for one in some] for some in groups] == [
+        sizes[:2], sizes[2:4], sizes[4:]
+    ]  # fmt: skip
+    assert [one.hashes[0] for some in groups for one in some] == [*range(5)]
 
 
 @pytest.fixture(scope="module")
