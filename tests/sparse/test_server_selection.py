@@ -192,7 +192,11 @@ def mu(layer: int, packed: bytes, **bias: float) -> dict[str, dict[int, PackedCe
         ({"hot_blocks": ALWAYS}, f"select.hot_block_count is {ALWAYS}; what is always kept"),
         ({"hot_blocks": -1}, "select.hot_block_count is -1"),
         ({"hot_blocks": 1 << 30}, "select.hot_block_count is 1073741824; allowed are 0 to"),
-        (mu(2, bytes(512)), "select.centres.layer_index is 2"),
+        # As many bytes as centres may have.
+        (
+            {"kv_heads": 4096, "head_size": 256, **mu(2, bytes(4 * 4096 * 256))},
+            "select.centres.layer_index is 2",
+        ),
         (mu(1, bytes(508)), "select.centres.mu of layer 1 has 508 bytes"),
         (mu(1, b"\0\0\x80\x7f" * 128), "select.centres.mu of layer 1 has values that are not"),
         (mu(1, bytes(512), mean=1.0), "select.centres.biases of layer 1 name 'mean'"),
