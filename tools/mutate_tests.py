@@ -317,7 +317,6 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/node/event_loop.py": (
         f"tests/server/test_slices.py tests/server/test_timings.py {NODE}"
     ),
-    "server/hotkv_server/node/growth.py": "tests/server/test_filling.py tests/core/test_filling.py",
     "server/hotkv_server/node/in_place.py": "tests/server/test_in_place.py",
     "server/hotkv_server/node/names.py": "tests/server/test_names.py",
     "server/hotkv_server/node/removals.py": f"tests/server/test_slices.py {NODE}",
@@ -333,15 +332,11 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/node/": NODE,
     "server/hotkv_server/told/http_endpoint.py": f"{TOLD} tests/server/test_hostile.py",
     "server/hotkv_server/told/pages/": f"{TOLD} tests/server/test_questions.py",
-    "server/hotkv_server/told/verdicts.py": "tests/server/test_verdicts.py",
     "server/hotkv_server/told/": TOLD,
     "server/hotkv_server/memory/": (
         "tests/core/test_memory.py tests/core/test_filling.py "
         "tests/core/test_pinning.py tests/core/test_numa.py tests/server/test_arenas.py "
         "tests/server/test_restart.py"
-    ),
-    "server/hotkv_server/residency/book/": (
-        "tests/core/test_residencies.py tests/core/test_cache.py tests/server/test_residencies.py"
     ),
     "server/hotkv_server/residency/": (
         "tests/server/test_in_place.py tests/server/test_residencies.py "
