@@ -203,9 +203,9 @@ class Sessions:
         while session.jobs or session.num_reads:
             session.settled.clear()
             await session.settled.wait()
-        if session.memory is not None and session.memory.waits_for_devices:
-            await asyncio.get_running_loop().run_in_executor(None, session.memory.close)
-            session.memory = None
+        if session.memory is not None or session.received_fds:
+            # The kernel takes long to free the memory of an engine that has died.
+            await asyncio.get_running_loop().run_in_executor(None, session.release_memory)
         session.release_memory()
         async for _ in slices(self._core.end_pins(session.record.number)):
             pass
