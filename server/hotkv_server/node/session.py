@@ -4,7 +4,6 @@ the client."""
 import asyncio
 import ctypes
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -315,8 +314,6 @@ class LiveSession:
     directions."""
     close_link: Callable[[], None] | None = None
     """Function that closes the session's link; None without a link."""
-    heard_s: float = field(default_factory=time.monotonic)
-    """When the session's last message arrived, in seconds of the monotonic clock."""
     on_end: Callable[[HotKVError], None] | None = None
     loaded_bytes: int = 0
     stored_bytes: int = 0

@@ -2,8 +2,8 @@
 
 Always true: when a key space is registered, capabilities are notified of it, and it is saved before
 any of its blocks is stored. A closing session keeps its memory and leases until no transfer or read
-touches them, and then releases all of them. All methods run on the event loop; threads map the
-memory.
+touches them, and then releases all of them. All methods run on the event loop; threads map and
+unmap the memory.
 """
 
 import asyncio

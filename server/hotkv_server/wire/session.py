@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import itertools
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
@@ -428,7 +427,6 @@ class SessionStream:
             request = await anext(requests, None)
             if request is None:
                 return
-            self._session.heard_s = time.monotonic()
             if request.WhichOneof("body") == "batch" and self._session.takes_batches:
                 await self._serve_all(request.batch.requests)
             else:
