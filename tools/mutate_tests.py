@@ -313,6 +313,7 @@ TESTS: dict[str, str] = {
     ),
     "server/hotkv_server/wire/session.py": f"tests/wire/test_batches.py {CALLS}",
     "server/hotkv_server/wire/guard/audit.py": f"tests/server/test_audit.py {CALLS}",
+    "server/hotkv_server/wire/guard/peers.py": f"tests/server/test_identity.py {CALLS}",
     "server/hotkv_server/wire/": CALLS,
     "server/hotkv_server/node/order.py": (
         "tests/server/test_devices_order.py tests/server/test_devices.py"
@@ -321,7 +322,26 @@ TESTS: dict[str, str] = {
         "tests/server/test_devices_order.py tests/server/test_fence.py "
         f"tests/server/test_refusals.py {NODE}"
     ),
+    "server/hotkv_server/node/broadcast.py": "tests/core/test_broadcast.py",
+    "server/hotkv_server/node/capability.py": f"tests/server/test_refusals.py {NODE}",
+    "server/hotkv_server/node/event_loop.py": (
+        f"tests/server/test_slices.py tests/server/test_timings.py {NODE}"
+    ),
+    "server/hotkv_server/node/in_place.py": "tests/server/test_in_place.py",
+    "server/hotkv_server/node/names.py": "tests/server/test_names.py",
+    "server/hotkv_server/node/removals.py": f"tests/server/test_slices.py {NODE}",
+    "server/hotkv_server/node/reports.py": f"tests/server/test_reports.py {CALLS}",
+    "server/hotkv_server/node/sessions.py": (
+        "tests/server/test_in_place.py tests/server/test_devices_order.py "
+        f"tests/server/test_refusals.py tests/server/test_sparse_service.py {NODE}"
+    ),
+    "server/hotkv_server/node/survey.py": "tests/server/test_status_page.py",
+    "server/hotkv_server/node/transfers.py": (
+        f"tests/server/test_fence.py tests/server/test_timings.py {NODE}"
+    ),
     "server/hotkv_server/node/": NODE,
+    "server/hotkv_server/told/http_endpoint.py": f"{TOLD} tests/server/test_hostile.py",
+    "server/hotkv_server/told/pages/": f"{TOLD} tests/server/test_questions.py",
     "server/hotkv_server/told/": TOLD,
     "server/hotkv_server/memory/": (
         "tests/core/test_memory.py tests/core/test_filling.py "
@@ -329,7 +349,8 @@ TESTS: dict[str, str] = {
         "tests/server/test_restart.py"
     ),
     "server/hotkv_server/residency/": (
-        "tests/core/test_residencies.py tests/server/test_residencies.py"
+        "tests/server/test_in_place.py tests/server/test_residencies.py "
+        "tests/server/test_refusals.py"
     ),
     "server/hotkv_server/hints/book": f"tests/core/test_hint_book.py {POLICY}",
     "server/hotkv_server/hints/book/actions.py": (

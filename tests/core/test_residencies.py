@@ -1,6 +1,7 @@
 """Cases of residencies that the machine of `test_cache` does not reach: representations, tenants,
 condemned blocks, spoiled tables, and obstructing pins."""
 
+import re
 from functools import partial
 from itertools import takewhile
 
@@ -229,6 +230,22 @@ def test_the_smallest_share_refuses_every_residency() -> None:
     place = Place(residency_share=5e-324)
     session = place.open()
     refused(place.core, lambda: place.promise(session, "r", 1), Reason.RESIDENCY_TOO_LARGE)
+    for count in (0, MAX_POSITION):
+        refused(place.core, lambda n=count: place.promise(session, "r", n), Reason.INVALID_FIELD)
+
+
+def test_a_refusal_names_an_arena_that_suffices() -> None:
+    place = Place(residency_share=0.3)
+    session = place.open()
+    with pytest.raises(HotKVError, match=r"to [0-9]+ bytes at least") as error:
+        place.promise(session, "r", NUM_SLOTS)
+    num_bytes = int(re.search(r"to ([0-9]+) bytes", error.value.message)[1])  # type: ignore[index]
+    least = -(-num_bytes // SLAB)
+    for num_slabs, is_enough in ((least, True), (least - 1, False)):
+        bound = residencies(World(num_slabs, CAPACITY, residency_share=0.3).core).bound
+        assert (bound.most_bytes(0) >= NUM_SLOTS * SLOT_ALIGN) == is_enough
+    half = Place(residency_share=0.5)
+    half.promise(half.open(), "all of the share", NUM_SLOTS // 2)
 
 
 def test_positions_numbers_and_memory_of_residencies_are_bounded() -> None:

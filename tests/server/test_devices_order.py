@@ -265,8 +265,10 @@ def test_sessions_that_come_and_go_share_streams(
         opened = [_open(_layout(_cuda("k", memory)), devices, offer) for _ in range(num_open)]
         gates = [_gate(one.order, 0, 1) for one in opened]
         assert not any(gate.passed() for gate in gates)
-        for one in opened:
+        for one, gate in zip(opened, gates, strict=True):
             one.close()
+            with pytest.raises(DeviceError, match="closed"):
+                gate.passed()
     assert made == [0, 0]
 
 

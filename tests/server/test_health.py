@@ -34,7 +34,7 @@ from tests.server.faulty import FLAGS, FaultyServer, folder
 from tests.server.places import found, load, store
 from tests.server.support import block_ids, hashes
 from tests.support.ports import free_port
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually, wait_for
 
 __all__ = ["folder"]
 
@@ -172,6 +172,44 @@ def test_stalls_are_named_for_as_long_as_they_last() -> None:
     health.check(3.0)
     assert health.problems(3.0) == ()
     assert health.problems(3.0 + STALLED_S + 1) == (f"nobody has looked for {STALLED_S + 1:.0f} s",)
+
+
+@pytest.mark.parametrize("ends", ["returns", "raises", "is cancelled"])
+async def test_a_loop_in_turns_is_watched_until_it_returns(
+    ends: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A turn may be stuck; a pause is not. `wake` ends a pause."""
+    health, wake, go_on, num_turns = Health(), asyncio.Event(), asyncio.Event(), 0
+
+    async def work() -> None:
+        nonlocal num_turns
+        async for _ in health.turns("loop", 1000.0, 5.0, wake):
+            num_turns += 1
+            await go_on.wait()
+            if num_turns == 2 and ends == "returns":
+                return
+            assert num_turns == 1, "told to raise"
+
+    def problems() -> tuple[str, ...]:
+        now_s = time.monotonic()
+        health.check(now_s + 7)
+        health.check(now_s + 7)
+        return health.problems(now_s + 7)
+
+    task = asyncio.create_task(work(), name="worker")
+    await eventually(lambda: health.knows(task))
+    assert problems() == ()
+    wake.set()
+    await eventually(lambda: num_turns == 1)
+    (stuck,) = problems()
+    assert stuck.startswith("loop has been stuck for ")
+    go_on.set()
+    await eventually(lambda: problems() == ())
+    assert num_turns == 1 and health.knows(task)
+    (task.cancel if ends == "is cancelled" else wake.set)()
+    await eventually(lambda: not health.knows(task))
+    assert problems() == (() if ends == "returns" else ("loop has died",))
+    assert ("task died name=worker" in caplog.text) == (ends == "raises") and not health.breach
 
 
 def test_a_copy_thread_that_is_stuck_says_for_how_long() -> None:

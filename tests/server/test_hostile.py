@@ -225,7 +225,7 @@ def test_http_connections_that_come_at_once_are_bounded_too() -> None:
     assert list(http._connections) == [asking, *waiting[-MAX_CONNECTIONS + 1 :]]
     for one in waiting:
         http.closed(one)
-    others = [Mock(is_being_answered=True) for _ in range(MAX_CONNECTIONS)]
+    others = [Mock(is_being_answered=n < MAX_CONNECTIONS) for n in range(1, MAX_CONNECTIONS + 1)]
     for one in others:
         http.opened(one)
     # Connections with a request are answered.

@@ -5,7 +5,9 @@ import hashlib
 import os
 import socket
 import stat
+import struct
 from pathlib import Path
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -24,6 +26,7 @@ from hotkv_server.security.identity import (
     digest_of,
 )
 from hotkv_server.settings import load_settings
+from hotkv_server.wire.guard import peers as peers_module
 
 TOKENS = ("", "t1", "t2", "\u00fc")
 NAMES = ("", "spiffe://one", "two")
@@ -153,6 +156,15 @@ class TicketMachine(RuleBasedStateMachine):
 
 
 TestTickets = TicketMachine.TestCase
+
+
+def test_ids_of_users_and_groups_have_32_bits() -> None:
+    ids = {
+        socket.SO_PEERCRED: struct.pack("iII", 7, (1 << 32) - 2, 1 << 31),
+        peers_module.SO_PEERGROUPS: struct.pack("II", 5, 3 << 30),
+    }
+    peer = peers_module.of_socket(Mock(getsockopt=lambda level, name, size: ids[name]))
+    assert (peer.uid, peer.gids) == ((1 << 32) - 2, {1 << 31, 5, 3 << 30})
 
 
 # Files

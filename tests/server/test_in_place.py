@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -180,6 +181,23 @@ async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: O
         assert np.array_equal(found[0], found[1])
         assert np.flatnonzero(found[0] == -1).tolist() == [3], "it does not agree"
         assert not isinstance(place.extend(), asyncio.Task)
+
+
+async def test_a_residency_learns_no_offset_while_blocks_may_be_older_than_a_flush(
+    opened: Opened,
+) -> None:
+    """Also of blocks that it has pinned: its engine asks for them again."""
+    async with opened() as place:
+        place.go.set()
+        await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
+        before = (await place.extend()).offsets
+        epochs = Mock(may_serve=lambda key_space_id: False)
+        epochs.wait_to_serve = AsyncMock(side_effect=[False, True])
+        place.node.tiers = Mock(epochs=epochs)
+        absent, again = [(await place.extend()).offsets for _ in range(2)]
+        place.node.tiers = None
+    assert np.frombuffer(absent, "<i8").tolist() == [-1] * NUM_BLOCKS
+    assert again == before and absent != before
 
 
 async def test_a_residency_that_ends_meanwhile_pins_nothing(opened: Opened) -> None:

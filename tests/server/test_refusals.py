@@ -8,10 +8,12 @@ import math
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import numpy as np
@@ -47,9 +49,11 @@ from hotkv_proto.v1 import (
     sparse_pb2,
     sparse_pb2_grpc,
 )
+from hotkv_server.node.capability import Capability, Topic
+from hotkv_server.wire.admin_service import MAX_TOLD, AdminService
 from hotkv_server.wire.errors import CODES
 from tests.robustness.raw_client import RawSession
-from tests.server.nodes import memory_file
+from tests.server.nodes import local_node, memory_file
 from tests.server.refusals import open_with, reason_of, refused, state
 from tests.server.sparse_support import (
     CONFIG,
@@ -500,6 +504,21 @@ def test_an_answer_too_large_for_a_message_is_refused(server: Server) -> None:
         with pytest.raises(HotKVError) as caught:
             admin.explain(number, b"".join(prompt))
     assert caught.value.reason is LARGE
+
+
+async def test_an_answer_about_a_topic_is_bounded_in_bytes(tmp_path: Path) -> None:
+    """A name may have characters of several bytes."""
+
+    class Talks(Capability):
+        def topics(self) -> Mapping[str, Topic]:
+            return {"names": Topic(lambda filters: {"name": "\u00fc" * (MAX_TOLD // 2)})}
+
+    context = Mock(abort=AsyncMock(side_effect=EOFError))
+    with local_node(tmp_path) as node:
+        node.capabilities.append(Talks())
+        with pytest.raises(EOFError):
+            await AdminService(node).Tell(admin_pb2.TellRequest(topic="names"), context)
+    assert context.abort.call_args.args[0] is CODES[LARGE]
 
 
 # -------------------------------------------------------------------------------- sessions by hand

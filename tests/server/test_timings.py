@@ -6,7 +6,18 @@ import contextlib
 import re
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from demo.processes import Server
 from hotkv_client import GroupHashes, LoadEnd, LoadRun, RequestReport, TransferStatus
@@ -109,10 +120,46 @@ def test_counters_of_the_ledger_begin_anew_and_never_fall(place: Place) -> None:
     assert of_ledger and not any(anew[name] for name in of_ledger)
 
 
+@given(st.lists(st.sampled_from([0.0, 0.004, 0.006, 0.3, 7.0]), max_size=40), st.integers(0, 99))
+def test_a_delay_counts_as_often_as_it_was_measured_for(delays: list[float], seconds: int) -> None:
+    """A model with a clock of its own. A tick after a quiet one comes later, and counts more."""
+    now_s, timers, armed_s = 100.0, list[tuple[float, Any]](), list[float]()
+    samples, num_ticks = [0.0], 1
+
+    def later(after_s: float, tick: Callable[[Any], None], loop: Any) -> mock.Mock:
+        timers.append((now_s + after_s, partial(tick, loop)))
+        return mock.Mock()
+
+    loop: Any = SimpleNamespace(call_later=later)
+    with (
+        mock.patch.object(lag, "time", SimpleNamespace(monotonic=lambda: now_s)),
+        mock.patch.object(lag.asyncio, "get_running_loop", lambda: loop),
+        mock.patch.object(lag.threading, "Thread"),
+        mock.patch.object(lag, "faulthandler") as handler,
+    ):
+        handler.dump_traceback_later = lambda after_s: armed_s.append(now_s + after_s)
+        loop_lag = lag.LoopLag()
+        loop_lag.start()
+        for delay_s in [0.0] * 3 + delays:
+            ((due_s, tick),) = timers
+            assert due_s == pytest.approx(now_s + num_ticks * lag.TICK_S)
+            now_s = due_s + delay_s
+            timers.clear()
+            tick()
+            samples += [delay_s] * num_ticks
+            num_ticks = 1 if delay_s > 0.005 else min(2 * num_ticks, 16)
+            # faulthandler writes the stacks 10 s after the last tick at the earliest.
+            assert now_s + lag.HUNG_S <= armed_s[-1] <= now_s + lag.HUNG_S + lag.ARM_S
+            assert all(after - before > lag.ARM_S for before, after in pairwise(armed_s))
+        found, last = loop_lag.read(), samples[-int(lag.WINDOW_S / lag.TICK_S) :]
+        shown = (found.p50_s, found.p99_s, found.longest_s, loop_lag.longest_s(seconds))
+        expected = (*np.percentile(last, (50, 99, 100)), max(last[-max(1, 50 * seconds) :]))
+        assert shown == pytest.approx(expected, abs=1e-6)
+
+
 async def test_what_holds_the_loop_is_named() -> None:
     loop_lag = lag.LoopLag()
     loop_lag.start()
-    assert loop_lag.read() == lag.Lag(0.0, 0.0, 0.0, "")
     await asyncio.sleep(5 * lag.TICK_S)
     # A module under test is nearer in the stack than its caller.
     frame = {"__name__": "hotkv_made_up", "hold": time.sleep}

@@ -3,6 +3,7 @@
 import itertools
 import os
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from hotkv_proto.table import hash_words
 from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.node import transfers as transfer_module
 from hotkv_server.node.node import Node
-from hotkv_server.node.session import LiveSession
+from hotkv_server.node.session import LiveSession, SessionMemory
 from tests.server.nodes import live_node, store_in, worker
 from tests.server.places import found, load, store
 from tests.server.support import block_ids, hashes
@@ -121,6 +122,19 @@ async def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
         check_clean(node, session)
         end = await (await node.transfers.store(session, "t", "l", [run], at, 5.0))
         assert end.results[0].tolist() == [BlockResult.STORED]
+
+
+async def test_the_event_loop_does_not_wait_while_engine_memory_is_freed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """If the engine is dead, the kernel takes some 0.3 s for each GiB."""
+    threads, close = list[int](), SessionMemory.close
+    monkeypatch.setattr(
+        SessionMemory, "close", lambda one: threads.append(threading.get_ident()) or close(one)
+    )
+    async with live_node(tmp_path) as node:
+        await node.sessions.close(await worker(node))
+        assert len(threads) == 1 and threading.get_ident() not in threads
 
 
 def check_clean(node: Node, session: LiveSession) -> None:

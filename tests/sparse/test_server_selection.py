@@ -187,12 +187,19 @@ def mu(layer: int, packed: bytes, **bias: float) -> dict[str, dict[int, PackedCe
         ({"layer_indices": (256,)}, "select.layer_indices"),
         ({"kv_heads": 0}, "select.kv_head_count is 0"),
         ({"head_size": 1 << 20}, "select.head_size is 1048576"),
-        ({"scale": -1.0}, "select.scale is -1.0"),
+        ({"scale": 0.0}, "select.scale is 0.0"),
         ({"scale": float("nan")}, "select.scale is nan"),
         ({"hot_blocks": ALWAYS}, f"select.hot_block_count is {ALWAYS}; what is always kept"),
         ({"hot_blocks": -1}, "select.hot_block_count is -1"),
-        ({"hot_blocks": 1 << 30}, "select.hot_block_count is 1073741824; allowed are 0 to"),
-        (mu(2, bytes(512)), "select.centres.layer_index is 2"),
+        (
+            {"hot_blocks": (1 << 20) + 1, "num_shards": 2},
+            "select.hot_block_count is 1048577; allowed are 0 to 1048576 with",
+        ),
+        # As many bytes as centres may have.
+        (
+            {"kv_heads": 4096, "head_size": 256, **mu(2, bytes(4 * 4096 * 256))},
+            "select.centres.layer_index is 2",
+        ),
         (mu(1, bytes(508)), "select.centres.mu of layer 1 has 508 bytes"),
         (mu(1, b"\0\0\x80\x7f" * 128), "select.centres.mu of layer 1 has values that are not"),
         (mu(1, bytes(512), mean=1.0), "select.centres.biases of layer 1 name 'mean'"),
@@ -209,11 +216,12 @@ def test_a_spec_that_makes_no_sense_is_refused_with_its_field(
     good = {"layer_indices": (0, 1), "kv_heads": 2, "head_size": 64, "hot_blocks": 0, "scale": None}
     more = {"representation_group": 256, "block_tokens": 16, "num_shards": 1}
     with pytest.raises(HotKVError, match=re.escape(words)):
-        SelectSpec(config=CONFIG, **more, **{**good, **fields})
+        SelectSpec(config=CONFIG, **{**more, **good, **fields})
 
 
 def test_a_representation_has_the_bytes_of_its_spec() -> None:
-    SelectSpec(CONFIG, 256, (0,), 1, 64, 16, 1, hot_blocks=ALWAYS + 1)
+    for hot_blocks in (ALWAYS + 1, 1 << 22):
+        SelectSpec(CONFIG, 256, (0,), 1, 64, 16, 1, hot_blocks=hot_blocks)
     with pytest.raises(HotKVError, match=r"make [0-9]+ bytes a shard; .*\[7\]"):
         SelectSpec(CONFIG, 256, (0,), 1, 64, 16, 1).check_slots((7,))
 
@@ -225,6 +233,8 @@ def test_the_work_of_a_selection_is_bounded() -> None:
         check_request(spec, SelectRequest(0, 0, many, 800), 50)
     with pytest.raises(HotKVError, match="context_token_count is 4194305"):
         check_request(spec, SelectRequest(0, 0, many[:1], (1 << 22) + 1), 50)
+    # As many scores, and as long a context, as a selection may have.
+    assert check_request(spec, SelectRequest(0, 0, many[:128], 1 << 22), 1 << 18).count == 1 << 18
 
 
 def test_figures_are_per_engine_and_totals_never_fall() -> None:

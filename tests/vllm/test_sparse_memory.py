@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -107,6 +108,8 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.bound = mock.patch.object(memory_module, "MAX_UNANSWERED", 4)
+        self.bound.start()
         self.side = Side()
         self.numbers = itertools.count()
         self.decoded: set[str] = set()
@@ -119,6 +122,9 @@ class SparseMemoryMachine(RuleBasedStateMachine):
     @property
     def server(self) -> FakeServer:
         return self.side.server
+
+    def teardown(self) -> None:
+        self.bound.stop()
 
     @rule(
         family=st.integers(0, 1),
@@ -160,7 +166,7 @@ class SparseMemoryMachine(RuleBasedStateMachine):
             {sequence_id for one in ones if one.stream == stream for sequence_id in one.ids}
             for ones in (known, last)
         )
-        num_reports = len(self.side.reports())
+        num_reports, num_deleted = len(self.side.reports()), self.server.count("delete_sequence")
         self.side.memory.reported(
             SparseReport(
                 dict.fromkeys((*live, *ended), np.array([0, 2], np.int32)),
@@ -168,6 +174,8 @@ class SparseMemoryMachine(RuleBasedStateMachine):
                 ended,
             )
         )
+        if self.server.up:
+            assert self.server.count("delete_sequence") == num_deleted + len(last_ids)
         if self.steady:
             (positions, _), *_ = self.side.reports()[num_reports:]
             assert positions.keys() == ids | last_ids and not last_ids & self.side.known().keys()

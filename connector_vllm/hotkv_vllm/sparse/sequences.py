@@ -210,7 +210,7 @@ class SparseSequences:
     def reported(self, report: SparseReport) -> None:
         """Processes the workers' report about sparse decode, joined over all ranks: sends its
         selections and counters to the server, and deletes the sequences of requests in
-        `report.ended`. If no message can be sent now (`_can_send`), the counters wait for the next
+        `report.ended`. If no report can be sent now (`_can_send`), the counters wait for the next
         report and the selections are dropped."""
         for index, growth in report.layers.items():
             counters = self._counters.setdefault(index, {})
@@ -219,16 +219,15 @@ class SparseSequences:
         ended = {
             request_id: self._ending.pop(request_id, None) for request_id in sorted(report.ended)
         }
-        if not self._can_send():
-            return
-        positions: dict[str, Int32s] = {}
-        for request_id, selected in report.positions.items() if self._is_even else ():
-            one = self._followed.get(request_id) or ended.get(request_id)
-            if one is not None and one.stream == self._streams.number:
-                positions |= dict.fromkeys(one.ids, selected)
-        if positions or self._counters:
-            self._session.report_sparse(positions, self._counters)
-            self._counters = {}
+        if self._can_send():
+            positions: dict[str, Int32s] = {}
+            for request_id, selected in report.positions.items() if self._is_even else ():
+                one = self._followed.get(request_id) or ended.get(request_id)
+                if one is not None and one.stream == self._streams.number:
+                    positions |= dict.fromkeys(one.ids, selected)
+            if positions or self._counters:
+                self._session.report_sparse(positions, self._counters)
+                self._counters = {}
         for one in ended.values():
             if one is not None:
                 self._delete(one)

@@ -86,9 +86,6 @@ class Filters:
         return found
 
 
-NO_FILTERS = Filters({})
-
-
 @dataclass(frozen=True, slots=True)
 class Topic:
     """A report of the server about one of its subjects, which operators request by name.

@@ -4,7 +4,6 @@ the client."""
 import asyncio
 import ctypes
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -66,11 +65,6 @@ class SessionMemory:
     def huge_bytes(self) -> int:
         return sum(mapping.huge_bytes for mapping in self.mappings.values())
 
-    @property
-    def waits_for_devices(self) -> bool:
-        """True if `close` waits for a device, because device memory or marks are open."""
-        return bool(self.allocations) or self.order.marks is not None
-
     def is_whole(self) -> bool:
         """Returns False if a mapped file has been truncated since it was mapped."""
         return all(mapping.is_whole() for mapping in self.mappings.values())
@@ -114,8 +108,8 @@ class SessionMemory:
                 )
 
     def close(self) -> None:
-        """Closes and unmaps all memory. Waits for a device if device memory or marks are open
-        (`waits_for_devices`)."""
+        """Closes and unmaps all memory. Blocks the calling thread: waits for a device if device
+        memory or marks are open, and for the kernel if the engine has died."""
         self.order.close()
         while self.allocations:
             self.devices.close_memory(*self.allocations.pop())
@@ -320,8 +314,6 @@ class LiveSession:
     directions."""
     close_link: Callable[[], None] | None = None
     """Function that closes the session's link; None without a link."""
-    heard_s: float = field(default_factory=time.monotonic)
-    """When the session's last message arrived, in seconds of the monotonic clock."""
     on_end: Callable[[HotKVError], None] | None = None
     loaded_bytes: int = 0
     stored_bytes: int = 0
@@ -479,7 +471,8 @@ class LiveSession:
 
     def release_memory(self) -> None:
         """Unmaps the session's memory and its fence page, closes descriptors that were never
-        registered, and closes the session's link (connection on the descriptor socket)."""
+        registered, and closes the session's link (connection on the descriptor socket). Blocks the
+        calling thread if the session has memory or such descriptors. A second call does nothing."""
         if self.memory is not None:
             self.memory.close()
             self.memory = None

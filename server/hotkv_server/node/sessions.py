@@ -2,8 +2,8 @@
 
 Always true: when a key space is registered, capabilities are notified of it, and it is saved before
 any of its blocks is stored. A closing session keeps its memory and leases until no transfer or read
-touches them, and then releases all of them. All methods run on the event loop; threads map the
-memory.
+touches them, and then releases all of them. All methods run on the event loop; threads map and
+unmap the memory.
 """
 
 import asyncio
@@ -203,9 +203,9 @@ class Sessions:
         while session.jobs or session.num_reads:
             session.settled.clear()
             await session.settled.wait()
-        if session.memory is not None and session.memory.waits_for_devices:
-            await asyncio.get_running_loop().run_in_executor(None, session.memory.close)
-            session.memory = None
+        if session.memory is not None or session.received_fds:
+            # The kernel takes long to free the memory of an engine that has died.
+            await asyncio.get_running_loop().run_in_executor(None, session.release_memory)
         session.release_memory()
         async for _ in slices(self._core.end_pins(session.record.number)):
             pass

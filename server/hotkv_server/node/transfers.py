@@ -171,9 +171,9 @@ class Deadline:
             )
 
     def _late(self, message: str) -> None:
+        assert self._job is not None, "the end of the job stops the timer"
         self.message = message
-        if self._job is not None:
-            self._job.cancel()
+        self._job.cancel()
 
 
 BlockIds = Sequence[NDArray[np.int64]]
@@ -340,7 +340,7 @@ class Transfer:
         try:
             if self._after_copy is not None and outcome is Outcome.DONE:
                 self._after_copy()
-        except Exception as error:  # noqa: BLE001 The edge of the effect executor: what can't be checked is not kept.
+        except Exception as error:  # noqa: BLE001 The edge of a copy thread: a store without sums fails.
             outcome, message = Outcome.FAILED, f"{type(error).__name__}: {error}"
         self._loop.call_soon_threadsafe(self._ended, outcome, message)
 

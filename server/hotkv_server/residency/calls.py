@@ -7,16 +7,16 @@ the arena's descriptor may open or extend a residency.
 
 import asyncio
 
+import numpy as np
+
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import read_hashes
-from hotkv_proto.table import Words
 from hotkv_proto.v1 import residency_pb2
-from hotkv_server.cache.values import HashList
+from hotkv_server.node.capability import BlocksBelow
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.residency.drive import Extended, ResidencyDesk
-from hotkv_server.wire.calls import unless_flushed
 
 
 def residency_id(text: str) -> str:
@@ -62,15 +62,15 @@ def extend_residency(
     """Pins blocks for a residency and returns their offsets in the arena.
 
     Returns a task if blocks must first be compared with their check values, or if a tier that
-    nodes share must first confirm that the key space was not flushed.
+    nodes share must first confirm that the key space was not flushed. If no tier confirms it in
+    time, the task pins nothing and its answer has no offsets.
     """
     _check_reads(session)
     group_index = session.group_index(request.group_index)
-    named = HashList(
-        group_index, read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
-    )
+    hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
+    key_space_id, tiers = session.record.key_space_id, node.tiers
 
-    def extend(hashes: Words) -> "Extended | asyncio.Task[Extended]":
+    def extend() -> "Extended | asyncio.Task[Extended]":
         return desk.extend(
             session,
             residency_id(request.residency_id),
@@ -79,14 +79,16 @@ def extend_residency(
             hashes,
         )
 
-    async def later() -> residency_pb2.ExtendResidencyResponse:
-        (may_be,) = await unless_flushed(node, session, [named])
-        extended = extend(may_be.hashes)
+    async def later(tiers: BlocksBelow) -> residency_pb2.ExtendResidencyResponse:
+        if not await tiers.epochs.wait_to_serve(key_space_id):
+            absent = np.full(len(hashes), -1, np.int64)
+            return _answer((absent, absent))
+        extended = extend()
         return _answer(await extended if isinstance(extended, asyncio.Task) else extended)
 
-    if node.tiers is not None and not node.tiers.epochs.may_serve(session.record.key_space_id):
-        return asyncio.create_task(later())
-    extended = extend(named.hashes)
+    if tiers is not None and not tiers.epochs.may_serve(key_space_id):
+        return asyncio.create_task(later(tiers))
+    extended = extend()
     if isinstance(extended, asyncio.Task):
         return asyncio.create_task(_later(extended))
     return _answer(extended)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from hotkv_proto.blocks import ResidencyOpened
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Entries, Int64s
@@ -79,6 +80,8 @@ class ResidencyDesk:
         """
 
         def extended() -> Extended:
+            if session.closing:
+                raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
             record, residencies = session.record, self.residencies
             offsets = residencies.extend(
                 record.number, residency_id, group_index, first_position, hashes, time.monotonic()

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from hotkv_server.cache import inspect
 from hotkv_server.cache.inspect import Census
+from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.node import Node
 
 FRESH_PARTS = 8
@@ -52,10 +53,10 @@ class RecentCensus:
 
 async def census(node: Node) -> Census:
     """Counts all entries in parts; other tasks run between the parts."""
-    counting = inspect.census(node.core)
+    counting, breaks = inspect.census(node.core), Breaks()
     whole = next(counting)
     for whole in counting:  # noqa: B007 - each part is more of the same count
-        await asyncio.sleep(0)
+        await breaks.between()
     return whole
 
 

@@ -234,8 +234,7 @@ class HttpServer:
         """
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
-            idle = (one for one in self._connections if not one.is_being_answered)
-            going = next(idle, connection)
+            going = next(one for one in self._connections if not one.is_being_answered)
             # Removes it now, because more connections may open before `closed` is called.
             del self._connections[going]
             going.drop()

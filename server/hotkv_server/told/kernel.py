@@ -5,7 +5,6 @@ The command `hotkv`, its `--json`, the status page and its API show these figure
 loop only.
 """
 
-import asyncio
 import heapq
 import os
 import socket
@@ -27,6 +26,7 @@ from hotkv_server.dataplane.cuda.values import CudaCopyFigures
 from hotkv_server.device.devices import Devices, uuid_text
 from hotkv_server.device.runtime import DeviceInfo
 from hotkv_server.node.capability import MAX_KEY_SPACE_ID, Figures, Filters, Topic
+from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.told.counts import census, counters, gauges
@@ -307,12 +307,12 @@ async def _blocks(node: Node, filters: Filters) -> Figures:
     size = min(filters.page_size(DEFAULT_BLOCKS, MAX_BLOCKS), SERVED_BLOCKS)
     if number:
         node.core.key_space(number)
-    entries: list[int] = []
+    entries, breaks = list[int](), Breaks()
     finding = inspect.find_blocks(
         node.core, int(token or 0), size + 1, number, _prefix(filters.text("hash_prefix"))
     )
     for entries in finding:  # noqa: B007 - each part has what was found so far
-        await asyncio.sleep(0)
+        await breaks.between()
     now_s = time.monotonic()
     return {
         "blocks": [_block(node, one, now_s) for one in inspect.blocks(node.core, entries[:size])],

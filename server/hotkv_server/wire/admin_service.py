@@ -20,6 +20,7 @@ from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import DISK_TIER, Cause
 from hotkv_server.node.capability import Lying, tell
+from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.node import Node
 from hotkv_server.node.reports import WatchedReport
 from hotkv_server.told.kernel import all_topics
@@ -55,7 +56,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
     session instead."""
     prompts = _of_session(node, request) if request.session_id else _of_prompt(node, request)
     response = admin_pb2.ExplainResponse()
-    room = MAX_BLOCKS
+    room, breaks = MAX_BLOCKS, Breaks()
     for tenant, number, packed, token_ids in prompts:
         try:
             space = node.core.key_space(number)
@@ -86,7 +87,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
         found: list[inspect.PromptBlocks] = []
         for one in lists:
             found.append(inspect.prompt_blocks(node.core, number, one.group_index, one.hashes))
-            await asyncio.sleep(0)
+            await breaks.between()
         await asyncio.to_thread(
             _explain,
             response.key_spaces.add(tenant=tenant, model_name=node.names.model_of(space)),
@@ -312,8 +313,7 @@ def _watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
 
 
 MAX_TOLD = MAX_MESSAGE_BYTES - (1 << 10)
-"""Most characters of an answer of `Tell`, so that the answer fits into a message. Nearly all
-characters are ASCII, so a character is counted as one byte."""
+"""Most bytes of an answer of `Tell`, so that the answer fits into a message."""
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -326,14 +326,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Tell(self, request: admin_pb2.TellRequest, context: Any) -> admin_pb2.TellResponse:
         async def call() -> admin_pb2.TellResponse:
             told = await tell(self._topics, request.topic, request.filters)
-            text = orjson.dumps(told).decode()
+            text = orjson.dumps(told)
             if len(text) > MAX_TOLD:
                 raise HotKVError(
                     Reason.TOO_LARGE,
-                    f"the answer has {len(text)} characters; at most {MAX_TOLD} can be sent: "
+                    f"the answer has {len(text)} bytes; at most {MAX_TOLD} can be sent: "
                     "narrow it with filters, such as page_size",
                 )
-            return admin_pb2.TellResponse(json=text)
+            return admin_pb2.TellResponse(json=text.decode())
 
         return await answer(self._node, context, call)
 

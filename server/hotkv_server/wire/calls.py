@@ -168,18 +168,18 @@ async def _acquire_later(
 ) -> cache_pb2.AcquireLeaseResponse:
     """Promotes the blocks that lie in tiers, and waits for that for a bounded time. Then acquires
     the lease, which pins the blocks that are ready. Pins no block if the blocks may be older than a
-    flush on another node (`unless_flushed`)."""
+    flush on another node (`_unless_flushed`)."""
     assert node.tiers is not None
     held = await node.tiers.bring_up(session, groups)
     try:
-        groups = await unless_flushed(node, session, groups)
+        groups = await _unless_flushed(node, session, groups)
         acquired = _acquire(node, session, request, lease_id, groups)
     finally:
         node.tiers.let_go(held)
     return await acquired if isinstance(acquired, asyncio.Task) else acquired
 
 
-async def unless_flushed(
+async def _unless_flushed(
     node: Node, session: LiveSession, groups: list[HashList]
 ) -> list[HashList]:
     """Returns `groups` unchanged if the blocks of the key space in host memory may be granted. If

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import itertools
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
@@ -220,7 +219,8 @@ class SessionCalls:
 # The stream of an open session carries requests in one direction, answers and notices in the other.
 #
 # Always true: requests are read one at a time. No further request is read while the client has left
-# many answers unread (`SessionOutbox.has_much`). An answer is never sent before an earlier notice.
+# many answers unread (`SessionOutbox.has_much`). The first message says that the session is open.
+# No later answer is sent before an earlier notice.
 
 
 LAST_WORDS_S = 2.0
@@ -393,7 +393,8 @@ class SessionStream:
     ) -> HotKVError | None:
         """Serves the session until the client or the server ends it. Returns the reason if the
         server ended it; None if the client did. `opened`: the first message to send."""
-        self._send(opened)
+        # First, even if notices have come while the session opened.
+        self._outbox.put(opened)
         reader = asyncio.create_task(self._read(requests))
         endings = {
             reader,
@@ -426,7 +427,6 @@ class SessionStream:
             request = await anext(requests, None)
             if request is None:
                 return
-            self._session.heard_s = time.monotonic()
             if request.WhichOneof("body") == "batch" and self._session.takes_batches:
                 await self._serve_all(request.batch.requests)
             else:

@@ -19,8 +19,9 @@ MAX_TOKEN = 4096
 def of_socket(connection: socket.socket) -> Peer:
     """Returns the process at the other end of a Unix socket, with the user and all the groups that
     it had when it connected. Raises OSError."""
-    pid, uid, gid = struct.unpack(
-        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    credentials = struct.Struct("iII")
+    pid, uid, gid = credentials.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     )
     try:
         packed = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES)
