@@ -112,6 +112,14 @@ class HintReader:
         together = Hints(message_id, actions[: hints.MAX_ACTIONS], full.rejected)
         return RequestHints(together.retention(), session or "", together)
 
+    def read(self, params: Any, now_s: float) -> Retention:
+        """Returns the retention in the short form of a request's hints (keys `hotkv.*` of
+        `kv_transfer_params`); NO_RETENTION without such hints.
+
+        params: the request's `kv_transfer_params`.
+        """
+        return self._short(params, now_s)[0]
+
     def _short(self, params: Any, now_s: float) -> tuple[Retention, dict[str, Any]]:
         """Returns the retention in the short form of a request's hints (keys `hotkv.*` of
         `kv_transfer_params`), and all valid hints in it by name."""
