@@ -207,18 +207,18 @@ def _read(envelope: Any) -> Hints:
     actions = _get(envelope, "actions", ())
     rejected: list[Rejection] = []
     if _major(version) not in PROTOCOL_MAJORS:
-        reason = f"protocol_version is {_shown(version)}; {PROTOCOL_VERSION} is known"
+        reason = f"protocol_version is {shown(version)}; {PROTOCOL_VERSION} is known"
         rejected.append(Rejection(ENVELOPE_ACTION_ID, "", reason))
         return Hints(message_id, (), tuple(rejected))
     if not isinstance(actions, list | tuple):
-        raise _WrongField(f"actions is {_shown(actions)}; it must be a list")
+        raise _WrongField(f"actions is {shown(actions)}; it must be a list")
     good: list[Action] = []
     known: set[str] = set()
     for number, one in enumerate(itertools.islice(actions, MAX_ACTIONS)):
         action_id, kind = _free_id(number, known), ""
         try:
             action_id = _identifier(_get(one, "action_id", action_id), "action_id") or action_id
-            kind = _shown(_get(one, "action_type", ""))
+            kind = shown(_get(one, "action_type", ""))
             if action_id in known:
                 action_id = _free_id(number, known)
                 raise _WrongField("action_id stands in this message before")
@@ -244,11 +244,11 @@ def _action(one: Any, action_id: str) -> Action:
     kind = _kind(_get(one, "action_type", ""))
     version = _get(one, "action_version", ACTION_VERSION)
     if _major(version) not in ACTION_MAJORS:
-        raise _WrongField(f"action_version is {_shown(version)}; {ACTION_VERSION} is known")
+        raise _WrongField(f"action_version is {shown(version)}; {ACTION_VERSION} is known")
     payload = _get(one, "payload", None)
     payload = {} if payload is None else payload
     if not isinstance(payload, Mapping):
-        raise _WrongField(f"payload is {_shown(payload)}; it must be an object")
+        raise _WrongField(f"payload is {shown(payload)}; it must be an object")
     clipped: list[str] = []
     ttl_s = _seconds(payload, "ttl_s", MAX_TTL_S, clipped)
     deadline_s = _seconds(payload, "deadline_s", MAX_DEADLINE_S, clipped)
@@ -272,7 +272,7 @@ def _kind(value: Any) -> ActionType:
         except ValueError:
             pass
     known = ", ".join(kind.value for kind in ActionType)
-    raise _WrongField(f"action_type is {_shown(value)}; there are {known}")
+    raise _WrongField(f"action_type is {shown(value)}; there are {known}")
 
 
 def _target(payload: Mapping[Any, Any]) -> Target:
@@ -282,13 +282,13 @@ def _target(payload: Mapping[Any, Any]) -> Target:
     if given is not _UNSET and not isinstance(given, Mapping):
         if given in (None, "request", "prefix"):
             return Target()
-        raise _WrongField(f"payload.target is {_shown(given)}; it must be an object")
+        raise _WrongField(f"payload.target is {shown(given)}; it must be an object")
     session_id = _identifier(fields.get("session_id"), f"{where}.session_id")
     start, end = 0, None
     tokens = fields.get("token_range")
     if tokens is not None:
         if not isinstance(tokens, list | tuple) or len(tokens) != 2:
-            raise _WrongField(f"{where}.token_range is {_shown(tokens)}; give [start, end]")
+            raise _WrongField(f"{where}.token_range is {shown(tokens)}; give [start, end]")
         start = _tokens(tokens[0], f"{where}.token_range[0]")
         end = None if tokens[1] is None else _tokens(tokens[1], f"{where}.token_range[1]")
         if end is not None and end <= start:
@@ -298,14 +298,14 @@ def _target(payload: Mapping[Any, Any]) -> Target:
 
 def _tokens(value: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MAX_TOKENS:
-        raise _WrongField(f"{name} is {_shown(value)}; it must be a count of tokens")
+        raise _WrongField(f"{name} is {shown(value)}; it must be a count of tokens")
     return value
 
 
 def _priority(payload: Mapping[Any, Any], clipped: list[str]) -> int:
     value = payload.get("priority", 0)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _WrongField(f"payload.priority is {_shown(value)}; it must be a whole number")
+        raise _WrongField(f"payload.priority is {shown(value)}; it must be a whole number")
     bounded = max(-MAX_PRIORITY, min(value, MAX_PRIORITY))
     if bounded != value:
         clipped.append(f"payload.priority is taken as {bounded}")
@@ -316,7 +316,7 @@ def _seconds(payload: Mapping[Any, Any], name: str, most_s: float, clipped: list
     value = payload.get(name, 0)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or value != value or value < 0:
-        raise _WrongField(f"payload.{name} is {_shown(value)}; it must be seconds from 0")
+        raise _WrongField(f"payload.{name} is {shown(value)}; it must be seconds from 0")
     if value > most_s:
         clipped.append(f"payload.{name} is taken as {most_s:.0f}")
         return most_s
@@ -328,7 +328,7 @@ def _identifier(value: Any, name: str) -> str:
         return ""
     if not isinstance(value, str) or len(value) > MAX_ID_CHARS or not value.isprintable():
         raise _WrongField(
-            f"{name} is {_shown(value)}; it must be text of at most {MAX_ID_CHARS} characters"
+            f"{name} is {shown(value)}; it must be text of at most {MAX_ID_CHARS} characters"
         )
     return value
 
@@ -348,7 +348,7 @@ def _get(holder: Any, name: str, default: Any = None) -> Any:
     return getattr(holder, name, default)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Returns a short form of any value, for messages."""
     if isinstance(value, str):
         return repr(value[:40]) if len(value) > 40 or not value.isprintable() else value or "''"

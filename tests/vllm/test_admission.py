@@ -7,20 +7,27 @@ from typing import Any
 import pytest
 
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
-from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S
+from hotkv_vllm.scheduler.sharing import JOINING_PATIENCE_S, LINKS_PATIENCE_S, Joining
 from tests.vllm.desks import LONG, Memory, blocks, desk, ended
 from tests.vllm.parts import TOKENS, request
 
 __all__ = ["desk"]
 
 
-def test_a_request_waits_a_moment_for_workers_that_may_be_back(desk: Any) -> None:
+@pytest.mark.parametrize("patience_s", [LINKS_PATIENCE_S, JOINING_PATIENCE_S])
+def test_a_request_waits_a_moment_for_workers_that_may_answer(desk: Any, patience_s: float) -> None:
+    """For sessions of workers that may be back, or for the first handshakes."""
     one = desk()
-    one.sharing.links.told({0: "gone"}, one.now_s, stream=0)
+    if patience_s == LINKS_PATIENCE_S:
+        one.sharing.links.told({0: "gone"}, one.now_s, stream=0)
+    else:
+        one.sharing.joining = Joining(1)
     asks = request("a", LONG)
     one.arrive(asks)
-    assert one.desk.match(asks, 0) == ASK_AGAIN
-    one.now_s += LINKS_PATIENCE_S
+    for waited_s in (0.0, patience_s - 0.125):
+        one.now_s += waited_s
+        assert one.desk.match(asks, 0) == ASK_AGAIN
+    one.now_s += 0.125
     assert one.desk.match(asks, 0) == NO_HIT
 
 
@@ -56,35 +63,29 @@ def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> No
 
 
 @pytest.mark.parametrize(
-    "prompt, decoded, computed, tail",
+    "prompt, decoded, computed, tail, only_reads",
     [
         # A prompt is stored whole.
-        (32, 0, 32, [[1, 2]]),
+        (32, 0, 32, [[1, 2]], 0),
         # The last sampled token may have another token's KV.
-        (16, 16, 32, [[1]]),
-        (16, 17, 33, [[1, 2]]),
-        (16, 15, 31, [[1]]),
+        (16, 16, 32, [[1]], 0),
+        (16, 17, 33, [[1, 2]], 0),
+        (16, 15, 31, [[1]], 0),
         # Computed blocks only.
-        (32, 0, 31, [[1]]),
-        (16, 33, 32, [[1, 2]]),
+        (32, 0, 31, [[1]], 0),
+        (16, 33, 32, [[1, 2]], 0),
+        # vLLM counts an answer as computed that a diffusion model has only read.
+        (16, 17, 33, [[1]], 1),
     ],
 )
 def test_blocks_that_are_full_at_the_end_are_stored(
-    desk: Any, prompt: int, decoded: int, computed: int, tail: list[list[int]]
+    desk: Any, prompt: int, decoded: int, computed: int, tail: list[list[int]], only_reads: int
 ) -> None:
     one = desk()
     asks = request("a", prompt, decoded=decoded, computed=computed)
+    asks.sampling_params = SimpleNamespace(extra_args={"diffusion_read_only": only_reads})
     one.arrive(asks)
     assert ended(one, asks) == tail
-
-
-def test_a_diffusion_models_answer_that_was_only_read_is_not_stored(desk: Any) -> None:
-    """vLLM counts it as computed, although the model has not written its KV."""
-    one = desk()
-    asks = request("a", 16, decoded=17, computed=33)
-    asks.sampling_params = SimpleNamespace(extra_args={"diffusion_read_only": 1})
-    one.arrive(asks)
-    assert ended(one, asks) == [[1]]
 
 
 @pytest.mark.parametrize("why", ["absent worker", "failed load"])

@@ -108,6 +108,8 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
         ({"hotkv.release": False}, [], NO_RETENTION, 0),
         ({"hotkv.release": 1, "hotkv.session": "\n"}, [], NO_RETENTION, 2),
         ({"hotkv.such": 1}, [], NO_RETENTION, 1),
+        ({"hotkv.priority": 10**5000, "hotkv.\n" + "x" * 500: 1}, [], NO_RETENTION, 2),
+        ({"hotkv.\n" + "x" * 500: 1}, [], NO_RETENTION, 1),
         ({"hotkv.priority": 2, "hotkv.ttl_s": "x", "hotkv.pin": True}, RETAIN, Retention(2), 2),
     ],
 )
@@ -122,6 +124,7 @@ def test_short_forms_are_actions_and_wrong_values_are_counted_and_logged(
         assert [action.action_id for action in asked.hints.actions] == kinds
         assert asked.retention == retention
         assert len(warnings) == num_logged * bool(num_wrong)
+        assert all(line.isprintable() and len(line) < 300 for line in warnings)
     assert stats.data.get("wrong_hints", 0) == 3 * num_wrong
 
 
@@ -158,6 +161,7 @@ def test_odd_hints_never_touch_a_request(engine: Any, server: Any) -> None:
         assert len(one.outputs["a"]) == 3 and report.session_id == ""
         assert len(report.hints.actions) <= MAX_ACTIONS
     assert len(reports_to(server)) == 6 and "hook_errors" not in one.counters
+    assert one.counters["wrong_hints"] == 10
 
 
 @pytest.mark.slow
@@ -200,7 +204,7 @@ def test_pins_releases_and_resets_reach_the_server(
     (other,) = prompts(9, (300,))
     hints = {"hotkv.pin": True, "hotkv.ttl_s": 600, "hotkv.priority": "high"}
     engine.ask("generate", prompts=[other], max_tokens=8, transfer=hints)
-    assert settled(engine)["wrong_hints"] == 1 and "hotkv.priority = 'high'" in engine.log()
+    assert settled(engine)["wrong_hints"] == 1 and "hotkv.priority = high" in engine.log()
     assert num_pinned() == usable(other) // BLOCK_TOKENS
     assert engine.ask("reset", connector=True)["done"]
     assert daemon.admin("blocks")["blocks"] == [] and num_pinned() == 0

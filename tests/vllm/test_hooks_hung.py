@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv_client.types import LinkState
-from hotkv_vllm.link import StateLog
+from hotkv_vllm.link import StateLog, await_server
 from hotkv_vllm.metadata import STILL_CONNECTING
 from hotkv_vllm.scheduler.sharing import ABSENCE_PATIENCE_S, WorkerLinks
 from hotkv_vllm.worker import rank_loads
@@ -99,7 +100,6 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(
         assert one.generate(f"r{index}", PROMPT, 2) == (answer, 0)
         one.drop_local()
     assert not {"acquire", "load", "store", "lookup"} & {kind for kind, _ in server.calls}
-    assert one.counters["unserved_requests"] == 3 and "failed_loads" not in one.counters
     assert len(lines) == 1
     assert "worker 0 has no session" in lines[0]
     assert server.refuse_workers in lines[0]
@@ -109,6 +109,7 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(
     one.generate("step", prompt(9, 10), 2)
     one.drop_local()
     assert one.generate("hit", PROMPT, 2) == (answer, 192)
+    assert one.counters["unserved_requests"] == 4 and "failed_loads" not in one.counters
 
 
 def test_a_worker_that_takes_its_time_is_no_trouble(
@@ -158,6 +159,11 @@ def test_states_of_a_session_are_said_once_and_a_warning_is_taken_back(
     (tmp_path / "there.sock").touch()
     StateLog("scheduler", f"unix:{tmp_path}/there.sock", logging.INFO).waited(0.0)
     assert len(lines) == 2
+
+
+def test_a_start_that_may_not_wait_does_not_wait_for_a_session_that_opens() -> None:
+    session: Any = SimpleNamespace(wait_connected=lambda _: False, wait_opened=lambda _: True)
+    assert [await_server(session, wait_s, 7.0) for wait_s in (0.0, 0.5)] == [False, True]
 
 
 class LinksMachine(RuleBasedStateMachine):

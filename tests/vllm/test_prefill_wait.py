@@ -8,14 +8,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
+from hotkv_vllm.scheduler import hits
 from hotkv_vllm.scheduler.prefill_wait import ASK_S, PrefillWait
 from hotkv_vllm.stats import HotKVStats
 from tests.vllm.harness import prompt
-from tests.vllm.oracle import answer_of
+from tests.vllm.oracle import answer_of, reports_to
 from tests.vllm.parts import TOKENS, Parts, request
 
 BLOCKS = 6
-PROMPT_TOKENS = BLOCKS * TOKENS + 3
+PROMPT_TOKENS = (BLOCKS + 1) * TOKENS
+"""A hit does not cover the last block, in which the last token is."""
 STEP_S = 0.002
 
 
@@ -91,25 +93,44 @@ def test_an_engine_that_does_not_know_its_speed_lets_nothing_wait() -> None:
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
 def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, role: str
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
     """An engine of the other role computes at once, unless the router says that another engine
     computes the prompt."""
     tokens = prompt(1, 200)
     first = engine()
     second = engine(within=lambda ours: ours | {"kv_role": role})
+    rests: list[float] = []
+
+    def wait_for(answer: Any, seconds: float) -> bool:
+        rests.append(seconds)
+        return True
+
+    second.connector._scheduler.cache.finder.patience = hits.Patience(wait_for=wait_for)
+    monkeypatch.setattr(hits, "time", SimpleNamespace(sleep=lambda _: rests.append(0.0)))
     monkeypatch.setattr(PrefillSpeed, "seconds", lambda *_: 60.0)
     for name, transfer in (("said", {"do_remote_prefill": True}), ("not", None)):
-        second.add(name, tokens, 4, transfer=transfer)
+        for other in (name, f"{name} too"):
+            second.add(other, tokens, 4, transfer=transfer)
         second.step()
         second.step()
         is_waiting = transfer is not None or role == "kv_consumer"
         assert (not second.outputs[name]) == is_waiting
+        # An idle engine rests once a step, at most until the answer to its lookup.
+        assert len(rests) == (2 if is_waiting else 0) and rests[:1] in ([], [ASK_S])
         if is_waiting:
             first.generate(name, tokens, 1)
         second.run()
         assert second.outputs[name] == answer_of(tokens, 4)
         assert second.external[name] == (192 if is_waiting else 0)
+        assert (reports_to(server)[-1].wait_s > 0) == is_waiting
         tokens = prompt(2, 200)
-    assert second.counters["awaited_requests"] == (2 if role == "kv_consumer" else 1)
+        rests.clear()
+    # An engine that computes does not rest.
+    second.add("busy", prompt(3, 40), 9, transfer={"do_remote_prefill": False})
+    second.step()
+    second.add("waits", prompt(4, 200), 1, transfer={"do_remote_prefill": True})
+    second.step()
+    assert second.outputs["busy"] and not second.outputs["waits"] and not rests
+    assert second.counters["awaited_requests"] == (4 if role == "kv_consumer" else 2)
     assert "hook_errors" not in second.counters

@@ -137,12 +137,13 @@ class HintReader:
             if _is_good(name, value):
                 good[name] = value
             elif name in _ALLOWED:
-                self._complain(now_s, f"{PREFIX}{name} = {value!r}: allowed is {_ALLOWED[name]}")
+                shown = hints.shown(value)
+                self._complain(now_s, f"{PREFIX}{name} = {shown}: allowed is {_ALLOWED[name]}")
             else:
                 self._complain(
                     now_s,
                     (
-                        f"{PREFIX}{name}: there is no such hint; there are "
+                        f"{PREFIX}{hints.shown(name)}: there is no such hint; there are "
                         f"{', '.join(PREFIX + n for n in _ALLOWED)}"
                     ),
                 )
