@@ -326,9 +326,12 @@ class ResidentRequests:
         become inexact (`distrust`).
 
         If stores of such blocks were planned already, all blocks of the request are stored anew. If
-        the device may not have all of these blocks, the request is computed anew instead.
+        the device may not have all of these blocks, the request is computed anew instead. Does
+        nothing for a request without blocks on the device: it has nothing inexact.
         """
         one = self._residents[request_id]
+        if not self._pool.has_blocks(request_id):
+            return
         if one.state.store.stored_blocks[0] > one.kept:
             if not self._pool.stays_whole(one.state.request):
                 self._pool.lose(request_id)
