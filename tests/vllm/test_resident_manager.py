@@ -100,21 +100,3 @@ def test_hits_allocate_sinks_and_window() -> None:
     away = [at for at, one in enumerate(engine.manager.req_to_blocks[name]) if one.is_null]
     # The blocks that a lease leaves out are never allocated.
     assert away == [*engine.spec.gap(40 * TOKENS)]
-
-
-def test_a_lost_request_whose_preemption_raises_stays_in_a_queue(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = ResidentEngine("host")
-    name = engine.arrive(64, 40)
-    while not engine.running:
-        engine.step()
-
-    def raises(*_: Any, **more: Any) -> None:
-        raise TypeError("another version of vLLM")
-
-    monkeypatch.setattr(engine.scheduler, "_preempt_request", raises)
-    engine.manager.lost.add(name)
-    with pytest.raises(TypeError, match="another version"):
-        engine.device.leave_out(())
-    assert [one.request_id for one in engine.running] == [name]
