@@ -273,7 +273,6 @@ class ResidentRequests:
                     reliefs[request_id] = relief
         for request_id in to_move(demand, reliefs):
             self._pool.move(request_id)
-            self._residents[request_id].waited_s = 0.0
             self._stats.add("moved_residencies")
 
     def _park(self, now_s: float) -> str | None:
@@ -468,7 +467,10 @@ class ResidentRequests:
             one.waited_s += passed_s
         if self._pool.stays_whole(one.state.request):
             # The request needs no room in the server yet.
+            one.was_whole = True
             return
+        if one.was_whole:
+            one.was_whole, one.waited_s = False, 0.0
         if one.refusal is not None:
             self._fail(one, f"the KV cache server has no room for it: {one.refusal.message}")
         elif one.waited_s >= self._timeout_s:
