@@ -1,5 +1,6 @@
 """A resident engine's checks before it starts, and the limits of blocks that its requests hold."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hotkv_sparse.formats import bytes_per_block
 from hotkv_vllm import versions
-from hotkv_vllm.compat.residency import ResidentSpec, check_residency, customized
+from hotkv_vllm.compat.residency import (
+    SPARE_SLOTS,
+    ResidentSpec,
+    check_residency,
+    customized,
+)
 from hotkv_vllm.config import ConfigError
 from hotkv_vllm.residency import totals
 from tests.vllm.parts import TOKENS
@@ -80,6 +86,16 @@ def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
     monkeypatch.setattr(totals, "free_bytes", lambda: found.total - 1)
     with pytest.raises(ConfigError, match=r"this rank needs .* \(pool .*, staging .*max_num_seqs"):
         totals.check_memory(vllm_config, kv_config, config)
+
+
+def test_what_a_request_holds_on_the_device_follows_from_the_settings() -> None:
+    """A sink; a window of a block, two steps in flight and a block that they begin; hot slots for
+    two sets of six blocks."""
+    spec = spec_of("host")
+    assert (spec.whole_blocks, spec.hot_blocks) == (1 + (1 + 2 + 2) + 1, 2 * 6 + SPARE_SLOTS)
+    assert replace(spec, sparse_from_tokens=9 * TOKENS).whole_blocks == 9 + 1
+    assert [spec.device_blocks(blocks * TOKENS) for blocks in (7, 8)] == [7, 7 + spec.hot_blocks]
+    assert [spec.gap(blocks * TOKENS) for blocks in (7, 8)] == [range(0), range(1, 7)]
 
 
 def test_a_request_whose_stores_end_at_once_stays_within_the_bound() -> None:
