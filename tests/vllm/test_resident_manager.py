@@ -19,7 +19,8 @@ from hotkv_vllm.compat.residency import (
 from hotkv_vllm.config import ConfigError
 from hotkv_vllm.residency import totals
 from tests.vllm.parts import TOKENS
-from tests.vllm.resident_engine import CONFIG, POOL, ResidentEngine, spec_of
+from tests.vllm.resident_engine import CONFIG, LONGEST, POOL, ResidentEngine, spec_of
+from tests.vllm.specs import full_spec
 
 
 def test_specs_of_other_kinds_do_not_merge() -> None:
@@ -52,17 +53,31 @@ def test_an_engine_in_which_hotkv_is_off_has_vllms_spec(
 
 
 @pytest.mark.parametrize("residency", ["host", "auto"])
-def test_an_engine_that_stores_nothing_can_not_have_residency(residency: str) -> None:
-    """Its long requests would fill the device and wait for ever."""
-    transfer = SimpleNamespace(is_kv_producer=False, kv_role="kv_consumer")
-    groups = [SimpleNamespace(kv_cache_spec=spec_of(residency))]
-    words = f"residency = '{residency}': with kv_role 'kv_consumer' .*set kv_role to 'kv_both'"
-    with pytest.raises(ConfigError, match=words):
+def test_an_engine_that_can_not_have_residency_hears_why(residency: str) -> None:
+    """In an engine that stores nothing, long requests would fill the device and wait for ever."""
+
+    def check(is_producer: bool = True, num_blocks: int = 28, **more: Any) -> None:
+        transfer = SimpleNamespace(is_kv_producer=is_producer, kv_role="kv_consumer")
+        groups = [SimpleNamespace(kv_cache_spec=more.pop("spec", spec_of(residency)))]
         check_residency(
-            SimpleNamespace(kv_transfer_config=transfer),
-            SimpleNamespace(kv_cache_groups=groups, num_blocks=POOL),
-            CONFIG[residency],
+            SimpleNamespace(
+                kv_transfer_config=transfer,
+                model_config=SimpleNamespace(max_model_len=LONGEST),
+                scheduler_config=SimpleNamespace(max_num_batched_tokens=2 * TOKENS),
+            ),
+            SimpleNamespace(kv_cache_groups=groups, num_blocks=num_blocks),
+            replace(CONFIG[residency], **more),
         )
+
+    check()
+    for settings, words in (
+        ({"is_producer": False}, "with kv_role 'kv_consumer' .*set kv_role to 'kv_both'"),
+        ({"num_blocks": 27}, "holds up to 27 blocks .* the pool has 26"),
+        ({"adaptive_p": 0.9}, "leave out hotkv.sparse.adaptive_p"),
+        ({"spec": full_spec()}, "this one has FullAttentionSpec"),
+    ):
+        with pytest.raises(ConfigError, match=f"residency = '{residency}': .*{words}"):
+            check(**settings)
 
 
 def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
