@@ -130,6 +130,7 @@ FALLBACKS: dict[str, str] = {
     "tier._note_end": "The job is reported all the same.",
     "tier.on_schedule_end": "Promotions count as under way for longer, which costs room only.",
     "tier.on_request_finished": "The server does not hear which chunks the request used.",
+    "tier.get_stats": "Counters go out with a later step.",
     "tier.shutdown": "What is left ends with the process, and the server notices.",
     # ------------------------------------------------------------- the connector beside that tier
     "door.register": "The rank says that it is off, so no session is opened.",

@@ -110,7 +110,7 @@ def rank_of(number, weights):
 
     def report(_):
         said = weights.take_report()
-        return DoorReport(weights={} if said is None else {number: said})
+        return DoorReport(weights={} if said is None else {number: said}, hook_errors=number)
 
     one._door_worker = SimpleNamespace(report=report)
     return one
@@ -195,7 +195,9 @@ class WeightsMachine(RuleBasedStateMachine):
             rank.obey(orders.weights)
         if num_tokens:
             self.cached.add(now)
+        before = self.tier.stats.data.get("hook_errors", 0)
         self.side.update(joined(self.connectors), ())
+        assert self.tier.stats.data["hook_errors"] == before + sum(range(NUM_RANKS))
         # Blocks of the previous step have arrived in the primary tier.
         if self.computed is not None and self.tier.serves:
             assert self.weights_of_space() == self.computed, "stored under other weights"
@@ -264,10 +266,14 @@ def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
     monkeypatch.setattr(worker, "watch_callers", lambda doubt: SimpleNamespace(touched=doubt))
     vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     config = ConnectorConfig(weights_identity=name)
-    edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
-    side = worker.DoorWorker(vllm_config, None, None, config, edge, is_child=False)
+    stats = HotKVStats()
+    edge = HookEdge(HookClock("test", "engine"), stats.add)
+    side = worker.DoorWorker(vllm_config, None, None, config, edge, stats, is_child=False)
     side.register({"layer": torch.empty(1)})
     assert side.handshake() == PageFormat(0, "cpu/rows", "", is_in_doubt, "rows")
+    assert not side.report(None).hook_errors
+    side.before_step(None)
+    assert [side.report(None).hook_errors for _ in range(2)] == [1, 0]
 
 
 @pytest.mark.parametrize("counts_media", [False, True])

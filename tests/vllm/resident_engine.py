@@ -118,7 +118,9 @@ class ResidentEngine:
     contents: by block name, what was stored under it.
     """
 
-    def __init__(self, residency: str = "auto", most_blocks: int | None = None) -> None:
+    def __init__(
+        self, residency: str = "auto", most_blocks: int | None = None, pool: int = POOL
+    ) -> None:
         self.adapters = Adapters()
         self.parts = Parts(adapters=self.adapters)
         self.server: FakeServer = self.parts.server
@@ -130,7 +132,7 @@ class ResidentEngine:
         self.server.residencies.extend = self._pin  # type: ignore[method-assign]
         self._close = self.parts.session.close_residency
         self.parts.session.close_residency = self._close_residency  # type: ignore[method-assign]
-        self.pool = BlockPool(POOL, False, TOKENS)
+        self.pool = BlockPool(pool, False, TOKENS)
         self.spec = spec_of(residency)
         self.manager = ResidentManager(
             self.spec,
@@ -142,7 +144,7 @@ class ResidentEngine:
         group = SimpleNamespace(kv_cache_spec=self.spec)
         self.device = DevicePool(
             SimpleNamespace(model_config=SimpleNamespace(max_model_len=LONGEST)),
-            SimpleNamespace(kv_cache_groups=[group], num_blocks=POOL),
+            SimpleNamespace(kv_cache_groups=[group], num_blocks=pool),
         )
         self.running: list[Any] = []
         self.waiting = Waiting()

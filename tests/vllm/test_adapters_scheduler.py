@@ -308,5 +308,6 @@ def test_a_release_that_was_lost_is_said_again_with_the_next_question_that_waits
     pair.lose_step()
     second = arrive(pair.all, lora(2, *ADAPTERS[1]))
     pair.settle()
+    arrive(pair.all, lora(3, "c", "/c"))
     pair.settle()
     assert pair.all.standing(second, 0.0) is Standing.KNOWN

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
@@ -19,14 +20,17 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.cuda.hotsets import SELECTED
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.compat.residency import ResidentSpec
 from hotkv_vllm.compat.sparse_layers import cuda_refusal
 from hotkv_vllm.config import ALLOW_CUDA, cuda_settings
 from hotkv_vllm.residency import cuda_backend, cuda_setup
-from hotkv_vllm.residency.cuda_backend import HotFlashBuilder
+from hotkv_vllm.residency.cuda_backend import HotFlashBuilder, HotFlashImpl
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.sparse.rows import SparseRows
 from tests.sparse.cuda_support import CpuTensors, needs_compiler
 from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, QUERIES, Engine, FakeArena, Request
+from tests.vllm.specs import full_spec
 
 pytestmark = [needs_compiler, pytest.mark.long]
 CONFIG = SparseConfig(
@@ -319,6 +323,30 @@ def test_what_cuda_lacks_is_refused_by_name(settings: dict[str, Any], names: str
     assert names in cuda_refusal(allowed, replace(CONFIG, **settings))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("sinks", torch.ones(QUERIES), "learned sinks"),
+        ("logits_soft_cap", 30.0, "caps its logits"),
+        ("fa4_hd256", True, "heads of 256"),
+        ("pages", lambda one: one.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1), "smaller"),
+        ("pages", lambda one: one[:, :, :, ::2], "side by side"),
+    ],
+)
+def test_layers_that_the_kernels_can_not_serve_are_refused(
+    make: Any, field: str, value: Any, words: str
+) -> None:
+    engine = make()
+    if field == "pages":
+        engine.caches[NAMES[1]] = value(engine.caches[NAMES[1]])
+    else:
+        setattr(engine.impls[NAMES[1]], field, value)
+    with pytest.raises(Unsupported, match=words):
+        cuda_setup.install(
+            CONFIG, 4096, engine.vllm_config, engine.kv_config, engine.caches, None, engine.device
+        )
+
+
 @pytest.mark.parametrize("value", [None, False, "true", 1])
 def test_what_has_never_run_is_allowed_by_nothing_else(value: object) -> None:
     engine = cuda_engine(**{ALLOW_CUDA: value})
@@ -329,12 +357,19 @@ def test_what_has_never_run_is_allowed_by_nothing_else(value: object) -> None:
     assert cuda_settings({ALLOW_CUDA: True}) is None
 
 
-def test_engines_that_do_not_ask_get_vllms_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_do_not_ask_get_vllms_own_classes(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, backend = full_spec(), cuda_backend.HotFlashBackend
+    asked = CONFIG, make().vllm_config
+    monkeypatch.setattr(backend, "_resident", None)
+    monkeypatch.setattr(cuda_backend, "_wanted", lambda: asked)
+    assert (backend.get_impl_cls(), backend.get_builder_cls()) == (HotFlashImpl, HotFlashBuilder)
+    assert backend.customize_spec(spec) == ResidentSpec.of(spec, *asked)
     monkeypatch.setattr(cuda_backend, "_wanted", lambda: None)
-    backend = cuda_backend.HotFlashBackend
     assert backend.get_impl_cls() is FlashAttentionImpl
     assert backend.get_builder_cls() is FlashAttentionMetadataBuilder
-    assert backend.get_name() == "FLASH_ATTN"
+    assert backend.get_name() == "FLASH_ATTN" and backend.customize_spec(spec) is spec
 
 
 def test_graphs_hold_decode_only_and_nothing_is_scheduled_ahead() -> None:

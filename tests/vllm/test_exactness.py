@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hotkv_sparse import SparseConfig
-from hotkv_vllm.identity.exactness import Exactness
+from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.sparse.rows import RowNames, announce
 from tests.vllm.approximate import SPARSE, Approximate, without_layers
 from tests.vllm.harness import prompt
@@ -72,23 +72,40 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     assert stored.intersection(request.block_hashes) == exact
 
 
-def test_states_that_another_connector_loads_are_inexact() -> None:
-    """Blocks of states tell nothing of tokens, so a model without attention has no block sizes."""
-    exactness = Exactness((0,), 4)
-    exactness.distrust_all()
-    exactness.matched("a", 16)
-    new = SimpleNamespace(req_id="a", num_computed_tokens=64, block_ids=([1, 2],))
-    step = SimpleNamespace(
+def admission(name: str, computed: int, num_tokens: int) -> SimpleNamespace:
+    """Returns a step that admits a request with the blocks 1 and 2."""
+    new = SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=([1, 2],))
+    return SimpleNamespace(
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: new.block_ids),
         kv_cache_block_copies=None,
         scheduled_new_reqs=[new],
         scheduled_cached_reqs=SimpleNamespace(
             resumed_req_ids=(), req_ids=(), num_computed_tokens=()
         ),
-        num_scheduled_tokens={"a": 1},
+        num_scheduled_tokens={name: num_tokens},
     )
-    exactness.step(step, [1, 2], ())
+
+
+def test_states_that_another_connector_loads_are_inexact() -> None:
+    """Blocks of states tell nothing of tokens, so a model without attention has no block sizes."""
+    exactness = Exactness((0,), 4)
+    exactness.distrust_all()
+    exactness.matched("a", 16)
+    exactness.step(admission("a", 64, 1), [1, 2], ())
     assert exactness.exact_tokens("a") == 0
+
+
+def test_blocks_that_are_computed_anew_are_exact_again() -> None:
+    exactness = Exactness((BLOCK_TOKENS,), 4)
+    exactness.distrust_all()
+    for name, computed, written, exact_tokens in (
+        ("hits what was distrusted", 2 * BLOCK_TOKENS, (), 0),
+        ("computes", 0, (1, 2), EVERYTHING),
+        ("hits what was computed", 2 * BLOCK_TOKENS, (), EVERYTHING),
+    ):
+        exactness.matched(name, computed)
+        exactness.step(admission(name, computed, 2 * BLOCK_TOKENS - computed or 1), written, ())
+        assert exactness.exact_tokens(name) == exact_tokens
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -32,8 +32,10 @@ from hotkv_vllm.compat.fingerprint import (
     key_space_factors,
 )
 from hotkv_vllm.compat.kv_groups import CacheGroup
+from hotkv_vllm.compat.residency import ResidentSpec
 from tests.vllm.config_walk import config_objects
 from tests.vllm.harness import Engine
+from tests.vllm.resident_engine import spec_of
 from tests.vllm.specs import full_spec
 from tests.vllm.tiny import engine_args, transfer_config, write_model
 
@@ -66,8 +68,8 @@ def factors(config: Any) -> Any:
 
 def test_every_name_of_the_allow_lists_is_vllms() -> None:
     for name, harmless in HARMLESS.items():
-        specs = [FullAttentionSpec, MambaSpec]
-        kinds = specs if name == "KVCacheSpec" else [getattr(vllm.config, name)]
+        specs = {"KVCacheSpec": [FullAttentionSpec, MambaSpec], "ResidentSpec": [ResidentSpec]}
+        kinds = specs.get(name) or [getattr(vllm.config, name)]
         fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
         assert harmless <= fields, (name, sorted(harmless - fields))
     assert set(HARMLESS_ENVIRONMENT) <= set(envs.compile_factors())
@@ -132,11 +134,15 @@ def test_fields_of_each_kind_of_layer_but_outer_strides_are_in_the_key_space(con
     def of(**layers: Any) -> Any:
         return key_space_factors(config, layers)
 
-    for spec in (full_spec(), mamba):
+    outer = HARMLESS["KVCacheSpec"]
+    own = {field.name for field in dataclasses.fields(ResidentSpec)}
+    own -= {field.name for field in dataclasses.fields(FullAttentionSpec)}
+    resident = spec_of("host")
+    for spec, harmless in ((full_spec(), outer), (mamba, outer), (resident, outer | own)):
         for field in dataclasses.fields(spec):
             other = copy.copy(spec)
             other.__dict__[field.name] = Changed()
-            assert (of(a=spec) == of(a=other)) == (field.name in HARMLESS["KVCacheSpec"])
+            assert (of(a=spec) == of(a=other)) == (field.name in harmless)
     assert of(a=mamba, b=full_spec()) != of(b=mamba, a=full_spec())
 
 

@@ -219,13 +219,8 @@ def test_what_no_rank_can_do_is_refused_without_asking_the_others(
 
 
 def test_engines_of_other_shapes_do_not_share() -> None:
-    names = (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "cp_kv_cache_interleave_size",
-    )
-    shapes = [(2, 1, 1, 1), (1, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 2, 16)]
+    names = "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"
+    shapes = [(2, 1, 1), (1, 1, 1), (2, 2, 1), (2, 1, 2)]
     found = {
         key_space._parallel_shape(SimpleNamespace(**dict(zip(names, shape, strict=True))))
         for shape in shapes

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_vllm.compat import Unsupported, kv_groups
+from hotkv_vllm.compat import Unsupported, checks, kv_groups
 from hotkv_vllm.scheduler import reset
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.specs import full_model, hybrid_model
@@ -106,6 +106,7 @@ def test_a_request_that_goes_on_over_a_reset(
         if how == "broken":
             patch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
         assert resets(one, reset_running_requests=is_computed_anew) == is_computed_anew
+    assert checks.is_device_empty(one.scheduler.kv_cache_manager) == is_computed_anew
     assert bool(server.blocks) == (how == "broken")
     one.add("hits", prompt(1, 200), 2)
     one.run()

@@ -1,5 +1,6 @@
 """A resident engine's checks before it starts, and the limits of blocks that its requests hold."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,17 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hotkv_sparse.formats import bytes_per_block
 from hotkv_vllm import versions
-from hotkv_vllm.compat.residency import ResidentSpec, check_residency, customized
+from hotkv_vllm.compat.residency import (
+    SPARE_SLOTS,
+    ResidentSpec,
+    check_residency,
+    customized,
+)
 from hotkv_vllm.config import ConfigError
 from hotkv_vllm.residency import totals
 from tests.vllm.parts import TOKENS
-from tests.vllm.resident_engine import CONFIG, POOL, ResidentEngine, spec_of
+from tests.vllm.resident_engine import CONFIG, LONGEST, POOL, ResidentEngine, spec_of
+from tests.vllm.specs import full_spec
 
 
 def test_specs_of_other_kinds_do_not_merge() -> None:
@@ -46,17 +53,31 @@ def test_an_engine_in_which_hotkv_is_off_has_vllms_spec(
 
 
 @pytest.mark.parametrize("residency", ["host", "auto"])
-def test_an_engine_that_stores_nothing_can_not_have_residency(residency: str) -> None:
-    """Its long requests would fill the device and wait for ever."""
-    transfer = SimpleNamespace(is_kv_producer=False, kv_role="kv_consumer")
-    groups = [SimpleNamespace(kv_cache_spec=spec_of(residency))]
-    words = f"residency = '{residency}': with kv_role 'kv_consumer' .*set kv_role to 'kv_both'"
-    with pytest.raises(ConfigError, match=words):
+def test_an_engine_that_can_not_have_residency_hears_why(residency: str) -> None:
+    """In an engine that stores nothing, long requests would fill the device and wait for ever."""
+
+    def check(is_producer: bool = True, num_blocks: int = 28, **more: Any) -> None:
+        transfer = SimpleNamespace(is_kv_producer=is_producer, kv_role="kv_consumer")
+        groups = [SimpleNamespace(kv_cache_spec=more.pop("spec", spec_of(residency)))]
         check_residency(
-            SimpleNamespace(kv_transfer_config=transfer),
-            SimpleNamespace(kv_cache_groups=groups, num_blocks=POOL),
-            CONFIG[residency],
+            SimpleNamespace(
+                kv_transfer_config=transfer,
+                model_config=SimpleNamespace(max_model_len=LONGEST),
+                scheduler_config=SimpleNamespace(max_num_batched_tokens=2 * TOKENS),
+            ),
+            SimpleNamespace(kv_cache_groups=groups, num_blocks=num_blocks),
+            replace(CONFIG[residency], **more),
         )
+
+    check()
+    for settings, words in (
+        ({"is_producer": False}, "with kv_role 'kv_consumer' .*set kv_role to 'kv_both'"),
+        ({"num_blocks": 27}, "holds up to 27 blocks .* the pool has 26"),
+        ({"adaptive_p": 0.9}, "leave out hotkv.sparse.adaptive_p"),
+        ({"spec": full_spec()}, "this one has FullAttentionSpec"),
+    ):
+        with pytest.raises(ConfigError, match=f"residency = '{residency}': .*{words}"):
+            check(**settings)
 
 
 def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
@@ -82,6 +103,16 @@ def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
         totals.check_memory(vllm_config, kv_config, config)
 
 
+def test_what_a_request_holds_on_the_device_follows_from_the_settings() -> None:
+    """A sink; a window of a block, two steps in flight and a block that they begin; hot slots for
+    two sets of six blocks."""
+    spec = spec_of("host")
+    assert (spec.whole_blocks, spec.hot_blocks) == (1 + (1 + 2 + 2) + 1, 2 * 6 + SPARE_SLOTS)
+    assert replace(spec, sparse_from_tokens=9 * TOKENS).whole_blocks == 9 + 1
+    assert [spec.device_blocks(blocks * TOKENS) for blocks in (7, 8)] == [7, 7 + spec.hot_blocks]
+    assert [spec.gap(blocks * TOKENS) for blocks in (7, 8)] == [range(0), range(1, 7)]
+
+
 def test_a_request_whose_stores_end_at_once_stays_within_the_bound() -> None:
     engine = ResidentEngine("host")
     engine.arrive(700, 40)
@@ -100,21 +131,3 @@ def test_hits_allocate_sinks_and_window() -> None:
     away = [at for at, one in enumerate(engine.manager.req_to_blocks[name]) if one.is_null]
     # The blocks that a lease leaves out are never allocated.
     assert away == [*engine.spec.gap(40 * TOKENS)]
-
-
-def test_a_lost_request_whose_preemption_raises_stays_in_a_queue(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = ResidentEngine("host")
-    name = engine.arrive(64, 40)
-    while not engine.running:
-        engine.step()
-
-    def raises(*_: Any, **more: Any) -> None:
-        raise TypeError("another version of vLLM")
-
-    monkeypatch.setattr(engine.scheduler, "_preempt_request", raises)
-    engine.manager.lost.add(name)
-    with pytest.raises(TypeError, match="another version"):
-        engine.device.leave_out(())
-    assert [one.request_id for one in engine.running] == [name]

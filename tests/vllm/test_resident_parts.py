@@ -53,12 +53,14 @@ def test_rows_keep_their_bytes_as_more_are_taken() -> None:
     assert not set(rows.tolist()) & set(others.tolist())
 
 
-@pytest.mark.parametrize("parts", [[3000, 64], [16] * 70, [1, 1024, 5000]])
-def test_as_many_rows_are_allocated_as_are_counted(parts: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("parts", "num_rows"), [([3000, 64], 4096), ([16] * 70, 2048), ([1, 1024, 7167], 8192)]
+)
+def test_as_many_rows_are_allocated_as_are_counted(parts: list[int], num_rows: int) -> None:
     kept = KeptRows(pool())
     for part in parts:
         kept.take(part)
-    assert len(kept.sources(0)[ROT].pool) == num_rows_for(sum(parts))
+    assert len(kept.sources(0)[ROT].pool) == num_rows_for(sum(parts)) == num_rows
 
 
 def test_sources_are_those_of_the_pool_also_after_it_was_calibrated() -> None:

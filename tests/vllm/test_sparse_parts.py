@@ -25,6 +25,7 @@ from hotkv_sparse.selection import exact_log_mass
 from hotkv_vllm import plugin
 from hotkv_vllm.compat import sparse_layers
 from hotkv_vllm.config import ConfigError, ConnectorConfig
+from hotkv_vllm.residency.cuda_backend import HotFlashBackend
 from hotkv_vllm.sparse.backend import HotAttentionBackend, HotAttentionImpl
 from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.counters import block_mass
@@ -388,6 +389,7 @@ def test_vllm_finds_the_plugin_and_our_attention_only_where_it_is_configured(
     plugin.register()
     backend: Any = registry.AttentionBackendEnum.CPU_ATTN.get_class()
     assert backend is HotAttentionBackend and backend.get_name() == "CPU_ATTN"
+    assert registry.AttentionBackendEnum.FLASH_ATTN.get_class() is HotFlashBackend
     for extra, expected in (
         ({}, CPUAttentionBackendImpl),
         ({"hotkv.sparse": {}}, HotAttentionImpl),
@@ -403,12 +405,11 @@ def test_vllm_finds_the_plugin_and_our_attention_only_where_it_is_configured(
 
 
 def test_the_plugin_leaves_others_alone_and_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = "somebody.else.Backend"
-    monkeypatch.setattr(
-        registry, "_ATTN_OVERRIDES", {registry.AttentionBackendEnum.CPU_ATTN: theirs}
-    )
+    backends = registry.AttentionBackendEnum
+    theirs = dict.fromkeys((backends.CPU_ATTN, backends.FLASH_ATTN), "somebody.else.Backend")
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", dict(theirs))
     plugin.register()
-    assert registry.AttentionBackendEnum.CPU_ATTN.get_path() == theirs
+    assert {one: one.get_path() for one in theirs} == theirs
     monkeypatch.setattr(sparse_layers, "override_cpu_attention", lambda path: 1 / 0)
     plugin.register()
 

@@ -126,13 +126,17 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     """),
     "DeviceConfig": _names("device"),
     "KVCacheSpec": _names("block_stride_alignment num_speculative_blocks"),
+    "ResidentSpec": _names("""
+        # Which blocks of a context stay on the device. Blocks with shared names have exact KV.
+        sink_blocks recent_tokens keeps_tokens hot_blocks sparse_from_tokens begins_whole
+    """),
     "LoRAConfig": _names(
         "max_lora_rank max_lora_cls_labels max_loras max_cpu_loras default_mm_loras "
         "specialize_active_lora fully_sharded_loras"
     ),
 }
-"""By name of a class of vLLM (a config class or KV cache spec, or a base class of it): the fields
-that do not change the bytes of KV."""
+"""By name of a class of vLLM (a config class or KV cache spec, or a base class of it) or of
+`ResidentSpec`: the fields that do not change the bytes of KV."""
 
 HARMLESS_ENVIRONMENT = _names("""
     # Build and packaging.

@@ -96,11 +96,8 @@ def _model_name(model: Any) -> str:
 
 
 def _parallel_shape(parallel: Any) -> str:
-    dcp_size = parallel.decode_context_parallel_size
-    # The interleave size decides which tokens of a block a rank has.
-    interleave = f",interleave={parallel.cp_kv_cache_interleave_size}" if dcp_size > 1 else ""
     shape = f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size}"
-    return f"{shape},dcp={dcp_size}{interleave}"
+    return f"{shape},dcp={parallel.decode_context_parallel_size}"
 
 
 def _hash_bytes(algorithm: str) -> int:

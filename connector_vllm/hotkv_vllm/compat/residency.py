@@ -595,13 +595,9 @@ class DevicePool:
         for request_id in [*self._manager.lost]:
             request = scheduler.requests.get(request_id)
             if request in scheduler.running:
+                # If this raises, the request is still in a queue. In no queue it would never end.
+                scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
                 scheduler.running.remove(request)
-                try:
-                    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-                except Exception:
-                    # A request in no queue would never end.
-                    scheduler.running.append(request)
-                    raise
 
     def was_preempted(self, request_id: str) -> bool:
         """Returns True if the request was preempted after vLLM planned its last step (by

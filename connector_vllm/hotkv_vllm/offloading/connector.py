@@ -61,14 +61,16 @@ class HotKVOffloadingConnector(OffloadingConnector):
             return
         is_scheduler = role is KVConnectorRole.SCHEDULER
         who = "scheduler" if is_scheduler else f"worker-{vllm_config.parallel_config.rank}"
-        edge = HookEdge(HookClock(who, str(transfer.engine_id)), HotKVStats().add)
+        tiers = self._tiers() if is_scheduler else []
+        stats = tiers[0].stats if tiers else HotKVStats()
+        edge = HookEdge(HookClock(who, str(transfer.engine_id)), stats.add)
         if not is_scheduler:
             assert self.connector_worker is not None
             offloading = self.connector_worker.spec.config
             self._door_worker = DoorWorker(
-                vllm_config, kv_cache_config, offloading, settings, edge, is_child
+                vllm_config, kv_cache_config, offloading, settings, edge, stats, is_child
             )
-        elif tiers := self._tiers():
+        elif tiers:
             self._door = door = DoorScheduler(
                 vllm_config, kv_cache_config, settings, tiers[0], edge
             )

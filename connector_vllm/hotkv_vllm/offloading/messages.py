@@ -75,33 +75,40 @@ class DoorReport(OffloadingWorkerMetadata):
     weights: by rank, the report about its weights.
     formats: by rank, its page format, if the scheduler has asked for it.
     timed_step: the number that the step's `DoorMetadata` had; 0 if the step is not timed.
+    hook_errors: number of exceptions in hotkv's hooks that were not reported before.
     """
 
     weights: dict[int, WeightsReport] = field(default_factory=dict)
     formats: dict[int, PageFormat] = field(default_factory=dict)
     timed_step: int = 0
+    hook_errors: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "DoorReport":
         """Returns the report that joins this report and another rank's. Changes neither report."""
         theirs = super().aggregate(other)
         joined = DoorReport(
-            weights=dict(self.weights), formats=dict(self.formats), timed_step=self.timed_step
+            weights=dict(self.weights),
+            formats=dict(self.formats),
+            timed_step=self.timed_step,
+            hook_errors=self.hook_errors,
         )
         if isinstance(other, DoorReport):
             joined.weights |= other.weights
             joined.formats |= other.formats
             joined.timed_step = max(joined.timed_step, other.timed_step)
+            joined.hook_errors += other.hook_errors
         return joined.beside(theirs)
 
     def beside(self, theirs: KVConnectorWorkerMetadata | None) -> "DoorReport":
         """Returns this report with the values of vLLM's own report (`theirs`) added."""
-        ours = {"weights": self.weights, "formats": self.formats, "timed_step": self.timed_step}
+        names = ("weights", "formats", "timed_step", "hook_errors")
+        ours = {name: getattr(self, name) for name in names}
         return DoorReport(**({} if theirs is None else _values(theirs)) | ours)
 
     @property
     def says_something(self) -> bool:
         """Returns True if hotkv's part of the report is not empty."""
-        return bool(self.weights or self.formats or self.timed_step)
+        return bool(self.weights or self.formats or self.timed_step or self.hook_errors)
 
 
 def _values(message: Any) -> dict[str, Any]:

@@ -419,6 +419,7 @@ class DoorScheduler:
         finished_loads: ids of the requests whose load has ended.
         """
         now_s = time.monotonic()
+        self._tier.stats.add("hook_errors", report.hook_errors)
         if self.wants_formats:
             self.connect(list(report.formats.values()))
         if self._space is None:

@@ -27,9 +27,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
     OffloadKey,
     OffloadPolicy,
     ReqContext,
@@ -49,6 +51,7 @@ from hotkv_proto.reports import Miss
 from hotkv_vllm import link, versions
 from hotkv_vllm.compat import checks, steps
 from hotkv_vllm.config import SPARSE, TRACING, ConfigError, ConnectorConfig
+from hotkv_vllm.counter_help import COUNTERS
 from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.link import CacheSession, logger
@@ -63,6 +66,9 @@ BY_CONNECTOR = "opened_by_connector"
 """Name of the setting by which `HotKVOffloadingConnector` tells the tier that the connector opens
 the session."""
 HANDLE = "primary"
+HOOK_ERRORS = "vllm:hotkv_offloading_hook_errors"
+"""Name of the metric. It differs from the metric of `HotKVConnector`, because both connectors may
+be in one MultiConnector, and vLLM registers a name only once."""
 PROBE_AGAIN_S = 0.25
 """After this time, seconds, the block table is probed again for a request's chunks. The result of a
 probe is only a hint: the lease that a load acquires decides."""
@@ -631,6 +637,22 @@ class HotKVTier(SecondaryTierManager):
             region, self._region = self._region, None
             if region is not None:
                 region.close()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
+        """Returns the definition of the counter that `get_stats` counts."""
+        return {HOOK_ERRORS: OffloadingCounterMetadata(COUNTERS["hook_errors"])}
+
+    @hook(nothing, of="tier")
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Returns how many exceptions of hotkv's hooks were counted since the last call; None if
+        there were none."""
+        count = self.stats.data.pop("hook_errors", 0)
+        if not count:
+            return None
+        stats = OffloadingConnectorStats()
+        stats.increase_counter(HOOK_ERRORS, count)
+        return stats
 
     # ---------------------------------------------------------------------------------------- names
 

@@ -15,6 +15,7 @@ from hotkv_vllm.identity.rekeying import RankWeights
 from hotkv_vllm.identity.weights_watch import watch_callers
 from hotkv_vllm.offloading.key_space import rank_factors
 from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
+from hotkv_vllm.stats import HotKVStats
 
 
 class DoorWorker:
@@ -22,7 +23,7 @@ class DoorWorker:
     whether its weights have changed.
 
     offloading_config: vLLM's `OffloadingConfig`.
-    edge: records the time and the exceptions of the hooks.
+    edge: records the time and the exceptions of the hooks, and counts the exceptions in `stats`.
     is_child: True if the connector is in a MultiConnector.
     """
 
@@ -33,6 +34,7 @@ class DoorWorker:
         offloading_config: Any,
         config: ConnectorConfig,
         edge: HookEdge,
+        stats: HotKVStats,
         is_child: bool,
     ) -> None:
         self.edge = edge
@@ -40,6 +42,7 @@ class DoorWorker:
         self._kv_cache_config = kv_cache_config
         self._offloading_config = offloading_config
         self._config = config
+        self._stats = stats
         self._is_child = is_child
         self._rank = int(vllm_config.parallel_config.rank)
         self._weights: RankWeights | None = None
@@ -93,8 +96,8 @@ class DoorWorker:
 
     @hook(lambda *_: DoorReport(), of="door")
     def report(self, meta: DoorMetadata | None) -> DoorReport:
-        """Returns the rank's report about a step: a report about its weights if there is one, and
-        its page format if the scheduler asks for it.
+        """Returns the rank's report about a step: a report about its weights if there is one, its
+        page format if the scheduler asks for it, and the number of its hooks' exceptions.
 
         meta: the step's message from the scheduler.
         """
@@ -104,4 +107,5 @@ class DoorWorker:
             report.timed_step = meta.timed_step
             if meta.wants_formats:
                 report.formats = {self._rank: self._format}
+        report.hook_errors = self._stats.data.pop("hook_errors", 0)
         return report

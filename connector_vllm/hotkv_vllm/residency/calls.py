@@ -13,7 +13,6 @@ Always true:
 
 from collections import deque
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
@@ -117,7 +116,7 @@ class ResidencyCalls:
         wants more."""
         if one.opening is not None and one.opening.done():
             opening, one.opening = one.opening, None
-            error: Any = "cancelled" if opening.cancelled() else opening.exception()
+            error = opening.exception()
             if error is None:
                 self._opened(one, opening.result())
             else:
@@ -130,7 +129,7 @@ class ResidencyCalls:
         elif may_ask and one.wanted > one.room and self.can_grow:
             self._ask_room(one, one.wanted)
 
-    def _was_refused(self, one: Resident, why: Any, now_s: float) -> None:
+    def _was_refused(self, one: Resident, why: BaseException, now_s: float) -> None:
         if self.is_open(one) and not one.is_held:
             # The request has asked ahead of its need, and has room for its next blocks.
             return
@@ -176,11 +175,7 @@ class ResidencyCalls:
         known: the old offsets of the known blocks in the arena.
         done: the resolved future of the call that pins these blocks again.
         """
-        is_same = (
-            not done.cancelled()
-            and done.exception() is None
-            and np.array_equal(done.result().offsets, known)
-        )
+        is_same = done.exception() is None and np.array_equal(done.result().offsets, known)
         self._compared.append((request_id, opened, is_same))
 
     def take_compared(self) -> list[tuple[str, ResidencyOpened, bool]]:
@@ -213,15 +208,12 @@ class ResidencyCalls:
         if one.asked is None or not one.asked[0].done():
             return
         (answer, blocks), one.asked = one.asked, None
-        error = None if answer.cancelled() else answer.exception()
+        error = answer.exception()
         if isinstance(error, HotKVError) and error.reason is Reason.UNKNOWN_RESIDENCY:
             # The server has closed the residency by itself. `renew` opens it again, and compares
             # the offsets of the kept blocks.
             one.stream = CLOSED
-        if answer.cancelled() or error is not None or blocks.start != one.kept:
-            return
-        found = answer.result()
-        if len(found.offsets) != len(blocks):
+        if error is not None or len((found := answer.result()).offsets) != len(blocks):
             return
         # A session that is closed by now has no arena. The blocks are then asked for again.
         arena = self._session.arena()

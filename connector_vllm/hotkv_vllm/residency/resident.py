@@ -70,6 +70,8 @@ class Resident:
     Waiting and losses:
     waited_s: number of seconds for which the server has made no progress for the request: it
         neither reserved room nor pinned a block. Counted until `seen_s`, the time of the last step.
+    was_whole: True if all blocks of the request could stay on the device in the last step. When
+        they no longer can, `waited_s` begins anew.
     is_lost: True from the time the server has lost blocks of the request until this state is reset,
         because vLLM computes the request anew.
     has_failed: True once vLLM was made to end the request with an error.
@@ -107,6 +109,7 @@ class Resident:
     private_from: int = ENDLESS
     seen_s: float = 0.0
     waited_s: float = 0.0
+    was_whole: bool = False
     is_lost: bool = False
     has_failed: bool = False
     num_losses: int = 0

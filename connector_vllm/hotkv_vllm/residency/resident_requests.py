@@ -273,7 +273,6 @@ class ResidentRequests:
                     reliefs[request_id] = relief
         for request_id in to_move(demand, reliefs):
             self._pool.move(request_id)
-            self._residents[request_id].waited_s = 0.0
             self._stats.add("moved_residencies")
 
     def _park(self, now_s: float) -> str | None:
@@ -326,9 +325,12 @@ class ResidentRequests:
         become inexact (`distrust`).
 
         If stores of such blocks were planned already, all blocks of the request are stored anew. If
-        the device may not have all of these blocks, the request is computed anew instead.
+        the device may not have all of these blocks, the request is computed anew instead. Does
+        nothing for a request without blocks on the device: it has nothing inexact.
         """
         one = self._residents[request_id]
+        if not self._pool.has_blocks(request_id):
+            return
         if one.state.store.stored_blocks[0] > one.kept:
             if not self._pool.stays_whole(one.state.request):
                 self._pool.lose(request_id)
@@ -465,7 +467,10 @@ class ResidentRequests:
             one.waited_s += passed_s
         if self._pool.stays_whole(one.state.request):
             # The request needs no room in the server yet.
+            one.was_whole = True
             return
+        if one.was_whole:
+            one.was_whole, one.waited_s = False, 0.0
         if one.refusal is not None:
             self._fail(one, f"the KV cache server has no room for it: {one.refusal.message}")
         elif one.waited_s >= self._timeout_s:

@@ -21,7 +21,7 @@ class TorchDevice(CupyDevice):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        super().__init__(device.index or 0, torch.cuda.current_stream(device).cuda_stream)
+        super().__init__(device.index, torch.cuda.current_stream(device).cuda_stream)
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
         """Allocates a zeroed array on the device (see `Device`)."""

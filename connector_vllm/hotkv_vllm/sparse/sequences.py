@@ -297,7 +297,7 @@ class SparseSequences:
                 continue
             del self._awaited[request_id]
             answers, one.answers = one.answers, []
-            if any(answer.cancelled() or answer.exception() is not None for answer in answers):
+            if any(answer.exception() is not None for answer in answers):
                 self._delete(one)
                 one.ids = ()
 
