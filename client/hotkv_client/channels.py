@@ -7,6 +7,7 @@ an operator why a call got no answer.
 """
 
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -27,6 +28,7 @@ OPTIONS = (
 )
 USER_SOCKET, ADMIN_SOCKET = "grpc.sock", "admin.sock"
 LOOPBACK = ("127.", "localhost", "[::1]", "::1")
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -100,6 +102,15 @@ def metadata(target: str, credentials: Credentials) -> Metadata:
             ),
         )
     return (("authorization", f"Bearer {token}"),)
+
+
+def ask(channel: grpc.Channel, timeout_s: float) -> Any:
+    """Asks whether a server answers, as soon as the channel is connected. Returns gRPC's future of
+    the call. Its code is DEADLINE_EXCEEDED if no server answers within `timeout_s`.
+
+    `grpc.channel_ready_future` is not used: its thread raises if the channel is closed too soon.
+    """
+    return channel.unary_unary(HEALTH_CHECK).future(b"", timeout=timeout_s, wait_for_ready=True)
 
 
 def _read(field: str, path: str) -> bytes | None:
