@@ -539,8 +539,8 @@ class Session:
         store in flight has no word of the fence (page through which stores are revoked): such a
         store can't be revoked, and only `close` ends it.
         """
-        if self._life.fence is not None:
-            self._life.fence.revoke_all()
+        if (fence := self._life.fence) is not None:
+            fence.revoke_all()
         connection = self._connection
         if connection is not None and connection.has_unrevocable_store():
             raise SessionLostError("a store is under way that has no word of the fence")
@@ -581,8 +581,8 @@ class Session:
         except Exception as error:  # noqa: BLE001 The edge of calls: arguments that make no message.
             why_not = HotKVError(Reason.INVALID_FIELD, f"{type(error).__name__}: {error}")
         if why_not is not None:
-            if self._life.fence is not None:
-                self._life.fence.give_back(fence_index)
+            if (fence := self._life.fence) is not None:
+                fence.give_back(fence_index)
             future.set_exception(why_not)
         return future
 

@@ -6,6 +6,7 @@ padding, P parts, R runs of 16 tokens, S scored blocks, N bytes of a block and h
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,15 @@ F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 I8 = npt.NDArray[np.int8]
 I32 = npt.NDArray[np.int32]
+
+
+def as_stored(values: F32, dtype: str) -> tuple[F32, npt.NDArray[Any]]:
+    """Rounds numbers to a float type. Returns them as float32, and as memory holds them."""
+    if dtype != "bfloat16":
+        held = values.astype(dtype)
+        return held.astype(np.float32), held
+    words = values.view(np.uint32) + np.uint32(0x8000) & np.uint32(0xFFFF0000)
+    return words.view(np.float32), (words >> np.uint32(16)).astype(np.uint16)
 
 
 def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:

@@ -14,13 +14,14 @@ from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.representations import build
 from hotkv_sparse.scores import prepare, score
-from tests.oracles.sparse import approximate_keys, unpack_tokens
+from tests.oracles.sparse import approximate_keys, as_stored, unpack_tokens
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
 from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, make_case
 
 pytestmark = [needs_compiler, pytest.mark.long]
 quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 LAYOUTS = ("NHD", "HND", "pairs")
+BF16_NAN = 0x7FC0
 
 
 def paged(
@@ -29,20 +30,16 @@ def paged(
     """Returns the keys in an engine's cache, at the pages `order`, beside values of NaN; and the
     keys as the cache holds them, float32."""
     block_tokens, kv_heads, head_size = keys_BTHD.shape[1:]
-    kind = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}[dtype]
-    held = keys_BTHD.astype(kind)
-    if dtype == "bfloat16":
-        held = ((held.view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32)
-    axes = (0, 2, 1, 3) if layout == "HND" else (0, 1, 2, 3)
-    body = held.transpose(axes)
-    cache = np.full((int(order.max(initial=0)) + 1, 2, *body.shape[1:]), np.nan, kind)
+    held, stored = as_stored(keys_BTHD, dtype)
+    body = stored.transpose((0, 2, 1, 3) if layout == "HND" else (0, 1, 2, 3))
+    shape = (int(order.max(initial=0)) + 1, 2, *body.shape[1:])
+    cache = np.full(shape, BF16_NAN if dtype == "bfloat16" else np.nan, stored.dtype)
     cache[order, 0] = body
     if layout != "pairs":
         cache = np.ascontiguousarray(cache.swapaxes(0, 1))
-    data = (cache.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else cache
     page, inner = body[0].size * (2 if layout == "pairs" else 1), (kv_heads * head_size, head_size)
     token, head = (head_size, block_tokens * head_size) if layout == "HND" else inner
-    return Pages(data, dtype, page, token, head), held.astype(np.float32)
+    return Pages(cache, dtype, page, token, head), held
 
 
 def built(

@@ -309,6 +309,10 @@ def target(tmp_path: Path) -> Iterator[str]:
     yield f"unix:{tmp_path}/grpc.sock"
 
 
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
 def masks_by(number: int) -> bytes:
     packed: bytes = answer("lookup", number, is_filled=False).SerializeToString()
     return packed
@@ -428,7 +432,8 @@ def test_notices_that_come_before_the_memory_is_registered_are_heard(target: str
     with OddServer(target, says):
         session.start()
         assert is_draining.wait(60)
-    session.close()
+        session.close()
+        assert "hotkv-session-worker" not in threads()
     assert states[:2] == [LinkState.CONNECTED, LinkState.DRAINING]
 
 
@@ -465,7 +470,7 @@ def test_a_session_can_be_closed_while_it_looks_for_a_server(
             if not number:
                 hangs.accept()
             session.close()
-            assert "hotkv-session-tool" not in {thread.name for thread in threading.enumerate()}
+            assert "hotkv-session-tool" not in threads()
     assert not failed
 
 
