@@ -157,7 +157,6 @@ FILES = {
     "image": '[{"role": "user", "content": [{"type": "image_url"}]}]',
     "trace": '{"timestamp": 1, "hash_ids": [1, 2]}\n',
     "bytes": "\xff\xfe",
-    "groups": '{"format": "hotkv-blocks-1", "key_space": {"groups": [5]}}',
     "vast": '{"format": "hotkv-blocks-1", "key_space": {"groups": []}}\n{"group_index": 1e400}',
 }
 """Files for the typing errors."""
@@ -183,9 +182,7 @@ SLIPS = [
     ("ping --timeout-s soon", "'soon': give 0.001"),
     ("record trace --seconds -5", "'-5': give 0 to 10,000,000 seconds"),
     ("export hot --gib inf", "'inf': give 0 to 1,000,000,000 GiB"),
-    ("import bytes", "bytes:1: this is no file of `hotkv export`"),
     ("import bytes --wait nan", "'nan': give 0 to 60 seconds"),
-    ("import groups", "groups:1: this is no file of `hotkv export`"),
     ("import vast", "vast:2: group_index and hashes"),
     ("prefetch --prompts bytes --like bytes", "bytes:1: this is no file of `hotkv export`"),
     ("drain --timeout inf", "'inf': give 0"),
