@@ -166,13 +166,16 @@ def test_many_victims_are_the_coldest_in_their_order() -> None:
 
 
 def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
-    hot = HotSet(6, 0)
-    copied = hot.extend(Span(1, 4, 6), 6).swap_out
+    hot = HotSet(6, 1)
+    copied = hot.extend(Span(2, 5, 7), 7, 1).swap_out
+    hot.finish_prefetch(hot.begin_prefetch(np.zeros(1, np.int32)).slots, True)
     assert hot.resize(4).tolist() == [], "no block has a copy in host memory"
+    assert not len(hot.adopt().blocks) and hot.map().blocks.tolist() == [1, 2, 3, 4, 5, 6]
     hot.swapped_out(copied, True)
-    growth = hot.extend(Span(1, 5, 7), 7)
-    assert growth.new.blocks.tolist() == [6] and growth.new.victims.tolist() == [1, 2, 3]
-    assert hot.map().blocks.tolist() == [0, 4, 5, 6]
+    growth = hot.extend(Span(2, 6, 8), 8)
+    assert growth.new.blocks.tolist() == [7] and growth.new.victims.tolist() == [2, 3, 4]
+    assert hot.map().blocks.tolist() == [1, 5, 6, 7]
+    hot.check_invariants()
 
 
 def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:
