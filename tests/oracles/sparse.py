@@ -141,17 +141,6 @@ def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
     return Tokens(levels.reshape(*lead, num_tokens, channels), sigma.reshape(*lead, num_tokens))
 
 
-def unpack_parts(name: str, packed: U8, head_size: int) -> tuple[F32, npt.NDArray[np.bool_]]:
-    """Returns parts float32 [B, H, P, D] of a summary format's bytes uint8 [B, H, N], and bool [B,
-    H]: True if the block has tokens."""
-    form = formats.format_named(name)
-    lead, channels = packed.shape[:-1], formats.padded_channels(form, head_size)
-    codes = packed[..., : form.parts * channels].reshape(*lead, form.parts, channels)
-    scale = np.ascontiguousarray(packed[..., form.parts * channels :]).view(np.float32)
-    steps = codes[..., :head_size].astype(np.float32) - 128.0
-    return steps * np.maximum(scale, 0.0)[..., None], scale[..., 0] >= 0.0
-
-
 def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
     """Returns the rotated keys as a token format holds them: float32 [B, H, R * 16, D]."""
     tokens = unpack_tokens(name, packed, head_size)
