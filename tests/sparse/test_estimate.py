@@ -229,6 +229,7 @@ def test_a_config_of_qwen_is_read(tmp_path: Path) -> None:
         ({"num_local_experts": 8}, "config.num_local_experts"),
         ({"sliding_window": 4096}, "config.sliding_window"),
         ({"layer_types": ["sliding_attention"]}, "config.layer_types"),
+        ({"layer_types": [[]]}, "config.layer_types"),
         ({"text_config": 3}, "config.text_config"),
     ],
 )
