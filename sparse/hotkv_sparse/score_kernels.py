@@ -719,7 +719,8 @@ def page_log_mass(
         for kv_head in range(pages.shape[1]):
             head, end = kv_head * group, (kv_head + 1) * group
             while head < end:
-                heads = 4 if head + 3 < end else 1
+                has_four = head + 4 <= end
+                heads = 4 if has_four else 1
                 _key_scores(
                     kind, pair, heads, block + kv_head * pages.strides[1] + place,
                     head_size // pair, run * pair * value_bytes,

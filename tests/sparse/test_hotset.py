@@ -19,7 +19,7 @@ class Machine(RuleBasedStateMachine):
     """`content` is the slots' content, written when the engine or the prefetcher would write it."""
 
     @initialize(
-        capacity=st.integers(4, 14),
+        capacity=st.integers(1, 14),
         spare=st.integers(0, 4),
         policy=st.sampled_from(["lru", "none"]),
         num_host=st.integers(0, 30),
@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
         assert (old.blocks.tolist(), old.slots.tolist()) == copy
         assert (moves.blocks.tolist(), moves.victims.tolist()) == self.model.adopt()
 
-    @rule(capacity=st.integers(4, 16))
+    @rule(capacity=st.integers(1, 16))
     def resize(self, capacity: int) -> None:
         victims = self.hot.resize(capacity).tolist()
         assert victims == self.model.resize(capacity)
