@@ -122,12 +122,6 @@ class Session:
         return self._life.opened.epoch
 
     @property
-    def protocol_version(self) -> int:
-        """Returns the protocol version of the session; 0 without a connection."""
-        connection = self._connection
-        return connection.opened.protocol_version if connection is not None else 0
-
-    @property
     def wants_token_ids(self) -> bool:
         """Returns True if the server to which the session connected last publishes events. Events
         contain tokens, so stores then need `BlockRun.token_ids`.
