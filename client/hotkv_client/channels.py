@@ -120,7 +120,8 @@ def ask(channel: grpc.Channel, timeout_s: float) -> Any:
 
     `grpc.channel_ready_future` is not used: its thread raises if the channel is closed too soon.
     """
-    return channel.unary_unary(HEALTH_CHECK).future(b"", timeout=timeout_s, wait_for_ready=True)
+    check: Any = channel.unary_unary(HEALTH_CHECK)
+    return check.future(b"", timeout=timeout_s, wait_for_ready=True)
 
 
 def _read(field: str, path: str) -> bytes | None:

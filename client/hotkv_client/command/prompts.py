@@ -107,12 +107,13 @@ def _request(path: Path) -> Mapping[str, Any]:
     found = _json(text, str(path))
     if isinstance(found, list):
         found = {"messages": found}
-    messages = found.get("messages", []) if isinstance(found, dict) else None
-    if not isinstance(messages, list) or not ("messages" in found or "prompt" in found):
+    request: dict[str, Any] = found if isinstance(found, dict) else {}
+    messages = request.get("messages", [])
+    if not isinstance(messages, list) or not ("messages" in request or "prompt" in request):
         raise ValueError(
             f"{path}: no chat: give a request with messages or prompt, a list of messages, or text"
         )
-    if found.get("cache_salt"):
+    if request.get("cache_salt"):
         raise ValueError(f"{path}: cache_salt changes the hashes of its blocks; {_ASK_HASHES}")
     for message in messages:
         parts = message.get("content") if isinstance(message, dict) else None
@@ -123,7 +124,7 @@ def _request(path: Path) -> Mapping[str, Any]:
                     f"{path}: the content of a part of type {kind} is in the hashes of its blocks; "
                     f"{_ASK_HASHES}"
                 )
-    return found
+    return request
 
 
 _ASK_HASHES = "explain can't compute them from tokens: give block hashes, or --session"
