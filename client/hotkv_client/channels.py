@@ -6,7 +6,10 @@ metadata of calls; without TLS it is sent only to a loopback address. `why_unans
 an operator why a call got no answer.
 """
 
+import contextlib
+import ipaddress
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -26,7 +29,7 @@ OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 USER_SOCKET, ADMIN_SOCKET = "grpc.sock", "admin.sock"
-LOOPBACK = ("127.", "localhost", "[::1]", "::1")
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -41,6 +44,15 @@ def admin_target(target: str) -> str:
     if is_unix(target) and target.endswith(f"/{USER_SOCKET}"):
         return target.removesuffix(USER_SOCKET) + ADMIN_SOCKET
     return target
+
+
+def _is_loopback(target: str) -> bool:
+    """Returns whether the target is this machine: `localhost` or an address of its loopback, with
+    or without a port. Other names are not resolved, whatever they begin with."""
+    for host in (target, target.rpartition(":")[0]):
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return target.partition(":")[0] == "localhost"
 
 
 def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
@@ -81,7 +93,7 @@ def metadata(target: str, credentials: Credentials) -> Metadata:
         return ()
     if not (
         credentials.tls_ca or credentials.tls_server_name or credentials.tls_certificate
-    ) and not target.startswith(LOOPBACK):
+    ) and not _is_loopback(target):
         raise HotKVError(
             Reason.INVALID_FIELD,
             (
@@ -100,6 +112,16 @@ def metadata(target: str, credentials: Credentials) -> Metadata:
             ),
         )
     return (("authorization", f"Bearer {token}"),)
+
+
+def ask(channel: grpc.Channel, timeout_s: float) -> Any:
+    """Asks whether a server answers, as soon as the channel is connected. Returns gRPC's future of
+    the call. Its code is DEADLINE_EXCEEDED if no server answers within `timeout_s`.
+
+    `grpc.channel_ready_future` is not used: its thread raises if the channel is closed too soon.
+    """
+    check: Any = channel.unary_unary(HEALTH_CHECK)
+    return check.future(b"", timeout=timeout_s, wait_for_ready=True)
 
 
 def _read(field: str, path: str) -> bytes | None:

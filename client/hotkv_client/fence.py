@@ -140,9 +140,8 @@ class SharedFence:
 
     def give_back(self, index: int) -> None:
         """Records on the page that the session does not wait for an answer to the store of this
-        word any more: the server has answered, or is dead. Ignores index 0."""
-        if index:
-            self._words[SHARED_WORDS + index] = 0
+        word any more: the server has answered, or is dead."""
+        self._words[SHARED_WORDS + index] = 0
 
 
 class Revocations:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import grpc
 
+from hotkv_client import channels
 from hotkv_client.connection import Connection
 from hotkv_client.fence import Fence, SharedFence
 from hotkv_client.link import descriptor_socket, fetch_ticket
@@ -44,7 +45,7 @@ class SessionLife:
         self.state = LinkState.ABSENT
         self._is_opening = False
         self._changed = threading.Condition()
-        self._awaited: grpc.Future[None] | None = None
+        self._awaited: grpc.Future[bytes] | None = None
         self._closed = threading.Event()
         self.thread = threading.Thread(
             target=self._run, name=f"hotkv-session-{config.role.name.lower()}", daemon=True
@@ -116,10 +117,10 @@ class SessionLife:
         connection = Connection(config, self.memory, self.fence)
         try:
             try:
-                self._await_server(connection.channel)
+                has_answered = self._await_server(connection.channel)
             except grpc.FutureCancelledError:
                 return "closed"
-            except grpc.FutureTimeoutError:
+            if not has_answered:
                 return (
                     f"no server answers at {config.target}, or it and this client do not accept "
                     "each other's TLS certificates"
@@ -145,20 +146,21 @@ class SessionLife:
         finally:
             self._lose(connection)
 
-    def _await_server(self, channel: grpc.Channel) -> None:
-        """Blocks until a server answers.
+    def _await_server(self, channel: grpc.Channel) -> bool:
+        """Blocks until a server answers, at most `connect_timeout_s`. Returns whether one answers.
 
-        Raises grpc.FutureTimeoutError if no server answers within `connect_timeout_s`,
-        grpc.FutureCancelledError after `close`.
+        Raises grpc.FutureCancelledError after `close`.
         """
-        ready = grpc.channel_ready_future(channel)
+        asked = channels.ask(channel, self._config.connect_timeout_s)
         with self._changed:
-            self._awaited = ready
+            self._awaited = asked
         # `close` sets `_closed` before it reads `_awaited`: one of the two cancels the future.
         if self._closed.is_set():
-            ready.cancel()
+            asked.cancel()
         try:
-            ready.result(self._config.connect_timeout_s)
+            # A refusal is an answer, too.
+            asked.exception()
+            return asked.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         finally:
             with self._changed:
                 self._awaited = None

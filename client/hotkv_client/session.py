@@ -122,12 +122,6 @@ class Session:
         return self._life.opened.epoch
 
     @property
-    def protocol_version(self) -> int:
-        """Returns the protocol version of the session; 0 without a connection."""
-        connection = self._connection
-        return connection.opened.protocol_version if connection is not None else 0
-
-    @property
     def wants_token_ids(self) -> bool:
         """Returns True if the server to which the session connected last publishes events. Events
         contain tokens, so stores then need `BlockRun.token_ids`.
@@ -539,8 +533,8 @@ class Session:
         store in flight has no word of the fence (page through which stores are revoked): such a
         store can't be revoked, and only `close` ends it.
         """
-        if self._life.fence is not None:
-            self._life.fence.revoke_all()
+        if (fence := self._life.fence) is not None:
+            fence.revoke_all()
         connection = self._connection
         if connection is not None and connection.has_unrevocable_store():
             raise SessionLostError("a store is under way that has no word of the fence")
@@ -581,8 +575,8 @@ class Session:
         except Exception as error:  # noqa: BLE001 The edge of calls: arguments that make no message.
             why_not = HotKVError(Reason.INVALID_FIELD, f"{type(error).__name__}: {error}")
         if why_not is not None:
-            if self._life.fence is not None:
-                self._life.fence.give_back(fence_index)
+            if (fence := self._life.fence) is not None:
+                fence.give_back(fence_index)
             future.set_exception(why_not)
         return future
 

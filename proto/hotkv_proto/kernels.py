@@ -413,7 +413,7 @@ def copy_blocks(
 
     Runs that are adjacent on both sides are copied together.
     """
-    dst, src, count = np.int64(0), np.int64(0), np.int64(0)
+    dst = src = count = np.int64(0)
     for i in range(block_ids.shape[0]):
         for run in range(bases.shape[0]):
             engine, slot = (

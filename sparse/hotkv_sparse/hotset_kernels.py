@@ -373,7 +373,8 @@ def hot_adopt(
     )
     for i in range(num_victims):
         _release(slot_of[victims[i]], state, block_of, slot_of)
-    num_kept = num_ready - max(excess - num_victims, 0)
+    # After `resize` the map may be larger than the capacity, by more than the ready slots.
+    num_kept = max(min(num_ready, num_ready - excess + num_victims), 0)
     for i in range(num_kept):
         slot = moves[1, i]
         moves[0, i], state[slot], used_at[slot] = block_of[slot], _MAPPED, clock

@@ -717,9 +717,10 @@ def page_log_mass(
         block = pages.ctypes.data + np.int64(rows[number * 16 // block_tokens]) * pages.strides[0]
         place = (token // run * run * head_size + token % run * pair) * value_bytes
         for kv_head in range(pages.shape[1]):
-            head = kv_head * group
-            while head < kv_head * group + group:
-                heads = 4 if head + 4 <= kv_head * group + group else 1
+            head, end = kv_head * group, (kv_head + 1) * group
+            while head < end:
+                has_four = head + 4 <= end
+                heads = 4 if has_four else 1
                 _key_scores(
                     kind, pair, heads, block + kv_head * pages.strides[1] + place,
                     head_size // pair, run * pair * value_bytes,

@@ -30,7 +30,7 @@ from hotkv_sparse.hotset import HotSet
 from hotkv_sparse.representations import build
 from hotkv_sparse.scores import prepare, score
 from hotkv_sparse.selection import Selection, Source, exact_log_mass, select_layer, span
-from tests.oracles.sparse import unpack_tokens
+from tests.oracles.sparse import as_stored, unpack_tokens
 
 pytestmark = pytest.mark.gpu
 NAMES = ("rot2u", "rot3u")
@@ -80,19 +80,20 @@ def packed_rows(device: CupyDevice, index: Index) -> np.ndarray:
 
 @pytest.mark.parametrize("head_size", [40, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_builds_what_the_reference_builds(
     device: CupyDevice, name: str, head_size: int, dtype: str
 ) -> None:
-    keys = random_keys(head_size, 9, 20, head_size).astype(dtype)
+    keys, stored = as_stored(random_keys(head_size, 9, 20, head_size), dtype)
     counts = np.array([20, 20, 0, 7, 16, 20, 17, 1, 20], np.int32)
     index = Index(device, IndexShape(name, HEADS, head_size, 20), 9)
-    pages = Pages(upload(device, keys), dtype, 20 * HEADS * head_size, HEADS * head_size, head_size)
+    strides = 20 * HEADS * head_size, HEADS * head_size, head_size
+    pages = Pages(upload(device, stored), dtype, *strides)
     order = np.arange(9, dtype=np.int32)
     index.build(
         pages, upload(device, order), upload(device, order[::-1].copy()), 9, upload(device, counts)
     )
-    want = unpack_tokens(name, build(name, keys.astype(np.float32), None, counts), head_size)
+    want = unpack_tokens(name, build(name, keys, None, counts), head_size)
     have = unpack_tokens(name, packed_rows(device, index)[::-1], head_size)
     same = want.levels[..., :head_size] == have.levels[..., :head_size]
     assert same.mean() > 0.999 and np.array_equal(want.sigma < 0, have.sigma < 0)

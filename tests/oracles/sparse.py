@@ -6,6 +6,7 @@ padding, P parts, R runs of 16 tokens, S scored blocks, N bytes of a block and h
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,15 @@ F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 I8 = npt.NDArray[np.int8]
 I32 = npt.NDArray[np.int32]
+
+
+def as_stored(values: F32, dtype: str) -> tuple[F32, npt.NDArray[Any]]:
+    """Rounds numbers to a float type. Returns them as float32, and as memory holds them."""
+    if dtype != "bfloat16":
+        held = values.astype(dtype)
+        return held.astype(np.float32), held
+    words = values.view(np.uint32) + np.uint32(0x8000) & np.uint32(0xFFFF0000)
+    return words.view(np.float32), (words >> np.uint32(16)).astype(np.uint16)
 
 
 def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
@@ -129,17 +139,6 @@ def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
     levels = np.array(form.levels, np.int8)[codes]
     num_tokens = num_runs * RUN_TOKENS
     return Tokens(levels.reshape(*lead, num_tokens, channels), sigma.reshape(*lead, num_tokens))
-
-
-def unpack_parts(name: str, packed: U8, head_size: int) -> tuple[F32, npt.NDArray[np.bool_]]:
-    """Returns parts float32 [B, H, P, D] of a summary format's bytes uint8 [B, H, N], and bool [B,
-    H]: True if the block has tokens."""
-    form = formats.format_named(name)
-    lead, channels = packed.shape[:-1], formats.padded_channels(form, head_size)
-    codes = packed[..., : form.parts * channels].reshape(*lead, form.parts, channels)
-    scale = np.ascontiguousarray(packed[..., form.parts * channels :]).view(np.float32)
-    steps = codes[..., :head_size].astype(np.float32) - 128.0
-    return steps * np.maximum(scale, 0.0)[..., None], scale[..., 0] >= 0.0
 
 
 def approximate_keys(name: str, packed: U8, head_size: int) -> F32:

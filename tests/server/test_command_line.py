@@ -152,10 +152,12 @@ FILES = {
     "text": "Why?",
     "none": "{}",
     "cut": "{",
+    "number": '{"messages": 5}',
     "salted": '{"prompt": "a", "cache_salt": "s"}',
     "image": '[{"role": "user", "content": [{"type": "image_url"}]}]',
     "trace": '{"timestamp": 1, "hash_ids": [1, 2]}\n',
     "bytes": "\xff\xfe",
+    "vast": '{"format": "hotkv-blocks-1", "key_space": {"groups": []}}\n{"group_index": 1e400}',
 }
 """Files for the typing errors."""
 ENGINE, WHOLE = "--engine http://127.0.0.1:9", "--bytes-per-token 1 --prefill-tokens-per-s 1"
@@ -180,8 +182,8 @@ SLIPS = [
     ("ping --timeout-s soon", "'soon': give 0.001"),
     ("record trace --seconds -5", "'-5': give 0 to 10,000,000 seconds"),
     ("export hot --gib inf", "'inf': give 0 to 1,000,000,000 GiB"),
-    ("import bytes", "bytes:1: this is no file of `hotkv export`"),
     ("import bytes --wait nan", "'nan': give 0 to 60 seconds"),
+    ("import vast", "vast:2: group_index and hashes"),
     ("prefetch --prompts bytes --like bytes", "bytes:1: this is no file of `hotkv export`"),
     ("drain --timeout inf", "'inf': give 0"),
     ("top --interval 0", "--interval 0: give 0.1"),
@@ -196,8 +198,10 @@ SLIPS = [
     ("explain --chat text --engine b 12", "give one of a prompt, --session and --chat"),
     ("explain --chat text --engine file:///etc", "give a URL"),
     (f"explain --chat text {ENGINE}", "--engine names a vLLM"),
+    ("explain --chat text --engine 'http://a:9 b'", "--engine names a vLLM"),
     (f"explain --chat /nowhere {ENGINE}", "/nowhere"),
     (f"explain --chat none {ENGINE}", "no chat: give a request with messages or prompt"),
+    (f"explain --chat number {ENGINE}", "no chat: give a request with messages or prompt"),
     (f"explain --chat cut {ENGINE}", "not JSON"),
     (f"explain --chat salted {ENGINE}", "cache_salt changes the hashes"),
     (f"explain --chat image {ENGINE}", "a part of type image_url is in the hashes"),

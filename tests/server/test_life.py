@@ -21,16 +21,12 @@ from hotkv_client import (
     GroupHashes,
     LinkState,
     LoadRun,
-    Role,
-    Session,
-    SessionConfig,
     TransferResult,
     TransferStatus,
 )
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError, SessionLostError
-from tests.server.nodes import SPACE
 from tests.server.places import load as load_blocks
 from tests.server.places import store as store_blocks
 from tests.server.support import block_ids, hashes
@@ -62,15 +58,6 @@ def mapped_engine_memory(pid: int) -> int:
     return sum(
         "hotkv-engine" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
     )
-
-
-def test_a_session_that_waits_for_a_server_ends_when_it_is_closed(tmp_path: Path) -> None:
-    target = f"unix:{tmp_path}/none.sock"
-    session = Session(SessionConfig(target, "e", Role.SCHEDULER, SPACE, connect_timeout_s=60.0))
-    session.start()
-    wait_for(lambda: session._life._awaited is not None)
-    session.close()
-    assert not session._life.thread.is_alive()
 
 
 def test_a_killed_engine_leaves_nothing(own_server: Server) -> None:

@@ -152,7 +152,7 @@ class NaiveHotSet:
         excess = len(self.used_at) + len(self.ready) - self.capacity if self.ready else 0
         victims = self.victims(excess, protected=False)
         slots = sorted(self.ready)
-        kept = slots[: len(slots) - max(excess - len(victims), 0)]
+        kept = slots[: max(len(slots) - max(excess - len(victims), 0), 0)]
         for block in victims:
             del self.used_at[block]
         adopted = [self.ready[slot] for slot in kept]

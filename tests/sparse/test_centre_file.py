@@ -171,7 +171,6 @@ F32, F64 = np.float32, np.float64
         ("rms_5", None, "has no array 'rms_5'"),
         ("format_version", 3, "its format_version is 3"),
         ("format_version", "1", "its array 'format_version'"),
-        ("num_tokens", 3, "num_tokens is 3"),
         ("num_tokens", 3000.0, "its array 'num_tokens'"),
         ("model", 7, "its array 'model'"),
         ("mu_2", np.zeros((2, 8), F64), "mu of layer 2 is float64 [2, 8]"),
@@ -179,11 +178,9 @@ F32, F64 = np.float32, np.float64
         ("mu_2", np.zeros(8, F32), "mu of layer 2 is float32 [8]"),
         ("mu_2", np.zeros((0, 8), F32), "mu of layer 2 is float32 [0, 8]"),
         ("mu_2", np.full((2, 8), np.nan, F32), "mu of layer 2 has values that are not finite"),
-        ("mu_2", np.full((2, 8), np.inf, F32), "mu of layer 2 has values that are not finite"),
         ("bias", [[0.1, 0.2, 0.3]], "its bias is [1, 3]"),
         ("bias", np.full((2, 3), np.inf), "its bias has values that are not finite"),
         ("formats", ["rot2u", "rot2u", "mix2"], "its formats ['rot2u', 'rot2u', "),
-        ("formats", ["quest", "rot3u", "mix2"], "bias of layer 2 is for 'quest'"),
         ("rms_5", np.ones((2, 3), F32), "axes are float32 [2, 8, 8] and float32 [2, 3]"),
         ("rms_5", np.zeros((2, 2), F32), "an rms that is not above 0"),
         ("into_5", np.zeros((2, 8, 8), F32), "axes of a head cannot be inverted"),
@@ -206,8 +203,6 @@ def test_files_that_say_other_things_are_refused(
 def test_pickles_compression_and_absent_files_are_refused(
     changed: Callable[..., Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(HotKVError, match="layers is empty"):
-        read_centres(changed(layers=np.empty(0, np.int64), bias=np.empty((0, 3))))
     with pytest.raises(HotKVError, match="compressed"):
         read_centres(changed(zipfile.ZIP_DEFLATED))
     with pytest.raises(HotKVError, match="is no file of centres"):

@@ -14,6 +14,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.cuda.arena import (
     PAGEABLE_ACCESS,
     READ_ONLY_REGISTER,
+    REGISTER_FLAGS,
     SAME_ADDRESS,
     WRITABLE_FLAGS,
     Access,
@@ -23,29 +24,16 @@ from hotkv_sparse.cuda.device import address_of
 from tests.sparse.cuda_support import PAGE, Cuda
 
 
-def test_a_writable_mapping_is_registered_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most devices register no read-only memory; the test's device accepts only the flags of
-    writable memory."""
-    cuda = Cuda(SAME_ADDRESS, flags=WRITABLE_FLAGS)
-    monkeypatch.setitem(sys.modules, "cupy", cuda.module)
-    memory = np.frombuffer(mmap.mmap(-1, 4 * PAGE), np.uint8)
-    arena = MappedArena(memory, 1, PAGE, is_writable=True)
-    arena.start()
-    assert arena.wait() and arena.access is Access.REGISTERED and len(cuda.registered) == 4
-    arena.close()
-    assert not cuda.registered
-
-
 def mapped(num_bytes: int) -> np.ndarray:
     """Maps like `hotkv_client.arena`."""
     return np.frombuffer(mmap.mmap(-1, num_bytes, prot=mmap.PROT_READ), np.uint8)
 
 
 def made(
-    patch: pytest.MonkeyPatch, cuda: Cuda, num_bytes: int, piece_bytes: int = PAGE
+    patch: pytest.MonkeyPatch, cuda: Cuda, num_bytes: int, piece_bytes: int = PAGE, **more: bool
 ) -> MappedArena:
     patch.setitem(sys.modules, "cupy", cuda.module)
-    return MappedArena(mapped(num_bytes), 1, piece_bytes)
+    return MappedArena(mapped(num_bytes), 1, piece_bytes, **more)
 
 
 @given(
@@ -53,13 +41,18 @@ def made(
     piece_pages=st.integers(1, 4),
     tail=st.integers(0, PAGE - 1),
     fits=st.integers(0, 10),
+    is_writable=st.booleans(),
 )
 def test_what_is_readable_is_registered_until_it_is_closed(
-    num_pages: int, piece_pages: int, tail: int, fits: int
+    num_pages: int, piece_pages: int, tail: int, fits: int, is_writable: bool
 ) -> None:
+    """Most devices register writable memory only."""
+    attributes, flags = (READ_ONLY_REGISTER, SAME_ADDRESS), REGISTER_FLAGS
+    if is_writable:
+        attributes, flags = attributes[1:], WRITABLE_FLAGS
     with pytest.MonkeyPatch.context() as patch:
-        cuda = Cuda(READ_ONLY_REGISTER, SAME_ADDRESS, beyond=fits * PAGE)
-        arena = made(patch, cuda, num_pages * PAGE - tail, piece_pages * PAGE)
+        cuda, size = Cuda(*attributes, beyond=fits * PAGE, flags=flags), num_pages * PAGE - tail
+        arena = made(patch, cuda, size, piece_pages * PAGE, is_writable=is_writable)
         assert (arena.access, arena.readable_bytes) == (Access.REGISTERED, 0)
         assert not arena.addresses(np.zeros(1, np.int64), 1).any(), "nothing before the start"
         arena.start()

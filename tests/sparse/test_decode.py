@@ -12,10 +12,12 @@ from hotkv_sparse import HotSet, Selection, Source, SparseConfig, build, exact_l
 from hotkv_sparse.axes import Axes, AxesEstimate
 from hotkv_sparse.decode import Always, Decoded, Scorer, decode
 from hotkv_sparse.selection import select_layer
+from tests.oracles.sparse import as_stored
 from tests.sparse.support import UNCALIBRATED
 
-TOKENS, HEADS, GROUP = 16, 2, 3
-QUERIES = HEADS * GROUP
+TOKENS, HEADS, QUERIES = 16, 2, 6
+KINDS = ("bfloat16", "float16", "float32")
+"""Types of keys, by the number that the kernel gives them."""
 NOTHING = np.empty(0, np.int32)
 
 
@@ -23,22 +25,21 @@ def axes_of(keys: Any) -> tuple[Any, Axes]:
     """Returns the keys' centre and axes."""
     tokens = keys.reshape(-1, *keys.shape[2:])
     estimate = AxesEstimate(*tokens.shape[1:])
-    estimate.add(tokens, np.repeat(tokens, GROUP, axis=1))
+    estimate.add(tokens, tokens)
     return estimate.axes(len(tokens)) or pytest.fail("enough tokens")
 
 
-def pages_of(keys: Any) -> Any:
-    """Returns float32 keys [B, T, H, D] as pages, tokens side by side."""
-    return (
-        np.ascontiguousarray(keys.transpose(0, 2, 3, 1))
-        .view(np.uint8)
-        .reshape(len(keys), keys.shape[2], -1)
-    )
+def pages_of(stored: Any, run: int, pair: int) -> Any:
+    """Returns keys [B, T, H, D] as pages, in the order [T / run][D / pair][run][pair]."""
+    blocks, tokens, heads, size = stored.shape
+    parts = stored.reshape(blocks, tokens // run, run, heads, size // pair, pair)
+    ordered = np.ascontiguousarray(parts.transpose(0, 3, 1, 4, 2, 5))
+    return ordered.view(np.uint8).reshape(blocks, heads, -1)
 
 
 def in_parts(
     config: SparseConfig, hot: HotSet, query: Any, source: Source, rows: Any, always: Any,
-    tokens: int, scale: float, most: int, arriving: Any,
+    tokens: int, block: int, scale: float, most: int, arriving: Any,
 ) -> tuple[Any, Selection, Any, int, int, int, int]:  # fmt: skip
     """Runs the same step with a call for each part."""
     num_adopted = 0
@@ -46,7 +47,7 @@ def in_parts(
         hot.finish_prefetch(arriving, True)
         num_adopted = len(hot.adopt().blocks)
     found = select_layer(
-        config, 0, query, {config.scorer: source}, rows, always, tokens, TOKENS, scale=scale
+        config, 0, query, {config.scorer: source}, rows, always, tokens, block, scale=scale
     )
     step, where = hot.step(found, most), hot.span
     ahead = hot.begin_prefetch(step.prefetch).slots
@@ -59,54 +60,62 @@ def in_parts(
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1), scorer=st.sampled_from([*UNCALIBRATED, "mix2"]),
-    head_size=st.sampled_from([16, 40, 64, 128]), centred=st.booleans(), paged=st.booleans(),
-    sinks=st.booleans(), policy=st.sampled_from(["lru", "none"]), topk=st.integers(7, 30),
-    most=st.integers(0, 4), start=st.integers(200, 600),
+    head_size=st.sampled_from([16, 40, 64, 128]), group=st.integers(1, 6), centred=st.booleans(),
+    paged=st.sampled_from(["", "float32", "float16", "bfloat16"]), pair=st.integers(1, 2),
+    block=st.sampled_from([16, 32]), is_whole=st.booleans(), sinks=st.booleans(),
+    policy=st.sampled_from(["lru", "none"]), topk=st.integers(7, 30), most=st.integers(0, 4),
+    start=st.integers(200, 600),
     gaps=st.lists(st.sampled_from([1, 1, 1, 15, 40, -30]), min_size=1, max_size=25),
 )  # fmt: skip
 def test_one_call_makes_the_step_that_its_parts_make(
-    seed: int, scorer: str, head_size: int, centred: bool, paged: bool, sinks: bool, policy: str,
-    topk: int, most: int, start: int, gaps: list[int],
+    seed: int, scorer: str, head_size: int, group: int, centred: bool, paged: str, pair: int,
+    block: int, is_whole: bool, sinks: bool, policy: str, topk: int, most: int, start: int,
+    gaps: list[int],
 ) -> None:  # fmt: skip
     rng, scale = np.random.default_rng(seed), 0.2
-    keys = rng.standard_normal((60, TOKENS, HEADS, head_size)).astype(np.float32)
+    keys = rng.standard_normal((60, block, HEADS, head_size)).astype(np.float32)
+    dtype, num_queries, run = paged or "float32", HEADS * group, block if is_whole else 16
+    # Only types of 16 bits are stored in pairs.
+    pair = 1 if dtype == "float32" else pair
+    keys, stored = as_stored(keys, dtype)
+    pages, packing = pages_of(stored, run, pair), (block, run, pair, KINDS.index(dtype))
     mu, axes = axes_of(keys) if scorer == "mix2" else (keys.mean(axis=(0, 1)), None)
     mu = mu if centred and scorer not in ("quest", "mean") else None
     pool = build(scorer, keys, mu, axes=axes)
     source = Source(pool, mu, 0.05 if centred else None, axes)
     config = SparseConfig(
-        sparse_topk=topk * TOKENS, scorer=scorer, sink_tokens=20, recent_tokens=40, dense_layers=(),
+        sparse_topk=topk * block, scorer=scorer, sink_tokens=20, recent_tokens=40, dense_layers=(),
         cache_policy=policy,
     )  # fmt: skip
     rows = rng.permutation(60).astype(np.int32)
-    place, one = Scorer.of(scorer, source, QUERIES, head_size, scale), HotSet(2 * topk, 3, policy)
-    other, selected, context = HotSet(2 * topk, 3, policy), np.zeros(60, np.bool_), start
+    place = Scorer.of(scorer, source, num_queries, head_size, scale)
+    one, other = (HotSet(2 * topk, 3, policy) for _ in range(2))
+    selected, context = np.zeros(60, np.bool_), start
     arriving = [NOTHING, NOTHING]
-    logits = rng.standard_normal(QUERIES).astype(np.float32) if sinks else np.full(QUERIES, -np.inf)
-    logits = logits.astype(np.float32)
+    logits = np.where(sinks, rng.standard_normal(num_queries), -np.inf).astype(np.float32)
     for gap in gaps:
-        context = min(max(context + gap, 150), 60 * TOKENS)
-        where = span(config, context, TOKENS)
+        context = min(max(context + gap, 150), 60 * block)
+        where = span(config, context, block)
         for hot in (one, other):
             if where != hot.span:
                 hot.swapped_out(
-                    hot.extend(where, context // TOKENS, context // TOKENS).swap_out, True
+                    hot.extend(where, context // block, context // block).swap_out, True
                 )
                 hot.seed(where.always)
-        query = rng.standard_normal((QUERIES, head_size)).astype(np.float32) * 2
+        query = rng.standard_normal((num_queries, head_size)).astype(np.float32) * 2
         blocks = rows[where.always]
-        num_tokens = len(blocks) * TOKENS - (where.count * TOKENS - context)
+        num_tokens = len(blocks) * block - (where.count * block - context)
         exact = exact_log_mass(
             query, keys[blocks].reshape(-1, HEADS, head_size)[:num_tokens], scale
         )
         mass = np.logaddexp(exact, logits)
         always = Always.known(mass)
         if paged:
-            always = Always(logits, pages_of(keys), blocks, (num_tokens, TOKENS, TOKENS, 1, 2))
+            always = Always(logits, pages, blocks, (num_tokens, *packing))
         expected = in_parts(
-            config, other, query, source, rows, mass, context, scale, most, arriving[1]
+            config, other, query, source, rows, mass, context, block, scale, most, arriving[1]
         )
-        before, budget = selected.copy(), config.budget_blocks(context, TOKENS)
+        before, budget = selected.copy(), config.budget_blocks(context, block)
         found = decode(one, place, query, rows, always, budget, most, arriving[0], selected)
         compare(found, expected)
         chosen = np.zeros(60, np.bool_)
@@ -146,7 +155,7 @@ def test_what_does_not_fit_is_refused_and_nothing_has_changed() -> None:
         (blocks - 3, Always.known(nothing), HotKVError),
         (
             blocks,
-            Always(nothing, pages_of(keys), blocks + 1, (9, TOKENS, TOKENS, 1, 2)),
+            Always(nothing, pages_of(keys, TOKENS, 1), blocks + 1, (9, TOKENS, TOKENS, 1, 2)),
             IndexError,
         ),
     ):

@@ -73,6 +73,9 @@ def test_devices_share_weights_and_heads() -> None:
         return memory(LLAMA, H200, Plan(TOKENS_128K, tensor_parallel=num_devices), mode)
 
     assert taken(2).weights.value == taken(1).weights.value / 2
+    for bits in (4, 8, 16, 32):
+        quantised = memory(LLAMA, H200, Plan(1, weight_bits=bits, tensor_parallel=2), Mode.DENSE)
+        assert quantised.weights.value == LLAMA.parameters * bits / 16
     assert taken(2).request.value == taken(1).request.value / 2
     # 8 KV heads on 16 devices: each device has a copy of a head.
     assert taken(16).request.value == taken(1).request.value / 8
@@ -226,6 +229,7 @@ def test_a_config_of_qwen_is_read(tmp_path: Path) -> None:
         ({"num_local_experts": 8}, "config.num_local_experts"),
         ({"sliding_window": 4096}, "config.sliding_window"),
         ({"layer_types": ["sliding_attention"]}, "config.layer_types"),
+        ({"layer_types": [[]]}, "config.layer_types"),
         ({"text_config": 3}, "config.text_config"),
     ],
 )

@@ -19,7 +19,7 @@ class Machine(RuleBasedStateMachine):
     """`content` is the slots' content, written when the engine or the prefetcher would write it."""
 
     @initialize(
-        capacity=st.integers(4, 14),
+        capacity=st.integers(1, 14),
         spare=st.integers(0, 4),
         policy=st.sampled_from(["lru", "none"]),
         num_host=st.integers(0, 30),
@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
         assert (old.blocks.tolist(), old.slots.tolist()) == copy
         assert (moves.blocks.tolist(), moves.victims.tolist()) == self.model.adopt()
 
-    @rule(capacity=st.integers(4, 16))
+    @rule(capacity=st.integers(1, 16))
     def resize(self, capacity: int) -> None:
         victims = self.hot.resize(capacity).tolist()
         assert victims == self.model.resize(capacity)
@@ -166,13 +166,16 @@ def test_many_victims_are_the_coldest_in_their_order() -> None:
 
 
 def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
-    hot = HotSet(6, 0)
-    copied = hot.extend(Span(1, 4, 6), 6).swap_out
+    hot = HotSet(6, 1)
+    copied = hot.extend(Span(2, 5, 7), 7, 1).swap_out
+    hot.finish_prefetch(hot.begin_prefetch(np.zeros(1, np.int32)).slots, True)
     assert hot.resize(4).tolist() == [], "no block has a copy in host memory"
+    assert not len(hot.adopt().blocks) and hot.map().blocks.tolist() == [1, 2, 3, 4, 5, 6]
     hot.swapped_out(copied, True)
-    growth = hot.extend(Span(1, 5, 7), 7)
-    assert growth.new.blocks.tolist() == [6] and growth.new.victims.tolist() == [1, 2, 3]
-    assert hot.map().blocks.tolist() == [0, 4, 5, 6]
+    growth = hot.extend(Span(2, 6, 8), 8)
+    assert growth.new.blocks.tolist() == [7] and growth.new.victims.tolist() == [2, 3, 4]
+    assert hot.map().blocks.tolist() == [1, 5, 6, 7]
+    hot.check_invariants()
 
 
 def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:

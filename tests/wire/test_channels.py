@@ -93,11 +93,12 @@ def test_a_token_travels_where_nobody_can_read_it(files: dict[str, str]) -> None
     assert metadata(UNIX, Credentials(token_file=token)) == ()
     for given in ({"tls_ca": "x"}, {"tls_server_name": "x"}, {"tls_certificate": "x"}):
         assert metadata(FAR, Credentials(token_file=token, **given)) == bearer
-    for target in (NEAR, "localhost:7000", "[::1]:7000"):
+    for target in (NEAR, "localhost:7000", "[::1]:7000", "localhost", "::1"):
         assert metadata(target, Credentials(token_file=token)) == bearer
-    with pytest.raises(HotKVError, match="in the clear") as refused:
-        metadata(FAR, Credentials(token_file=token))
-    assert refused.value.reason is Reason.INVALID_FIELD
+    for target in (FAR, "127.far.example:7000", "localhost.far.example:7000", "10.0.0.127:7000"):
+        with pytest.raises(HotKVError, match="in the clear") as refused:
+            metadata(target, Credentials(token_file=token))
+        assert refused.value.reason is Reason.INVALID_FIELD
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"a\nb", "schlüssel".encode(), b"\xff", b"a\x00"])

@@ -3,6 +3,7 @@ unreadable answer, of a newer or a broken server, fails its own call only. A pro
 forks like any other process."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -308,6 +309,10 @@ def target(tmp_path: Path) -> Iterator[str]:
     yield f"unix:{tmp_path}/grpc.sock"
 
 
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
 def masks_by(number: int) -> bytes:
     packed: bytes = answer("lookup", number, is_filled=False).SerializeToString()
     return packed
@@ -427,7 +432,8 @@ def test_notices_that_come_before_the_memory_is_registered_are_heard(target: str
     with OddServer(target, says):
         session.start()
         assert is_draining.wait(60)
-    session.close()
+        session.close()
+        assert "hotkv-session-worker" not in threads()
     assert states[:2] == [LinkState.CONNECTED, LinkState.DRAINING]
 
 
@@ -449,6 +455,25 @@ def test_a_session_can_be_closed_in_its_own_callbacks(target: str) -> None:
     assert heard == [LinkState.CONNECTED, LinkState.CLOSED] and session.state is LinkState.CLOSED
 
 
+def test_a_session_can_be_closed_while_it_looks_for_a_server(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session's thread ends, and no thread of gRPC fails."""
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    with socket.socket(socket.AF_UNIX) as hangs:
+        hangs.bind(target.removeprefix("unix:"))
+        hangs.listen()
+        for number in range(20):
+            session = session_to(target, connect_timeout_s=60.0)
+            session.start()
+            if not number:
+                hangs.accept()
+            session.close()
+            assert "hotkv-session-tool" not in threads()
+    assert not failed
+
+
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, opens: bool) -> None:
     """Does not wait for a server that has not answered yet, or that opens no session."""
@@ -464,7 +489,8 @@ def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, ope
     with OddServer(target, slow), ThreadPoolExecutor(1) as pool:
         session.start()
         assert asked.wait(60) and not session.wait_connected(0) and not session.wait_opened(0)
-        waits = pool.submit(session.wait_opened, 60)
+        # The wait's own end comes after the test's deadline.
+        waits = pool.submit(session.wait_opened, 90)
         goes_on.set()
         assert waits.result(60) == opens
     session.close()

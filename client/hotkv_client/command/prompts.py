@@ -5,6 +5,7 @@ Always true: a prompt is refused, with the reason, if its block hashes depend on
 tokens (images, adapters, salts).
 """
 
+import http.client
 import json
 import struct
 import sys
@@ -81,7 +82,7 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
     except urllib.error.HTTPError as error:
         said = error.read(4096).decode(errors="replace")
         raise ValueError(f"{url} answers {error.code}: {_said(said)}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error
         raise ValueError(f"{url}: {why}; --engine names a vLLM that serves the model") from error
     return packed(_tokens_of(_json(text, url)))
@@ -106,13 +107,15 @@ def _request(path: Path) -> Mapping[str, Any]:
     found = _json(text, str(path))
     if isinstance(found, list):
         found = {"messages": found}
-    if not isinstance(found, dict) or not ("messages" in found or "prompt" in found):
+    request: dict[str, Any] = found if isinstance(found, dict) else {}
+    messages = request.get("messages", [])
+    if not isinstance(messages, list) or not ("messages" in request or "prompt" in request):
         raise ValueError(
             f"{path}: no chat: give a request with messages or prompt, a list of messages, or text"
         )
-    if found.get("cache_salt"):
+    if request.get("cache_salt"):
         raise ValueError(f"{path}: cache_salt changes the hashes of its blocks; {_ASK_HASHES}")
-    for message in found.get("messages", ()):
+    for message in messages:
         parts = message.get("content") if isinstance(message, dict) else None
         for part in parts if isinstance(parts, list) else ():
             kind = part.get("type", "text") if isinstance(part, dict) else "text"
@@ -121,7 +124,7 @@ def _request(path: Path) -> Mapping[str, Any]:
                     f"{path}: the content of a part of type {kind} is in the hashes of its blocks; "
                     f"{_ASK_HASHES}"
                 )
-    return found
+    return request
 
 
 _ASK_HASHES = "explain can't compute them from tokens: give block hashes, or --session"

@@ -20,6 +20,8 @@ CALL_BLOCKS = 2_000
 """Most blocks in a call. Calls run one after the other, so the hottest blocks are promoted
 first."""
 TOKEN_BYTES = 4
+UNREADABLE = (ValueError, KeyError, TypeError, OverflowError)
+"""The exceptions that a line of another format raises."""
 COUNTS = (
     "present_block_count",
     "fetched_block_count",
@@ -112,12 +114,14 @@ def fetch_prompts(
 def _block_tokens(client: AdminClient, key_space: dict[str, Any] | int) -> int:
     """Returns the tokens of a key space's smallest block; 0 if the server does not know the key
     space."""
-    if isinstance(key_space, int):
-        known = [one["key_space"] for one in client.key_spaces(key_space)]
-        space: dict[str, Any] = known[0] if known else {}
-    else:
-        space = key_space
-    return min((int(one["block_token_count"]) for one in space.get("groups", ())), default=0)
+    if not isinstance(key_space, int):
+        return _smallest_block(key_space)
+    known = [one["key_space"] for one in client.key_spaces(key_space)]
+    return _smallest_block(known[0]) if known else 0
+
+
+def _smallest_block(space: dict[str, Any]) -> int:
+    return min((int(one["block_token_count"]) for one in space["groups"]), default=0)
 
 
 def read_key_space(path: Path, line: str) -> dict[str, Any]:
@@ -128,7 +132,8 @@ def read_key_space(path: Path, line: str) -> dict[str, Any]:
         space: dict[str, Any] = found["key_space"]
         if found["format"] != FORMAT or not isinstance(space, dict):
             raise ValueError(f"format is {found['format']!r}")
-    except (ValueError, KeyError, TypeError) as error:
+        _smallest_block(space)
+    except UNREADABLE as error:
         raise ValueError(
             f"{path}:1: this is no file of `hotkv export` ({error}); its format is {FORMAT}"
         ) from error
@@ -140,7 +145,7 @@ def _groups(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[bytes]
         try:
             found = json.loads(line)
             yield int(found["group_index"]), [bytes.fromhex(one) for one in found["hashes"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             raise ValueError(
                 f"{path}:{number}: group_index and hashes in hexadecimal were expected ({error})"
             ) from error

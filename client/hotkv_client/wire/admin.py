@@ -10,7 +10,7 @@ import numpy as np
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
-from hotkv_client.channels import Metadata
+from hotkv_client.channels import HEALTH_CHECK, Metadata
 from hotkv_client.types import WatchedRequest
 from hotkv_client.wire.answers import as_error
 from hotkv_proto.messages.fields import enum_word, whole_ms
@@ -36,7 +36,6 @@ CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
 }
 
 
-HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"
 
 

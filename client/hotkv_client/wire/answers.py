@@ -54,7 +54,6 @@ class Opened:
     """
 
     session_id: str
-    protocol_version: int
     epoch: int
     has_descriptor_socket: bool
     wants_token_ids: bool
@@ -67,7 +66,7 @@ class Opened:
     takes_batches: bool
 
 
-NOT_OPENED = Opened("", 0, 0, False, False, (), False, False, False, 0, False, False)
+NOT_OPENED = Opened("", 0, False, False, (), False, False, False, 0, False, False)
 
 
 def opened(response: Response | None) -> Opened:
@@ -81,7 +80,6 @@ def opened(response: Response | None) -> Opened:
     features = agreed_features(message.features)
     return Opened(
         message.session_id,
-        message.protocol_version,
         message.epoch,
         message.has_descriptor_socket,
         message.wants_token_ids,
