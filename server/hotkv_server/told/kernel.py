@@ -266,6 +266,8 @@ def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> l
     more = [one.session_figures() for one in node.capabilities]
     rows = []
     for one in sorted(sessions, key=lambda one: one.record.number):
+        # A thread may release it meanwhile.
+        memory = one.memory
         row: Figures = {
             "session_number": one.record.number,
             "engine_id": one.record.engine_id,
@@ -280,9 +282,9 @@ def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> l
             "age_s": now_s - one.record.opened_s,
             "lease_count": held.get(one.record.engine_id, 0),
             "transfer_count": len(one.jobs),
-            "memory_byte_count": one.memory.num_bytes if one.memory else 0,
-            "device_allocation_count": len(one.memory.allocations) if one.memory else 0,
-            "device_order": one.memory.order.kind.name.lower() if one.memory else "",
+            "memory_byte_count": memory.num_bytes if memory else 0,
+            "device_allocation_count": len(memory.allocations) if memory else 0,
+            "device_order": memory.order.kind.name.lower() if memory else "",
             "loaded_byte_count": one.loaded_bytes,
             "stored_byte_count": one.stored_bytes,
             "prefill_tokens_per_s": one.prefill_tokens_per_s,
