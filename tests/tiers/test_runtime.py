@@ -150,6 +150,22 @@ async def test_many_ask_at_once_and_each_block_is_read_once(
             assert len({at for _, at in moves}) >= len(BLOCKS), "several moves in one turn"
 
 
+async def test_blocks_of_the_first_moves_stay_while_the_last_begin(monkeypatch: Any) -> None:
+    monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", 1)
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+
+        async def until_ended(_: Any) -> None:
+            moves = one.tiers._coming.values()
+            await eventually(lambda: all(move.done.done() for move in moves), "a move goes on")
+
+        monkeypatch.setattr(tier_drive.Breaks, "between", until_ended)
+        held = await one.tiers.bring_up(one.session, [HashList(0, words_of(BLOCKS))])
+        index = one.core.space.index
+        assert index.pins[index.find(1, 0, words_of(BLOCKS))].tolist() == [1] * len(BLOCKS)
+        one.tiers.let_go(held)
+
+
 async def test_a_lease_waits_for_its_own_blocks_only() -> None:
     async with made(60.0) as one:
         await one.lie_below([*BLOCKS, 30])

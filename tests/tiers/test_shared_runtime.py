@@ -71,7 +71,8 @@ async def test_what_is_leased_without_a_lookup_is_asked_for() -> None:
         before = b.core.space.used_bytes()
         assert await b.leased([50, 51]) == [False, False]
         assert b.core.space.used_bytes() == before, "slots were taken for what nobody has"
-        assert await b.leased(BLOCKS) == [True] * 6
+        both = await asyncio.gather(b.leased(BLOCKS), b.leased(BLOCKS))
+        assert both == [[True] * 6] * 2 and b.tier.figures().read_blocks == 6
 
 
 async def test_a_flush_counts_though_the_store_is_away() -> None:
@@ -335,9 +336,11 @@ async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
         assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
 async def test_what_came_from_the_disk_stays_while_the_store_is_slow_to_answer(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, *, is_ahead: bool
 ) -> None:
+    """The lease, or a call before it, begins to load the disk's blocks."""
     monkeypatch.setattr(epoch_book, "CONFIRMED_S", 60.0)
     async with running(
         one := SharedNode(MemoryStore(places=False), 60.0, disk=MemoryStore(places=True))
@@ -347,10 +350,26 @@ async def test_what_came_from_the_disk_stays_while_the_store_is_slow_to_answer(
         evict(one.core, 1, 0, words_of(BLOCKS))
         assert not any(await one.leased([50]))
         one.tier.faults.is_hung = True
-        leasing, lists = asyncio.create_task(one.leased([*BLOCKS, 99])), words_of(BLOCKS)
+        lists, below, asked = [HashList(0, words_of(BLOCKS))], one.tiers.below, asyncio.Event()
+        assert below is not None
+        below.tier.faults.is_hung = is_ahead
+        if is_ahead:
+            until_s = time.monotonic() + 60.0
+            ahead = asyncio.create_task(one.tiers.prefetch(1, lists, until_s))
+            await eventually(lambda: len(one.books.moves) > 0, "nothing is loaded ahead")
+        look = one.shared.look
+
+        async def looked(*arguments: Any) -> None:
+            asked.set()
+            await look(*arguments)
+
+        monkeypatch.setattr(one.shared, "look", looked)
+        leasing = asyncio.create_task(one.leased([*BLOCKS, 99]))
+        await asked.wait()
+        below.tier.faults.is_hung = False
 
         def are_here() -> bool:
-            return bool(one.core.lookup(1, [HashList(0, lists)])[0].all())
+            return bool(one.core.lookup(1, lists)[0].all())
 
         await eventually(are_here, "the disk's blocks do not come")
         one.put(list(range(100, 100 + NUM_SLOTS - len(BLOCKS))))
@@ -358,3 +377,5 @@ async def test_what_came_from_the_disk_stays_while_the_store_is_slow_to_answer(
         assert are_here() and not leasing.done()
         one.tier.faults.is_hung = False
         assert await leasing == [True] * len(BLOCKS) + [False]
+        if is_ahead:
+            await ahead
