@@ -86,9 +86,9 @@ S3 = (
 )
 VALKEY = (
     "tests/tiers/test_valkey_words.py tests/tiers/test_valkey_values.py "
-    "tests/tiers/test_valkey_epochs.py tests/tiers/test_valkey_faults.py "
-    "tests/tiers/test_remote_faults.py tests/tiers/test_flush_races.py "
-    "tests/tiers/test_valkey_contract.py tests/tiers/test_valkey_cluster.py"
+    "tests/tiers/test_valkey_epochs.py tests/tiers/test_remote_faults.py "
+    "tests/tiers/test_flush_races.py tests/tiers/test_valkey_contract.py "
+    "tests/tiers/test_valkey_cluster.py"
 )
 CALLS = (
     "tests/wire/test_message_limits.py tests/wire/test_errors.py tests/server/test_in_place.py "

@@ -25,7 +25,6 @@ from hotkv_server.testing.flush_contract import (
 )
 from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, key
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
-from hotkv_server.tiers.valkey import epochs
 from hotkv_server.tiers.valkey.cluster import ClusterPipe, slot_of
 from tests.server.certificates import Authority
 from tests.support.waiting import wait_for
@@ -136,14 +135,6 @@ def test_a_flush_counts_that_is_answered_after_the_blocks_have_come(
         monkeypatch.setattr(ClusterPipe, "value", flushed_after_the_last)
         assert read(node_b.tier, keys, {NAME: now}) == [Read.ABSENT] * 12
         assert asked.is_set()
-
-
-def test_no_epoch_begins_at_one(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a flush would use an epoch again once its key is gone."""
-    with over(cluster) as bench, monkeypatch.context() as patched:
-        patched.setattr(epochs, "begin", lambda fingerprint, now_us: epochs.get(fingerprint))
-        raised = flush(bench.tier)  # type: ignore[arg-type]
-        assert raised and raised > 1 << 48
 
 
 def test_a_full_cluster_says_so_and_a_flush_counts(cluster: Cluster) -> None:

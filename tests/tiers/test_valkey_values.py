@@ -1,5 +1,5 @@
 """Values in Valkey under a block's key are judged right: damaged, foreign, of another version, of
-any age."""
+any age. Replies that are left over end a connection."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from hotkv_server.settings.tiers import ValkeySettings
+from hotkv_server.testing.fault_proxy import FaultProxy, nothing
 from hotkv_server.testing.flush_contract import answer, blocks_of
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content, key
 from hotkv_server.tiers.protocol import Blocks, Read, Write
 from hotkv_server.tiers.remote.values import HEAD_BYTES, head
 from hotkv_server.tiers.valkey.resp_client import ttl_ms
 from hotkv_server.tiers.valkey.tier import ValkeyTier
+from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, arena_of, bench_over
 
 
@@ -150,3 +152,23 @@ def test_a_large_call_is_cut_and_comes_back_whole(server: Server) -> None:
         assert codes.tolist() == [Read.FOUND] * 9 * count
     finally:
         tier.close()
+
+
+def test_what_is_left_over_on_a_connection_ends_it(bench: Bench, proxy: FaultProxy) -> None:
+    def chatty(piece: bytes) -> Iterator[bytes]:
+        yield piece + b":1\r\n"
+
+    with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as other:
+        assert other.probe([1]).tolist() == [Read.FOUND]
+        proxy.on_reply = chatty
+        assert other.probe([1]).tolist() == [Read.FOUND]
+        proxy.on_reply = nothing
+        before = proxy.num_connections
+        assert other.probe([9, 1, 8]).tolist() == [Read.ABSENT, Read.FOUND, Read.ABSENT]
+        assert proxy.num_connections == before + 1
+
+
+def test_closing_gives_connections_back(server: Server, bench: Bench) -> None:
+    assert "hotkv" in [client["name"] for client in server.client.client_list()]
+    bench.tier.close()
+    wait_for(lambda: len(server.client.client_list()) == 1, "connections are left")

@@ -12,8 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from hotkv_server.settings.tiers import ValkeySettings
+from hotkv_server.testing.flush_contract import flush
 from hotkv_server.testing.tier_contract import Bench
-from hotkv_server.tiers.protocol import Read, Write
+from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
 from hotkv_server.tiers.remote.client import quoted
 from hotkv_server.tiers.valkey.connection import Login, read_login
 from hotkv_server.tiers.valkey.stream import _words
@@ -183,6 +184,25 @@ def test_a_server_that_takes_no_more_is_full(code: bytes) -> None:
         codes = bench.write([1, 2, 3], [0, 1, 2]).tolist()
         assert codes == [Write.FULL, Write.STORED, Write.FAILED]
         assert not bench.tier.problem()
+
+
+@pytest.mark.parametrize(
+    ("removed", "expected", "words"),
+    [
+        (b":1", NO_EPOCH, ""),
+        (b":0", None, ""),
+        (b"-NOPERM no", None, "forbids this user"),
+        (b"-ERR no", None, ""),
+    ],
+)
+def test_a_flush_of_a_full_server_counts_if_it_removes_the_epoch(
+    removed: bytes, expected: int | None, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_epoch = [b"$0\r\n\r\n", b"_\r\n", b"$2\r\n77\r\n", b"-OOM no\r\n", removed + b"\r\n"]
+    with scripted(HELLO, ABSENT, *of_epoch, connections=1) as bench:
+        assert flush(bench.tier) == expected
+        # The next connect ends the problem.
+        assert words in caplog.text if words else not bench.tier.problem()
 
 
 def test_what_a_server_says_is_quoted_in_printable_characters() -> None:
