@@ -16,6 +16,7 @@ from hotkv_server.cache.values import Entries, HashList
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
 from hotkv_server.tiers.drive import breaker
+from hotkv_server.tiers.drive import epochs as tier_epochs
 from hotkv_server.tiers.drive import lookups as tier_lookups
 from hotkv_server.tiers.drive import tiers as tier_drive
 from hotkv_server.tiers.drive.epochs import Epochs
@@ -297,6 +298,13 @@ async def test_a_close_ends_what_is_under_way() -> None:
         one.put([20, 21])
         await asyncio.sleep(0.1)
         assert not any(await one.leased(BLOCKS))
+
+
+async def test_a_flush_waits_for_no_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_epochs, "TICK_S", 3600.0)
+    async with made() as one:
+        flushed = await asyncio.wait_for(one.tiers.epochs.flush(1), 60)
+        assert not flushed.pending_tiers and one.num_flushed_here == 1
 
 
 async def test_a_move_that_is_given_up_while_its_check_values_are_computed() -> None:

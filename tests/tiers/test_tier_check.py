@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from hotkv_server.cli import main
+from hotkv_server.settings import load_settings
 from hotkv_server.startup import StartError
 from hotkv_server.testing.memory_tier import MemoryStore, SharedMemoryTier
 from hotkv_server.tiers import check as tier_check
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.protocol import Blocks, Codes, OnRead, Read
+from hotkv_server.tiers.start import check_tiers
 from tests.tiers.valkey_support import Server
 
 MIB = 1 << 20
@@ -80,6 +82,9 @@ def test_what_does_not_work_is_a_sentence_and_status_1(
         assert main(["tiers", "check", *flags]) == status
         said = capsys.readouterr()
         assert sentence in said.err and not said.out
+    settings = load_settings(None, ["--tiers.s3.bucket", "bucket"], "hotkv-server")
+    with pytest.raises(StartError, match="needs the module obstore"):
+        check_tiers(settings)
 
 
 class Bad(SharedMemoryTier):
