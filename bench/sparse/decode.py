@@ -349,7 +349,9 @@ class Chooser:
 
     def _select(self, layer: int, where: Span, context: Context) -> list[Selection]:
         if self._scorer:
-            scores = self._scorer.scores(layer, context.query_QD, where.candidates)
+            scores = self._scorer.scores(
+                layer, context.query_QD, np.arange(where.first, where.last, dtype=np.int32)
+            )
         else:
             assert self.variant.scorer == ORACLE and context.block_mass is not None
             scores = context.block_mass[:, where.first : where.last]

@@ -59,11 +59,6 @@ class Span:
             ]
         )
 
-    @property
-    def candidates(self) -> I32:
-        """Returns the candidate blocks, int32, ascending."""
-        return np.arange(self.first, self.last, dtype=np.int32)
-
 
 def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Span:
     """Divides the blocks of a context into sinks, candidates and recent window.

@@ -56,7 +56,9 @@ class Engine:
             self.store(block)
         begun = self.hot.extend(where, complete, complete).new.blocks
         first = np.array([b for b in where.always if b < complete], np.int32)
-        seeds = self.hot.seed(np.concatenate([first, where.candidates[:3]])).blocks
+        seeds = self.hot.seed(
+            np.concatenate([first, np.arange(where.first, where.first + 3)])
+        ).blocks
         seeded = np.concatenate([begun, seeds])
         device.place(0, seeded, self.hot.capacity_blocks, where.count)
         device.used_at[0] = 0

@@ -95,7 +95,8 @@ def test_a_span_keeps_sinks_recent_and_the_partial_block(
     assert np.isin(tokens[must] // block_tokens, where.always).all()
     assert where.count * block_tokens >= context and 0 <= where.first <= where.last <= where.count
     assert where.num_always == len(where.always) <= config.max_always_blocks(block_tokens)
-    assert sorted(where.always.tolist() + where.candidates.tolist()) == list(range(where.count))
+    others = list(range(where.first, where.last))
+    assert sorted(where.always.tolist() + others) == list(range(where.count))
 
 
 def test_floor() -> None:
