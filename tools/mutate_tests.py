@@ -210,6 +210,8 @@ TESTS: dict[str, str] = {
         "tests/server/test_devices_order.py "
         "tests/server/test_security.py tests/server/test_events.py"
     ),
+    "client/hotkv_client/parts.py": "tests/wire/test_packing.py tests/wire/test_connection.py",
+    "client/hotkv_client/selects.py": "tests/server/test_sparse_service.py",
     "client/hotkv_client/": f"{WIRE} tests/server/test_life.py",
     "connector_vllm/hotkv_vllm/identity/adapters.py": (
         "tests/vllm/test_adapters_scheduler.py tests/vllm/test_adapters.py"
