@@ -3,6 +3,7 @@ never forgotten."""
 
 import ctypes
 import mmap
+import sys
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -156,7 +157,14 @@ def test_what_may_not_be_known_costs_nothing() -> None:
 
 
 def test_heavy_key_spaces_count_by_their_weight() -> None:
-    """Counts the kinds of representations too."""
+    """Counts the kinds of representations too, and the texts of a key space with their memory at
+    least."""
+    texts = tuple(map(str, range(500)))
+    for key_space in (
+        replace(named("one"), groups=(replace(GROUPS[0], layer_names=texts),)),
+        replace(named("one"), extra=texts),
+    ):
+        assert weight_bytes(key_space) > sum(map(sys.getsizeof, texts))
     world = make_world(most=100)
     core = world.core
     light, heavy = weight_bytes(named("one")), weight_bytes(named("one"), KINDS[:4])

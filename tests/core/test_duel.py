@@ -108,13 +108,14 @@ def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int)
         cache.check_invariants()
 
 
-def test_only_ghosts_make_way_for_a_key() -> None:
-    """Uses each key once, and more keys than have a place; few of them are held."""
+def test_only_the_oldest_ghosts_make_way_for_a_key() -> None:
+    """Uses more keys than have a place, some of them again after a while; few are held."""
     cache, shadows = Duel(1), [NaiveShadow(contender) for contender in CONTENDERS]
-    for number in range(5 * cache._keys.size):
-        cache.observe(keys_of([number]), float(number), 2)
+    for now in range(5 * cache._keys.size):
+        number = now if now % 5 else max(0, now - 12)
+        cache.observe(keys_of([number]), float(now), 2)
         for index, shadow in enumerate(shadows):
-            shadow.ask([number], float(number), 2)
+            shadow.ask([number], float(now), 2)
             assert held_by(cache, index) == set(keys_of(list(shadow.heat)).tolist())
 
 
