@@ -16,6 +16,7 @@ thread only; never waits for the server.
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from hotkv_client.types import BlocksRemoved, BlocksStored, EventsRead
@@ -133,9 +134,7 @@ def _runs(mask: list[bool]) -> list[tuple[int, int]]:
     """Returns the sequences of consecutive True values in `mask`: for each sequence its first
     position and the position after its last."""
     edges = [
-        at
-        for at, (one, before) in enumerate(zip([*mask, False], [False, *mask], strict=True))
-        if one != before
+        at for at, (before, one) in enumerate(pairwise([False, *mask, False])) if one != before
     ]
     return list(zip(edges[::2], edges[1::2], strict=True))
 

@@ -432,7 +432,7 @@ class HitFinder:
         hint = state.hit.hint = self.table.ready(state.request, 0)
         if hint is not None and not self.table.may_lie_below(state.request, hint, 0):
             state.hit.hint_until_s = now_s + HINT_MEMORY_S
-        elif self._session.connected:
+        else:
             self._ask(state, now_s)
 
     def match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
@@ -461,7 +461,7 @@ class HitFinder:
             return self._after_call(state, computed_tokens, now_s)
         if hit.phase is Phase.GRANTED:
             if self.failed_loads.outwait(hit.granted_s, now_s):
-                hit.failed_loads = self._config.max_load_retries + 1
+                hit.failed_loads = NEVER_AGAIN
                 return self._miss(state, now_s)
             if computed_tokens == hit.computed_tokens and now_s < hit.lease_ends_s:
                 return hit.hit_tokens - computed_tokens, True
@@ -626,14 +626,15 @@ class HitFinder:
         """Continues a hit whose lookup or lease call is in flight. Returns "ask again" while the
         answer is awaited, and "no hit" if it is late or an error."""
         hit, answer = state.hit, state.hit.answer
-        if answer is not None and not answer.done():
+        assert answer is not None, "a phase with a call in flight"
+        if not answer.done():
             if now_s < hit.deadline_s:
                 return ASK_AGAIN
             self._stats.add("lookup_timeouts")
             self._overdue = answer
             hit.miss = Miss.LATE
             return self._miss(state, now_s)
-        if answer is None or answer.cancelled() or answer.exception() is not None:
+        if answer.cancelled() or answer.exception() is not None:
             hit.miss = Miss.REFUSED
             return self._miss(state, now_s)
         hit.answer = None

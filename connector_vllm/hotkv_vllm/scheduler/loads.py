@@ -53,11 +53,6 @@ class LoadOrders:
             f"{len(self.awaited)} awaited, {self.quarantine})"
         )
 
-    @property
-    def is_empty(self) -> bool:
-        """Returns True if the next step has no orders about loads."""
-        return not self.jobs and not self.cancelled and not self.abandoned
-
     def begin(self, job: LoadJob, blocks: Any) -> None:
         """Orders the workers to begin a load, with the next step.
 
@@ -463,9 +458,7 @@ class OtherLoads:
         running: the requests that the step runs.
         has_sync_loads: True if the step includes synchronous loads of another connector.
         """
-        if not self._admitted and not has_sync_loads and not self._unsettled:
-            return 0
-        ran = self._admitted.intersection(running)
+        ran = {request_id for request_id in self._admitted if request_id in running}
         self._admitted -= ran
         if not has_sync_loads and not self._unsettled:
             return 0

@@ -45,6 +45,7 @@ class WrittenBlocks:
         )
         for tokens, ids in zip(self._block_tokens, blocks.get_block_ids(), strict=True):
             self._blocks.update(ids[valid_tokens // tokens if tokens else 0 :])
+        self._blocks.discard(NULL_BLOCK)
 
     def add(self, blocks: Collection[int]) -> None:
         """Adds further reallocated blocks, such as hot slots."""
@@ -65,12 +66,10 @@ class WrittenBlocks:
         if self._scheduler_output is not None:
             self._blocks |= steps.fresh_block_ids(self._scheduler_output, self._block_tokens)
             self._scheduler_output = None
-        self._blocks.discard(NULL_BLOCK)
         return self._blocks
 
     def take(self) -> set[int]:
         """Returns the ids of the collected blocks, for the step's message, and forgets them.
         Includes the blocks of the recorded step only if `of_step` was called."""
         taken, self._blocks, self._scheduler_output = self._blocks, set(), None
-        taken.discard(NULL_BLOCK)
         return taken

@@ -89,11 +89,11 @@ class RankSession:
 
     # --------------------------------------------------------------------------------------- memory
 
-    def export(self, kv_caches: Mapping[str, Any]) -> bool:
-        """Exports the engine's KV memory, so that a server can map it. Returns False if the memory
-        can't be exported or the ranks do not agree on a key space. The engine then runs without
-        hotkv, and the log says why. CPU memory is moved into a shared file; the tensors and their
-        views stay valid.
+    def export(self, kv_caches: Mapping[str, Any]) -> None:
+        """Exports the engine's KV memory, so that a server can map it. If the memory can't be
+        exported or the ranks do not agree on a key space, the engine runs without hotkv, and the
+        log says why. CPU memory is moved into a shared file; the tensors and their views stay
+        valid.
 
         kv_caches: the tensor of each layer, by layer name.
         """
@@ -102,10 +102,9 @@ class RankSession:
         except (Unsupported, OSError, ValueError) as error:
             logger.warning("hotkv is off in this worker: %s", error)
             self.handshake = HotKVHandshake(None, str(error))
-            return False
+            return
         if not self.adapters.is_watching:
             self.adapters = watch_adapters(self._vllm_config)
-        return True
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
         """Exports this rank's memory, and lets the ranks agree on the key space. After a sleep,
@@ -261,9 +260,9 @@ class RankSession:
     def leave(self) -> bool:
         """Closes the session in another thread, without waiting for the server. Returns False if
         there is no session."""
-        if self.session is None or self._session_config is None or self.memory is None:
-            return False
         session, self.session = self.session, None
+        if session is None:
+            return False
         # The client still resolves the futures of transfers in flight.
         threading.Thread(target=session.close, name="hotkv-close", daemon=True).start()
         return True
