@@ -143,6 +143,7 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
         # A hook whose `ended` raised may keep its request's number.
         assert may_count_errors or not requests._adapters._live
         assert may_count_errors or not requests._exactness._exact_tokens
+        assert may_count_errors or not requests._exactness._own_tokens
         for each in one.each_worker():
             worker = our_connector(each)._worker
             assert not worker.stores and not worker.loads

@@ -7,20 +7,27 @@ from typing import Any
 import pytest
 
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
-from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S
+from hotkv_vllm.scheduler.sharing import JOINING_PATIENCE_S, LINKS_PATIENCE_S, Joining
 from tests.vllm.desks import LONG, Memory, blocks, desk, ended
 from tests.vllm.parts import TOKENS, request
 
 __all__ = ["desk"]
 
 
-def test_a_request_waits_a_moment_for_workers_that_may_be_back(desk: Any) -> None:
+@pytest.mark.parametrize("patience_s", [LINKS_PATIENCE_S, JOINING_PATIENCE_S])
+def test_a_request_waits_a_moment_for_workers_that_may_answer(desk: Any, patience_s: float) -> None:
+    """For sessions of workers that may be back, or for the first handshakes."""
     one = desk()
-    one.sharing.links.told({0: "gone"}, one.now_s, stream=0)
+    if patience_s == LINKS_PATIENCE_S:
+        one.sharing.links.told({0: "gone"}, one.now_s, stream=0)
+    else:
+        one.sharing.joining = Joining(1)
     asks = request("a", LONG)
     one.arrive(asks)
-    assert one.desk.match(asks, 0) == ASK_AGAIN
-    one.now_s += LINKS_PATIENCE_S
+    for waited_s in (0.0, patience_s - 0.125):
+        one.now_s += waited_s
+        assert one.desk.match(asks, 0) == ASK_AGAIN
+    one.now_s += 0.125
     assert one.desk.match(asks, 0) == NO_HIT
 
 

@@ -81,7 +81,7 @@ def test_an_offer_is_counted_once_and_what_is_loaded_too() -> None:
     parts = Parts()
     state = loading(parts)
     for _ in range(2):
-        parts.finder.end_load(state, False)
+        assert parts.finder.end_load(state, False) == (4,)
         parts.clock += 1
         assert parts.hit(state) == 4 * TOKENS
         assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])

@@ -49,9 +49,10 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
     st.integers(1, 300),
     st.booleans(),
     st.integers(0, 300),
+    st.integers(0, 50),
 )
 def test_kept_states(
-    block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int
+    block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int, cut: int
 ) -> None:
     """Compares with the states at the interval, and at the points where a request that repeats or
     extends the prompt continues."""
@@ -59,7 +60,8 @@ def test_kept_states(
     reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)
     assert 0 not in ends
-    mask = reach.mask(0, 400 // block, (*ends, junction))
+    parts = (0, cut), (cut, 400 // block)
+    mask = np.concatenate([reach.mask(*part, (*ends, junction)) for part in parts])
     step = -(-interval // alignment) * alignment
     kept = {
         end

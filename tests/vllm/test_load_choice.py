@@ -250,6 +250,11 @@ def test_a_miss_and_a_load_that_failed_at_once_say_nothing() -> None:
     world = World()
     assert world.request(1000, hit=0) >= 1.0
     assert world.choice.costs.load_s(1000) == 0
+    # The server goes away before it answers.
+    state, finder = state_of(1000), Finder(9.0, 0)
+    for finder.ask_s, answer in ((9.0, ASK_AGAIN), (0.0, NO_HIT)):
+        assert world.choice.match(finder, state, 0, world.now_s) == answer  # type: ignore[arg-type]
+    assert not world.count("late_requests")
     state, answer = world.begun(1000, 1000)
     assert answer == (1000, True) and state.choice.verdict is Verdict.TAKE
     assert world.choice.time_for(state, 10.0) == 1.0

@@ -70,7 +70,7 @@ def test_loads_that_fit_go_on_together_and_those_that_failed_make_room(
 ) -> None:
     prompts = {f"{number}": prompt(number, LONGEST) for number in range(3)}
     roomy, answers = stored(engine, model, prompts)
-    blocks = 1 + 2 * blocks_for_one(roomy) if fails else 400
+    blocks = 1 + (2 if fails else 3) * blocks_for_one(roomy)
     one = engine(specs=model(), blocks=blocks, max_tokens_per_step=128)
     server.fail_loads, server.hold = fails, set() if fails else {"load"}
     for name, tokens in prompts.items():

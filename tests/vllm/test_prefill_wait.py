@@ -8,14 +8,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
+from hotkv_vllm.scheduler.hits import Patience
 from hotkv_vllm.scheduler.prefill_wait import ASK_S, PrefillWait
 from hotkv_vllm.stats import HotKVStats
 from tests.vllm.harness import prompt
-from tests.vllm.oracle import answer_of
+from tests.vllm.oracle import answer_of, reports_to
 from tests.vllm.parts import TOKENS, Parts, request
 
 BLOCKS = 6
-PROMPT_TOKENS = BLOCKS * TOKENS + 3
+PROMPT_TOKENS = (BLOCKS + 1) * TOKENS
+"""A hit does not cover the last block, in which the last token is."""
 STEP_S = 0.002
 
 
@@ -91,25 +93,35 @@ def test_an_engine_that_does_not_know_its_speed_lets_nothing_wait() -> None:
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
 def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, role: str
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
     """An engine of the other role computes at once, unless the router says that another engine
     computes the prompt."""
     tokens = prompt(1, 200)
     first = engine()
     second = engine(within=lambda ours: ours | {"kv_role": role})
+    rests: list[float] = []
+    monkeypatch.setattr(Patience, "rest", lambda _, seconds, answer: rests.append(seconds))
     monkeypatch.setattr(PrefillSpeed, "seconds", lambda *_: 60.0)
     for name, transfer in (("said", {"do_remote_prefill": True}), ("not", None)):
         second.add(name, tokens, 4, transfer=transfer)
         second.step()
         second.step()
         is_waiting = transfer is not None or role == "kv_consumer"
-        assert (not second.outputs[name]) == is_waiting
+        assert (not second.outputs[name]) == is_waiting == bool(rests)
         if is_waiting:
             first.generate(name, tokens, 1)
         second.run()
         assert second.outputs[name] == answer_of(tokens, 4)
         assert second.external[name] == (192 if is_waiting else 0)
+        assert (reports_to(server)[-1].wait_s > 0) == is_waiting
         tokens = prompt(2, 200)
+        rests.clear()
+    # An engine that computes does not rest.
+    second.add("busy", prompt(3, 40), 9, transfer={"do_remote_prefill": False})
+    second.step()
+    second.add("waits", prompt(4, 200), 1, transfer={"do_remote_prefill": True})
+    second.step()
+    assert second.outputs["busy"] and not second.outputs["waits"] and not rests
     assert second.counters["awaited_requests"] == (2 if role == "kv_consumer" else 1)
     assert "hook_errors" not in second.counters

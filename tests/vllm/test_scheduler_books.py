@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotkv_proto.blocks import Retention
+from hotkv_vllm.compat import NULL_BLOCK
 from hotkv_vllm.scheduler import hits
 from hotkv_vllm.scheduler.hits import HiddenKeys
 from hotkv_vllm.scheduler.loads import OtherLoads
@@ -16,21 +19,46 @@ from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from tests.vllm.desks import blocks
 from tests.vllm.parts import TOKENS, Parts, request
 
+OUTCOMES = st.sampled_from(["well", "well", "failed", "unheard", "lost"])
+PLANNED = st.tuples(st.booleans(), st.integers(0, 2), OUTCOMES, st.booleans())
 
-def test_steps_that_were_lost_and_those_without_a_report_are_not_trusted() -> None:
-    others = OtherLoads()
-    for name in ("a", "b", "c"):
-        others.admitted(name)
-        others.step([name], True)
-    others.settled(2, True)
-    assert others.held == {"a", "c"}
-    others.settled(3, True)
-    others.admitted("d")
-    others.lost()
-    assert others.held == {"a", "d"}
-    others.step(["d"], True)
-    others.settled(4, True)
-    assert not others.may_store("d") and others.held == {"a", "d"}
+
+@given(st.lists(PLANNED, max_size=16), st.integers(0, 2))
+def test_blocks_that_another_connectors_load_may_lack_are_not_stored(
+    steps: list[tuple[bool, int, str, bool]], behind: int
+) -> None:
+    """Each step admits a request, which runs some steps later, and may end in the next step. The
+    report of a step comes `behind` steps later, unless it is not heard, or unless the planning of
+    the step was lost."""
+    others, numbers = OtherLoads(), dict[int, int]()
+    # The step in which each request first ran; open steps, and steps of requests without trust.
+    due, ran_in, are_open, bad = dict[str, int](), dict[str, int](), set[int](), set[int]()
+    for at, (has_load, delay, outcome, ends) in enumerate(steps):
+        if ends:
+            others.ended(f"{at - 1}")
+            due.pop(f"{at - 1}", None)
+            ran_in.pop(f"{at - 1}", None)
+        others.admitted(f"{at}")
+        due[f"{at}"] = at + delay
+        if outcome == "lost":
+            others.lost()
+            ran_in |= dict.fromkeys(due.keys() - ran_in.keys(), -1)
+            bad.add(-1)
+        else:
+            running = {name for name, first in due.items() if first <= at}
+            ran_in = dict.fromkeys(running, at) | ran_in
+            are_open |= {at} if has_load or are_open else set()
+            numbers[at] = others.step(running, has_load)
+            assert bool(numbers[at]) == (at in are_open)
+        told = at - behind
+        if told in numbers and steps[told][2] != "unheard" and numbers[told]:
+            bad |= {one for one in are_open if one < told or steps[told][2] == "failed"}
+            are_open = {one for one in are_open if one > told}
+            others.settled(numbers[told], steps[told][2] == "well")
+        waiting = due.keys() - ran_in.keys()
+        held = {name for name, first in ran_in.items() if first in are_open | bad}
+        assert others.held == held
+        assert {name for name in due if not others.may_store(name)} == held | waiting
 
 
 def asks(name: str, computed: int = 0) -> Any:
@@ -47,7 +75,7 @@ def test_blocks_behind_what_a_request_hit_are_new_to_it(
     """`computed`: tokens of a finished load. States have no order."""
     written = WrittenBlocks([16, 0])
     written.matched("a", matched)
-    written.allocated(asks("a", computed), blocks([1, 2, 3], [11, 12]))
+    written.allocated(asks("a", computed), blocks([1, 2, 3], [NULL_BLOCK, 11, 12]))
     assert written.of_step() == {*[1, 2, 3][num_hit:], 11, 12} == written.take()
     assert written.take() == set() == written.of_step()
     # A local hit counts for one admission, and while the request lives.

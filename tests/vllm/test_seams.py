@@ -47,9 +47,14 @@ def test_original_weights_after_a_second_start_are_not_those_before(updated: Any
 def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
     engine: Any, server: Any
 ) -> None:
+    """Loads from before it are cancelled."""
+    engine().generate("before", PROMPT, 1)
     one = engine()
-    server.hold = {"store"}
-    one.generate("a", PROMPT, 1)
+    server.hold = {"store", "load"}
+    one.add("loads", PROMPT, 1)
+    one.add("a", prompt(3, 200), 1)
+    while "a" not in one.finished:
+        one.step()
     worker = one.worker._worker
     before = set(worker.stores.active)
     assert before
@@ -58,6 +63,7 @@ def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
     connect_again(one)
     one.add("b", prompt(2, 100), 3)
     one.step()
+    assert len(server.cancelled) == 1
     planner = one.connector._scheduler.cache.planner
     assert set(worker.stores.active) and not before & set(worker.stores.active)
     assert len(planner.in_flight) == len(worker.stores)

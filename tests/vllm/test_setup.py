@@ -13,7 +13,7 @@ import pytest
 from vllm.triton_utils.dispatcher import register_kernels
 
 from hotkv_client import Credentials
-from hotkv_vllm.compat import Unsupported, kv_groups
+from hotkv_vllm.compat import Unsupported, kv_groups, reuse
 from hotkv_vllm.config import (
     DEFAULT_TARGET,
     ConfigError,
@@ -131,6 +131,7 @@ TROUBLES: dict[str, tuple[Any, str, Any]] = {
     "no room": (os, "statvfs", lambda _: FULL_DISK),
     "wrong place": (layout, "_check_placement", raising(Unsupported("misplaced"))),
     "groups": (kv_groups, "cache_groups", raising(Unsupported("pipeline"))),
+    "no reuse": (reuse, "check_reuse", raising(Unsupported("forbidden"))),
     "os error": (layout, "_share_cpu", raising(OSError("no"))),
 }
 

@@ -63,14 +63,20 @@ def test_a_block_is_stored_with_the_step_that_fills_it(
     assert again[1] == 2 * BLOCK_TOKENS
 
 
-def test_ready_blocks_are_not_stored_again(engine: Any, server: Any) -> None:
+@pytest.mark.parametrize(("table", "num_again"), [(True, 0), (False, 6)])
+def test_ready_blocks_are_not_stored_again(
+    engine: Any, server: Any, table: bool, num_again: int
+) -> None:
+    """Without a table, only loaded blocks are known to be ready, and hits on the device are not."""
     filled(engine)
     server.calls.clear()
+    server.table = table
     one = engine()
     one.generate("a", PROMPT, 4)
+    assert not server.count("store")
     one.generate("b", PROMPT + prompt(8, 40), 1)
     stored = [runs for kind, runs in server.calls if kind == "store"]
-    assert sum(len(run.hashes) for runs in stored for run in runs) == 1
+    assert sum(len(run.hashes) for runs in stored for run in runs) == 1 + num_again
 
 
 @pytest.mark.parametrize("how", ["never admitted", "not taken", "skips", "salted"])

@@ -173,6 +173,11 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     session.connected = False
     one.step()
     assert one.opened[-1].waited_s == []
+    # An engine that sleeps has no session.
+    one.worker.unregister()
+    num_opened = len(one.opened)
+    one.step()
+    assert len(one.opened) == num_opened and one.rank.session is None
 
 
 @pytest.mark.parametrize("how", ["built", "breaks", "absent", "not shared", "none"])

@@ -12,7 +12,7 @@ from hotkv_proto.order import OrderKind
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.metadata import HotKVMetadata, LoadJob, StoreJob
-from hotkv_vllm.worker import rank_loads, rank_stores, side
+from hotkv_vllm.worker import rank_loads, rank_stores, session, side
 from hotkv_vllm.worker.side import HotKVWorker
 from tests.vllm.parts import Clock, ids
 
@@ -92,6 +92,13 @@ class Device:
         pass
 
 
+class AtOnce:
+    """Stands for a thread, and has ended when it has started."""
+
+    def __init__(self, *, target: Any, **_: Any) -> None:
+        self.start = target
+
+
 class Rig:
     """A worker side with a session.
 
@@ -116,14 +123,8 @@ class Rig:
         self.rank.marks._device = self.device
         self.rank.session = self.session
         self.opened: list[Session] = []
-        monkeypatch.setattr(self.rank, "leave", self._leave)
+        monkeypatch.setattr(session, "threading", SimpleNamespace(Thread=AtOnce))
         monkeypatch.setattr(self.rank, "begin", self._begin)
-
-    def _leave(self) -> bool:
-        session, self.rank.session = self.rank.session, None
-        if session is not None:
-            session.close()
-        return session is not None
 
     def _begin(self) -> None:
         self.rank.session = Session()
