@@ -68,6 +68,7 @@ class Parts:
         represented: Sequence[int] = (),
         num_ranks: int = 1,
         by_handoff: Sequence[int] = (),
+        drafts: Sequence[int] = (),
         left_out: range = range(0),
         adapters: Any = None,
         counts_media: bool = False,
@@ -102,6 +103,7 @@ class Parts:
                 spec.block_tokens,
                 spec.window_tokens,
                 states_by_handoff=index in by_handoff,
+                is_draft=index in drafts,
             )
             for index, spec in enumerate(self.specs)
         ]

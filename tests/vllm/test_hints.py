@@ -161,6 +161,7 @@ def test_odd_hints_never_touch_a_request(engine: Any, server: Any) -> None:
         assert len(one.outputs["a"]) == 3 and report.session_id == ""
         assert len(report.hints.actions) <= MAX_ACTIONS
     assert len(reports_to(server)) == 6 and "hook_errors" not in one.counters
+    assert one.counters["wrong_hints"] == 10
 
 
 @pytest.mark.slow
