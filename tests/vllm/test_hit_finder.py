@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hotkv_client.types import LeaseGrant
+from hotkv_proto.reports import Miss
 from hotkv_vllm.scheduler.hits import (
     HINT_MEMORY_S,
     LEASE_SHARE_BEFORE_LOAD,
@@ -101,6 +102,7 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     parts.clock += waits_s * 0.01
     assert parts.match(state) == NO_HIT
     assert parts.count("lookup_timeouts") == 1 and state.hit.phase is Phase.IDLE
+    assert state.hit.miss is Miss.LATE
     # While it is overdue, other requests do not ask; once it has come, all do.
     other = parts.state(request("b", LONG))
     parts.put("b", range(4))
@@ -116,13 +118,14 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
 
 
 def test_a_grant_that_is_shorter_than_asked_shortens_the_hit() -> None:
-    parts, _ = asking()
+    parts, state = asking()
     for limit, blocks, num_short in ((2, 2, 1), (0, 0, 2), (1 << 30, 4, 2)):
         parts.server.grant_limit = limit
-        state = parts.state(request("a", LONG))
+        parts.finder.forget(state)
         assert parts.hit(state) == blocks * TOKENS and bool(state.hit.lease_id) == bool(blocks)
         assert parts.count("short_grants") == num_short
-    assert len(parts.server.released) == 1
+        assert state.hit.miss is (Miss.REFUSED if blocks < 4 else Miss.ABSENT)
+    assert len(parts.server.released) == 2
 
 
 def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:

@@ -51,29 +51,6 @@ def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: st
     assert reports_to(server)[-1].saved_s == 0
 
 
-@pytest.mark.parametrize("kind", ["lookup", "acquire"])
-def test_an_answer_that_does_not_come_in_time_is_late(kind: str) -> None:
-    parts = Parts()
-    parts.put("a", range(3))
-    parts.server.table, parts.server.hold = kind == "acquire", {kind}
-    state = parts.state(request("a", 64))
-    parts.match(state)
-    parts.clock += 2 * parts.config.lookup_timeout_s
-    parts.match(state)
-    assert state.hit.miss is Miss.LATE
-
-
-def test_a_lease_that_is_shorter_than_what_was_found_is_refused() -> None:
-    parts = Parts()
-    parts.put("a", range(3))
-    parts.server.grant_limit = 0
-    state = parts.state(request("a", 64))
-    assert parts.hit(state) == 0 and state.hit.miss is Miss.REFUSED
-    # The same request, with another end.
-    parts.server.grant_limit, parts.clock = 1 << 30, parts.clock + 10
-    assert parts.hit(state) > 0 and state.hit.miss is Miss.ABSENT
-
-
 class Reported:
     def __init__(self, prefill: PrefillSpeed | None = None) -> None:
         self.parts = parts = Parts()

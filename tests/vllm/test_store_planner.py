@@ -60,17 +60,47 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     assert not parts.planner.due(states, {"a": 16}, (), {})
 
 
+class AllResident:
+    """The server must hold every block of every request."""
+
+    def is_resident(self, request_id: str) -> bool:
+        return True
+
+    def names(self, state: Any, num_blocks: int) -> list[bytes]:
+        return list(state.request.block_hashes[:num_blocks])
+
+    def residency_of(self, request_id: str) -> str:
+        return request_id
+
+    def stores(self, request_id: str, job: Any) -> None:
+        pass
+
+    def stored(self, store: Any) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
-    ("specs", "drafts"),
-    [([FULL], ()), ([FULL], (0,)), ([FULL, FULL], ()), ([FULL, WINDOW], ()), ([STATES], ())],
+    ("specs", "kind"),
+    [
+        ([FULL], "plain"),
+        ([FULL], "draft"),
+        ([FULL], "resident"),
+        ([FULL, FULL], "plain"),
+        ([FULL, WINDOW], "plain"),
+        ([STATES], "plain"),
+    ],
 )
 @given(prompt=st.integers(1, 150), chunk=st.integers(1, 70), answer=st.integers(0, 300))
 def test_an_answer_takes_few_stores_and_no_block_is_left_out(
-    specs: list[GroupSpec], drafts: tuple[int, ...], prompt: int, chunk: int, answer: int
+    specs: list[GroupSpec], kind: str, prompt: int, chunk: int, answer: int
 ) -> None:
-    """Blocks of a prompt never wait, nor blocks of a model whose requests lose some while they
-    decode. A drafter completes a block of an answer only with the token after the block."""
-    parts, tables = Parts(specs, drafts=drafts), [list(range(1, 40)), list(range(41, 80))]
+    """Blocks of a prompt never wait, nor blocks of a resident request, nor of a model whose
+    requests lose some while they decode. A drafter completes a block of an answer only with the
+    token after the block."""
+    residencies = AllResident() if kind == "resident" else None
+    parts = Parts(specs, drafts=[0] if kind == "draft" else [], residencies=residencies)
+    tables = [list(range(1, 40)), list(range(41, 80))]
+    never_waits = kind == "resident" or WINDOW in specs or STATES in specs
     state = parts.state(one := request("a", prompt, decoded=answer))
     found: list[list[int]] = [[] for _ in specs]
     num_stores = 0
@@ -94,50 +124,16 @@ def test_an_answer_takes_few_stores_and_no_block_is_left_out(
     for _ in range(answer):
         step(1)
         filled = one.num_computed_tokens // TOKENS
-        assert not drafts or len(found[0]) <= max(prompt // TOKENS, filled - 1)
+        assert kind != "draft" or len(found[0]) <= max(prompt // TOKENS, filled - 1)
+        assert not never_waits or len(found[0]) == filled
     filled = (prompt + answer) // TOKENS
-    if WINDOW in specs or STATES in specs:
-        assert len(found[0]) == filled
-    else:
+    if kind == "plain" and not never_waits:
         # After a prompt shorter than a block the first block does not wait.
         alone = prompt < TOKENS <= prompt + answer
-        most = alone + (filled - prompt // TOKENS - alone) // ANSWER_BLOCKS
-        assert num_stores <= most and (num_stores == most or drafts)
+        assert num_stores == alone + (filled - prompt // TOKENS - alone) // ANSWER_BLOCKS
     parts.planner.finish(state, tables[: len(specs)], prompt + answer)
     step(0)
     assert all(found[at] == tables[at][:filled] for at in range(len(specs)))
-
-
-class AllResident:
-    """The server must hold every block of every request."""
-
-    def is_resident(self, request_id: str) -> bool:
-        return True
-
-    def names(self, state: Any, num_blocks: int) -> list[bytes]:
-        return list(state.request.block_hashes[:num_blocks])
-
-    def residency_of(self, request_id: str) -> str:
-        return request_id
-
-    def stores(self, request_id: str, job: Any) -> None:
-        pass
-
-    def stored(self, store: Any) -> None:
-        pass
-
-
-def test_blocks_of_a_resident_request_never_wait() -> None:
-    """The device has room for few of them."""
-    parts = Parts(residencies=AllResident())
-    state = parts.state(one := request("a", 20, decoded=60))
-    found: list[int] = []
-    for computed in range(20, 80):
-        one.num_computed_tokens = computed - 1
-        due = parts.planner.due({"a": state}, {"a": 1}, (), {})
-        jobs, _ = plan(parts, *((state, 1) for state, _ in due))
-        found += [block for _, blocks in stored(jobs) for block in blocks]
-        assert found == list(range(1, computed // TOKENS + 1))
 
 
 @pytest.mark.parametrize("has_tokens", [False, True])
