@@ -35,11 +35,22 @@ PROMPT = prompt(1, 200)
     [
         ("hotkv.target", "grpc.sock", "unix:/absolute/path and host:port"),
         ("hotkv.target", "unix:relative", "unix:/absolute/path"),
-        ("hotkv.target", "host:99999", "host:port"),
+        ("hotkv.target", "host:65536", "host:port"),
+        ("hotkv.target", "host:0", "host:port"),
+        ("hotkv.target", ":7", "host:port"),
         ("hotkv.target", "http://host:1", "host:port"),
         ("hotkv.target", 7, "a string"),
         ("hotkv.load_timeout_s", "soon", "seconds"),
         ("hotkv.load_timeout_s", -1, "seconds"),
+        ("hotkv.load_timeout_s", 86400, "seconds"),
+        ("hotkv.load_timeout_s", True, "seconds"),
+        ("hotkv.tracing_sample_ratio", True, "from 0 to 1"),
+        ("hotkv.tracing", 5, "https://"),
+        ("hotkv.load", "never", "auto, always"),
+        ("hotkv.device_order", "soon", "events, flags"),
+        ("hotkv.sparse", 5, "an object"),
+        ("hotkv.sparse_centre", "/means", "set hotkv.sparse too"),
+        ("hotkv.max_load_retries", -1, "whole number"),
         ("hotkv.max_load_retries", 1.5, "whole number"),
         ("hotkv.max_load_retries", True, "whole number"),
         ("hotkv.use_table", "yes", "true and false"),
@@ -60,10 +71,12 @@ def test_settings_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOTKV_TARGET", raising=False)
     assert ConnectorConfig.from_extra_config({"other": 1}).target == DEFAULT_TARGET
     monkeypatch.setenv("HOTKV_TARGET", "node7:50051")
-    given = {"load_timeout_s": 3, "use_table": False, "tls_ca": "/ca.pem", "token_file": "/token"}
+    files = {"tls_ca": "/ca", "tls_certificate": "/one", "tls_key": "/key", "token_file": "/token"}
+    given: dict[str, Any] = {"load_timeout_s": 3, "use_table": False, "max_load_retries": 0}
+    given |= {"device_order": "flags", "tracing_sample_ratio": 0, "flush_timeout_s": 0, **files}
     config = ConnectorConfig.from_extra_config({f"hotkv.{key}": given[key] for key in given})
-    assert (config.target, config.load_timeout_s, config.use_table) == ("node7:50051", 3.0, False)
-    assert config.credentials == Credentials(tls_ca="/ca.pem", token_file="/token")
+    assert config.target == "node7:50051" and config.credentials == Credentials(**files)
+    assert {name: getattr(config, name) for name in given} == given
 
 
 def test_settings_of_arguments_with_dots() -> None:
