@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv_client.types import LinkState
-from hotkv_vllm.link import StateLog
+from hotkv_vllm.link import StateLog, await_server
 from hotkv_vllm.metadata import STILL_CONNECTING
 from hotkv_vllm.scheduler.sharing import ABSENCE_PATIENCE_S, WorkerLinks
 from hotkv_vllm.worker import rank_loads
@@ -158,6 +159,25 @@ def test_states_of_a_session_are_said_once_and_a_warning_is_taken_back(
     (tmp_path / "there.sock").touch()
     StateLog("scheduler", f"unix:{tmp_path}/there.sock", logging.INFO).waited(0.0)
     assert len(lines) == 2
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.5])
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_start_that_may_not_wait_does_not_wait_for_a_session_that_opens(
+    wait_s: float, opens: bool
+) -> None:
+    waits: list[float] = []
+
+    def wait(seconds: float, is_there: bool) -> bool:
+        waits.append(seconds)
+        return is_there
+
+    session: Any = SimpleNamespace(
+        wait_connected=lambda seconds: wait(seconds, False),
+        wait_opened=lambda seconds: wait(seconds, opens),
+    )
+    assert await_server(session, wait_s, 7.0) == (opens and wait_s > 0)
+    assert waits == ([wait_s, 7.0] if wait_s else [wait_s])
 
 
 class LinksMachine(RuleBasedStateMachine):

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
-from hotkv_vllm.scheduler.hits import Patience
+from hotkv_vllm.scheduler import hits
 from hotkv_vllm.scheduler.prefill_wait import ASK_S, PrefillWait
 from hotkv_vllm.stats import HotKVStats
 from tests.vllm.harness import prompt
@@ -101,14 +101,21 @@ def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
     first = engine()
     second = engine(within=lambda ours: ours | {"kv_role": role})
     rests: list[float] = []
-    monkeypatch.setattr(Patience, "rest", lambda _, seconds, answer: rests.append(seconds))
+
+    def rest(answer: Any, seconds: float) -> bool:
+        rests.append(seconds)
+        return True
+
+    second.connector._scheduler.cache.finder.patience = hits.Patience(wait_for=rest)
+    monkeypatch.setattr(hits, "time", SimpleNamespace(sleep=rests.append))
     monkeypatch.setattr(PrefillSpeed, "seconds", lambda *_: 60.0)
     for name, transfer in (("said", {"do_remote_prefill": True}), ("not", None)):
         second.add(name, tokens, 4, transfer=transfer)
         second.step()
         second.step()
         is_waiting = transfer is not None or role == "kv_consumer"
-        assert (not second.outputs[name]) == is_waiting == bool(rests)
+        assert (not second.outputs[name]) == is_waiting
+        assert len(rests) == (2 if is_waiting else 0), "an idle engine rests once a step"
         if is_waiting:
             first.generate(name, tokens, 1)
         second.run()

@@ -92,18 +92,21 @@ def test_a_reset_that_failed_is_made_good_later(
     assert one.generate("e", PROMPT, 4) == (answer, 0)
 
 
-@pytest.mark.parametrize("is_computed_anew", [False, True])
+@pytest.mark.parametrize("how", ["kept", "computed anew", "broken"])
 def test_a_request_that_goes_on_over_a_reset(
-    engine: Any, server: Any, is_computed_anew: bool
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """It stops storing if vLLM kept its own cache, because it builds on KV from before the
     reset. So does a request that hits that cache."""
-    one = engine()
+    one, is_computed_anew = engine(), how == "computed anew"
     one.add("a", prompt(1, 100), 60)
     for _ in range(5):
         one.step()
-    assert resets(one, reset_running_requests=is_computed_anew) == is_computed_anew
-    assert not server.blocks
+    with monkeypatch.context() as patch:
+        if how == "broken":
+            patch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
+        assert resets(one, reset_running_requests=is_computed_anew) == is_computed_anew
+    assert bool(server.blocks) == (how == "broken")
     one.add("hits", prompt(1, 200), 2)
     one.run()
     one.generate("b", prompt(4, 10), 2)

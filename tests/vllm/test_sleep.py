@@ -70,6 +70,8 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     one.generate("b", prompt(2, 40))
     worker, scheduler = one.worker._worker, one.connector._scheduler
     session, fds, link = worker.rank.session, dict(worker.rank.memory.fds), scheduler.cache.session
+    # Only the scheduler probes the block table.
+    assert link.config.use_table and not session.config.use_table
     core.sleep()
     assert session.closed and worker.rank.session is None and worker.rank.memory is None
     for fd in fds.values():

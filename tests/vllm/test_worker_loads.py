@@ -109,7 +109,7 @@ def test_a_load_is_timed_from_its_mark_to_its_answer(rig: Any) -> None:
 def test_a_late_load_is_timed_until_it_is_over_or_given_up(rig: Any, hangs: bool) -> None:
     one = rig()
     one.session.ends_cancelled = False
-    one.step(loads=(load("a", timeout_s=5.0), load("b", timeout_s=50.0)))
+    one.step(loads=(load("a", timeout_s=5.0), load("b", timeout_s=5.5)))
     one.step(cancel_loads=("b", "unknown"))
     one.step(cancel_loads=("b",))
     for waited_s in (0.0, 5.0, 0.5, 0.5):

@@ -244,7 +244,8 @@ class HotKVScheduler:
 
     def reset_broke(self) -> bool:
         """Handles a reset if `reset_cache` raised: stops all loads and stores until the server has
-        confirmed a flush, and never stores the blocks of running requests.
+        confirmed a flush, and never stores the blocks of running requests, nor the blocks that are
+        on the device.
 
         Returns False, so that vLLM reports that the reset has failed. Returns True if the engine
         pauses or sleeps, because with False vLLM's pause would fail.
@@ -254,4 +255,5 @@ class HotKVScheduler:
         for state in self.requests.states.values():
             state.hit.hint = None
             state.store.may_store = False
+        self._exactness.distrust_all()
         return checks.is_pausing()
