@@ -63,35 +63,29 @@ def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> No
 
 
 @pytest.mark.parametrize(
-    "prompt, decoded, computed, tail",
+    "prompt, decoded, computed, tail, only_reads",
     [
         # A prompt is stored whole.
-        (32, 0, 32, [[1, 2]]),
+        (32, 0, 32, [[1, 2]], 0),
         # The last sampled token may have another token's KV.
-        (16, 16, 32, [[1]]),
-        (16, 17, 33, [[1, 2]]),
-        (16, 15, 31, [[1]]),
+        (16, 16, 32, [[1]], 0),
+        (16, 17, 33, [[1, 2]], 0),
+        (16, 15, 31, [[1]], 0),
         # Computed blocks only.
-        (32, 0, 31, [[1]]),
-        (16, 33, 32, [[1, 2]]),
+        (32, 0, 31, [[1]], 0),
+        (16, 33, 32, [[1, 2]], 0),
+        # vLLM counts an answer as computed that a diffusion model has only read.
+        (16, 17, 33, [[1]], 1),
     ],
 )
 def test_blocks_that_are_full_at_the_end_are_stored(
-    desk: Any, prompt: int, decoded: int, computed: int, tail: list[list[int]]
+    desk: Any, prompt: int, decoded: int, computed: int, tail: list[list[int]], only_reads: int
 ) -> None:
     one = desk()
     asks = request("a", prompt, decoded=decoded, computed=computed)
+    asks.sampling_params = SimpleNamespace(extra_args={"diffusion_read_only": only_reads})
     one.arrive(asks)
     assert ended(one, asks) == tail
-
-
-def test_a_diffusion_models_answer_that_was_only_read_is_not_stored(desk: Any) -> None:
-    """vLLM counts it as computed, although the model has not written its KV."""
-    one = desk()
-    asks = request("a", 16, decoded=17, computed=33)
-    asks.sampling_params = SimpleNamespace(extra_args={"diffusion_read_only": 1})
-    one.arrive(asks)
-    assert ended(one, asks) == [[1]]
 
 
 @pytest.mark.parametrize("why", ["absent worker", "failed load"])

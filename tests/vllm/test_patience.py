@@ -91,13 +91,3 @@ def test_answers_that_come_at_once_cost_no_further_step(table: bool) -> None:
     state = parts.state(request("a", 5 * TOKENS))
     parts.finder.arrive(state, parts.clock)
     assert parts.match(state) == (4 * TOKENS, True)
-
-
-def test_an_idle_engine_rests_once_a_step() -> None:
-    server = Server()
-    patience = Patience(lambda: server.clock_s, server.wait_for)
-    for _ in range(3):
-        for _ in range(5):
-            patience.rest(0.005, server.ask(0.003))
-        patience.begin_step()
-    assert server.waits == [0.003] * 3
