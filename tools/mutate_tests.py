@@ -422,7 +422,9 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/residency/": (
         f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_cuda_residency.py"
     ),
-    "connector_vllm/hotkv_vllm/scheduler/side.py": f"tests/vllm/test_reset.py {REQUESTS}",
+    "connector_vllm/hotkv_vllm/scheduler/side.py": (
+        f"tests/vllm/test_reset.py tests/vllm/test_adapters.py {REQUESTS}"
+    ),
     "sparse/hotkv_sparse/cuda/": (
         "tests/sparse/test_cuda_arena.py tests/sparse/test_cuda_choice.py "
         "tests/sparse/test_cuda_index.py tests/sparse/test_cuda_step.py"
