@@ -64,13 +64,15 @@ def test_as_many_rows_are_allocated_as_are_counted(parts: list[int], num_rows: i
 
 
 def test_sources_are_those_of_the_pool_also_after_it_was_calibrated() -> None:
-    built = pool(("mix2",))
+    built = pool((ROT, "mix2"))
+    assert not built.is_calibrated(0), "one of the formats needs axes"
     kept = KeptRows(built)
     kept.take(4)
     first = kept.sources(0)["mix2"]
     assert kept.sources(0)["mix2"] is first and first.axes is None
     mu = np.ones((HEADS, SIZE), np.float32)
     built.calibrate(0, mu, some_axes())
+    assert built.is_calibrated(0)
     later = kept.sources(0)["mix2"]
     assert later.axes is built.sources(0)["mix2"].axes is not None
     assert np.array_equal(later.mu, mu)

@@ -315,13 +315,19 @@ def test_a_request_that_outgrows_the_pool_waits_for_its_room_in_the_queue() -> N
 
 
 def test_without_a_server_requests_are_preempted_as_in_vllm_and_end() -> None:
-    engine = ResidentEngine()
+    """Of two that come later, the first fills the pool, and the second outgrows it."""
+    engine = ResidentEngine(pool=SMALL_POOL)
     engine.die(empty=True)
     for family in "abc":
-        engine.arrive(400, 150, family)
+        engine.arrive(200, 350, family)
     engine.run(1500)
+    engine.arrive(TOKENS * (SMALL_POOL - 1) - 4, 4)
+    engine.run(100)
     assert not engine.requests and engine.preempted
     assert not {"moved_residencies", "failed_residencies"} & engine.parts.stats.data.keys()
+    engine.excused.add(engine.arrive(500, 200))
+    engine.run(500)
+    assert not engine.requests and engine.count("failed_residencies") == 1
 
 
 def test_what_waits_begins_once_a_running_request_has_moved() -> None:
@@ -510,13 +516,18 @@ def test_what_was_asked_of_a_residency_that_was_given_up_means_nothing() -> None
     assert engine.count("lost_residencies") == 1
 
 
-@pytest.mark.parametrize(("residency", "num_lost"), [("host", 1), ("auto", 0)])
+@pytest.mark.parametrize(
+    ("residency", "waits", "num_lost"), [("host", False, 1), ("host", True, 1), ("auto", False, 0)]
+)
 def test_an_empty_server_costs_only_what_is_not_on_the_device(
-    residency: str, num_lost: int
+    residency: str, waits: bool, num_lost: int
 ) -> None:
+    """`waits`: vLLM has preempted the request."""
     engine = ResidentEngine(residency)
     engine.arrive(400, 300)
     engine.run(20)
+    if waits:
+        engine.reset_running()
     engine.die(empty=True)
     engine.run(1)
     engine.server.come_back()

@@ -102,7 +102,8 @@ class BlockReprManager:
     """Owns the representations (compact forms of keys) of all sparse layers, in one pool. Used by
     one thread.
 
-    layers: by layer index, the shape and formats of the layer's representations.
+    layers: by layer index, the shape and formats of the layer's representations. All layers
+        have the same number of blocks.
     keys_of: by layer index, a function that returns the unpacked keys of blocks (`KeysOf`).
     fd: the pool's file, which another process can map; open as long as this object lives. None if
         the system provides no such file.
@@ -115,12 +116,9 @@ class BlockReprManager:
     def __init__(self, layers: Mapping[int, LayerShape], keys_of: Mapping[int, KeysOf]) -> None:
         self._layers = dict(layers)
         self._keys_of = dict(keys_of)
-        most_blocks = max((shape.num_blocks for shape in layers.values()), default=0)
-        self._marks = np.zeros((len(layers), most_blocks), np.bool_)
-        self._built = {
-            index: marks[: layers[index].num_blocks]
-            for index, marks in zip(layers, self._marks, strict=True)
-        }
+        (num_blocks,) = {shape.num_blocks for shape in layers.values()}
+        self._marks = np.zeros((len(layers), num_blocks), np.bool_)
+        self._built = dict(zip(layers, self._marks, strict=True))
         self._uncalibrated = {index for index, shape in layers.items() if not shape.is_calibrated}
         self.num_forgets = 0
         self.rows, self.num_bytes = _placed(self._layers)
