@@ -117,7 +117,7 @@ REFUSALS: dict[tuple[str, str], str] = {
 """Pairs whose engine does not start, with the user's message."""
 REFUSED_ELSEWHERE = {
     ("residency", "consumer"): "tests/vllm/test_resident_manager.py::"
-    "test_an_engine_that_stores_nothing_can_not_have_residency",
+    "test_an_engine_that_can_not_have_residency_hears_why",
     ("residency", "offloading"): f"{_DOOR_REFUSES}[residency]",
     ("sparse", "offloading"): f"{_DOOR_REFUSES}[sparse]",
     ("tracing", "offloading"): f"{_DOOR_REFUSES}[tracing]",

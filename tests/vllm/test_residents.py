@@ -376,6 +376,22 @@ def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
+@pytest.mark.parametrize("steps_in_queue", [0, 3])
+def test_a_preempted_request_uses_no_block_of_before_a_reset(steps_in_queue: int) -> None:
+    engine = ResidentEngine("host")
+    name = engine.arrive(640, 300)
+    engine.run(60)
+    assert engine.books.kept_tokens(name)
+    engine.reset_running()
+    engine.scheduler.max_num_active_reqs = 0
+    engine.run(steps_in_queue)
+    engine.books.reset(name)
+    assert not engine.books.kept_tokens(name)
+    engine.scheduler.max_num_active_reqs = 8
+    engine.run(400)
+    assert not engine.requests and not engine.count("failed_residencies")
+
+
 def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
     """vLLM takes ids from the header X-Request-Id."""
     books = ResidentEngine("host").books

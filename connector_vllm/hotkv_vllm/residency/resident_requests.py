@@ -320,30 +320,37 @@ class ResidentRequests:
         return one.name(self._groups.own_hashes(request, 0), until, 0)
 
     def reset(self, request_id: str) -> None:
+        """Handles a reset of the cache for a request. A request with blocks on the device goes on
+        with them, and its blocks get private names (`_make_private`). A request without such blocks
+        is computed anew if the server has pinned any of its blocks, because their KV is from before
+        the reset."""
+        one = self._residents[request_id]
+        if self._pool.has_blocks(request_id):
+            self._make_private(one)
+        elif one.kept or one.asked is not None:
+            self._start_over(one)
+
+    def _make_private(self, one: Resident) -> None:
         """Gives private names, which no other request finds, to all blocks of the request that the
-        server has not pinned yet. Called when the cache is reset, or when the KV on the device has
-        become inexact (`distrust`).
+        server has not pinned yet.
 
         If stores of such blocks were planned already, all blocks of the request are stored anew. If
-        the device may not have all of these blocks, the request is computed anew instead. Does
-        nothing for a request without blocks on the device: it has nothing inexact.
+        the device may not have all of these blocks, the request is computed anew instead.
         """
-        one = self._residents[request_id]
-        if not self._pool.has_blocks(request_id):
-            return
         if one.state.store.stored_blocks[0] > one.kept:
             if not self._pool.stays_whole(one.state.request):
-                self._pool.lose(request_id)
+                self._pool.lose(one.request_id)
             self._start_over(one)
         del one.names[one.kept :]
         one.private_from = min(one.private_from, one.kept)
         one.store_from(one.kept)
 
     def distrust(self) -> None:
-        """Does `reset` for all requests, because the KV on the device has become inexact: blocks
-        that the server has not pinned yet get private names."""
-        for request_id in self._residents:
-            self.reset(request_id)
+        """Handles that the KV on the device has become inexact: blocks on the device that the
+        server has not pinned yet get private names."""
+        for request_id, one in self._residents.items():
+            if self._pool.has_blocks(request_id):
+                self._make_private(one)
 
     # --------------------------------------------------------------------------------------- stores
 

@@ -514,8 +514,8 @@ class StorePlanner:
         the request, its blocks are not stored any more, because they depend on KV from before the
         reset. Otherwise all its blocks are stored, as for a new request.
 
-        A resident request (whose old blocks are in the server only) continues to store blocks, but
-        under hashes that no other request can have.
+        A resident request (whose old blocks are in the server only) with blocks on the device
+        continues to store blocks, but under hashes that no other request can have.
         """
         if self._residencies is not None and self._is_resident(state):
             self._residencies.reset(state.request.request_id)
