@@ -127,14 +127,22 @@ async def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
 async def test_the_event_loop_does_not_wait_while_engine_memory_is_freed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """If the engine is dead, the kernel takes some 0.3 s for each GiB."""
-    threads, close = list[int](), SessionMemory.close
-    monkeypatch.setattr(
-        SessionMemory, "close", lambda one: threads.append(threading.get_ident()) or close(one)
-    )
+    """If the engine is dead, the kernel takes some 0.3 s for each GiB. The engine's leases end
+    before."""
     async with live_node(tmp_path) as node:
-        await node.sessions.close(await worker(node))
-        assert len(threads) == 1 and threading.get_ident() not in threads
+        session, blocks, close = await worker(node), hashes(1), SessionMemory.close
+        assert await store_in(node, session, blocks) == [BlockResult.STORED]
+        asked = [HashList(0, hash_words(blocks[0], 32))]
+        node.core.acquire(session.record.number, "r", asked, 60.0, time.monotonic())
+
+        def closed(memory: SessionMemory) -> None:
+            seen.append((threading.get_ident() == loops, len(node.core.leases)))
+            close(memory)
+
+        loops, seen = threading.get_ident(), list[tuple[bool, int]]()
+        monkeypatch.setattr(SessionMemory, "close", closed)
+        await node.sessions.close(session)
+        assert seen == [(False, 0)]
 
 
 def check_clean(node: Node, session: LiveSession) -> None:

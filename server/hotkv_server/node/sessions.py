@@ -187,8 +187,8 @@ class Sessions:
 
     async def close(self, session: LiveSession) -> None:
         """Cancels the session's transfers, waits until no transfer or read uses its memory or
-        leases, then releases its memory, pins and leases. If the session is being closed already,
-        waits until it is closed."""
+        leases, then ends its pins and leases and releases its memory. If the session is being
+        closed already, waits until it is closed."""
         if session.closing:
             await session.closed.wait()
             return
@@ -203,14 +203,13 @@ class Sessions:
         while session.jobs or session.num_reads:
             session.settled.clear()
             await session.settled.wait()
+        await self._end_holds(session)
         if session.memory is not None or session.received_fds:
             # The kernel takes long to free the memory of an engine that has died.
             await asyncio.get_running_loop().run_in_executor(None, session.release_memory)
         session.release_memory()
-        async for _ in slices(self._core.end_pins(session.record.number)):
-            pass
-        async for _ in slices(self._core.end_leases(session.record.number)):
-            pass
+        # A call that waited meanwhile may have got a lease.
+        await self._end_holds(session)
         self._core.close_session(session.record.number, time.monotonic())
         del self._open[session.secret_id]
         engine_id = session.record.engine_id
@@ -219,6 +218,12 @@ class Sessions:
             one.session_closed(session, is_last=is_last)
         self._run_effects()
         log.info("session closed number=%d engine=%s", session.record.number, session.engine_name)
+
+    async def _end_holds(self, session: LiveSession) -> None:
+        async for _ in slices(self._core.end_pins(session.record.number)):
+            pass
+        async for _ in slices(self._core.end_leases(session.record.number)):
+            pass
 
     async def close_all(self) -> None:
         """Closes every session."""

@@ -613,7 +613,10 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             )
         if tenant is None or not tenant.max_sessions:
             return
-        num_open = sum(session.key_space.tenant == tenant.name for session in self._node.sessions)
+        num_open = sum(
+            session.key_space.tenant == tenant.name and not session.closing
+            for session in self._node.sessions
+        )
         if num_open >= tenant.max_sessions:
             raise HotKVError(
                 Reason.OVERLOADED,
