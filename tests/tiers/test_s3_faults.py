@@ -4,7 +4,7 @@ leave to reads. `test_remote_faults` has the others."""
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -78,6 +78,71 @@ def test_what_a_store_answers_to_a_write(
     found = bench.read([12], [7]).tolist()
     assert found == [Read.FOUND if expected == Write.STORED else Read.ABSENT]
     bench.check_read([3, 6, 9], [4, 5, 6])
+
+
+def instead_of_packs(answered: bytes) -> Callable[[bytes], Iterator[bytes]]:
+    """Returns a function for `FaultProxy.on_reply` that replaces each answer with a part of an
+    object. Only packs are read in parts."""
+
+    def reply(piece: bytes) -> Iterator[bytes]:
+        answer = b"HTTP/1.1 " + answered + b"\r\nContent-Length: 0\r\n\r\n"
+        is_head = piece.startswith(b"HTTP/1.1 ")
+        if is_head and not piece.startswith(b"HTTP/1.1 206"):
+            yield piece
+        elif is_head:
+            yield answer
+
+    return reply
+
+
+def test_a_store_that_fails_reads_while_it_lists_is_not_empty(
+    s3_server: Server, proxy: FaultProxy
+) -> None:
+    prefix, endpoint = new_prefix(), f"http://127.0.0.1:{proxy.port}"
+    with bench_over(s3_server, prefix) as writer:
+        writer.fill([3, 6, 9], [0, 1, 2])
+        assert (writer.write([3, 6, 9], [0, 1, 2]) == Write.STORED).all()
+    packs = s3_server.packs(prefix)
+    with bench_over(s3_server, prefix, endpoint=endpoint, **QUIET) as node:
+        node.fill([3, 6, 9], [0, 1, 2])
+        proxy.on_reply = instead_of_packs(b"503 Slow Down")
+        assert node.probe([3, 6, 9]).tolist() == [Read.FAILED] * 3
+        assert node.write([3], [0]).tolist() == [Write.FAILED] and not node.tier.problem()
+        proxy.on_reply = nothing
+        assert node.write([3, 6, 9], [0, 1, 2]).tolist() == [Write.PRESENT] * 3
+        node.check_read([3, 6, 9], [4, 5, 6])
+        assert s3_server.packs(prefix) == packs
+
+
+@pytest.mark.parametrize("answered", [b"503 Slow Down", b"403 Forbidden"])
+def test_packs_are_known_after_reads_that_failed(
+    s3_server: Server, proxy: FaultProxy, bench: Bench, answered: bytes
+) -> None:
+    """The store permits other requests meanwhile."""
+    proxy.on_reply = instead_of_packs(answered)
+    for _ in range(3):
+        assert bench.read([3, 6, 9], [4, 5, 6]).tolist() == [Read.FAILED] * 3
+        assert bench.probe([3, 6, 9]).tolist() == [Read.FOUND] * 3
+        assert not bench.tier.problem()
+    bench.fill([12], [1])
+    assert bench.write([3, 12], [0, 1]).tolist() == [Write.PRESENT, Write.STORED]
+    proxy.on_reply = nothing
+    bench.check_read([3, 6, 9, 12], [4, 5, 6, 7])
+
+
+def test_packs_that_are_forbidden_at_the_first_look_are_found_later(
+    s3_server: Server, proxy: FaultProxy
+) -> None:
+    prefix, endpoint = new_prefix(), f"http://127.0.0.1:{proxy.port}"
+    with bench_over(s3_server, prefix) as writer:
+        writer.fill([3, 6], [0, 1])
+        assert (writer.write([3, 6], [0, 1]) == Write.STORED).all()
+    with bench_over(s3_server, prefix, endpoint=endpoint) as node:
+        proxy.on_reply = instead_of_packs(b"403 Forbidden")
+        assert node.probe([3, 6]).tolist() == [Read.ABSENT] * 2 and not node.tier.problem()
+        proxy.on_reply = nothing
+        wait_for(lambda: node.probe([3, 6]).tolist() == [Read.FOUND] * 2, "they are not found")
+        node.check_read([3, 6], [4, 5])
 
 
 def spoil(piece: bytes) -> Iterator[bytes]:

@@ -9,6 +9,7 @@ import pytest
 
 from hotkv_server.tiers.remote.client import LateError, LostError, StoreError, UnusableError
 from hotkv_server.tiers.s3 import lister as lister_module
+from hotkv_server.tiers.s3.bucket import DeniedError
 from hotkv_server.tiers.s3.index import PackIndex
 from hotkv_server.tiers.s3.lister import LISTS_AT_ONCE, OVERLAP_S, Lister
 from hotkv_server.tiers.s3.packs import Space, list_bytes, new_name, packed, path_of
@@ -27,8 +28,8 @@ class Listed:
     """A bucket of packs with a single block each.
 
     `looks`: number of names that each look got. `fronts`: packs whose lists were read, in order.
-    `error`: raised by looks. `lost`: packs that can't be read. `turns`: each read of lists acquires
-    it.
+    `error`: raised by looks. `lost`, `denied`: packs that can't be read, because of an error or as
+    the store forbids it. `turns`: each read of lists acquires it.
     """
 
     PAGE = 4
@@ -39,6 +40,7 @@ class Listed:
         self.fronts: list[str] = []
         self.error: StoreError | None = None
         self.lost: set[str] = set()
+        self.denied: set[str] = set()
         self.turns = threading.Semaphore(FREE)
 
     def add(self, number: int, now_us: int) -> str:
@@ -66,12 +68,16 @@ class Listed:
         assert self.turns.acquire(timeout=WAIT_S)
         self.fronts += [path.rpartition("/")[2] for path, *_ in wanted]
         assert all(begins == [0] for _, begins, _ in wanted)
-        return [
-            LostError("answers 503")
-            if path.rpartition("/")[2] in self.lost
-            else [memoryview(self.objects[path])[: lengths[0]]]
-            for path, _, lengths in wanted
-        ]
+        return [self._front(path, lengths[0]) for path, _, lengths in wanted]
+
+    def _front(self, path: str, num_bytes: int) -> list[memoryview] | StoreError | None:
+        name = path.rpartition("/")[2]
+        if name in self.lost:
+            return LostError("answers 503")
+        if name in self.denied:
+            return DeniedError("forbids it")
+        body = self.objects.get(path)
+        return None if body is None else [memoryview(body)[:num_bytes]]
 
 
 @pytest.fixture
@@ -206,18 +212,103 @@ def test_what_is_known_against_the_store_is_said_to_who_waits(
     assert index.find([key(1)]) != [None]
 
 
-def test_a_pack_that_can_not_be_read_hides_no_other_pack(
+def test_a_store_that_fails_all_reads_is_not_an_empty_store(
     bucket: Listed, index: PackIndex, lister: Lister
 ) -> None:
-    """A store may have lost one object. It is read again, as it may come back."""
-    long_ago_us = now_us() - 3600 * 10**6
-    bucket.lost = {bucket.add(number, long_ago_us + number) for number in (1, 2)}
-    ask(lister)
-    bucket.add(3, now_us())
-    wait_for(lambda: ask(lister) or index.find([key(3)]) != [None])
-    assert index.find([key(1), key(2)]) == [None] * 2
+    """A store may answer 503 to reads while it lists names."""
+    names = [bucket.add(number, 10**15 + number) for number in range(4 * LISTS_AT_ONCE)]
+    bucket.lost = set(names)
+    for looks in (1, 2):
+        with pytest.raises(LostError, match="answers 503"):
+            ask(lister)
+        assert len(bucket.fronts) == looks * LISTS_AT_ONCE
+    # It begins to fail after the first lists.
+    bucket.lost = set(names[: 2 * LISTS_AT_ONCE])
+    with pytest.raises(LostError, match="answers 503"):
+        ask(lister)
+    assert len(bucket.fronts) == 6 * LISTS_AT_ONCE
     bucket.lost.clear()
-    wait_for(lambda: ask(lister) or None not in index.find([key(1), key(2)]))
+    ask(lister)
+    wait_for(lambda: ask(lister) or len(index) == len(names))
+
+
+def test_a_pack_that_can_not_be_read_hides_no_other_pack(
+    bucket: Listed, index: PackIndex, lister: Lister, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store may have lost or forbid single objects. They are read again, as they may come back.
+    Meanwhile, a look ends where the last one has been."""
+    long_ago_us = now_us() - 3600 * 10**6
+    names = [bucket.add(number, long_ago_us + number) for number in range(40)]
+    bucket.lost, bucket.denied = {names[1], names[38]}, {names[2], names[39]}
+    ask(lister)
+    assert bucket.looks[0] == 40 and len(index) == 36
+    bucket.lost.add(bucket.add(50, now_us()))
+    bucket.add(51, now_us())
+    wait_for(lambda: ask(lister) or index.find([key(51)]) != [None])
+    looks = len(bucket.looks)
+    wait_for(lambda: ask(lister) or len(bucket.looks) > looks + 3)
+    assert len(index) == 37 and set(bucket.looks[1:]) == {Listed.PAGE}
+    assert bucket.fronts.count(names[1]) > 3 and bucket.fronts.count(names[3]) == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    # A pack that was removed is read no more, the others are found.
+    del bucket.objects[path_of(SPACE, names[1])]
+    bucket.lost.clear()
+    bucket.denied.clear()
+    wait_for(lambda: ask(lister) or None not in index.find([key(2), key(39), key(50)]))
+    bucket.fronts.clear()
+    looks = len(bucket.looks)
+    wait_for(lambda: ask(lister) or len(bucket.looks) > looks + 3)
+    assert not bucket.fronts and len(index) == 41
+
+
+def test_new_packs_that_can_not_be_read_do_no_harm_to_known_ones(
+    bucket: Listed, index: PackIndex, lister: Lister
+) -> None:
+    bucket.add(0, now_us() - 3600 * 10**6)
+    ask(lister)
+    bucket.lost.add(bucket.add(1, now_us()))
+    wait_for(lambda: ask(lister) or len(bucket.fronts) > 4)
+    ask(lister)
+    assert index.find([key(0)]) != [None] and index.find([key(1)]) == [None]
+    # The listing has succeeded, so the next one need not begin anew.
+    assert lister._folders[SPACE].error is None
+    bucket.lost.clear()
+    wait_for(lambda: ask(lister) or index.find([key(1)]) != [None])
+
+
+def test_a_pack_that_can_not_be_read_is_remembered_once(
+    bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the clock has jumped, a listing skips no packs."""
+    ahead_s = 0.0
+    clock = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic)
+    monkeypatch.setattr(lister_module, "time", clock)
+    name = bucket.add(1, 10**15)
+    bucket.lost.add(name)
+    bucket.add(2, 10**15 + 1)
+    ask(lister)
+    ahead_s, looks = 86_400.0, len(bucket.looks)
+    wait_for(lambda: ask(lister) or len(bucket.looks) > looks + 2)
+    assert lister._folders[SPACE].unread == [name]
+
+
+def test_packs_that_the_store_forbids_are_read_again_in_turn(
+    bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although none can be read, the key space can be used. The state is bounded."""
+    count = 3 * LISTS_AT_ONCE
+    monkeypatch.setattr(lister_module, "MAX_UNREAD", count - 2)
+    names = [bucket.add(number, 10**15 + number) for number in range(count)]
+    bucket.denied = set(names)
+    ask(lister)
+    assert len(bucket.fronts) == count and not len(index)
+    looks = len(bucket.looks)
+    wait_for(lambda: ask(lister) or len(bucket.looks) > looks + 4)
+    assert len(bucket.fronts) <= count + LISTS_AT_ONCE * len(bucket.looks)
+    # The newest packs are forbidden for good.
+    bucket.denied = set(names[-LISTS_AT_ONCE:])
+    wait_for(lambda: ask(lister) or len(index) == count - LISTS_AT_ONCE - 2)
+    assert index.find([key(0), key(1)]) == [None] * 2 and index.find([key(2)]) != [None]
 
 
 def test_waiting_ends_when_it_is_stopped(bucket: Listed, lister: Lister) -> None:

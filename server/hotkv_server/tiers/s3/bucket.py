@@ -11,7 +11,6 @@ import bisect
 import concurrent.futures
 import importlib
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -32,8 +31,6 @@ from pathlib import Path
 
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
 from hotkv_server.tiers.remote.client import LostError
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CHECK = "check"
@@ -367,9 +364,9 @@ class Bucket:
         self, wanted: Sequence[tuple[str, list[int], list[int]]], until_s: float
     ) -> "list[list[memoryview] | StoreError | None]":
         """Reads several ranges of several objects. Returns, for each object, a list with the bytes
-        of its ranges. If the object does not exist, or if the store forbids only some objects and
-        this is one of them, returns None in place of the list; if a request failed, returns the
-        error. Raises LateError, and DeniedError if the store forbids all objects.
+        of its ranges. If the object does not exist, returns None in place of the list; if a request
+        failed, returns the error. This error is a DeniedError if the store forbids the object, but
+        not all objects. Raises LateError, and DeniedError if the store forbids all objects.
 
         `wanted`: for each object, its path, the offsets of its ranges, and their lengths in bytes.
             If a range reaches beyond the end of the object, its bytes are fewer or empty.
@@ -394,15 +391,7 @@ class Bucket:
             parts = await asyncio.gather(*(span(path, begin, end) for begin, end in spans))
             return [_piece(spans, parts, *each) for each in zip(begins, lengths, strict=True)]
 
-        found = self._each(itertools.starmap(one, wanted), until_s)
-        denied = [
-            path
-            for (path, *_), got in zip(wanted, found, strict=True)
-            if isinstance(got, DeniedError)
-        ]
-        if denied:
-            log.warning("%s forbids %d packs, such as %s", self._name, len(denied), denied[0])
-        return [None if isinstance(got, DeniedError) else got for got in found]
+        return self._each(itertools.starmap(one, wanted), until_s)
 
     def names(
         self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float

@@ -7,6 +7,7 @@ removed from the index (`s3.index`).
 """
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -24,11 +25,13 @@ from hotkv_server.tiers.protocol import (
 )
 from hotkv_server.tiers.remote.client import StoreError, UnusableError
 from hotkv_server.tiers.s3 import epochs
-from hotkv_server.tiers.s3.bucket import CHECK, Bucket, FullError, Loop
+from hotkv_server.tiers.s3.bucket import CHECK, Bucket, DeniedError, FullError, Loop
 from hotkv_server.tiers.s3.index import PackIndex, Place
 from hotkv_server.tiers.s3.lister import Lister
 from hotkv_server.tiers.s3.packs import Pack, Space, new_name, packed, space_of
 from hotkv_server.tiers.seals import seal
+
+log = logging.getLogger(__name__)
 
 
 class Shared:
@@ -211,7 +214,8 @@ class S3Client:
     ) -> StoreError | None:
         """Reads blocks from packs into their slots, and sets their codes in `settled`. If requests
         fail, their blocks keep their codes. Returns the first error of a request; None if all
-        succeed.
+        succeed. A pack that the store forbids is no such error, and stays in the index: its blocks
+        become FAILED.
 
         `rows_of`: for each pack, the blocks to read, as pairs: index of the block in `keys`, and
             row of the block in the pack's list.
@@ -230,6 +234,10 @@ class S3Client:
             if pieces is None:
                 self._index.drop(pack.path)
                 settled[[at for at, _ in rows]] = Read.ABSENT
+            elif isinstance(pieces, DeniedError):
+                # The store permits other objects, so the tier must stay up.
+                log.info("s3 %s: %s", pieces, pack.path)
+                settled[[at for at, _ in rows]] = Read.FAILED
             elif isinstance(pieces, StoreError):
                 first_error = first_error or pieces
             else:

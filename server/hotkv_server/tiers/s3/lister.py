@@ -11,19 +11,26 @@ appears more than OVERLAP_S after the time in its name, for example because the 
 slow, this node may miss it until its next start. If the clock of this node jumps by more than
 JUMP_S, the next listing of a key space skips no packs.
 
+If a pack can't be read, the other packs of its key space stay usable, and later listings try to
+read it again. But the listing fails if more than LISTS_AT_ONCE packs can't be read, or none of the
+newest packs of a key space that was never listed: the store may fail all reads for a while, and
+then its packs must not count as absent. Packs that the store forbids (`DeniedError`) fail no
+listing, because the store may forbid them for ever.
+
 Memory is bounded: the lister remembers at most MAX_SPACES key spaces, reads at most MAX_PACKS names
-in a listing, and keeps the names that it has seen in the last OVERLAP_S.
+in a listing, and keeps the names that it has seen in the last OVERLAP_S, and MAX_UNREAD names of
+packs that can't be read.
 """
 
 import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from hotkv_server.tiers.remote.client import LateError, LostError, StoreError, UnusableError
-from hotkv_server.tiers.s3.bucket import Bucket
+from hotkv_server.tiers.s3.bucket import Bucket, DeniedError
 from hotkv_server.tiers.s3.index import PackIndex
 from hotkv_server.tiers.s3.packs import (
     Space,
@@ -49,7 +56,11 @@ MAX_SPACES = 4096
 MAX_PACKS = 16384
 """Most names in a listing: 256 GiB of blocks in packs of 16 MiB."""
 LISTS_AT_ONCE = 16
-"""Number of packs whose lists of blocks are read at the same time."""
+"""Number of packs whose lists of blocks are read at the same time. If the store fails to read more
+packs than this, the listing fails."""
+MAX_UNREAD = 256
+"""Most packs of a key space that are tried again because they could not be read. If there are more,
+the oldest of them are not found until the next start."""
 FIRST_PACKS = 256
 """Number of the newest packs whose lists of blocks are read before the first request is
 answered."""
@@ -67,6 +78,9 @@ class _Folder:
     `clock_s`: difference between the wall clock and the monotonic clock, in seconds, when a listing
         last skipped no packs. If it changes, the wall clock has jumped.
     `seen`: names of packs, newer than the horizon, that a listing need not read again.
+    `unread`: names of packs that could not be read. Each listing tries the first LISTS_AT_ONCE of
+        them again, and moves those that still can't be read to the end.
+    `is_warned`: True once a warning has said that packs can't be read.
     `error`: the error of the last listing; None if it succeeded.
     """
 
@@ -77,6 +91,8 @@ class _Folder:
     horizon: int = UNSEEN
     clock_s: float = 0.0
     seen: set[str] = field(default_factory=set)
+    unread: list[str] = field(default_factory=list)
+    is_warned: bool = False
     error: StoreError | None = None
 
 
@@ -208,23 +224,37 @@ class Lister:
             lambda last: bool(list_bytes(last)) and age_of(last) >= folder.horizon,
             until_s,
         )
-        new = [name for name in names if self._is_new(space, folder, name)]
-        unread = set[str]()
+        unread, again = set(folder.unread), folder.unread[:LISTS_AT_ONCE]
+        # The next listing tries other packs, even if this listing fails.
+        folder.unread = folder.unread[LISTS_AT_ONCE:] + again
+        new = [one for one in names if one not in unread and self._is_new(space, folder, one)]
+        num_failed = 0
         for at in range(0, len(new), LISTS_AT_ONCE):
             if self._is_closed:
                 return
             batch = new[at : at + LISTS_AT_ONCE]
-            if not self._learn(bucket, space, batch, unread):
+            has_room, failed = self._learn(bucket, space, batch)
+            self._warn(space, folder, failed)
+            errors = [error for error in failed.values() if not isinstance(error, DeniedError)]
+            num_failed += len(errors)
+            is_first = at == 0 and not folder.is_known
+            if num_failed > LISTS_AT_ONCE or (errors and is_first and len(failed) == len(batch)):
+                raise errors[0]
+            _add_unread(folder, failed)
+            if not has_room:
                 break
             with self._changed:
-                folder.seen.update(name for name in batch if name not in unread)
+                folder.seen.update(batch)
             if at + LISTS_AT_ONCE >= FIRST_PACKS:
                 self._know(folder)
         with self._changed:
-            # The next listing must find the unread packs again.
-            folder.horizon = folder.horizon if unread else horizon
+            folder.horizon = horizon
             folder.seen = {name for name in folder.seen if age_of(name) < folder.horizon}
         self._know(folder)
+        if again:
+            _, failed = self._learn(bucket, space, again)
+            read = set(again) - set(failed)
+            folder.unread = [name for name in folder.unread if name not in read]
 
     def _is_new(self, space: Space, folder: _Folder, name: str) -> bool:
         return (
@@ -239,26 +269,41 @@ class Lister:
             folder.is_known = True
             self._changed.notify_all()
 
-    def _learn(self, bucket: Bucket, space: Space, names: list[str], unread: set[str]) -> bool:
-        """Reads the lists of blocks of these packs, and adds the packs to the index. Returns False
-        if the index had no room for one of the packs. Then the index has no room for older packs
-        either. `unread`: gets the names of packs whose lists could not be read."""
+    def _learn(
+        self, bucket: Bucket, space: Space, names: list[str]
+    ) -> tuple[bool, dict[str, StoreError]]:
+        """Reads the lists of blocks of these packs, and adds the packs to the index. Returns two
+        results. The first is False if the index had no room for one of the packs. Then the index
+        has no room for older packs either. The second has the error of each pack whose list could
+        not be read, by name. Raises StoreError if the store can't be used."""
         until_s = time.monotonic() + self._timeout_s
         wanted = [(path_of(space, name), [0], [list_bytes(name)]) for name in names]
-        has_room = True
+        has_room, failed = True, dict[str, StoreError]()
         for name, front in zip(names, bucket.ranges(wanted, until_s), strict=True):
             if front is None:
                 continue
-            if isinstance(front, UnusableError):
+            if isinstance(front, UnusableError) and not isinstance(front, DeniedError):
                 raise front
             if isinstance(front, StoreError):
-                # A store may have lost a single object, so the other packs must stay usable.
-                log.debug("a pack can't be read: %s: s3 %s", path_of(space, name), front)
-                unread.add(name)
+                failed[name] = front
                 continue
             pack = parsed(space, name, front[0])
             if pack is None:
                 log.warning("the list of a pack is damaged: %s", path_of(space, name))
             else:
                 has_room = self._index.add(pack) and has_room
-        return has_room
+        return has_room, failed
+
+    def _warn(self, space: Space, folder: _Folder, failed: dict[str, StoreError]) -> None:
+        for name, error in failed.items():
+            if not folder.is_warned:
+                folder.is_warned = True
+                log.warning("packs can't be read, such as %s: s3 %s", path_of(space, name), error)
+
+
+def _add_unread(folder: _Folder, names: Iterable[str]) -> None:
+    """Adds names to `_Folder.unread`. If there are too many, removes the oldest packs."""
+    folder.unread += names
+    if len(folder.unread) > MAX_UNREAD:
+        newest = set(sorted(folder.unread)[:MAX_UNREAD])
+        folder.unread = [name for name in folder.unread if name in newest]
