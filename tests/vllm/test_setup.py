@@ -49,6 +49,7 @@ PROMPT = prompt(1, 200)
         ("hotkv.load", "never", "auto, always"),
         ("hotkv.device_order", "soon", "events, flags"),
         ("hotkv.sparse", 5, "an object"),
+        ("hotkv.sparse", {"dense_layers": 5}, "wrong type"),
         ("hotkv.sparse_centre", "/means", "set hotkv.sparse too"),
         ("hotkv.max_load_retries", -1, "whole number"),
         ("hotkv.max_load_retries", 1.5, "whole number"),
