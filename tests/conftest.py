@@ -61,7 +61,6 @@ LONGEST = (
     "vllm/test_residency_hooks.py",
     "vllm/test_cuda_residency.py",
     "offloading/test_engines.py",
-    "tiers/test_mooncake.py",
     "robustness/test_campaign.py",
 )
 """Files that take longest, in this order; below them files with slow tests."""
