@@ -364,7 +364,8 @@ TESTS: dict[str, str] = {
         "tests/core/test_hint_parsing.py tests/server/test_hint_turns.py tests/server/test_hints.py"
     ),
     "server/hotkv_server/ledger/": (
-        "tests/ledger/test_history.py tests/server/test_live_ledger.py tests/server/test_ledger.py"
+        "tests/ledger/test_history.py tests/server/test_status_page.py "
+        "tests/server/test_live_ledger.py tests/server/test_ledger.py"
     ),
     "server/hotkv_server/events/contents.py": (
         "tests/server/test_event_contents.py tests/server/test_tier_events.py"
