@@ -11,6 +11,8 @@ could see it. The score is killed / (mutants that ran - equivalent ones).
 """
 
 import argparse
+import ast
+import functools
 import random
 import sys
 import tempfile
@@ -28,6 +30,8 @@ from tools.mutations import Mutant, mutants_of
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENTS = Path(__file__).with_name("mutate_equivalents.txt")
 MIN_SCORE = 0.95
+MOST_IMPORTERS = 4
+"""If more test files import a source file, most use it only as a part of their world."""
 
 LEFT_OUT = (
     "client/hotkv_client/command/cli.py",
@@ -55,9 +59,31 @@ class Tally:
 
 
 def tests_of(path: str) -> list[str]:
-    """Returns the test files of a source file."""
+    """Returns the test files of a source file: those of the table, then those that import it if
+    they are few (`MOST_IMPORTERS`)."""
     entry = max((prefix for prefix in TESTS if path.startswith(prefix)), key=len)
-    return list(dict.fromkeys(TESTS[entry].split()))
+    module = ".".join(Path(path).with_suffix("").parts[1:])
+    importers = [test for test, modules in _imports().items() if module in modules]
+    own = importers if len(importers) <= MOST_IMPORTERS else []
+    return list(dict.fromkeys([*TESTS[entry].split(), *own]))
+
+
+@functools.cache
+def _imports() -> dict[str, set[str]]:
+    """Returns the names that each test file imports, by the file's path: modules, and names in
+    modules. Tests that need a GPU are left out."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        if "gpu" in path.parts:
+            continue
+        names = found[str(path.relative_to(ROOT))] = set[str]()
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module)
+                names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
 
 
 def sources(only: Sequence[str]) -> list[str]:
