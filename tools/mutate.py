@@ -30,7 +30,7 @@ from tools.mutations import Mutant, mutants_of
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENTS = Path(__file__).with_name("mutate_equivalents.txt")
 MIN_SCORE = 0.95
-MOST_IMPORTERS = 4
+MOST_IMPORTERS = 7
 """If more test files import a source file, most use it only as a part of their world."""
 
 LEFT_OUT = (
