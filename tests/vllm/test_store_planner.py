@@ -227,6 +227,18 @@ def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
     assert stored(jobs) == [(0, [21, 22])] and fourth.store.stored_blocks == [0]
 
 
+@pytest.mark.parametrize("why", ["is_held", "is_rekeying"])
+def test_no_store_begins_during_a_reset_or_while_the_weights_change(why: str) -> None:
+    parts = Parts()
+    _, (under_way,) = planned(parts, "a", 2)
+    setattr(parts.planner, why, True)
+    parts.planner.finish(parts.state(request("b", 32)), [[6, 7]], 32)
+    state = parts.state(request("c", 32))
+    assert plan(parts, (state, 32)) == ((), (under_way.store_id,))
+    setattr(parts.planner, why, False)
+    assert stored(plan(parts, (state, 32), tables=[[8, 9]])[0]) == [(0, [8, 9])]
+
+
 def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
     parts = Parts()
     _, (one,) = planned(parts, "a", 2)
