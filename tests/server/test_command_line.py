@@ -45,7 +45,7 @@ def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedE
     store(one, hashes[:2])
     assert "cli-model" in server.cli("status")
     assert "cli-engine" in server.cli("sessions")
-    assert hashes[0].hex()[:16] in server.cli("blocks", "--limit", "1000")
+    assert hashes[0].hex()[:16] in server.cli("blocks", "--limit", "10000")
     for command in (
         ["status"],
         ["sessions"],
