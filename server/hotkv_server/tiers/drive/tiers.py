@@ -417,8 +417,8 @@ class Tiers:
 
 
 def _parts(groups: list[HashList]) -> Iterator[list[HashList]]:
-    """Splits lists of more than MOVE_BLOCKS blocks into parts for separate moves. Yields all lists
-    in one part if they have no more blocks together.
+    """Splits lists of more than MOVE_BLOCKS blocks into parts for separate moves. If the lists have
+    at most MOVE_BLOCKS blocks together, yields them as one part.
 
     A part begins with the last block of the part before it, so that the move links its first block
     to that block.
