@@ -257,7 +257,7 @@ class CacheCore(CacheBooks):
 
     def used_bytes(self, key_space_id: int) -> int:
         """Returns the bytes of host memory that the slots of a key space use."""
-        return self.space.books.used_bytes[key_space_id]
+        return self.space.tenants.bytes_of(key_space_id)
 
     # Transfers
 

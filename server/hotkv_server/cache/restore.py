@@ -88,7 +88,7 @@ def link_detached(
         here = here[: len(entries)]
         index.publish(entries, index.mixed(entries), np.zeros(len(entries), np.uint64))
         index.detach(entries)
-        core.space.books.count(number, len(entries) * size)
+        core.space.tenants.count(number, len(entries) * size)
         new_of[here] = entries
 
 
@@ -395,7 +395,7 @@ def _link_entries(
             offsets = old[rows_of, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
             depths = old[rows_of, table.W_DEPTH].astype(np.int64)
             entries = index.insert(number, group, of_size, offsets, size, depths, 0)
-            core.space.books.count(number, len(entries) * size)
+            core.space.tenants.count(number, len(entries) * size)
             new_of[rows_of[: len(entries)]] = entries
             num_smaller += len(entries) if size < slot_bytes else 0
     return num_smaller

@@ -8,7 +8,6 @@ entry is never evicted. Entries are blocks or representations (compact forms of 
 sparse attention).
 """
 
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -50,10 +49,7 @@ EVICTED_PER_PART = 1 << 12
 
 
 class Books:
-    """The state of a tier: index, pool of slots, tenants, eviction policy and representations.
-
-    used_bytes: bytes of the slots in use, by number of the key space.
-    """
+    """The state of a tier: index, pool of slots, tenants, eviction policy and representations."""
 
     def __init__(
         self, index: BlockIndex, pool: SlabPool, tenants: TenantBook, policy: Policy
@@ -62,7 +58,6 @@ class Books:
         self.pool = pool
         self.tenants = tenants
         self.policy = policy
-        self.used_bytes: Counter[int] = Counter()
         self.representations = Representations(index, self.free_slots)
 
     def __repr__(self) -> str:
@@ -74,14 +69,8 @@ class Books:
         for rows in parts:
             slot_bytes = int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN
             offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN
-            self.count(int(rows[0, table.W_KEY_SPACE]), -len(rows) * slot_bytes)
+            self.tenants.count(int(rows[0, table.W_KEY_SPACE]), -len(rows) * slot_bytes)
             self.pool.free(slot_bytes, offsets)
-
-    def count(self, key_space_id: int, more_bytes: int) -> None:
-        """Adds `more_bytes` to the used bytes of a key space and of its tenant; subtracts if
-        negative."""
-        self.used_bytes[key_space_id] += more_bytes
-        self.tenants.count(key_space_id, more_bytes)
 
     def free_numbers(self) -> int:
         """Returns how many more entries the index can have."""
@@ -118,7 +107,6 @@ class Books:
             for number in np.unique(key_spaces).tolist()
         }
         self.tenants.check(used)
-        assert +self.used_bytes == Counter(used), "bytes of key spaces miscounted"
         offsets = self.index.offsets(live)
         order = np.argsort(offsets)
         ends = offsets[order] + sizes[order]

@@ -469,7 +469,7 @@ class Space:
             key_space_id, group_index, hashes[:n], offsets, size, depths[:n], lease
         )
         self.pool.free(size, offsets[len(entries) :])
-        self.books.count(key_space_id, len(entries) * size)
+        self.tenants.count(key_space_id, len(entries) * size)
         return entries
 
     def make_room(
