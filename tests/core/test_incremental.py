@@ -15,10 +15,11 @@ from hotkv_proto.keys import MAX_GROUPS, Representation
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import core as core_module
 from hotkv_server.cache.room import removal, space
+from hotkv_server.cache.room.policies import shared
 from hotkv_server.cache.room.policies.shared import ColdQueue, Highest
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.values import HashList, LoadPositions, Run
-from tests.core.support import World, begin_store, reason_of, words_of
+from tests.core.support import World, begin_store, evict, reason_of, words_of
 
 NUM_SLOTS = 32
 CALLS = ["store", "begin", "end", "lease", "release", "touch", "other", "nothing"]
@@ -34,6 +35,7 @@ def small_parts() -> Iterator[None]:
         patch.setattr(removal, "PART_ENTRIES", 5)
         for module in (removal, space):
             patch.setattr(module, "EVICTED_PER_PART", 3)
+        patch.setattr(shared, "SWEEP_ENTRIES", 20)
         patch.setattr(removal, "WINDOWS_PER_PART", 1)
         yield
 
@@ -235,6 +237,17 @@ def reserving_in_parts(between: Callable[[Meddler], object]) -> list[int]:
 def test_what_others_did_between_two_parts_counts(what: str, result: BlockResult) -> None:
     results = reserving_in_parts(lambda world: world.call(what, 100))
     assert results == [result] * 2 + [BlockResult.RESERVED] * 10
+
+
+def test_what_others_free_between_two_parts_is_not_evicted_again() -> None:
+    worlds: list[Meddler] = []
+
+    def free(world: Meddler) -> None:
+        evict(world.core, 1, 0, words_of(range(12)))
+        worlds.append(world)
+
+    assert reserving_in_parts(free) == [BlockResult.RESERVED] * 12
+    assert worlds[0].found(range(12, NUM_SLOTS)) == list(range(12, NUM_SLOTS))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hotkv_proto.errors import Reason
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.room import space as space_module
-from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.policies import POLICIES, shared
 from hotkv_server.cache.room.shares import TenantBook
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space, keep_bounds
@@ -223,17 +223,21 @@ def test_a_bound_is_kept_in_parts_and_others_may_store_between_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(space_module, "EVICTED_PER_PART", 2)
+    monkeypatch.setattr(shared, "SWEEP_ENTRIES", 12)
     space = make_space("lru", {"c": TenantShare(0, 5 * SLAB)})
     fill(space, 4, 10)
     colder = space.index.ready_blocks(4)
-    fill(space, 3, 12)
+    fill(space, 3, 13)
     space.touch(space.index.ready_blocks(3), 50.0)
     space.tenants.share_out({"c": TenantShare(0, 5 * SLOT_ALIGN - 1)})
-    assert space.tenants.used[0] == 12 * SLOT_ALIGN, "nothing goes at once"
-    before = 12
+    assert space.tenants.used[0] == 13 * SLOT_ALIGN, "nothing goes at once"
+    before = 13
     for number, _ in enumerate(keep_bounds(space.books, space.removal)):
         left = len(space.index.ready_blocks(3))
         assert before - left <= 2
+        if before == left == 5:
+            # In the middle of a part, a block goes for another reason: it was the last.
+            left -= space.removal.evict(space.index.ready_blocks(3)[:1])
         before = left
         fill(space, 4, 1, first=100 + number)
         space.check_invariants()

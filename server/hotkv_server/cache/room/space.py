@@ -224,7 +224,7 @@ class Room:
         while (count := missing()) > 0:
             part = min(count, EVICTED_PER_PART)
             if not self._tenants.is_used:
-                evicted = yield from self._evict_any(slot_bytes, part, keep_at_s)
+                evicted = yield from self._evict_any(slot_bytes, part, missing, keep_at_s)
             else:
                 evicted = 0
                 if self._tenants.may_claim(taker, part * slot_bytes):
@@ -239,11 +239,14 @@ class Room:
             if missing() > 0:
                 yield
 
-    def _evict_any(self, slot_bytes: int, count: int, keep_at_s: float | None) -> Parts[int]:
+    def _evict_any(
+        self, slot_bytes: int, count: int, missing: Callable[[], int], keep_at_s: float | None
+    ) -> Parts[int]:
         """Evicts up to `count` of the coldest blocks, whatever their tenant. Returns how many it
         evicted.
 
         slot_bytes: slot size of the blocks; 0 for any size.
+        missing: function that returns how many slots or entry numbers are still to be freed.
         keep_at_s: the current time, if the policy may refuse to evict blocks that it expects to be
             used soon; None if it may not.
         """
@@ -253,6 +256,8 @@ class Room:
             return self._books.index.evictable(entries, slot_bytes)
 
         yield from policy.sweep(slot_bytes, count, may_go)
+        # Other calls may have freed slots between two parts of the sweep.
+        count = max(0, min(count, missing()))
         return self._removal.evict_blocks(
             policy.victims(slot_bytes, count, may_go, keep_at_s=keep_at_s)
         )
@@ -343,22 +348,25 @@ def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
     bound, or its remaining blocks can't be evicted (they are pinned or reserved). Yields after each
     part. `books`, `removal`: the state of the tier, and the object that removes its entries."""
     for tenant, _ in books.tenants.over_bound():
-        while (excess_bytes := books.tenants.excess_bytes(tenant)) > 0:
-            if not (yield from _evict_excess(books, removal, tenant, excess_bytes)):
+        while books.tenants.excess_bytes(tenant) > 0:
+            if not (yield from _evict_excess(books, removal, tenant)):
                 break
             yield
 
 
-def _evict_excess(books: Books, removal: Removal, tenant: int, excess_bytes: int) -> Parts[int]:
-    """Evicts the coldest blocks of a tenant to free `excess_bytes`, at most EVICTED_PER_PART
-    blocks. Returns how many it evicted."""
-    count = min(EVICTED_PER_PART, -(-excess_bytes // SLOT_ALIGN))
+def _evict_excess(books: Books, removal: Removal, tenant: int) -> Parts[int]:
+    """Evicts the coldest blocks of a tenant above its burst bound, at most EVICTED_PER_PART blocks.
+    Returns how many it evicted."""
+    count = min(EVICTED_PER_PART, -(-books.tenants.excess_bytes(tenant) // SLOT_ALIGN))
 
     def may_go(entries: Entries) -> BoolMask:
         mask: BoolMask = books.index.evictable(entries) & (books.owners(entries) == tenant)
         return mask
 
     yield from books.policy.sweep(0, count, may_go)
+    # Other calls may have evicted blocks of the tenant between two parts of the sweep.
+    if (excess_bytes := books.tenants.excess_bytes(tenant)) <= 0:
+        return 0
     victims = books.policy.victims(0, count, may_go)
     freed = np.cumsum(books.representations.bytes_with(victims))
     return removal.evict_blocks(victims[: int(np.searchsorted(freed, excess_bytes)) + 1])
