@@ -168,7 +168,7 @@ class BlockFigures:
     last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if never used.
     representation_bytes: slot size of the block's representation; 0 without a representation.
     parent_words: hash of the block before this block in the chain. None if this block is the first,
-        or if the block before it is not in the index.
+        or if the block before it is not ready.
     """
 
     hash_words: Words
@@ -381,13 +381,7 @@ def _block(core: CacheCore, entry: int, last_used_s: float) -> BlockFigures:
     index = core.space.index
     record = index.table.records[entry].copy()
     number, group = int(record[table.W_KEY_SPACE]), int(record[table.W_GROUP_STATE] & 0xFFFF)
-    parent = index.table.records[int(record[table.W_PARENT])].copy()
-    # The parent's entry number may have been reused: check that the entry is one block less deep.
-    follows = (
-        record[table.W_PARENT]
-        and parent[table.W_GROUP_STATE] >> 16
-        and parent[table.W_DEPTH] + 1 == record[table.W_DEPTH]
-    )
+    parents = index.keys(core.space.chains.ancestors(entry, 1))[2]
     linked = record[table.W_REPRESENTATION]
     return BlockFigures(
         record[:8],
@@ -399,7 +393,7 @@ def _block(core: CacheCore, entry: int, last_used_s: float) -> BlockFigures:
         int(index.pins[entry]),
         last_used_s,
         int(index.slot_bytes(linked)) if linked else 0,
-        parent[:8] if follows else None,
+        parents[0] if len(parents) else None,
     )
 
 
