@@ -2,6 +2,7 @@
 impossible key spaces, a policy's view of a flush, and the pins of each tenant."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -83,8 +84,10 @@ def test_ranks_that_join_a_write_lease_name_what_its_first_call_named_or_less() 
 
 
 def test_blocks_that_write_leases_list_are_bounded() -> None:
-    """Present blocks count too. A refused call evicts no block, though the arena is full."""
-    world, session = of_two_ranks(client_memory_bytes=3 * write_weight(4, 2))
+    """Present blocks and representations count too. A refused call evicts no block, though the
+    arena is full."""
+    num_bytes = 2 * write_weight(4, 2) + 2 * write_weight(20, 2)
+    world, session = of_two_ranks(client_memory_bytes=num_bytes)
     core = world.core
     for first in range(0, 24, 4):
         run = [Run(0, words_of(range(first, first + 4)))]
@@ -92,8 +95,9 @@ def test_blocks_that_write_leases_list_are_bounded() -> None:
             begin_store(core, session, "s", "s", run, shard, 0.0, 0.0)
             core.end_store(session, "s", True, 0.0)
     reserve(core, session, "id", [Run(0, words_of(range(4)))], 0.0, 0.0)
-    more = [Run(0, words_of(range(100, 108)))]
-    refused(core, lambda: reserve(core, session, "other", more, 0.0, 0.0), Reason.OVERLOADED)
+    for more in ([Run(0, words_of(range(100, 121)))], [Run(MAX_GROUPS, words_of(range(21)))]):
+        call = partial(reserve, core, session, "other", more, 0.0, 0.0)
+        refused(core, call, Reason.OVERLOADED)
     core.check_invariants()
 
 

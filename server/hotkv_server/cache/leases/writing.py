@@ -125,7 +125,7 @@ class Reservations:
         self._check_runs(record, runs)
         listed, named, weight = self._listed(session.key_space_id, runs), None, 0
         if self._joined(session, lease_id, listed) is None:
-            weight = self._check_weight(session, record, listed)
+            weight = self._check_weight(session, record, runs)
             named = yield from self.room_for(
                 session.key_space_id,
                 runs,
@@ -323,7 +323,7 @@ class Reservations:
         book yet. Raises OVERLOADED if the owner's leases would then use too much memory."""
         weight = asked.weight
         if asked.named is None:
-            weight = self._check_weight(session, record, asked.listed)
+            weight = self._check_weight(session, record, asked.runs)
         return WriteLease(
             session.engine_id,
             self._books.sessions.owner(session),
@@ -337,10 +337,12 @@ class Reservations:
             retention,
         )
 
-    def _check_weight(self, session: SessionRecord, record: KeySpaceRecord, listed: Keys) -> int:
-        """Returns the bytes of memory that a new lease on the blocks `listed` (their keys) counts
-        for. Raises OVERLOADED if the owner's leases would then use too much memory."""
-        weight = write_weight(len(listed), record.key_space.num_shards)
+    def _check_weight(
+        self, session: SessionRecord, record: KeySpaceRecord, runs: Sequence[Run]
+    ) -> int:
+        """Returns the bytes of memory that a new lease on the blocks and representations of `runs`
+        counts for. Raises OVERLOADED if the owner's leases would then use too much memory."""
+        weight = write_weight(sum(len(run.hashes) for run in runs), record.key_space.num_shards)
         self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
         return weight
 
