@@ -4,6 +4,8 @@ blocks stay.
 While the arena grows, blocks are not evicted for slots that the growth brings within moments.
 """
 
+import gc
+import tracemalloc
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
@@ -14,8 +16,9 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.inspect import census
-from hotkv_server.cache.room import removed
-from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room import removed, slabs
+from hotkv_server.cache.room import space as space_module
+from hotkv_server.cache.room.policies import POLICIES, shared
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
@@ -184,6 +187,31 @@ class SpaceMachine(AnyRuns):
 
 
 TestSpaceMachine = SpaceMachine.TestCase
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_sizes_that_come_and_go_leave_no_memory(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients choose the sizes: each new key space may bring another."""
+    for module in (slabs, space_module, shared):
+        monkeypatch.setattr(module, "MAX_SIZES", 4)
+    space = Space(make_table(20), 100 * SLAB, SLAB, POLICIES[policy](20))
+    space.index.add_key_space(1, [7])
+    space.index.pin(insert(space, 1, 0, words_of([0]), SLOT_ALIGN, np.arange(1)), 1)
+    num_bytes = []
+    tracemalloc.start()
+    for number in range(1, 201):
+        size = number * SLOT_ALIGN
+        space.publish(insert(space, 1, 0, words_of([number]), size, np.arange(1)), float(number))
+        finished(space.make_room(1, 0, size, 400))
+        space.removal.evict(space.index.ready_blocks())
+        space.removal.take_effects()
+        if number % 100 == 0:
+            gc.collect()
+            num_bytes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert num_bytes[1] - num_bytes[0] < 20_000
 
 
 @pytest.mark.parametrize("num_remembered", [7, removed.REMEMBERED_KEYS])

@@ -21,6 +21,9 @@ from hotkv_proto import native
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.values import BoolMask, Int64s
 
+MAX_SIZES = 256
+"""If a `SlabPool` knows this many slot sizes, it forgets the sizes that have no slabs before it
+learns another. Clients choose the sizes, so there may be any number of them over time."""
 CHUNK_SLOTS = 1 << 14
 """`FreeSlots` appends freed slots to its last chunk (array of offsets) only if the chunk then has
 at most this many slots; otherwise they become a new chunk."""
@@ -491,7 +494,8 @@ class SlabPool:
 
     def lent_slabs(self, slot_bytes: int) -> int:
         """Returns the number of slabs lent to a slot size."""
-        return self._class(slot_bytes).num_slabs
+        c = self._classes.get(aligned(slot_bytes))
+        return 0 if c is None else c.num_slabs
 
     def free_slots(self, slot_bytes: int) -> int:
         """Returns the number of free slots in slabs lent to this size."""
@@ -611,6 +615,8 @@ class SlabPool:
     def _class(self, slot_bytes: int) -> _SlabClass:
         size = aligned(slot_bytes)
         if size not in self._classes:
+            if len(self._classes) >= MAX_SIZES:
+                self._classes = {one: c for one, c in self._classes.items() if c.num_slabs}
             self._classes[size] = _SlabClass(size, self.slab_bytes, self.num_slabs)
         return self._classes[size]
 

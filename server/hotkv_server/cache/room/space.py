@@ -17,7 +17,7 @@ from hotkv_proto.table import SLOT_ALIGN, BlockTable, Words
 from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.removal import EVICTED_PER_PART, Books, Parts, Rebalancer, Removal
 from hotkv_server.cache.room.shares import Payers, TenantBook
-from hotkv_server.cache.room.slabs import SlabPool, aligned
+from hotkv_server.cache.room.slabs import MAX_SIZES, SlabPool, aligned
 from hotkv_server.cache.table.index import BlockIndex, Chains, Keys
 from hotkv_server.cache.values import BoolMask, Entries, Int64s, TenantShare
 
@@ -195,6 +195,8 @@ class Room:
             )
             grew = self._pool.available_slots(slot_bytes) >= wanted
             pressure_bytes = share_bytes if grew else 0
+        if len(self._pressure_bytes) >= MAX_SIZES:
+            self._pressure_bytes.clear()
         self._pressure_bytes[slot_bytes] = pressure_bytes
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:

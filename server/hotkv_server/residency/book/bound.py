@@ -17,13 +17,14 @@ New room is promised only within `PinBudget` too. This budget also counts the by
 and the bytes that hints of requests pin.
 """
 
+import functools
 from collections.abc import Mapping
 
 import numpy as np
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.room.shares import PinBudget, TenantBook, most_pinned
-from hotkv_server.cache.room.slabs import SlabPool, aligned, shortest_run
+from hotkv_server.cache.room.slabs import MAX_SIZES, SlabPool, aligned, shortest_run
 from hotkv_server.cache.values import Int64s
 
 MOST_NAMED_BYTES = 1 << 60
@@ -31,6 +32,7 @@ MOST_NAMED_BYTES = 1 << 60
 suffices."""
 
 
+@functools.lru_cache(maxsize=MAX_SIZES)
 def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
     """Returns how many bytes of the arena a slot of this size costs: its share of a slab, or all
     slabs that it spans.
@@ -73,7 +75,6 @@ class ResidencyBound:
         self._slab_bytes = pool.slab_bytes
         self._floors = pool.floors
         self._taken: dict[int, int] = {}
-        self._costs: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return (
@@ -91,9 +92,7 @@ class ResidencyBound:
     def cost(self, slot_bytes: int) -> int:
         """Returns how many bytes of this arena a slot of this size costs, including the slot's
         share of the unused end of a slab."""
-        if slot_bytes not in self._costs:
-            self._costs[slot_bytes] = slot_cost(slot_bytes, self._slab_bytes)
-        return self._costs[slot_bytes]
+        return slot_cost(slot_bytes, self._slab_bytes)
 
     def costs(self, slots: Mapping[int, int]) -> int:
         """Returns how many bytes of the arena slots cost together.

@@ -7,6 +7,7 @@ paper handles one block at a time; here all blocks of a call see the shares from
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies.lru import Stamps
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
-from hotkv_server.cache.room.policies.shared import ColdQueue, GhostTable, others
+from hotkv_server.cache.room.policies.shared import ColdQueues, GhostTable, others
 
 ONCE, AGAIN = 1, 2
 
@@ -33,7 +34,12 @@ class ARC:
         self._ghosts = GhostTable(capacity)
         self._num_ghosts = {ONCE: 0, AGAIN: 0}
         self._target = 0.0
-        self._queues: dict[tuple[int, int], ColdQueue] = {}
+        self._queues = {
+            number: ColdQueues(
+                self._stamps.state, self._stamps.highest, partial(self._members, number), self.heat
+            )
+            for number in (ONCE, AGAIN)
+        }
 
     def __repr__(self) -> str:
         return (
@@ -125,20 +131,14 @@ class ARC:
         return np.concatenate((chosen, rest))
 
     def _take(self, slot_bytes: int, number: int, count: int, evictable: Evictable) -> Entries:
-        return self._queue(slot_bytes, number).take(
-            count, lambda entries: evictable(entries) & (self._list[entries] == number)
+        return (
+            self._queues[number]
+            .of(slot_bytes)
+            .take(count, lambda entries: evictable(entries) & (self._list[entries] == number))
         )
 
-    def _queue(self, slot_bytes: int, number: int) -> ColdQueue:
-        if (slot_bytes, number) not in self._queues:
-
-            def members(first: int, stop: int) -> Entries:
-                return (np.flatnonzero(self._list[first:stop] == number) + first).astype(np.uint32)
-
-            self._queues[slot_bytes, number] = ColdQueue(
-                self._stamps.state, self._stamps.highest, members, self.heat
-            )
-        return self._queues[slot_bytes, number]
+    def _members(self, number: int, first: int, stop: int) -> Entries:
+        return (np.flatnonzero(self._list[first:stop] == number) + first).astype(np.uint32)
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         return self._stamps.stamp_s[entries]

@@ -24,7 +24,7 @@ from hotkv_proto import native
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.cache.room.policies.shared import (
-    ColdQueue,
+    ColdQueues,
     DemotedEntries,
     GhostTable,
     Highest,
@@ -331,8 +331,8 @@ class Hotness:
         self._used = halves[:, 0]
         self._uses = halves.view(np.float32)[:, 1]
         self._ghosts = GhostTable(GHOSTS_PER_BLOCK * capacity)
-        self._queues: dict[int, ColdQueue] = {}
         self._highest = Highest()
+        self._queues = ColdQueues(self._state, self._highest, self._members, self.heat)
         self._first_s = np.inf
         self._num_known = 0
         self._latest = 0
@@ -420,16 +420,12 @@ class Hotness:
         """Passes the keys of a request to the duel. If the winner changed, empties the queues of
         blocks to evict (`ColdQueue`), because their order is that of the former formula."""
         if self.duel.observe(keys, now_s, self._num_known):
-            self._clear_queues()
+            self._queues.clear()
 
     def allow_keeping(self, allowed: bool) -> None:
         self._may_keep = allowed
         if self.duel.allow_holding(allowed):
-            self._clear_queues()
-
-    def _clear_queues(self) -> None:
-        for queue in self._queues.values():
-            queue.clear()
+            self._queues.clear()
 
     def hold(self, entries: Entries, until_s: float) -> None:
         if len(entries) and self._num_known:
@@ -448,7 +444,7 @@ class Hotness:
             self._ghosts.remember(gone_keys[:num_known], gone_states[:num_known])
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        return self._queue(slot_bytes).sweep(count, evictable)
+        return self._queues.of(slot_bytes).sweep(count, evictable)
 
     def victims(
         self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
@@ -458,7 +454,7 @@ class Hotness:
         if keep_at_s is not None and self._num_known:
             now = self._ticks(keep_at_s)
             held = partial(self._held, now) if self._holds(now) else None
-        rest = self._queue(slot_bytes).take(count - len(first), others(evictable, first), held)
+        rest = self._queues.of(slot_bytes).take(count - len(first), others(evictable, first), held)
         return np.concatenate((first, rest))
 
     def _held(self, now: int, entries: Entries) -> NDArray[np.bool_]:
@@ -474,13 +470,6 @@ class Hotness:
     def _holds(self, now: int) -> bool:
         """Returns True if any entry may be held back at the time `now`, in ticks."""
         return self._may_keep and (self.duel.hold_s > 0 or self._last_hold > now)
-
-    def _queue(self, slot_bytes: int) -> ColdQueue:
-        if slot_bytes not in self._queues:
-            self._queues[slot_bytes] = ColdQueue(
-                self._state, self._highest, self._members, self.heat
-            )
-        return self._queues[slot_bytes]
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         rule = self.duel.winner

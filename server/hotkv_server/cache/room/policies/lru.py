@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
-from hotkv_server.cache.room.policies.shared import ColdQueue, DemotedEntries, Highest, others
+from hotkv_server.cache.room.policies.shared import ColdQueues, DemotedEntries, Highest, others
 
 STEP_S = 1e-7
 """Distance between the stamps of two blocks of the same call; larger than the spacing of float64
@@ -77,10 +77,12 @@ class LRU:
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
-        self._queues: dict[int, ColdQueue] = {}
+        self._queues = ColdQueues(
+            self._stamps.state, self._stamps.highest, self._stamps.members, self.heat
+        )
 
     def __repr__(self) -> str:
-        return f"LRU(queued={sum(len(q) for q in self._queues.values())})"
+        return f"LRU(queued={len(self._queues)})"
 
     def admit(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
@@ -113,21 +115,14 @@ class LRU:
         self._stamps.clear(entries)
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        return self._queue(slot_bytes).sweep(count, evictable)
+        return self._queues.of(slot_bytes).sweep(count, evictable)
 
     def victims(
         self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
     ) -> Entries:
         first = self._stamps.demoted.take(count, evictable)
-        rest = self._queue(slot_bytes).take(count - len(first), others(evictable, first))
+        rest = self._queues.of(slot_bytes).take(count - len(first), others(evictable, first))
         return np.concatenate((first, rest))
-
-    def _queue(self, slot_bytes: int) -> ColdQueue:
-        if slot_bytes not in self._queues:
-            self._queues[slot_bytes] = ColdQueue(
-                self._stamps.state, self._stamps.highest, self._stamps.members, self.heat
-            )
-        return self._queues[slot_bytes]
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         return self._stamps.stamp_s[entries]

@@ -8,6 +8,7 @@ Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 202
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies.lru import Stamps
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
-from hotkv_server.cache.room.policies.shared import ColdQueue, GhostTable, others
+from hotkv_server.cache.room.policies.shared import ColdQueues, GhostTable, others
 
 SMALL, MAIN = 1, 2
 SMALL_SHARE = 0.1
@@ -39,7 +40,12 @@ class S3FIFO:
         self._uses = np.zeros(capacity + 1, np.uint8)
         self._num = {SMALL: 0, MAIN: 0}
         self._ghosts = GhostTable(capacity)
-        self._queues: dict[tuple[int, int], ColdQueue] = {}
+        self._queues = {
+            number: ColdQueues(
+                self._stamps.state, self._stamps.highest, partial(self._members, number), self.heat
+            )
+            for number in (SMALL, MAIN)
+        }
         self._now_s = 0.0
 
     def __repr__(self) -> str:
@@ -129,7 +135,7 @@ class S3FIFO:
             here: NDArray[np.bool_] = self._queue_of[entries] == number
             return evictable(entries) & here & ~np.isin(entries, chosen)
 
-        return self._queue(slot_bytes, number).take(count, may_go)
+        return self._queues[number].of(slot_bytes).take(count, may_go)
 
     def _stay(self, entries: Entries, number: int) -> None:
         """Moves entries to the end of the main queue instead of evicting them; their order stays.
@@ -140,18 +146,8 @@ class S3FIFO:
         self._queue_of[entries] = MAIN
         self._stamps.use(entries[::-1], self._now_s)
 
-    def _queue(self, slot_bytes: int, number: int) -> ColdQueue:
-        if (slot_bytes, number) not in self._queues:
-
-            def members(first: int, stop: int) -> Entries:
-                return (np.flatnonzero(self._queue_of[first:stop] == number) + first).astype(
-                    np.uint32
-                )
-
-            self._queues[slot_bytes, number] = ColdQueue(
-                self._stamps.state, self._stamps.highest, members, self.heat
-            )
-        return self._queues[slot_bytes, number]
+    def _members(self, number: int, first: int, stop: int) -> Entries:
+        return (np.flatnonzero(self._queue_of[first:stop] == number) + first).astype(np.uint32)
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         return self._stamps.stamp_s[entries]

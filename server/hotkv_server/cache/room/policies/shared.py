@@ -4,12 +4,14 @@ blocks to evict) and `DemotedEntries`."""
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto import native
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
+from hotkv_server.cache.room.slabs import MAX_SIZES
 
 # Ghosts: records of evicted blocks.
 #
@@ -197,7 +199,7 @@ class ColdQueue:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Empties the queue, because the policy's formula of heat has changed."""
+        """Drops all entries."""
         self._entries, self._states = self._entries[:0], self._states[:0]
 
     def sweep(self, count: int, evictable: Evictable) -> Iterator[None]:
@@ -295,6 +297,35 @@ class ColdQueue:
             return entries, heat
         places = heat.argpartition(count)[:count]
         return entries[places], heat[places]
+
+
+class ColdQueues:
+    """A `ColdQueue` for each slot size; the arguments of the constructor are those of `ColdQueue`.
+    If there are MAX_SIZES queues, all are dropped before another is made: a new queue refills
+    itself."""
+
+    def __init__(
+        self, state: NDArray[np.uint64], highest: Highest, members: Members, heat: Heat
+    ) -> None:
+        self._made = partial(ColdQueue, state, highest, members, heat)
+        self._queues: dict[int, ColdQueue] = {}
+
+    def __len__(self) -> int:
+        """Number of queued entries."""
+        return sum(map(len, self._queues.values()))
+
+    def of(self, slot_bytes: int) -> ColdQueue:
+        """Returns the queue for this slot size; 0 for any size."""
+        if slot_bytes not in self._queues:
+            if len(self._queues) >= MAX_SIZES:
+                self._queues.clear()
+            self._queues[slot_bytes] = self._made()
+        return self._queues[slot_bytes]
+
+    def clear(self) -> None:
+        """Empties all queues, because the policy's formula of heat has changed."""
+        for queue in self._queues.values():
+            queue.clear()
 
 
 def _kept(num_seen: int, count: int) -> int:
