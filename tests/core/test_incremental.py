@@ -211,6 +211,21 @@ def test_room_for_representations_keeps_their_blocks() -> None:
     assert world.found(range(4)) == list(range(4))
 
 
+def test_a_number_that_a_representation_gets_between_two_parts_is_not_evicted() -> None:
+    """Its block would be removed with it, without a notice, even if it is pinned."""
+    world = World(NUM_SLOTS // 4)
+    core, session = world.core, world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
+    for number in range(NUM_SLOTS):
+        world.store(session, [number], float(number))
+    reserving = core.reserve(session.number, "new", [Run(0, words_of(range(100, 103)))], 0.0, 50.0)
+    next(reserving)
+    evict(core, 1, 0, words_of([0]))
+    world.store(session, [31], 51.0, group=MAX_GROUPS)
+    finished(reserving)
+    core.check_invariants()
+    assert world.found([31]) == [31]
+
+
 def reserving_in_parts(between: Callable[[Meddler], object]) -> list[int]:
     """Returns the results of a call for blocks 100 to 111 in a full cache. `between` runs after its
     first part."""

@@ -177,7 +177,7 @@ class ColdQueue:
 
     members: function that returns which entries of a range of entry numbers belong to the queue.
     state: the policy's 64 bits for each entry number [capacity + 1], which change whenever the
-        entry is used or removed.
+        entry is used or removed; 0 for an entry that the policy does not know.
     highest: the highest entry number to scan.
     heat: function that returns the heat of entries; the lowest heat is the coldest.
     """
@@ -268,6 +268,8 @@ class ColdQueue:
             yield
         self._hand = hand
         entries = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        # Between two parts an entry may be removed, and a representation may get its number.
+        entries = entries[self._state[entries] != 0]
         if chosen:
             entries = entries[~np.isin(entries, np.concatenate(chosen))]
         entries, heat = self._coldest(entries, _kept(num_seen, count))
