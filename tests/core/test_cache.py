@@ -108,11 +108,6 @@ class CacheMachine(ReadRules, ResidencyRules):
         ]
         if not core.draining and self.may_lease(engine):
             calls += [
-                (lambda: core.acquire(session, "z", [], -1.0, now_s), Reason.INVALID_FIELD),
-                (
-                    lambda: reserve(core, session, "z", [Run(0, one)], -1.0, now_s),
-                    Reason.INVALID_FIELD,
-                ),
                 (
                     lambda: begin_store(core, session, "z", "z", [no_group], 0, 0.0, now_s),
                     Reason.INVALID_FIELD,
@@ -128,8 +123,8 @@ class CacheMachine(ReadRules, ResidencyRules):
                     Reason.INVALID_FIELD,
                 ),
             ]
-        function, reason = data.draw(st.sampled_from(calls))
-        self.call(function, reason)
+        for function, reason in calls:
+            self.call(function, reason)
 
 
 class ResidentMachine(CacheMachine):

@@ -105,11 +105,6 @@ class Catalog:
             self.max_of_tenant = min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // num_tenants)
         self.max_weight_bytes = MAX_WEIGHT_BYTES // max(1, num_tenants)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Approximate bytes of memory that the catalog uses for all key spaces."""
-        return sum(holding.weight_bytes for holding in self._holdings.values())
-
     def record(self, number: int) -> KeySpaceRecord:
         """Returns the key space with this number. Raises UNKNOWN_KEY_SPACE."""
         record = self.records.get(number)

@@ -204,9 +204,7 @@ def write_weight(num_blocks: int, num_shards: int) -> int:
 
 def lifetime_s(config: CoreConfig, ttl_s: float) -> float:
     """Returns the lifetime of a lease, in seconds, for a call that asks for `ttl_s`: the default
-    for 0, and at most `config.max_lease_ttl_s`. Raises INVALID_FIELD if `ttl_s` is negative."""
-    if ttl_s < 0:
-        raise HotKVError(Reason.INVALID_FIELD, "ttl_ms is negative; give 0 for the default")
+    for 0, and at most `config.max_lease_ttl_s`."""
     return min(ttl_s or config.lease_ttl_s, config.max_lease_ttl_s)
 
 

@@ -52,10 +52,10 @@ class FairBound:
         return max(0, min(self.floor - held, free), (free - held) // 2)
 
     def take(self, owner: str, count: int) -> None:
-        """Acquires `count` units for the owner. The caller has checked `room` before."""
-        if count:
-            self._held[owner] = self._held.get(owner, 0) + count
-            self.total += count
+        """Acquires `count` units, at least one, for the owner. The caller has checked `room`
+        before."""
+        self._held[owner] = self._held.get(owner, 0) + count
+        self.total += count
 
     def give(self, owner: str, count: int) -> None:
         """Releases `count` of the owner's units."""

@@ -60,9 +60,8 @@ class FreeSlots:
         self._num += len(offsets)
 
     def add_below(self, offsets: Int64s) -> None:
-        """Adds slots that are handed out after all slots added so far."""
-        if len(offsets):
-            self._chunks.insert(0, offsets)
+        """Adds slots, at least one, that are handed out after all slots added so far."""
+        self._chunks.insert(0, offsets)
         self._num += len(offsets)
 
     def take(self, count: int) -> Int64s:
@@ -581,10 +580,9 @@ class SlabPool:
         overlap, are misaligned or lie outside the arena.
 
         Rebuilds the runs in which the slots lie, each up to its last used slot. From here on, the
-        slabs of these runs count as having memory; the caller prefaults them.
+        slabs of these runs count as having memory; the caller prefaults them. `offsets`: at least
+        one.
         """
-        if not len(offsets):
-            return
         c, offsets = self._class(slot_bytes), np.sort(offsets)
         heads = self.heads_of(slot_bytes, offsets)
         if heads.min() < 0 or not offsets[1:].size == np.count_nonzero(np.diff(offsets)):
