@@ -4,6 +4,7 @@ impossible key spaces, a policy's view of a flush, and the pins of each tenant."
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 
 from hotkv_proto.blocks import BlockResult, Retention
@@ -12,9 +13,18 @@ from hotkv_proto.keys import MAX_GROUPS, Representation
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.leases.leases import write_weight
 from hotkv_server.cache.room.policies.protocol import Keys
-from hotkv_server.cache.values import Entries, HashList, Run, TenantShare
+from hotkv_server.cache.values import Entries, HashList, LoadPositions, Run, TenantShare
 from tests.core.cache_model import refused
-from tests.core.support import SLAB, World, begin_store, evict, flush, reserve, words_of
+from tests.core.support import (
+    SLAB,
+    World,
+    begin_store,
+    evict,
+    flush,
+    reserve,
+    residencies,
+    words_of,
+)
 
 
 def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once() -> None:
@@ -32,7 +42,7 @@ def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once
 
 
 def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
-    """Slots are read through the session's layout."""
+    """Slots are read through the session's layout, and only blocks that the lease pins."""
     world = World()
     core = world.core
     one, two = world.open(model="a").number, world.open(model="b", sizes=(SLAB, SLOT_ALIGN)).number
@@ -45,9 +55,37 @@ def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
         (lambda: begin_store(core, two, "t", "write", runs, 0, 0.0, 0.0), Reason.DUPLICATE_ID),
         (lambda: core.acquire(two, "read", listed, 0.0, 0.0), Reason.DUPLICATE_ID),
         (lambda: core.begin_load(two, "t", "read", []), Reason.FOREIGN_LEASE),
+        (lambda: core.slot_offsets(one, "write"), Reason.INVALID_FIELD),
+        *(
+            (partial(core.begin_load, one, "t", "read", [positions]), Reason.INVALID_FIELD)
+            for positions in (
+                LoadPositions(1, np.array([0])),
+                LoadPositions(0, np.array([2])),
+                LoadPositions(0, np.array([3])),
+                LoadPositions(0, np.array([-1])),
+            )
+        ),
     ]
     for call, reason in calls:
         refused(core, call, reason)
+
+
+def test_long_lived_objects_show_their_state() -> None:
+    """Shows any object that a core reaches."""
+    world = World()
+    world.store(world.open(), range(3))
+    residencies(world.core)
+    seen, waiting = set[int](), [world.core]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict | list | tuple):
+            waiting += one.values() if isinstance(one, dict) else one
+        elif type(one).__module__.startswith("hotkv_server") and id(one) not in seen:
+            assert type(one).__name__ in repr(one)
+            seen.add(id(one))
+            names = [*getattr(one, "__dict__", ()), *getattr(one, "__slots__", ())]
+            waiting += [getattr(one, name) for name in names]
+    assert len(seen) > 20
 
 
 def of_two_ranks(**config: object) -> tuple[World, int]:

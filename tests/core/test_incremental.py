@@ -73,7 +73,7 @@ class Meddler(World):
             case "begin":
                 self.begin([number, number + 1])
             case "end" if self.writing:
-                self.end(self.writing[0])
+                self.end(self.writing[number % len(self.writing)])
             case "lease" if core.leases.get("engine", f"lease {number}") is None:
                 core.acquire(self.session, f"lease {number}", hashes, 0.0, 1.0)
             case "release":
@@ -133,7 +133,7 @@ def test_whatever_comes_between_there_is_room_in_the_end(
     """Holds if few blocks are pinned or being written: a quarter of the slots is requested, and
     calls between take few."""
     world = Meddler(num_slabs=NUM_SLOTS)
-    for start in range(0, 90, 9):
+    for start in range(0, 135, 9):
         world.end(world.begin(range(start + 200, start + 209)))
     world.core.take_effects()
     calls = iter([(what, number) for what, number in between if what not in ("begin", "other")])
@@ -208,6 +208,10 @@ def test_room_for_representations_keeps_their_blocks() -> None:
     for _ in world.core.reserve(session.number, "new", runs, 0.0, 0.0):
         world.core.check_invariants()
     world.core.check_invariants()
+    assert world.found(range(4)) == list(range(4))
+    # A lease may name anything: nothing is evicted for groups that do not exist.
+    beside = [HashList(group, words_of(range(4))) for group in (0, 7, MAX_GROUPS)]
+    assert not list(world.core.make_room_above(1, [Run(7, words_of([9]))], beside, 1.0))
     assert world.found(range(4)) == list(range(4))
 
 

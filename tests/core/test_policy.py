@@ -215,6 +215,18 @@ def test_an_entry_that_is_demoted_twice_at_once_keeps_its_first_place() -> None:
     assert pile.take(9, lambda entries: entries > 0).tolist() == [3, 5, 4]
 
 
+def test_demoted_entries_that_may_not_go_make_way_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared, "PART_ENTRIES", 2)
+    monkeypatch.setattr(shared, "LOOKED_ENTRIES", 2)
+    pile = shared.DemotedEntries(np.zeros(11, np.uint64))
+    pile.add(np.array([1, 3, 5, 2, 4, 6], np.uint32))
+    taken = [pile.take(9, lambda entries: entries % 2 == 0).tolist() for _ in range(4)]
+    assert taken == [[], [2], [4, 6], []]
+    assert pile.take(9, lambda entries: entries > 0).tolist() == [5, 1, 3]
+
+
 def test_stamps_stay_apart_after_years() -> None:
     """Orders the blocks of a touch even three years after the clock began."""
     policy = LRU(1000)

@@ -169,6 +169,11 @@ def test_a_condemned_block_ends_the_residencies_of_those_who_read_it() -> None:
     assert reason_of(lambda: place.extend(sessions[0], "r", [1])) is Reason.UNKNOWN_RESIDENCY
     again = place.promise(sessions[0], "r", 4)
     assert place.holds(again) and not place.holds(opened[0])
+    # After a restart, readers of any session of the earlier server may have read it.
+    place.restarted()
+    for block, holds in ((1, True), (3, False)):
+        condemn(place.core, place.entries([block]))
+        assert [place.holds(each) for each in (opened[1], again)] == [holds] * 2
 
 
 def test_what_was_flushed_under_a_reader_survives_a_kill_several_times() -> None:

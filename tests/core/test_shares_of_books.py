@@ -2,18 +2,21 @@
 parts."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
+from hotkv_proto.blocks import Retention
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import core as core_module
+from hotkv_server.cache.leases import leases as leases_module
 from hotkv_server.cache.leases.leases import ReadLease, WriteLease, read_weight
 from hotkv_server.cache.values import HashList, Run, TenantShare
-from tests.core.support import SLAB, World, evict, reason_of, reserve, words_of
+from tests.core.support import SLAB, World, begin_store, evict, reason_of, reserve, words_of
 
 
 def make_world(**config: object) -> World:
@@ -32,7 +35,10 @@ def most(call: Callable[[int], object]) -> int:
 
 
 @pytest.mark.parametrize("tenants", [False, True])
-def test_nobody_takes_all_leases(tenants: bool) -> None:
+def test_nobody_takes_all_leases_or_transfers(
+    tenants: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases_module, "MAX_TRANSFERS", 100)
     shares = {name: TenantShare(0, 64 * SLAB) for name in ("ab" if tenants else "")}
     world = make_world(tenants=shares, max_leases=100)
     core = world.core
@@ -43,6 +49,8 @@ def test_nobody_takes_all_leases(tenants: bool) -> None:
     hashes = [HashList(0, words_of([1]))]
     # Half; with tenants, all engines of a tenant together.
     for session, granted in zip(sessions, (50, 0, 25) if tenants else (50, 25, 12), strict=True):
+        store = partial(begin_store, core, session, lease_id="s", runs=[], shard_index=0, ttl_s=0.0)
+        assert most(lambda i, s=store: s(transfer_id=f"{i}", now_s=0.0)) == granted  # type: ignore[misc]
         assert most(lambda i, s=session: core.acquire(s, f"{s}-{i}", hashes, 0.0, 0.0)) == granted  # type: ignore[misc]
         core.check_invariants()
     runs = [Run(0, words_of([5]))]
@@ -134,3 +142,19 @@ def test_all_is_evicted_in_parts_but_what_has_come_since(monkeypatch: pytest.Mon
     assert world.found(range(20), 2) == list(range(20))
     assert sum(len(notice.hashes) for notice in core.take_effects()) == 98
     assert core.space.used_bytes() == 32 * SLOT_ALIGN
+    assert [sum(column) for column in zip(*core.evict_all(0), strict=True)] == [30, 2]
+
+
+def test_a_report_of_a_session_that_closes_pins_no_further_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core_module, "BLOCKS", 4)
+    world = make_world()
+    core, session = world.core, world.open()
+    world.store(session, range(12))
+    listed, keep = HashList(0, words_of(range(12))), Retention(pin=True, ttl_s=9.0)
+    parts = core.use(session.number, listed, 1.0, keep)
+    assert [next(parts) for _ in range(3)] == [None] * 3
+    core.close_session(session.number, 1.0)
+    assert not list(parts)[1:] and core.counters.held_blocks == 8
+    core.check_invariants()
