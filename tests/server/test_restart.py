@@ -108,6 +108,8 @@ def damage(place: Place, what: str) -> None:
         state.write_text(json.dumps({**json.loads(state.read_text()), "format": 99}))
     elif what == "table":
         table.write_bytes(b"HOTKVTB9" + table.read_bytes()[8:])
+    elif what == "empty":
+        table.write_bytes(b"")
     elif what == "no state":
         state.unlink()
 
@@ -116,7 +118,7 @@ def test_what_does_not_fit_is_left_behind(place: Place) -> None:
     flags = {"slab": ("--arena.slab-bytes", "128KiB"), "reset": ("--reset",)}
     place.start()
     engine = place.connect()
-    for what in ("state", "format", "table", "no state", "slab", "reset"):
+    for what in ("state", "format", "table", "empty", "no state", "slab", "reset"):
         blocks, epoch = hashes(5), engine.session.epoch
         assert store(engine, blocks) == {BlockResult.STORED}
         place.stop()
