@@ -66,8 +66,13 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     for number, hit_tokens in ((1, 32), (2, 32), (3, 32), (4, 0), (0, 32)):
         world.report(hit_tokens=hit_tokens, report_id=number)
     # The load of 1 is forgotten; 4 loads nothing, and the load without a number has no end.
-    for number in range(5):
+    for number in (0, 1, 3, 4):
         world.ledger.load_ended(world.session, LoadEnd(number, 0.5, failed=True))
+    # Another engine's end says nothing about the load of 2, that of its own engine does.
+    world.ledger.session_closed(world.open("second"))
+    assert world.ledger.savings().total.failed_loads == 1
+    world.ledger.session_closed(world.session)
+    world.ledger.load_ended(world.session, LoadEnd(2, 0.5, failed=True))
     total = world.ledger.savings().total
     assert (total.failed_loads, total.saved_s, total.waited_s) == (2, 3.0, 2.5)
     assert total.hit_tokens["host"] == 64 and total.missed_tokens[Miss.FAILED_LOAD] == 64
