@@ -169,18 +169,18 @@ async def test_a_repeated_id_leaves_the_good_action(node: Node) -> None:
         assert rejected_id == "0" or rejected.status is Status.REJECTED
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize(("message", "goes_on"), [("m", False), ("m", True), ("", True)])
 async def test_several_samples_of_a_prompt_release_their_session(
-    node: Node, monkeypatch: pytest.MonkeyPatch, *, goes_on: bool
+    node: Node, monkeypatch: pytest.MonkeyPatch, message: str, *, goes_on: bool
 ) -> None:
     monkeypatch.setattr(hints_module, "END_DELAY_S", 0.02)
-    one = await opened(node)
-    await one.note(*[report(PROMPT, RELEASE, "s")] * 2)
+    one, release = await opened(node), Hints(message, RELEASE.actions)
+    await one.note(*[report(PROMPT, release, "s")] * 2)
     for last in (50, 60):
-        one.desk.ended(one.origin(words_of([*range(8), last]), "s"), RELEASE)
+        one.desk.ended(one.origin(words_of([*range(8), last]), "s"), release)
         if goes_on:
             one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
-    assert ("gone on" in (await one.settled()).reason) == goes_on
+    assert ("gone on" in (await one.settled(message)).reason) == goes_on
     known = one.desk.book.known(KEY_SPACE.tenant)
     assert known is not None
     assert (known.sessions.get("s") is not None) == goes_on
