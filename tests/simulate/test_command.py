@@ -125,6 +125,8 @@ def test_plot(trace: Path, tmp_path: Path) -> None:
         ("--capacity-percent", "nan", "'nan' is no share"),
         ("--tier", "disk=101%", "'101' is no share"),
         ("--tier", "disk=much", "'much' is no size"),
+        ("--tier", f"disk={1 << 60}0", "0' is no size"),
+        ("--arena", f"{1 << 60}0", "0' is no size"),
         ("--tier", "tape=1GiB", "unknown tier 'tape'"),
         ("--tier", "disk=1GiB", "a size in bytes needs to know a block's"),
         ("--disk-write-gb-per-day", "9", "there is no tier"),
