@@ -165,6 +165,11 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(
     start = Start(tmp_path, prefault=True).take_over()
     assert start.memory.records.num_entries == start.core.space.index.limit >= 5
     assert start.found(KEY_SPACES[0], range(5)) == [True] * 5
+    (tmp_path / "table").unlink()
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError):
+        start.memory.open_for_engine()
+    assert len(os.listdir("/proc/self/fd")) == num_open
     start.memory.remove()
 
 
