@@ -166,8 +166,7 @@ class HintDesk:
         policy to keep the session's blocks (`_hold`), and schedules the actions that were deferred
         until the end. These actions run END_DELAY_S later, when the request's last blocks are
         stored."""
-        if origin.hashes is None:
-            return
+        assert origin.hashes is not None, "a request has hashes"
         now_s = time.monotonic()
         if origin.session_id and len(origin.hashes):
             sessions = self.book.tenant(origin.tenant, now_s).sessions

@@ -319,13 +319,13 @@ class NodeMemory:
             (self.directory / STATE_FILE).unlink()
         else:
             self.save_state(state)
-        if self._old_table is not None:
-            # The times of last use are by entry number of the old table.
-            (self.directory / USE_FILE).unlink(missing_ok=True)
-            (self.directory / NEW_TABLE_FILE).replace(self.directory / TABLE_FILE)
-            self.leftover = None
-            self._old_table.close()
-            self._old_table = None
+        assert self._old_table is not None, "there is no old table"
+        # The times of last use are by entry number of the old table.
+        (self.directory / USE_FILE).unlink(missing_ok=True)
+        (self.directory / NEW_TABLE_FILE).replace(self.directory / TABLE_FILE)
+        self.leftover = None
+        self._old_table.close()
+        self._old_table = None
         if is_renumbered:
             self.save_state(state)
 
