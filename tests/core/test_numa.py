@@ -98,7 +98,7 @@ def test_a_node_without_memory_is_refused_with_those_that_have_some(tmp_path: Pa
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "aarch64"), reason="no number of the system call is known"
 )
-def test_memory_can_be_placed_or_the_reason_is_said() -> None:
+def test_memory_can_be_placed_or_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls mbind for a fresh mapping on an existing node; machines that forbid it must say so."""
     nodes = numa.memory_nodes()
     if not nodes:
@@ -108,6 +108,9 @@ def test_memory_can_be_placed_or_the_reason_is_said() -> None:
         said = numa.place(ctypes.addressof(view), 1 << 20, (nodes[0],))
         assert said == "" or "CAP_SYS_NICE" in said
         assert numa.place(ctypes.addressof(view) + 1, 1 << 20, (nodes[0],)) != ""
+        assert numa.place(ctypes.addressof(view), 1 << 20, (1024,)) == "node 1024 is beyond 1023"
+        monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+        assert "not known how" in numa.place(ctypes.addressof(view), 1 << 20, (nodes[0],))
         view.value = 1
         del view
 

@@ -64,7 +64,7 @@ def test_the_nearest_size_counts_and_what_fails_is_never_chosen() -> None:
     }
     calibration = Calibration(b"", "", "", load)
     assert calibration.choose(Direction.LOAD, 5000) is Method.KERNEL
-    assert calibration.choose(Direction.LOAD, 4096, 64 << 10) is Method.STAGED
+    assert calibration.choose(Direction.LOAD, 4096, STAGED_RUN_PAGES * 4096) is Method.STAGED
     assert calibration.choose(Direction.LOAD, 60000) is Method.MEMCPY
     assert calibration.choose(Direction.LOAD, 1 << 30) is Method.BATCH, "of equals the most frugal"
     assert calibration.choose(Direction.STORE, 4096) is Method.MEMCPY, (

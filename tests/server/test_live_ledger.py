@@ -3,6 +3,7 @@ written."""
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,16 @@ async def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
     assert len(read_ledger(folder, size) or b"") == size
     with pytest.raises(OSError, match="more than"):
         read_ledger(folder, size - 1)
+
+
+def test_a_call_that_was_cancelled_is_left_out() -> None:
+    clerk, go_on, done = Clerk("test"), threading.Event(), list[int]()
+    clerk.do(go_on.wait)
+    clerk.do(lambda: done.append(1)).cancel()
+    last = clerk.do(lambda: done.append(2))
+    go_on.set()
+    last.result(60)
+    assert done == [2] and clerk.is_alive()
 
 
 def test_nothing_is_written_while_nothing_changes(
