@@ -248,6 +248,11 @@ async def test_a_repeated_id_leaves_the_good_action(node: Node) -> None:
         assert one.outcome(message, "0").status is Status.MISSING is done.status
         assert rejected is one.outcome(message, rejected_id)
         assert rejected_id == "0" or rejected.status is Status.REJECTED
+    counters = node.capability(HintsCapability).counters()
+    assert {name: count for name, count in counters.items() if count} == {
+        "hints_missing_total": 2,
+        "hints_rejected_total": 1,
+    }
 
 
 @pytest.mark.parametrize(("message", "goes_on"), [("m", False), ("m", True), ("", True)])
