@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             removed.append((arena.name, remove(arena)))
         except (BusyError, OSError) as error:
-            print(f"hotkv-server: not removed: {error}", file=sys.stderr)
+            print(f"hotkv-server: not removed: {printable(str(error))}", file=sys.stderr)
             status = 1
     if options.json:
         print(
@@ -76,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
         )
     else:
         for name, num_bytes in removed:
-            print(f"removed {name}: {num_bytes / MIB:.0f} MiB, free once no engine maps them")
+            mib = f"{num_bytes / MIB:.0f} MiB"
+            print(f"removed {printable(name)}: {mib}, free once no engine maps them")
         if not removed and not status:
             print("nothing to remove")
     return status

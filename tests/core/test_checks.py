@@ -6,7 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotkv_server.cache.leases.leases import WriteLease
@@ -44,6 +44,7 @@ class Memory:
 
 
 @given(SEEDS, st.integers(0, SLOT), STRIDES, st.integers(0, 30), st.integers(1, 5))
+@example(1, SLOT, 1, 3, 3)
 def test_kernel_and_threads_find_what_the_reference_finds(
     seed: int, num_bytes: int, stride: int, shift: int, num_threads: int
 ) -> None:

@@ -318,6 +318,13 @@ def test_memory_that_may_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / file).write_text(content)
         assert limits.available_bytes() == available_bytes, file
         assert limits.machine_bytes() == machine_bytes, file
+    own.unlink()
+    assert (limits.available_bytes(), limits.machine_bytes()) == (90 << 10, 100 << 10)
+    monkeypatch.setattr(limits, "SHMEM_HUGE", own)
+    assert "this kernel has no" in limits.why_no_huge_pages()
+    for modes, reason in (("always [deny]", "says deny"), ("[never] deny", "Linux 6.1")):
+        own.write_text(modes)
+        assert reason in limits.why_no_huge_pages()
 
 
 # Records of the table

@@ -2,10 +2,12 @@
 is handled; each file has a single writer."""
 
 import errno
+import json
 import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +30,6 @@ from hotkv_server.memory.mapping import HUGE_PAGE_BYTES, FileMapping
 from hotkv_server.memory.state import (
     KnownKeySpace,
     ServerState,
-    StateError,
-    read_state,
-    write_state,
 )
 from hotkv_server.node.persistence import take_over
 from tests.core.support import begin_store, make_key_space, words_of
@@ -136,14 +135,67 @@ def test_spoiled_times_of_last_use_are_unknown_and_nobody_is_warned(tmp_path: Pa
         used_s = _read_use(tmp_path / USE_FILE, geometry)
     assert used_s is not None
     assert np.array_equal(used_s[:5], [10.0, np.nan, np.nan, np.nan, 8.0], equal_nan=True)
+    for spoiled in (
+        header[:-1],
+        header + bits.tobytes()[:-1],
+        USE_HEADER.pack(b"HOTKVUS0", geometry.epoch, 10.0, 0),
+        USE_HEADER.pack(USE_MAGIC, geometry.epoch + 1, 10.0, 0),
+        USE_HEADER.pack(USE_MAGIC, geometry.epoch, 1e12, 0),
+    ):
+        (tmp_path / USE_FILE).write_bytes(spoiled)
+        assert _read_use(tmp_path / USE_FILE, geometry) is None
     memory.remove()
 
 
-def test_a_key_space_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    twice = tuple(KnownKeySpace(number, KEY_SPACES[0]) for number in (1, 2))
-    write_state(tmp_path / "state.json", ServerState(SLAB, twice))
-    with pytest.raises(StateError, match="twice"):
-        read_state(tmp_path / "state.json")
+def edit(folder: Path, **changes: Any) -> None:
+    content = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**content, **changes}))
+
+
+def spaces(folder: Path) -> list[dict[str, Any]]:
+    return list(json.loads((folder / "state.json").read_text())["key_spaces"])
+
+
+def link(folder: Path) -> None:
+    (folder / "table").rename(folder / "elsewhere")
+    (folder / "table").symlink_to(folder / "elsewhere")
+
+
+UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no state": (lambda f: (f / "state.json").unlink(), "No such file"),
+    "cut off": (lambda f: os.truncate(f / "state.json", 99), "state.json: "),
+    "format": (lambda f: edit(f, format=99), "has format 99; this version reads 1"),
+    "a list": (lambda f: (f / "state.json").write_text("[]"), "has format None"),
+    "no size": (lambda f: edit(f, slab_bytes=None), "is damaged: TypeError"),
+    "order": (lambda f: edit(f, key_spaces=spaces(f)[::-1]), "numbered out of order"),
+    "twice": (lambda f: edit(f, key_spaces=[spaces(f)[0], spaces(f)[0] | {"number": 2}]), "twice"),
+    "other": (lambda f: edit(f, key_spaces=[spaces(f)[0] | {"fingerprint": ""}]), "fingerprint"),
+    "slab": (lambda f: edit(f, slab_bytes=2 * SLAB), f"slab_bytes was {2 * SLAB} and is {SLAB}"),
+    "arena": (lambda f: os.truncate(f / "arena", ARENA - 1), f"file has {ARENA - 1} bytes, not"),
+    "table": (lambda f: (f / "table").write_bytes(b"HOTKVTB9" + bytes(99)), "HOTKVTB9"),
+    "empty": (lambda f: os.truncate(f / "table", 0), "table has 0 bytes"),
+    "link": (link, "symbolic links"),
+    "owner": (lambda f: None, "belongs to uid"),
+}  # fmt: skip
+"""Changes to the files of a server, and why the next server does not use them."""
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_files_that_do_not_fit_are_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    leave(tmp_path, unfit=False)
+    change, reason = UNFIT[name]
+    change(tmp_path)
+    if name == "owner":
+        monkeypatch.setattr(os, "geteuid", lambda: -7)
+    start = Start(tmp_path)
+    assert start.memory.leftover is None and reason in start.memory.why_empty
+    assert not any(start.take_over().found(KEY_SPACES[0], range(5)))
+    start.end()
+    again = Start(tmp_path)
+    assert again.memory.leftover is not None or name == "owner"
+    again.memory.remove()
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE, errno.ENOSPC])
@@ -156,15 +208,26 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(
     def refuse(*args: object) -> int:
         raise OSError(code, "short")
 
-    calls = ((mapping_module, "_map"), (arena_module, "_open_own"), (os, "posix_fallocate"))
+    calls: tuple[tuple[Any, str], ...] = (
+        *((mapping_module, "_map"), (arena_module, "_open_own"), (os, "posix_fallocate")),
+        (arena_module.RecordsMemory, "back"),
+    )
     for owner, name in calls:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, refuse)
             with pytest.raises(OSError, match="short"):
                 Start(tmp_path, prefault=True)
+    with pytest.raises(OSError, match=r"lower arena.bytes"):
+        NodeMemory.open(tmp_path / "large", 1 << 50, SLAB, CAPACITY, 7)
+    assert [path.name for path in (tmp_path / "large").iterdir()] == ["lock"]
     start = Start(tmp_path, prefault=True).take_over()
     assert start.memory.records.num_entries == start.core.space.index.limit >= 5
     assert start.found(KEY_SPACES[0], range(5)) == [True] * 5
+    (tmp_path / "table").unlink()
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError):
+        start.memory.open_for_engine()
+    assert len(os.listdir("/proc/self/fd")) == num_open
     start.memory.remove()
 
 
@@ -244,6 +307,17 @@ def test_the_table_is_of_huge_pages_as_the_arena_is(tmp_path: Path) -> None:
     assert bool(memory.table_file.huge_bytes) == bool(probe.huge_bytes)
     probe.close()
     memory.remove()
+
+
+def test_a_file_that_may_only_be_read_is_refused_and_nothing_stays_mapped(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_bytes(bytes(8192))
+    fd = os.open(tmp_path / "kv", os.O_RDONLY)
+    mapped = Path("/proc/self/statm").read_text().split()[0]
+    with pytest.raises(PermissionError):
+        FileMapping(fd, 8192, "kv")
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+    assert Path("/proc/self/statm").read_text().split()[0] == mapped
 
 
 @pytest.mark.parametrize("name", ["use.new", "state.json.new", "server.json.new"])

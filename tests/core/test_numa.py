@@ -1,6 +1,7 @@
 """NUMA placement follows /sys, on made-up machines."""
 
 import ctypes
+import errno
 import mmap
 import os
 import platform
@@ -60,6 +61,7 @@ def test_gpus_are_told_from_other_devices_of_their_maker(tmp_path: Path) -> None
     assert numa.node_of("00000000:C3:00.0", sys) == 1
     for odd in ("0000:e1:00.0", "", "zzzz:00", "0000:99:00.0"):
         assert numa.node_of(odd, sys) == numa.UNKNOWN
+    assert numa.processors(0, sys) == {0, 1, 2, 3, 8, 9, 10, 11}
     assert numa.processors(1, sys) == {4, 5, 6, 7, 12, 13, 14, 15}
     assert numa.processors(7, sys) == numa.processors(numa.UNKNOWN, sys) == frozenset()
 
@@ -110,6 +112,38 @@ def test_memory_can_be_placed_or_the_reason_is_said() -> None:
         assert numa.place(ctypes.addressof(view) + 1, 1 << 20, (nodes[0],)) != ""
         view.value = 1
         del view
+
+
+def test_the_kernel_is_asked_for_these_nodes_and_may_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[object, ...]] = []
+
+    class Libc:
+        def __init__(self, name: None, *, use_errno: bool) -> None:
+            assert use_errno
+
+        def syscall(self, *arguments: ctypes.c_long) -> int:
+            number, address, num_bytes, mode, mask, num_bits, flags = (a.value for a in arguments)
+            words = (ctypes.c_uint64 * 16).from_address(mask)
+            nodes = {node for node in range(1024) if words[node // 64] >> node % 64 & 1}
+            calls.append((number, address, num_bytes, mode, nodes, num_bits, flags))
+            ctypes.set_errno(errno.EPERM)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", Libc)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert numa.place(4096, 8192, (1023,)).startswith("Operation not permitted (")
+    assert numa.place(4096, 8192, (0, 70)) != ""
+    # A node is preferred, several are interleaved.
+    preferred, interleave = 1, 3
+    assert calls == [
+        (235, 4096, 8192, preferred, {1023}, 1025, 0),
+        (235, 4096, 8192, interleave, {0, 70}, 1025, 0),
+    ]
+    assert numa.place(4096, 8192, (1024,)) == "node 1024 is beyond 1023"
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert "not known how" in numa.place(4096, 8192, (0,))
 
 
 def test_the_arena_is_placed_before_it_is_brought_in(tmp_path: Path) -> None:

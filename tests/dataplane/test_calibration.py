@@ -64,12 +64,16 @@ def test_the_nearest_size_counts_and_what_fails_is_never_chosen() -> None:
     }
     calibration = Calibration(b"", "", "", load)
     assert calibration.choose(Direction.LOAD, 5000) is Method.KERNEL
-    assert calibration.choose(Direction.LOAD, 4096, 64 << 10) is Method.STAGED
+    assert calibration.choose(Direction.LOAD, 4096, STAGED_RUN_PAGES * 4096) is Method.STAGED
     assert calibration.choose(Direction.LOAD, 60000) is Method.MEMCPY
     assert calibration.choose(Direction.LOAD, 1 << 30) is Method.BATCH, "of equals the most frugal"
     assert calibration.choose(Direction.STORE, 4096) is Method.MEMCPY, (
         "nothing works, as far as is known"
     )
+    for speed, chosen in ((97.0, Method.BATCH), (96.9, Method.MEMCPY)):
+        near = {(Direction.LOAD, Method.BATCH, 4096): speed}
+        near[Direction.LOAD, Method.MEMCPY, 4096] = 100.0
+        assert Calibration(b"", "", "", near).choose(Direction.LOAD, 4096) is chosen
     assert Calibration(b"", "", "", {}).choose(Direction.LOAD, 4096) is rule_of_thumb(4096)
 
 

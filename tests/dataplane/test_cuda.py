@@ -157,7 +157,10 @@ def test_a_device_that_can_not_be_followed_is_given_up() -> None:
     bench.engine.submit(bench.ends.job("fails", [bench.load()]))
     bench.until(bench.ended, running=True)
     assert bench.ends["fails"] is Outcome.FAILED and "can't be followed" in bench.engine.problem
-    assert bench.engine.figures().num_failed == 1
+    assert bench.engine.figures().num_failed == 1 and not bench.engine.figures().moved
+    bench.engine.submit(bench.ends.job("later", [bench.load()]))
+    bench.until(bench.ended, running=True)
+    assert bench.ends.message("later") == bench.engine.problem
     bench.close()
 
 

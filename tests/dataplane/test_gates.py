@@ -9,6 +9,7 @@ import pytest
 
 from hotkv_server.dataplane import engines
 from hotkv_server.dataplane.engines import CopyEngines, Outcome
+from hotkv_server.device.runtime import DeviceError
 from hotkv_server.testing.copy_engine_contract import Ends, Rig, whole_plan
 from tests.dataplane.rigs import SwitchedGate, mixed_rig
 
@@ -86,6 +87,20 @@ def test_a_gate_that_has_passed_is_asked_once_on_the_callers_thread(rig: Rig) ->
     rig.engine.submit(ends.job("at once", [whole_plan(rig.memories[0], rig.arena)], gate))
     ends.wait()
     assert (gate.num_asked, gate.num_released, gate.askers) == (1, 1, {threading.get_ident()})
+
+
+@pytest.mark.parametrize("error", [DeviceError("no mark"), ValueError("odd")])
+def test_a_gate_that_breaks_fails_its_own_job(rig: Rig, error: Exception) -> None:
+    ends, gates = Ends(), [SwitchedGate(), SwitchedGate()]
+    for number, gate in enumerate(gates):
+        rig.engine.submit(ends.job(f"{number}", [whole_plan(rig.memories[0], rig.arena)], gate))
+    gates[0].error = error
+    ends.wait("0")
+    message = "no mark" if isinstance(error, DeviceError) else "ValueError: odd"
+    assert ends["0"] is Outcome.FAILED and ends.message("0") == message
+    gates[1].is_open = True
+    ends.wait()
+    assert ends["1"] is Outcome.DONE and [gate.num_released for gate in gates] == [1, 1]
 
 
 def test_jobs_that_wait_when_the_engine_closes_are_cancelled(rig: Rig) -> None:

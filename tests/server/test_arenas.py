@@ -154,12 +154,17 @@ def test_only_files_of_a_server_go(folder: Folder) -> None:
 
 
 def test_what_others_wrote_is_printed_harmlessly(folder: Folder) -> None:
-    arena = folder.leave("mine")
+    arena, odd = folder.leave("mine"), folder.leave(os.fsdecode(b"odd\x1b[31m\xff"))
     told = {"runtime_dir": "/run/\x1b[31m" + "x" * 300, "version": 7}
     (arena / "server.json").write_text(json.dumps(told))
+    (odd / "server.json").write_text("[" * 4096)
     assert folder.command() == 0
     assert "\x1b" not in folder.said and "/run/?[31m" in folder.said
     assert "x" * 200 not in folder.said
+    fd = lock_file(odd / LOCK_FILE)
+    assert folder.command("--remove", odd.name) == 1 and "/odd?[31m? is in use" in folder.said
+    os.close(fd)
+    assert folder.command("--remove-stale") == 0 and "removed odd?[31m?: " in folder.said
 
 
 def test_looking_keeps_no_server_from_starting(folder: Folder) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from hotkv_proto.blocks import NO_RETENTION
-from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Status
+from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Status, Target
 from hotkv_proto.reports import RequestReport
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.hints import drive as hints_module
@@ -125,6 +125,87 @@ async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.M
     assert (done.num_blocks, done.num_done) == (16, 0) and one.turns - before >= 16
 
 
+class Tiers:
+    """Tiers in which each call waits for `go_on`."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.num_calls = 0
+
+    async def prefetch(self, key_space_id: int, groups: list[Any], until_s: float) -> None:
+        self.num_calls += 1
+        await self.go_on.wait()
+
+
+async def test_prefetches_are_bounded_and_end(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant's prefetches wait for each other's room, at most until their deadline."""
+    now_s, one, tiers = [10.0], await opened(node), Tiers()
+    for module in (hints_module, hint_work):
+        monkeypatch.setattr(module, "time", Mock(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(hint_work, "PREFETCH_PAUSE_S", 0.0)
+    monkeypatch.setattr(hint_work, "PREFETCH_BLOCKS", 4)
+    monkeypatch.setattr(hint_work, "MAX_PREFETCHES", 3)
+    # Room for two parts, each with blocks of two groups.
+    monkeypatch.setattr(hint_work, "PREFETCH_SHARE", 2 * 4 * 2 * SLOT_ALIGN / (1 << 20))
+    one.desk._work._below = tiers  # type: ignore[assignment]
+
+    async def ask(message: str, deadline_s: float) -> HintOutcome:
+        hints = Hints(message, (Action("a", ActionType.PREFETCH, deadline_s=deadline_s),))
+        (outcome,) = await one.desk.act(one.origin(), hints)
+        await asyncio.sleep(0)
+        return outcome
+
+    first, second, third = [await ask(message, 60.0 + (message < "c")) for message in "abc"]
+    assert (await ask("d", 1.0)).reason == "too many prefetches of this tenant"
+    now_s[0] += 60.0
+    assert (await one.settled("c")).status is Status.REJECTED and "deadline" in third.reason
+    assert first.status is second.status is Status.DEFERRED and tiers.num_calls == 2
+    tiers.go_on.set()
+    assert (await one.settled("a")).status is (await one.settled("b")).status is Status.MISSING
+    assert tiers.num_calls == 4
+    # A part that exceeds the bound goes alone.
+    monkeypatch.setattr(hint_work, "PREFETCH_SHARE", 0.0)
+    await ask("e", 1.0)
+    assert (await one.settled("e")).status is Status.MISSING and tiers.num_calls == 6
+
+
+@pytest.mark.parametrize("kind", [ActionType.RETAIN, ActionType.PREFETCH])
+async def test_a_key_space_that_is_forgotten_during_an_action_has_no_blocks(
+    node: Node, monkeypatch: pytest.MonkeyPatch, kind: ActionType
+) -> None:
+    monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
+    monkeypatch.setattr(hint_work.hint_actions, "BLOCKS", 1)
+    one, tiers = await opened(node), Tiers()
+    one.desk._work._below = tiers  # type: ignore[assignment]
+    one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
+    hints = Hints("m", (Action("a", kind, Target("s"), priority=1, deadline_s=60.0),))
+    acting = asyncio.create_task(one.desk.act(hint_work.Origin(KEY_SPACE.tenant), hints))
+    while not tiers.num_calls and (kind is ActionType.PREFETCH or one.turns < 9):
+        await asyncio.sleep(0)
+    await node.sessions.close(one.session)
+    assert not acting.done() or kind is ActionType.PREFETCH
+    assert node.core.catalog.forget(one.session.record.key_space_id)
+    tiers.go_on.set()
+    await acting
+    assert (await one.settled()).status is Status.MISSING and "is unknown" in one.outcome().reason
+    (later,) = await one.desk.act(
+        hint_work.Origin(KEY_SPACE.tenant), replace(hints, message_id="n")
+    )
+    assert later.status is Status.MISSING
+
+
+async def test_an_action_on_more_blocks_than_a_tenant_may_name_is_rejected(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await opened(node)
+    for blocks_per_action, status in ((8 / 511, Status.MISSING), (8 / 512, Status.REJECTED)):
+        monkeypatch.setattr(hint_work, "BLOCKS_PER_ACTION", blocks_per_action)
+        one.desk.book = type(one.desk.book)()
+        (outcome,) = await one.desk.act(one.origin(), demotes(1))
+        assert outcome.status is status, outcome.reason
+    assert "too many blocks" in outcome.reason
+
+
 async def test_a_tenant_without_sessions_keeps_the_prompt_that_all_share(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,20 +248,27 @@ async def test_a_repeated_id_leaves_the_good_action(node: Node) -> None:
         assert one.outcome(message, "0").status is Status.MISSING is done.status
         assert rejected is one.outcome(message, rejected_id)
         assert rejected_id == "0" or rejected.status is Status.REJECTED
+    counters = node.capability(HintsCapability).counters()
+    assert {name: count for name, count in counters.items() if count} == {
+        "hints_missing_total": 2,
+        "hints_rejected_total": 1,
+    }
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize(("message", "goes_on"), [("m", False), ("m", True), ("", True)])
 async def test_several_samples_of_a_prompt_release_their_session(
-    node: Node, monkeypatch: pytest.MonkeyPatch, *, goes_on: bool
+    node: Node, monkeypatch: pytest.MonkeyPatch, message: str, *, goes_on: bool
 ) -> None:
+    monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     monkeypatch.setattr(hints_module, "END_DELAY_S", 0.02)
-    one = await opened(node)
-    await one.note(*[report(PROMPT, RELEASE, "s")] * 2)
+    one, release = await opened(node), Hints(message, RELEASE.actions)
+    await one.note(*[report(PROMPT, release, "s")] * 2)
     for last in (50, 60):
-        one.desk.ended(one.origin(words_of([*range(8), last]), "s"), RELEASE)
+        one.desk.ended(one.origin(words_of([*range(8), last]), "s"), release)
         if goes_on:
             one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
-    assert ("gone on" in (await one.settled()).reason) == goes_on
+    reason = "the session has gone on" if goes_on else "none of the blocks is in host memory"
+    assert (await one.settled(message)).reason == reason
     known = one.desk.book.known(KEY_SPACE.tenant)
     assert known is not None
     assert (known.sessions.get("s") is not None) == goes_on

@@ -332,7 +332,7 @@ def test_a_session_has_a_receipt_of_its_requests(chat: Make) -> None:
     one = chat()
     prompt = one.store(hashes(8))
     message = one.report(prompt[:4], one.model, tokens_per_s=160.0)
-    one.report(prompt, one.model, hit=4, device=1, tokens_per_s=160.0)
+    one.report(prompt, one.model, hit=4, device=1, tokens_per_s=1e-308)
     one.report(prompt, "", hit=8, tokens_per_s=160.0)
     one.end(prompt, one.model, Action("a", ActionType.RETAIN, ALL, 1), message)
     (found,) = one.admin.explain_session(one.model)

@@ -3,6 +3,7 @@ written."""
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -66,8 +67,13 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     for number, hit_tokens in ((1, 32), (2, 32), (3, 32), (4, 0), (0, 32)):
         world.report(hit_tokens=hit_tokens, report_id=number)
     # The load of 1 is forgotten; 4 loads nothing, and the load without a number has no end.
-    for number in range(5):
+    for number in (0, 1, 3, 4):
         world.ledger.load_ended(world.session, LoadEnd(number, 0.5, failed=True))
+    # Another engine's end says nothing about the load of 2, that of its own engine does.
+    world.ledger.session_closed(world.open("second"))
+    assert world.ledger.savings().total.failed_loads == 1
+    world.ledger.session_closed(world.session)
+    world.ledger.load_ended(world.session, LoadEnd(2, 0.5, failed=True))
     total = world.ledger.savings().total
     assert (total.failed_loads, total.saved_s, total.waited_s) == (2, 3.0, 2.5)
     assert total.hit_tokens["host"] == 64 and total.missed_tokens[Miss.FAILED_LOAD] == 64
@@ -99,6 +105,16 @@ async def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
     assert len(read_ledger(folder, size) or b"") == size
     with pytest.raises(OSError, match="more than"):
         read_ledger(folder, size - 1)
+
+
+def test_a_call_that_was_cancelled_is_left_out() -> None:
+    clerk, go_on, done = Clerk("test"), threading.Event(), list[int]()
+    clerk.do(go_on.wait)
+    clerk.do(lambda: done.append(1)).cancel()
+    last = clerk.do(lambda: done.append(2))
+    go_on.set()
+    last.result(60)
+    assert done == [2] and clerk.is_alive()
 
 
 def test_nothing_is_written_while_nothing_changes(

@@ -97,13 +97,15 @@ def test_a_tier_in_bytes_and_its_budget(trace: Path) -> None:
 
 
 def test_table(trace: Path) -> None:
-    sizes = ("--capacity-percent", "5,10", "--block-mib", "16")
+    sizes = ("--capacity-percent", "5,10", "--block-mib", "16", "--prefill-tokens-per-s", "9")
     done = simulate("--trace", trace, "--policy", "lru", *sizes)
     assert done.returncode == 0 and done.stderr == ""
     first, head, *lines = done.stdout.splitlines()
     assert first.startswith(f"{trace}: 120 requests over ")
-    assert head.split() == ["capacity", "blocks", "GiB", "policy", "hit", "rate", "accesses/s"]
+    assert " ".join(head.split()[4:]) == "hit rate computed tokens prefill s accesses/s"
     shown = [(cells[0], cells[4]) for cells in (line.split() for line in lines if line)]
+    computed = [line.replace(",", "").split()[6:8] for line in lines if line]
+    assert all(f"{int(tokens) / 9:.0f}" == seconds for tokens, seconds in computed)
     assert shown == [*itertools.product(("5", "10"), ("lru", "clairvoyant", "unbounded"))]
 
 
@@ -125,6 +127,8 @@ def test_plot(trace: Path, tmp_path: Path) -> None:
         ("--capacity-percent", "nan", "'nan' is no share"),
         ("--tier", "disk=101%", "'101' is no share"),
         ("--tier", "disk=much", "'much' is no size"),
+        ("--tier", f"disk={1 << 60}0", "0' is no size"),
+        ("--arena", f"{1 << 60}0", "0' is no size"),
         ("--tier", "tape=1GiB", "unknown tier 'tape'"),
         ("--tier", "disk=1GiB", "a size in bytes needs to know a block's"),
         ("--disk-write-gb-per-day", "9", "there is no tier"),
@@ -135,10 +139,13 @@ def test_plot(trace: Path, tmp_path: Path) -> None:
         ("--plot", "/nowhere/at/all.png", "/nowhere/at/all.png can't be written"),
         ("--arena.bytes", "1GiB", ""),
         ("--trace", "/nowhere.jsonl", "No such file or directory"),
+        ("--arena", "1GiB", "give both or neither"),
+        ("--policy", "lru,arc --arena auto --bytes-per-token 9", "needs one policy"),
+        ("--hints", "--arena auto --bytes-per-token 9", "sizes host memory alone"),
     ],
 )
 def test_mistakes_are_named(trace: Path, flag: str, value: str, message: str) -> None:
-    done = simulate("--trace", trace, flag, value)
+    done = simulate("--trace", trace, flag, *value.split())
     assert done.returncode == 2 and done.stdout == ""
     assert (value if flag == "--trace" else flag) in done.stderr and message in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,6 +1,8 @@
 """Replaying through the core agrees with dicts, over a single tier and over two. The bounds are
 exact on small cases; `test_policies` compares policies with them."""
 
+from unittest import mock
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -33,8 +35,11 @@ LRU = POLICIES["lru"]
 
 @given(requests=st.one_of(chained_requests(), any_requests()), capacity=st.integers(1, 25))
 def test_lru_is_lru(requests: Requests, capacity: int) -> None:
-    trace = make_trace("t", requests)
-    assert trace.hit_blocks(replay(trace, capacity, LRU).prefix) == lru_hits(requests, capacity)
+    trace, told = make_trace("t", requests), list[int]()
+    with mock.patch("hotkv_server.simulate.replay.STEP_REQUESTS", 3):
+        prefix = replay(trace, capacity, LRU, told.append).prefix
+    assert trace.hit_blocks(prefix) == lru_hits(requests, capacity)
+    assert sum(told) == trace.num_requests and set(told[:-1]) <= {3} and told[-1] < 3
 
 
 @given(

@@ -175,14 +175,10 @@ class Driver:
     def call(self, name: str, where: str, /, *arguments: object) -> None:
         """Calls the driver. Raises DeviceError if the call fails.
 
-        `name`: the name of the call.
+        `name`: the name of a call that this driver has.
         `where`: names the device or the action, for the error message.
         `arguments`: the arguments of the call, as ctypes takes them.
         """
-        if name in self._missing:
-            raise DeviceError(
-                f"{name} on {where}: this NVIDIA driver has no such call; install a newer one"
-            )
         status = getattr(self._library, name)(*arguments)
         if status != 0:
             raise self.error(name, where, status)

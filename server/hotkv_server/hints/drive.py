@@ -10,6 +10,7 @@ another tenant has the same outcome as if the session did not exist. Use on the 
 import asyncio
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from hotkv_proto.errors import HotKVError
@@ -165,8 +166,7 @@ class HintDesk:
         policy to keep the session's blocks (`_hold`), and schedules the actions that were deferred
         until the end. These actions run END_DELAY_S later, when the request's last blocks are
         stored."""
-        if origin.hashes is None:
-            return
+        assert origin.hashes is not None, "a request has hashes"
         now_s = time.monotonic()
         if origin.session_id and len(origin.hashes):
             sessions = self.book.tenant(origin.tenant, now_s).sessions
@@ -212,6 +212,9 @@ class HintDesk:
                 is_release = one.kind == ActionType.RELEASE.value
                 if is_release and one.message_id == hints.message_id and _may_end(one):
                     tenant.settle(one, Status.REJECTED, "the session has gone on")
+            # Hints without a message id have no outcome that would keep `act` from the release.
+            others = tuple(one for one in hints.actions if one.kind is not ActionType.RELEASE)
+            hints = replace(hints, actions=others)
         await self.act(origin, hints, has_ended=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None], num_bytes: int = 0) -> None:

@@ -47,6 +47,9 @@ class LedgerCapability(Capability):
     def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
         self.ledger.load_ended(session, end)
 
+    def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
+        self.ledger.session_closed(session)
+
     def bytes_moved(self, session: LiveSession, loaded: int, stored: int) -> None:
         self.ledger.moved(session, loaded, stored)
 

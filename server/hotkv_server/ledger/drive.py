@@ -195,6 +195,13 @@ class LiveLedger:
             ),
         )
 
+    def session_closed(self, session: LiveSession) -> None:
+        """Counts the session's loads whose end was not reported as failed: the engine has ended, or
+        reports their ends in another session."""
+        for secret_id, report_id in list(self._loads):
+            if secret_id == session.secret_id:
+                self.load_ended(session, LoadEnd(report_id, 0.0, failed=True))
+
     def moved(self, session: LiveSession, loaded_bytes: int, stored_bytes: int) -> None:
         """Counts the bytes of a transfer for a session. They are added to the accounts at the next
         turn of the timer, or when the accounts are next read."""

@@ -319,13 +319,13 @@ class NodeMemory:
             (self.directory / STATE_FILE).unlink()
         else:
             self.save_state(state)
-        if self._old_table is not None:
-            # The times of last use are by entry number of the old table.
-            (self.directory / USE_FILE).unlink(missing_ok=True)
-            (self.directory / NEW_TABLE_FILE).replace(self.directory / TABLE_FILE)
-            self.leftover = None
-            self._old_table.close()
-            self._old_table = None
+        assert self._old_table is not None, "there is no old table"
+        # The times of last use are by entry number of the old table.
+        (self.directory / USE_FILE).unlink(missing_ok=True)
+        (self.directory / NEW_TABLE_FILE).replace(self.directory / TABLE_FILE)
+        self.leftover = None
+        self._old_table.close()
+        self._old_table = None
         if is_renumbered:
             self.save_state(state)
 
@@ -351,13 +351,17 @@ class NodeMemory:
 
     def open_for_engine(self, writes_arena: bool = False) -> tuple[int, int]:
         """Opens new descriptors of the files of arena and block table, read-only. The caller sends
-        and closes them.
+        and closes them. Raises OSError.
 
         writes_arena: if True, the arena's descriptor is writable.
         """
         flags, access = os.O_CLOEXEC | os.O_NOFOLLOW, os.O_RDWR if writes_arena else os.O_RDONLY
         arena = os.open(self.directory / ARENA_FILE, access | flags)
-        return arena, os.open(self.directory / TABLE_FILE, os.O_RDONLY | flags)
+        try:
+            return arena, os.open(self.directory / TABLE_FILE, os.O_RDONLY | flags)
+        except OSError:
+            os.close(arena)
+            raise
 
     def release(self) -> None:
         """Unlocks the directory, so that another server can use it, and leaves the files. Blocks
@@ -509,7 +513,8 @@ def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Lefto
     size = os.fstat(arena_fd).st_size
     os.close(arena_fd)
     fd = _open_own(directory / TABLE_FILE, os.O_RDWR)
-    mapping = FileMapping(fd, os.fstat(fd).st_size, str(directory / TABLE_FILE))
+    # An empty file can't be mapped.
+    mapping = FileMapping(fd, os.fstat(fd).st_size or 1, str(directory / TABLE_FILE))
     try:
         old = BlockTable.open(mapping.array())
         if old.geometry.arena_bytes != arena_bytes:

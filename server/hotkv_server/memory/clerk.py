@@ -24,12 +24,7 @@ class Clerk:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"Clerk({self._thread.name!r}, {self.num_waiting} calls wait)"
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of calls in the queue that have not begun."""
-        return self._queue.qsize()
+        return f"Clerk({self._thread.name!r}, {self._queue.qsize()} calls wait)"
 
     def do(self, call: Callable[[], T]) -> "Future[T]":
         """Queues a call. Returns a future, which receives the call's result or exception. Does not

@@ -186,7 +186,7 @@ def _read(directory_fd: int, name: str) -> bytes:
 def _owner(directory_fd: int) -> dict[str, Any]:
     try:
         content = json.loads(_read(directory_fd, OWNER_FILE))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

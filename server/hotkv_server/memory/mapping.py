@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -143,8 +144,7 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
     end = -(-(aligned + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     if aligned > reserved:
         _libc.munmap(reserved, aligned - reserved)
-    if reserved + reserved_bytes > end:
-        _libc.munmap(end, reserved + reserved_bytes - end)
+    _libc.munmap(end, reserved + reserved_bytes - end)
     return aligned
 
 
@@ -198,9 +198,8 @@ class FileMapping:
         self._exclusive = exclusive
         self._open = True
         self._is_cut = False
-        self._on_cut = on_cut
         if on_cut is not None:
-            _guard(self.address, num_bytes, self._replace)
+            _guard(self.address, num_bytes, partial(self._replace, on_cut))
 
     def __repr__(self) -> str:
         return (
@@ -308,14 +307,13 @@ class FileMapping:
             _libc.munmap(self.address, self.num_bytes)
             os.close(self.fd)
 
-    def _replace(self) -> None:
+    def _replace(self, on_cut: Callable[[], None]) -> None:
         """Replaces the mapping by empty memory, and calls `on_cut`. Called by the SIGBUS handler,
         in the middle of the access beyond the file's end."""
         self._is_cut = True
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         _map(self.address, self.num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)
-        if self._on_cut is not None:
-            self._on_cut()
+        on_cut()
 
     def _advise(self, advice: int, start: int, num_bytes: int) -> None:
         assert self._open, "mapping is closed"

@@ -473,15 +473,16 @@ class LiveSession:
         """Unmaps the session's memory and its fence page, closes descriptors that were never
         registered, and closes the session's link (connection on the descriptor socket). Blocks the
         calling thread if the session has memory or such descriptors. A second call does nothing."""
-        if self.memory is not None:
-            self.memory.close()
-            self.memory = None
-        if self.fence is not None:
-            self.fence.close()
-            self.fence = None
-        for fd in self.received_fds.values():
+        # Taken out first: a registration on the event loop may look for them meanwhile.
+        memory, self.memory = self.memory, None
+        fence, self.fence = self.fence, None
+        fds, self.received_fds = self.received_fds, {}
+        if memory is not None:
+            memory.close()
+        if fence is not None:
+            fence.close()
+        for fd in fds.values():
             os.close(fd)
-        self.received_fds.clear()
         if self.close_link is not None:
             self.close_link()
             self.close_link = None

@@ -43,6 +43,7 @@ MIB, BYTES_PER_GB = 1 << 20, 1e9
 LEAST_SIZE, MOST_SIZE, MOST_COUNT = 1e-6, 1e15, 1 << 30
 """Bounds of sizes, speeds and counts in options. Within them all figures of the report are
 finite."""
+MOST_BYTES = 1 << 60
 TIERS = ("disk",)
 AUTO, DEFAULT_POLICY = "auto", "hotness"
 DEFAULT_PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
@@ -414,7 +415,7 @@ def _bytes(text: str) -> int:
         found = int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
         found = 0
-    if found <= 0:
+    if not 0 < found <= MOST_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; give bytes such as 40GiB")
     return found
 
@@ -428,8 +429,8 @@ def _tier(text: str) -> TierSize:
     if size.endswith("%"):
         return TierSize(name, _percent(size[:-1].strip()), None)
     try:
-        return TierSize(name, None, TypeAdapter(ByteSize).validate_python(size) / MIB)
-    except ValidationError:
+        return TierSize(name, None, _bytes(size) / MIB)
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
             f"{size!r} is no size; give bytes such as 200GiB, or a share of the unique blocks such "
             "as 30%"

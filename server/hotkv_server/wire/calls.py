@@ -22,6 +22,10 @@ from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.wire.errors import rights_log
 
+SLOWEST, FASTEST = 1.0, 1e9
+"""Limits of an engine's prefill speed, in tokens per second. A speed outside the limits counts as
+unknown, so that times that are computed from it are finite."""
+
 
 def _lease_id(text: str) -> str:
     return fields.identifier("lease_id", text)
@@ -328,6 +332,8 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
             "message; send several",
         )
     speed = fields.rate("prefill_tokens_per_s", request.prefill_tokens_per_s)
+    if not SLOWEST <= speed <= FASTEST:
+        speed = 0.0
     used = _hash_lists(session, request.groups)
     loads = read_load_ends(request.loads)
     reports = read_reports(request.requests, session.key_space.hash_bytes)

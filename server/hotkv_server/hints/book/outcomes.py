@@ -197,8 +197,6 @@ class TenantHints:
 
         hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
         """
-        if start >= stop:
-            return
         seen = np.zeros(stop - start, np.bool_)
         for one in self.tracked:
             if one.outcome is outcome and one.key_space_id == key_space_id and one.start == start:

@@ -371,8 +371,6 @@ class Accounts:
     def put_back(self, account: Account, row: Buckets) -> None:
         """Restores an account of an earlier server. Call this method in order of use: the account
         counts as used more recently than all accounts that were restored before it."""
-        while len(self._rows) >= self._max_accounts:
-            self._fold()
         self._rows[account] = row
         self.total.merge(row)
 
