@@ -157,7 +157,9 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
         assert write(node_a, [2]) == [Write.STORED] and not node_a.tier.problem()
 
 
-def test_objects_that_the_store_forbids_cost_only_their_blocks(s3_server: Server) -> None:
+def test_objects_that_the_store_forbids_cost_only_their_blocks(
+    s3_server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     prefix, forbidden = new_prefix(), list[str]()
 
     def unsigned(piece: bytes) -> Iterator[bytes]:
@@ -183,6 +185,8 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(s3_server: Server
             assert read(node_b, [1, 2]) == [Read.FOUND] * 2
             forbidden.append(f"/epochs/1/{flush_contract.NAME}")
             assert flush_contract.epoch(node_b.tier) is flush_contract.flush(node_b.tier) is None
+            assert flush_contract.epoch(node_b.tier) is None
+            assert caplog.text.count(f"fingerprint={flush_contract.NAME} that can't be used") == 1
             assert flush_contract.epoch(node_b.tier, "0b") and not node_b.tier.problem()
             # Without any right, the blocks are only unknown.
             forbidden[:] = [""]
