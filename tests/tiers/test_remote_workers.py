@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hotkv_server.tiers.remote import workers
-from hotkv_server.tiers.remote.calls import Part, RemoteCall
+from hotkv_server.tiers.remote.calls import Part, PartQueue, RemoteCall
 from hotkv_server.tiers.remote.client import LateError
 from hotkv_server.tiers.remote.workers import (
     FIRST_WAIT_S,
@@ -93,6 +93,15 @@ def test_a_read_that_is_given_up_ends_its_connection_and_is_no_problem() -> None
         assert not world.workers.problem
     finally:
         world.close()
+
+
+def test_a_closed_queue_gives_and_takes_no_part() -> None:
+    queue, call = PartQueue(), RemoteCall(1, lambda call: None)
+    parts = [Part(call, lambda client, until_s: None, moves_blocks=n > 0) for n in range(3)]
+    for part in parts:
+        assert queue.put([part], is_read=part is not parts[2])
+    assert queue.close() == parts and queue.get(0.0) is None
+    assert not queue.put(parts, is_read=True) and not queue.close()
 
 
 def test_questions_go_before_reads() -> None:

@@ -5,6 +5,7 @@ import logging
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.testing.flush_contract import flush
 from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
-from hotkv_server.tiers.remote.client import quoted
+from hotkv_server.tiers.remote.client import LostError, quoted
 from hotkv_server.tiers.valkey.connection import Login, read_login
-from hotkv_server.tiers.valkey.stream import _words
+from hotkv_server.tiers.valkey.stream import _words, connect
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, bench_over, running
 
@@ -238,6 +239,23 @@ def test_a_login_does_not_show_its_password(password_file: Path) -> None:
 def test_a_host_that_no_resolver_knows() -> None:
     said = str(_words(socket.gaierror(socket.EAI_NONAME, "Name not known")))
     assert said == "can't be reached: Name not known"
+
+
+def test_a_connect_that_fails_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[socket.socket] = []
+
+    class Noted(socket.socket):
+        def __init__(self, *arguments: int) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(socket, "socket", Noted)
+    settings = ValkeySettings(address=f"unix:{tmp_path}/none")
+    with pytest.raises(LostError, match="No such file"):
+        connect(settings, None, time.monotonic() + 60)
+    assert [one.fileno() for one in made if one.family == socket.AF_UNIX] == [-1]
 
 
 def test_an_address_that_no_system_call_takes() -> None:
