@@ -126,6 +126,7 @@ def test_what_was_put_is_looked_for(made: Made, answers: Any, codes: list[Write]
 
 def test_a_get_that_fails_is_no_damage(made: Made) -> None:
     made.ask("write")
+    assert made.ask("write")["codes"] == [Write.PRESENT] * 3
     assert made.ask("read", 4)["codes"] == [Read.FOUND] * 3
     assert np.array_equal(made.bytes[4 * SIZE : 7 * SIZE], made.bytes[: 3 * SIZE])
     made.store.values["c"] = made.store.values["a"]
@@ -134,6 +135,7 @@ def test_a_get_that_fails_is_no_damage(made: Made) -> None:
     made.store.codes["get"] = [OTHER, OTHER, ABSENT_CODE]
     assert made.ask("read", 4)["codes"] == [Read.FAILED, Read.CORRUPT, Read.ABSENT]
     assert set(made.store.values) == {"a"}
+    assert made.ask("forget") == {} and not made.store.values
 
 
 @pytest.mark.parametrize("do, codes", [

@@ -168,6 +168,18 @@ def test_the_longest_wait_shows() -> None:
         world.close()
 
 
+def test_an_exception_ends_the_connection_and_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(1)
+    try:
+        world.ask("odd", lambda client, until_s: 1 / 0)  # type: ignore[arg-type, return-value]
+        world.ask("next")
+        world.wait_for("odd", "next")
+        assert "a store: ZeroDivisionError" in caplog.text and not world.workers.problem
+        assert [one.is_closed for one in world.clients if one.is_closed] == [True]
+    finally:
+        world.close()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_has_died_shows() -> None:
     def die(client: Client, until_s: float) -> None:

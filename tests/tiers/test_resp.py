@@ -199,7 +199,8 @@ def test_a_command_has_its_lengths() -> None:
     assert command(b"GET", b"a\r\nb") == b"*2\r\n$3\r\nGET\r\n$4\r\na\r\nb\r\n"
 
 
-def test_a_server_that_reads_nothing_ends_a_send_in_time() -> None:
+@pytest.mark.parametrize("within_s", [0.1, 0.0])
+def test_a_server_that_reads_nothing_ends_a_send_in_time(within_s: float) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(LateError):
-        ValkeyStream(ours).send([bytes(8 << 20)], time.monotonic() + 0.1)
+        ValkeyStream(ours).send([bytes(8 << 20)], time.monotonic() + within_s)

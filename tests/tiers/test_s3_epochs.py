@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -140,6 +141,16 @@ def test_a_flush_of_a_full_store_counts() -> None:
     assert epoch_objects.begin_epoch(store, NAME, 8000, 0.0) == NO_EPOCH
     store.is_full = False
     assert epoch_objects.begin_epoch(store, NAME, 9000, 0.0) == begun(9000) > known + 1
+
+
+def test_an_epoch_that_others_change_each_time_is_given_up() -> None:
+    store = Objects()
+    store.put = lambda *arguments: False  # type: ignore[method-assign]
+    for call in (epoch_objects.begin_epoch, partial(epoch_objects.raise_epoch, floor=0)):
+        with pytest.raises(LostError, match="again and again"):
+            call(store, NAME, now_us=5000, until_s=0.0)
+    with pytest.raises(LostError, match="has lost an object"):
+        epoch_objects.check_conditions(store, 0.0)
 
 
 @pytest.mark.parametrize("condition", ["If-None-Match", "If-Match"])

@@ -28,8 +28,9 @@ class Listed:
     """A bucket of packs with a single block each.
 
     `looks`: number of names that each look got. `fronts`: packs whose lists were read, in order.
-    `error`: raised by looks. `lost`, `denied`: packs that can't be read, because of an error or as
-    the store forbids it. `turns`: each read of lists acquires it.
+    `error`: raised by looks. `lost`, `denied`, `refused`: packs that can't be read, because of an
+    error, as the store forbids it, or as it refuses the access key. `turns`: each read of lists
+    acquires it.
     """
 
     PAGE = 4
@@ -38,8 +39,9 @@ class Listed:
         self.objects: dict[str, bytes] = {}
         self.looks: list[int] = []
         self.fronts: list[str] = []
-        self.error: StoreError | None = None
+        self.error: Exception | None = None
         self.lost: set[str] = set()
+        self.refused: set[str] = set()
         self.denied: set[str] = set()
         self.turns = threading.Semaphore(FREE)
 
@@ -74,6 +76,8 @@ class Listed:
         name = path.rpartition("/")[2]
         if name in self.lost:
             return LostError("answers 503")
+        if name in self.refused:
+            return UnusableError("rejects the access key")
         if name in self.denied:
             return DeniedError("forbids it")
         body = self.objects.get(path)
@@ -199,12 +203,19 @@ def test_no_more_are_read_than_there_is_room_for(bucket: Listed) -> None:
 def test_what_is_known_against_the_store_is_said_to_who_waits(
     bucket: Listed, index: PackIndex, lister: Lister
 ) -> None:
-    bucket.add(1, now_us())
+    name = bucket.add(1, now_us())
     bucket.error = UnusableError("forbids it")
     for _ in range(3):
         with pytest.raises(UnusableError, match="forbids it"):
             ask(lister)
+    bucket.error = ValueError("odd")
+    with pytest.raises(LostError, match="can't be listed: ValueError"):
+        ask(lister)
     bucket.error = None
+    bucket.refused.add(name)
+    with pytest.raises(UnusableError, match="rejects the access key"):
+        ask(lister)
+    bucket.refused.clear()
     ask(lister)
     # Its list is not read again, and learned packs stay.
     bucket.error = LostError("is away")

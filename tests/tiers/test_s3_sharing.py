@@ -14,7 +14,7 @@ from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.flush_contract import answer, blocks_of
 from hotkv_server.testing.tier_contract import SLOT_BYTES, content
 from hotkv_server.tiers.protocol import Codes, Read, Write
-from hotkv_server.tiers.s3 import lister
+from hotkv_server.tiers.s3 import client, lister
 from hotkv_server.tiers.s3.packs import list_bytes
 from hotkv_server.tiers.seals import seal
 from tests.support.waiting import wait_for
@@ -195,6 +195,20 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(
             forbidden.clear()
             wait_for(lambda: not node_b.tier.problem(), "the problem stays")
             assert read(node_b, [1, 2]) == [Read.FOUND] * 2
+
+
+def test_two_servers_of_one_name_are_told(
+    s3_server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their packs of the same microsecond would have the same name."""
+    monkeypatch.setattr(client, "_now_us", lambda: 10**15)
+    prefix = new_prefix()
+    with bench_over(s3_server, prefix, node="a") as one:
+        assert write(one, [1]) == [Write.STORED]
+        with bench_over(s3_server, prefix, node="a") as other:
+            assert write(other, [2]) == [Write.FAILED]
+            assert "give each server another node" in caplog.text
+        assert read(one, [1, 2]) == [Read.FOUND, Read.ABSENT]
 
 
 def test_other_objects_in_the_folder_do_no_harm(s3_server: Server) -> None:

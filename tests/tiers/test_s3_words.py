@@ -178,6 +178,12 @@ def test_a_folder_is_listed_page_by_page(
     assert bucket.names("folder", 4, is_enough, until_s) == [*"0123"] and lasts == [*"1351"]
     assert bucket.names("folder", 3, is_enough, until_s) == [*"012"]
     assert bucket.names("none", 3, is_enough, until_s) == []
+    # Objects that are missing, and ranges beyond an object's end.
+    assert bucket.put("a", b"12345", until_s) and bucket.get("none", until_s) is None
+    assert not bucket.put("none", b"1", until_s, '"x"')
+    bucket.delete("none", until_s)
+    wanted = [("a", [0, 3, 9], [2, 9, 4]), ("none", [0], [1])]
+    assert bucket.ranges(wanted, until_s) == [[b"12", b"45", b""], None]
     loop.close()
 
 
@@ -239,6 +245,7 @@ UNREACHABLE = 'Os {\n  code: 113,\n  kind: HostUnreachable,\n  message: "No rout
         (f"kind: Timeout {SECRET}", LateError, "has not answered in time"),
         (f"source: TimedOut {SECRET}", LateError, "has not answered in time"),
         (UNREACHABLE, LostError, "can't be reached: No route to host"),
+        (UNREACHABLE.replace("Host", "ConnectionRefused"), LostError, "refuses connections: No"),
         (SECRET, LostError, "has broken off its answer"),
     ],
 )

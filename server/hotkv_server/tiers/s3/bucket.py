@@ -411,10 +411,7 @@ class Bucket:
                     break
             return found[:most]
 
-        try:
-            return self._ask(request(), until_s)
-        except FileNotFoundError:
-            return []
+        return self._ask(request(), until_s)
 
     def _each(
         self, requests: Iterable[Coroutine[object, object, T]], until_s: float
