@@ -185,7 +185,14 @@ def test_the_newest_are_learned_first_and_known_before_the_rest(
     bucket.turns.release()
     ask(lister)
     assert len(index) == LISTS_AT_ONCE and index.find([key(count - 1)]) != [None]
-    bucket.turns.release(3)
+    # The first request of another key space waits for a single read of lists.
+    other = Space("0b/7")
+    with pytest.raises(LateError):
+        lister.ask(other, time.monotonic() + 0.02)
+    bucket.turns.release()
+    lister.ask(other, time.monotonic() + WAIT_S)
+    assert len(index) == 2 * LISTS_AT_ONCE
+    bucket.turns.release(2)
     wait_for(lambda: len(index) == count)
     assert bucket.fronts == sorted(bucket.fronts)
 
