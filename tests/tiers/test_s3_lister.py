@@ -52,7 +52,7 @@ class Listed:
         return name
 
     def names(
-        self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float
+        self, folder: str, most: int, is_enough: Callable[[str], bool], page_s: float
     ) -> list[str]:
         found: list[str] = []
         if self.error is not None:
@@ -194,7 +194,7 @@ def test_the_newest_are_learned_first_and_known_before_the_rest(
     assert len(index) == 2 * LISTS_AT_ONCE
     bucket.turns.release(2)
     wait_for(lambda: len(index) == count)
-    assert bucket.fronts == sorted(bucket.fronts)
+    assert bucket.fronts == sorted(bucket.fronts) and len(bucket.looks) == 3
 
 
 def test_no_more_are_read_than_there_is_room_for(bucket: Listed) -> None:

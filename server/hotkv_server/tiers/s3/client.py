@@ -71,7 +71,7 @@ class Shared:
         StoreError."""
         bucket = self.bucket()
         # List one name and read an object: a store may list names although it can't read objects.
-        bucket.names(CHECK, 1, lambda name: True, until_s)
+        bucket.names(CHECK, 1, lambda name: True, until_s - time.monotonic())
         if self._is_checked:
             bucket.get(CHECK, until_s)
         else:

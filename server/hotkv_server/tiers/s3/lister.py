@@ -224,13 +224,12 @@ class Lister:
         clock_s = time.time() - time.monotonic()
         if folder.horizon == UNSEEN or abs(clock_s - folder.clock_s) > JUMP_S:
             folder.horizon, folder.clock_s = UNSEEN, clock_s
-        until_s = time.monotonic() + self._timeout_s
-        names = bucket.names(
-            folder_of(space),
-            MAX_PACKS,
-            lambda last: bool(list_bytes(last)) and age_of(last) >= folder.horizon,
-            until_s,
-        )
+
+        def is_enough(last: str) -> bool:
+            is_old = bool(list_bytes(last)) and age_of(last) >= folder.horizon
+            return is_old or self._is_closed
+
+        names = bucket.names(folder_of(space), MAX_PACKS, is_enough, self._timeout_s)
         unread, again = set(folder.unread), folder.unread[:LISTS_AT_ONCE]
         # The next listing tries other packs, even if this listing fails.
         folder.unread = folder.unread[LISTS_AT_ONCE:] + again
