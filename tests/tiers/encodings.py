@@ -44,12 +44,29 @@ def codec_by(by: Any, block: Any, room: Any) -> Codec:
     return codec
 
 
+BEFORE_BYTES = SLOT_ALIGN
+"""Bytes before and after a block and its room, which must stay unchanged."""
+
+
+def between(content: Any, others: int) -> Any:
+    """Returns memory with this content, between other bytes."""
+    edge = np.full(BEFORE_BYTES, others, np.uint8)
+    return np.concatenate([edge, content, edge])
+
+
+def inner(memory: Any, others: int) -> Any:
+    """Returns the content of such memory. Checks that the other bytes are unchanged."""
+    assert (memory[:BEFORE_BYTES] == others).all() and (memory[-BEFORE_BYTES:] == others).all()
+    return memory[BEFORE_BYTES:-BEFORE_BYTES]
+
+
 def encode(block: Any, room_bytes: int, by: Any = kernels) -> tuple[int, Any]:
-    room = np.full(room_bytes, 0xA5, np.uint8)
-    zero, size = np.zeros(1, np.int64), np.array([len(block)], np.int64)
-    codec = codec_by(by, block, room)
-    (used,) = codec.encode(zero, size, zero, np.array([room_bytes], np.int64)).tolist()
-    return used, room
+    blocks, rooms = between(block, 0xC3), between(np.full(room_bytes, 0xA5, np.uint8), 0xA5)
+    columns = [
+        np.array([n], np.int64) for n in (BEFORE_BYTES, len(block), BEFORE_BYTES, room_bytes)
+    ]
+    (used,) = codec_by(by, blocks, rooms).encode(*columns).tolist()
+    return used, inner(rooms, 0xA5)
 
 
 SLOT_BYTES = 8 * SLOT_ALIGN

@@ -14,7 +14,14 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.tiers.compression import form, kernels
 from hotkv_server.tiers.compression.staged import Codec
 from tests.oracles import compression as oracle
-from tests.tiers.encodings import codec_by, encode, keys_and_values
+from tests.tiers.encodings import (
+    BEFORE_BYTES,
+    between,
+    codec_by,
+    encode,
+    inner,
+    keys_and_values,
+)
 
 GROUP_BYTES = form.GROUP_VALUES * form.VALUE_BYTES
 TILE_BYTES = form.TILE_VALUES * form.VALUE_BYTES
@@ -23,11 +30,10 @@ SIZES = st.integers(1, LARGEST_BYTES // GROUP_BYTES).map(lambda groups: groups *
 
 
 def decode(room: Any, num_bytes: int) -> tuple[int, Any]:
-    block = np.full(num_bytes, 0x5A, np.uint8)
-    zero, size = np.zeros(1, np.int64), np.array([num_bytes], np.int64)
-    codec = Codec(block, room)
-    (is_sound,) = codec.decode(zero, size, zero, np.array([len(room)], np.int64)).tolist()
-    return is_sound, block
+    blocks, rooms = between(np.full(num_bytes, 0x5A, np.uint8), 0x5A), between(room, 0xFF)
+    columns = [np.array([n], np.int64) for n in (BEFORE_BYTES, num_bytes, BEFORE_BYTES, len(room))]
+    (is_sound,) = Codec(blocks, rooms).decode(*columns).tolist()
+    return is_sound, inner(blocks, 0x5A)
 
 
 def all_escapes(num_bytes: int) -> int:

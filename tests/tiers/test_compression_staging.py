@@ -1,12 +1,17 @@
 """Staging memory is allocated once at a time, and completely freed."""
 
+import errno
+from pathlib import Path
+
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.tiers.compression.staged import Staged
 
 UNITS = 24
@@ -70,3 +75,14 @@ class StagedMachine(RuleBasedStateMachine):
 
 
 TestStaged = StagedMachine.TestCase
+
+
+def test_short_memory_leaves_no_staging_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(memory: FileMapping) -> None:
+        raise OSError(errno.ENOMEM, "short")
+
+    monkeypatch.setattr(FileMapping, "populate", short)
+    region = Region(0, SLOT_ALIGN, "arena")
+    with pytest.raises(OSError, match="short"):
+        Staged(region, UNITS * SLOT_ALIGN).open()
+    assert "hotkv-staging" not in Path("/proc/self/maps").read_text()

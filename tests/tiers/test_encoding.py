@@ -308,6 +308,8 @@ def test_what_is_no_encoded_form_is_corrupt_and_forgotten() -> None:
 def test_blocks_that_are_larger_than_the_staging_memory_are_stored_plain() -> None:
     with over(staging_slots=2) as made:
         check_larger_blocks(made.bench, 2)
+        large = made.bench.blocks([92], [1], [3 * SLOT_BYTES])
+        assert read(made.tier, replace(large, epochs={"f": 6})).tolist() == [Read.ABSENT]
         assert encoded_key(key(91)) in made.store.content and key(92) in made.store.content
 
 

@@ -126,6 +126,7 @@ def test_what_was_put_is_looked_for(made: Made, answers: Any, codes: list[Write]
 
 def test_a_get_that_fails_is_no_damage(made: Made) -> None:
     made.ask("write")
+    assert made.ask("write")["codes"] == [Write.PRESENT] * 3
     assert made.ask("read", 4)["codes"] == [Read.FOUND] * 3
     assert np.array_equal(made.bytes[4 * SIZE : 7 * SIZE], made.bytes[: 3 * SIZE])
     made.store.values["c"] = made.store.values["a"]
@@ -134,6 +135,7 @@ def test_a_get_that_fails_is_no_damage(made: Made) -> None:
     made.store.codes["get"] = [OTHER, OTHER, ABSENT_CODE]
     assert made.ask("read", 4)["codes"] == [Read.FAILED, Read.CORRUPT, Read.ABSENT]
     assert set(made.store.values) == {"a"}
+    assert made.ask("forget") == {} and not made.store.values
 
 
 @pytest.mark.parametrize("do, codes", [
@@ -185,9 +187,10 @@ def test_epochs_are_read_behind_the_blocks(made: Made) -> None:
 @pytest.mark.parametrize("value", [b"x", b"-4", b"1.5", b"0", b"9" * 30])
 def test_an_epoch_that_is_no_number_ends_with_a_flush(made: Made, value: bytes) -> None:
     made.store.values[epoch_key("f")] = value
-    for do in ("read", "probe", "epochs"):
+    for do in ("read", "probe"):
         with pytest.raises(MasterLostError, match="no number"):
-            made.ask(do, 4, epochs=("f",), fingerprints=["f"])
+            made.ask(do, 4, epochs=("f",))
+    assert made.ask("epochs", fingerprints=["f", "g"])["epochs"].keys() == {"g"}
     assert made.ask("raise", fingerprint="f", floor=7)["epoch"] > 7
     assert made.ask("read", 4, epochs=("f",))["epochs"]["f"] > 7
 

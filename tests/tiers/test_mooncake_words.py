@@ -11,7 +11,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.tiers.mooncake import tier, words
 from hotkv_server.tiers.mooncake.words import Line, quoted
-from hotkv_server.tiers.remote.client import LostError
+from hotkv_server.tiers.remote.client import StoreError
 
 Ends = tuple[Line, socket.socket]
 
@@ -68,9 +68,18 @@ def test_keys_that_differ_are_quoted_apart_and_readable() -> None:
     assert len({quoted(bytes([n])) for n in range(256)}) == 256
 
 
-def test_a_child_that_ends_is_lost_and_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier, "CHILD", "hotkv_no_such_module")
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("tier.CHILD", "hotkv_no_such_module", "lost its child"),
+        ("tier.sys.executable", "/none", r"no child process \(No such file"),
+    ],
+)
+def test_a_child_that_ends_is_lost_and_reaped(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
+) -> None:
+    monkeypatch.setattr(f"hotkv_server.tiers.mooncake.{name}", value)
     settings = MooncakeSettings(master="127.0.0.1:1", local_hostname="127.0.0.1")
-    with open("/dev/null", "rb") as file, pytest.raises(LostError, match="lost its child"):
+    with open("/dev/null", "rb") as file, pytest.raises(StoreError, match=words):
         memories = [(Region(0, 1, "arena"), file.fileno())]
         tier.MooncakeClient(settings, memories, time.monotonic() + 20)

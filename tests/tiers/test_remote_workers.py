@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hotkv_server.tiers.remote import workers
-from hotkv_server.tiers.remote.calls import Part, RemoteCall
+from hotkv_server.tiers.remote.calls import Part, PartQueue, RemoteCall
 from hotkv_server.tiers.remote.client import LateError
 from hotkv_server.tiers.remote.workers import (
     FIRST_WAIT_S,
@@ -95,6 +95,15 @@ def test_a_read_that_is_given_up_ends_its_connection_and_is_no_problem() -> None
         world.close()
 
 
+def test_a_closed_queue_gives_and_takes_no_part() -> None:
+    queue, call = PartQueue(), RemoteCall(1, lambda call: None)
+    parts = [Part(call, lambda client, until_s: None, moves_blocks=n > 0) for n in range(3)]
+    for part in parts:
+        assert queue.put([part], is_read=part is not parts[2])
+    assert queue.close() == parts and queue.get(0.0) is None
+    assert not queue.put(parts, is_read=True) and not queue.close()
+
+
 def test_questions_go_before_reads() -> None:
     world, goes, limits = World(1), threading.Event(), list[float]()
     try:
@@ -155,6 +164,18 @@ def test_the_longest_wait_shows() -> None:
         assert world.workers.stalled_s(now_s) >= now_s - began_s
         answers.set()
         world.wait_for("longest", "later")
+    finally:
+        world.close()
+
+
+def test_an_exception_ends_the_connection_and_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(1)
+    try:
+        world.ask("odd", lambda client, until_s: 1 / 0)  # type: ignore[arg-type, return-value]
+        world.ask("next")
+        world.wait_for("odd", "next")
+        assert "a store: ZeroDivisionError" in caplog.text and not world.workers.problem
+        assert [one.is_closed for one in world.clients if one.is_closed] == [True]
     finally:
         world.close()
 

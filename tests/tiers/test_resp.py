@@ -91,13 +91,13 @@ replies = st.recursive(
     max_leaves=8,
 )
 cuts = st.lists(st.integers(1, 400), min_size=1, max_size=5)
+PUSH = b">2\r\n+invalidate\r\n*1\r\n$1\r\nk\r\n"
 
 
 @given(st.lists(st.tuples(st.booleans(), replies), min_size=1, max_size=6), cuts)
 def test_replies_are_what_was_sent(sent: list[tuple[bool, Sent]], sizes: list[int]) -> None:
     """Messages that the server pushes in between are skipped."""
-    push = b">2\r\n+invalidate\r\n*1\r\n$1\r\nk\r\n"
-    content = b"".join((push if has_push else b"") + wire for has_push, (wire, _) in sent)
+    content = b"".join((PUSH if has_push else b"") + wire for has_push, (wire, _) in sent)
     reader = Replies(Cut(content, sizes))
     for _, (_, value) in sent:
         assert reader.next(FOREVER) == value
@@ -112,9 +112,10 @@ def test_replies_are_what_was_sent(sent: list[tuple[bool, Sent]], sizes: list[in
 def test_values_go_where_they_should_and_no_further(
     values: list[bytes | None], sizes: list[int], is_wanted: bool
 ) -> None:
-    wire = {None: b"_\r\n", b"-OOM no": b"-OOM no\r\n"}
+    wire = {None: PUSH + b"_\r\n", b"-OOM no": PUSH + PUSH + b"-OOM no\r\n"}
     content = b"".join(
-        wire.get(value) or b"$%d\r\n%b\r\n" % (len(value), value) for value in values
+        wire.get(value) or b"|1\r\n+a\r\n:3\r\n$%d\r\n%b\r\n" % (len(value), value)
+        for value in values
     )
     reader = Replies(Cut(content + b":7\r\n", sizes))
     head = memoryview(bytearray(HEAD_BYTES))
@@ -198,7 +199,8 @@ def test_a_command_has_its_lengths() -> None:
     assert command(b"GET", b"a\r\nb") == b"*2\r\n$3\r\nGET\r\n$4\r\na\r\nb\r\n"
 
 
-def test_a_server_that_reads_nothing_ends_a_send_in_time() -> None:
+@pytest.mark.parametrize("within_s", [0.1, 0.0])
+def test_a_server_that_reads_nothing_ends_a_send_in_time(within_s: float) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(LateError):
-        ValkeyStream(ours).send([bytes(8 << 20)], time.monotonic() + 0.1)
+        ValkeyStream(ours).send([bytes(8 << 20)], time.monotonic() + within_s)

@@ -1,6 +1,8 @@
 """Epochs as objects of a bucket; races of flushes are in `test_flush_races`."""
 
+import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -8,6 +10,7 @@ pytest.importorskip("obstore", reason="obstore speaks S3")
 
 from hotkv_server.testing.flush_contract import (
     NAME,
+    answer,
     epoch,
     flush,
 )
@@ -69,6 +72,30 @@ def test_a_flush_of_a_full_bucket_removes_the_epoch(s3_server: Server, prefix: s
         assert f"{prefix}/{PATH}" not in s3_server.paths(prefix)
 
 
+def test_an_epoch_that_can_not_be_read_costs_its_key_space_only(
+    s3_server: Server, prefix: str
+) -> None:
+    """But a store that lists names and can't read objects is away."""
+    lost = list[bytes]()
+
+    def cut(piece: bytes) -> Iterator[bytes]:
+        if piece.startswith(b"GET ") and any(part in piece[:500] for part in lost):
+            raise ConnectionAbortedError
+        yield piece
+
+    with proxied(s3_server) as (proxy, over), tier_over(s3_server, prefix, **over) as (tier, _):
+        first = epoch(tier)
+        proxy.on_command = cut
+        lost.append(b"/epochs/1/0a")
+        shown = answer(lambda done: tier.epochs([NAME, "0a"], time.monotonic() + 20, done))
+        assert shown.epochs == {NAME: first} and not tier.problem()
+        lost[:] = [b"/epochs/1/", b"/check"]
+        assert epoch(tier) is None
+        wait_for(lambda: epoch(tier) or tier.problem(), "no problem is known")
+        lost.clear()
+        wait_for(lambda: not tier.problem() and epoch(tier) == first, "it did not come back")
+
+
 class Objects:
     """A store that is full, or ignores a condition."""
 
@@ -114,6 +141,16 @@ def test_a_flush_of_a_full_store_counts() -> None:
     assert epoch_objects.begin_epoch(store, NAME, 8000, 0.0) == NO_EPOCH
     store.is_full = False
     assert epoch_objects.begin_epoch(store, NAME, 9000, 0.0) == begun(9000) > known + 1
+
+
+def test_an_epoch_that_others_change_each_time_is_given_up() -> None:
+    store = Objects()
+    store.put = lambda *arguments: False  # type: ignore[method-assign]
+    for call in (epoch_objects.begin_epoch, partial(epoch_objects.raise_epoch, floor=0)):
+        with pytest.raises(LostError, match="again and again"):
+            call(store, NAME, now_us=5000, until_s=0.0)
+    with pytest.raises(LostError, match="has lost an object"):
+        epoch_objects.check_conditions(store, 0.0)
 
 
 @pytest.mark.parametrize("condition", ["If-None-Match", "If-Match"])

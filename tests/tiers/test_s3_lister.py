@@ -28,8 +28,9 @@ class Listed:
     """A bucket of packs with a single block each.
 
     `looks`: number of names that each look got. `fronts`: packs whose lists were read, in order.
-    `error`: raised by looks. `lost`, `denied`: packs that can't be read, because of an error or as
-    the store forbids it. `turns`: each read of lists acquires it.
+    `error`: raised by looks. `lost`, `denied`, `refused`: packs that can't be read, because of an
+    error, as the store forbids it, or as it refuses the access key. `turns`: each read of lists
+    acquires it.
     """
 
     PAGE = 4
@@ -38,8 +39,9 @@ class Listed:
         self.objects: dict[str, bytes] = {}
         self.looks: list[int] = []
         self.fronts: list[str] = []
-        self.error: StoreError | None = None
+        self.error: Exception | None = None
         self.lost: set[str] = set()
+        self.refused: set[str] = set()
         self.denied: set[str] = set()
         self.turns = threading.Semaphore(FREE)
 
@@ -50,7 +52,7 @@ class Listed:
         return name
 
     def names(
-        self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float
+        self, folder: str, most: int, is_enough: Callable[[str], bool], page_s: float
     ) -> list[str]:
         found: list[str] = []
         if self.error is not None:
@@ -74,6 +76,8 @@ class Listed:
         name = path.rpartition("/")[2]
         if name in self.lost:
             return LostError("answers 503")
+        if name in self.refused:
+            return UnusableError("rejects the access key")
         if name in self.denied:
             return DeniedError("forbids it")
         body = self.objects.get(path)
@@ -132,11 +136,12 @@ def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister)
     bucket.objects[path_of(SPACE, name)] = b"x" * list_bytes(name)
     ask(lister)
     assert bucket.looks == [40] and len(bucket.fronts) == 40
-    bucket.add(99, now_us())
-    wait_for(lambda: ask(lister) or (len(bucket.looks) > 1 and bucket.fronts[40:]))
-    # A whole page, although only one of its packs is new.
+    names = [bucket.add(number, now_us()) for number in (98, 99)]
+    bucket.objects[path_of(SPACE, names[0])] = b"x" * list_bytes(name)
+    wait_for(lambda: ask(lister) or (len(bucket.looks) > 3 and bucket.fronts[40:]))
+    # A whole page, although only two of its packs are new.
     assert bucket.looks[1] == Listed.PAGE
-    assert bucket.fronts[40:] == [min(path.rpartition("/")[2] for path in bucket.objects)]
+    assert bucket.fronts[40:] == sorted(names)
 
 
 @pytest.mark.parametrize("wrong_at_start", [True, False])
@@ -180,9 +185,16 @@ def test_the_newest_are_learned_first_and_known_before_the_rest(
     bucket.turns.release()
     ask(lister)
     assert len(index) == LISTS_AT_ONCE and index.find([key(count - 1)]) != [None]
-    bucket.turns.release(3)
+    # The first request of another key space waits for a single read of lists.
+    other = Space("0b/7")
+    with pytest.raises(LateError):
+        lister.ask(other, time.monotonic() + 0.02)
+    bucket.turns.release()
+    lister.ask(other, time.monotonic() + WAIT_S)
+    assert len(index) == 2 * LISTS_AT_ONCE
+    bucket.turns.release(2)
     wait_for(lambda: len(index) == count)
-    assert bucket.fronts == sorted(bucket.fronts)
+    assert bucket.fronts == sorted(bucket.fronts) and len(bucket.looks) == 3
 
 
 def test_no_more_are_read_than_there_is_room_for(bucket: Listed) -> None:
@@ -198,12 +210,19 @@ def test_no_more_are_read_than_there_is_room_for(bucket: Listed) -> None:
 def test_what_is_known_against_the_store_is_said_to_who_waits(
     bucket: Listed, index: PackIndex, lister: Lister
 ) -> None:
-    bucket.add(1, now_us())
+    name = bucket.add(1, now_us())
     bucket.error = UnusableError("forbids it")
     for _ in range(3):
         with pytest.raises(UnusableError, match="forbids it"):
             ask(lister)
+    bucket.error = ValueError("odd")
+    with pytest.raises(LostError, match="can't be listed: ValueError"):
+        ask(lister)
     bucket.error = None
+    bucket.refused.add(name)
+    with pytest.raises(UnusableError, match="rejects the access key"):
+        ask(lister)
+    bucket.refused.clear()
     ask(lister)
     # Its list is not read again, and learned packs stay.
     bucket.error = LostError("is away")

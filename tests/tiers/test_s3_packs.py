@@ -180,6 +180,15 @@ class IndexAgainstDict(RuleBasedStateMachine):
             # Adding it again changes no state.
             assert self.index.add(pack) and self.index.has(pack.path)
 
+    @rule()
+    def churn(self) -> None:
+        """Adds and drops many packs, if there is room. Dropped packs leave no memory behind."""
+        for _ in range(self.MAX * 8):
+            self.count += 1
+            pack, _ = pack_of({key(99): b"x"}, SPACE, 0, self.count)
+            if self.index.add(pack):
+                self.index.drop(pack.path)
+
     @rule(number=st.integers(0, 9), epoch=st.integers(1, 2))
     def forget(self, number: int, epoch: int) -> None:
         name = key(number, f"ab/{epoch}")

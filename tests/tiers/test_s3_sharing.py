@@ -14,7 +14,7 @@ from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.flush_contract import answer, blocks_of
 from hotkv_server.testing.tier_contract import SLOT_BYTES, content
 from hotkv_server.tiers.protocol import Codes, Read, Write
-from hotkv_server.tiers.s3 import lister
+from hotkv_server.tiers.s3 import client, lister
 from hotkv_server.tiers.s3.packs import list_bytes
 from hotkv_server.tiers.seals import seal
 from tests.support.waiting import wait_for
@@ -157,7 +157,9 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
         assert write(node_a, [2]) == [Write.STORED] and not node_a.tier.problem()
 
 
-def test_objects_that_the_store_forbids_cost_only_their_blocks(s3_server: Server) -> None:
+def test_objects_that_the_store_forbids_cost_only_their_blocks(
+    s3_server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     prefix, forbidden = new_prefix(), list[str]()
 
     def unsigned(piece: bytes) -> Iterator[bytes]:
@@ -183,6 +185,8 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(s3_server: Server
             assert read(node_b, [1, 2]) == [Read.FOUND] * 2
             forbidden.append(f"/epochs/1/{flush_contract.NAME}")
             assert flush_contract.epoch(node_b.tier) is flush_contract.flush(node_b.tier) is None
+            assert flush_contract.epoch(node_b.tier) is None
+            assert caplog.text.count(f"fingerprint={flush_contract.NAME} that can't be used") == 1
             assert flush_contract.epoch(node_b.tier, "0b") and not node_b.tier.problem()
             # Without any right, the blocks are only unknown.
             forbidden[:] = [""]
@@ -191,6 +195,20 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(s3_server: Server
             forbidden.clear()
             wait_for(lambda: not node_b.tier.problem(), "the problem stays")
             assert read(node_b, [1, 2]) == [Read.FOUND] * 2
+
+
+def test_two_servers_of_one_name_are_told(
+    s3_server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their packs of the same microsecond would have the same name."""
+    monkeypatch.setattr(client, "_now_us", lambda: 10**15)
+    prefix = new_prefix()
+    with bench_over(s3_server, prefix, node="a") as one:
+        assert write(one, [1]) == [Write.STORED]
+        with bench_over(s3_server, prefix, node="a") as other:
+            assert write(other, [2]) == [Write.FAILED]
+            assert "give each server another node" in caplog.text
+        assert read(one, [1, 2]) == [Read.FOUND, Read.ABSENT]
 
 
 def test_other_objects_in_the_folder_do_no_harm(s3_server: Server) -> None:

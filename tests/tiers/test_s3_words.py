@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -167,17 +168,26 @@ def test_a_folder_is_listed_page_by_page(
         lasts.append(last)
         return last == "5"
 
+    # Each page takes almost as long as a page may take.
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 59 * len(lasts))
     prefix, lasts, listed = new_prefix(), list[str](), obstore.list
     for number in range(9):
         s3_server.store.put(f"{prefix}/folder/{number}", b"x")
     monkeypatch.setattr(obstore, "list", in_pages)
     loop = Loop()
     bucket = Bucket(settings_of(s3_server, prefix), loop)
-    until_s = time.monotonic() + 60
-    assert bucket.names("folder", 9, is_enough, until_s) == [*"012345"] and lasts == [*"135"]
-    assert bucket.names("folder", 4, is_enough, until_s) == [*"0123"] and lasts == [*"1351"]
-    assert bucket.names("folder", 3, is_enough, until_s) == [*"012"]
-    assert bucket.names("none", 3, is_enough, until_s) == []
+    monkeypatch.setattr(bucket_module, "time", clock)
+    assert bucket.names("folder", 9, is_enough, 60.0) == [*"012345"] and lasts == [*"135"]
+    assert bucket.names("folder", 4, is_enough, 60.0) == [*"0123"] and lasts == [*"1351"]
+    assert bucket.names("folder", 3, is_enough, 60.0) == [*"012"]
+    assert bucket.names("none", 3, is_enough, 60.0) == []
+    until_s = clock.monotonic() + 60
+    # Objects that are missing, and ranges beyond an object's end.
+    assert bucket.put("a", b"12345", until_s) and bucket.get("none", until_s) is None
+    assert not bucket.put("none", b"1", until_s, '"x"')
+    bucket.delete("none", until_s)
+    wanted = [("a", [0, 3, 9], [2, 9, 4]), ("none", [0], [1])]
+    assert bucket.ranges(wanted, until_s) == [[b"12", b"45", b""], None]
     loop.close()
 
 
@@ -239,6 +249,7 @@ UNREACHABLE = 'Os {\n  code: 113,\n  kind: HostUnreachable,\n  message: "No rout
         (f"kind: Timeout {SECRET}", LateError, "has not answered in time"),
         (f"source: TimedOut {SECRET}", LateError, "has not answered in time"),
         (UNREACHABLE, LostError, "can't be reached: No route to host"),
+        (UNREACHABLE.replace("Host", "ConnectionRefused"), LostError, "refuses connections: No"),
         (SECRET, LostError, "has broken off its answer"),
     ],
 )

@@ -217,6 +217,24 @@ async def test_a_hung_store_costs_a_bounded_wait() -> None:
         assert all(await b.leased(BLOCKS))
 
 
+async def test_a_store_that_answers_no_question_for_epochs_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It reports no problem. Blocks in host memory are served."""
+    async with nodes(1, lookup_wait_s=0.2) as (a,):
+        await a.share(BLOCKS)
+        with monkeypatch.context() as patch:
+            patch.setattr(a.tier, "epochs", lambda names, until_s, on_done: on_done(None))
+            await eventually(lambda: not a.epochs.is_confirmed("shared", 1), "it stays confirmed")
+
+            async def served() -> None:
+                while not all(await a.leased(BLOCKS)):
+                    continue
+
+            await asyncio.wait_for(served(), 60)
+        await eventually(lambda: a.epochs.is_confirmed("shared", 1), "it is not asked")
+
+
 async def test_a_lookup_in_a_hung_store_ends() -> None:
     async with nodes(1, lookup_wait_s=0.2) as (a,):
         await a.share(BLOCKS)

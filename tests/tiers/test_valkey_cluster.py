@@ -27,8 +27,9 @@ from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, ke
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
 from hotkv_server.tiers.valkey.cluster import ClusterPipe, slot_of
 from tests.server.certificates import Authority
+from tests.support.ports import free_ports
 from tests.support.waiting import wait_for
-from tests.tiers.cluster_support import PATIENT_MS, QUICK_MS, Cluster, running
+from tests.tiers.cluster_support import PATIENT_MS, QUICK_MS, Cluster, Node, running
 from tests.tiers.valkey_support import bench_over, tier_over
 
 PASSWORD = "correct-horse-battery"
@@ -231,6 +232,18 @@ def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
                 assert flush(bench.tier) is None
             wait_for(lambda: owner.client.wait(1, 500) == 1)
             wait_for(lambda: (flush(bench.tier) or 0) > (before or 0))
+            # A replica of the old owner says nothing about a key that has moved.
+            name = b"hotkv/1/%b/epoch" % NAME.encode()
+            new = next(one for one in cluster.nodes if one is not owner)
+            ids = [one.client.execute_command("CLUSTER", "MYID") for one in (owner, new)]
+            slot = slot_of(name)
+            new.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+            owner.client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+            owner.client.execute_command("MIGRATE", "127.0.0.1", new.port, name, 0, 5000)
+            assert flush(bench.tier) is None
+            for one in (new, owner):
+                one.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+            wait_for(lambda: (flush(bench.tier) or 0) > (before or 0))
 
 
 def test_tls_reaches_every_server(tmp_path: Path) -> None:
@@ -333,6 +346,19 @@ def test_a_cluster_and_a_server_are_told_apart(cluster: Cluster, tmp_path: Path)
     ):
         wait_for(bench.tier.problem, "no problem is known")
         assert "is no cluster" in bench.tier.problem()
+
+
+def test_a_server_that_has_left_the_cluster_hides_no_other(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """It was replaced, and starts again without its file of the cluster."""
+    left = Node(tmp_path / "left", *free_ports(2), "")
+    try:
+        with bench_over(f"127.0.0.1:{left.port},{cluster.address}", cluster=True) as bench:
+            bench.fill([1], [1])
+            assert bench.write([1], [1]).tolist() == [Write.STORED]
+    finally:
+        left.kill()
 
 
 @pytest.mark.parametrize(

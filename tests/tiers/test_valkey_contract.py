@@ -49,6 +49,7 @@ def test_tls_keeps_the_contract(server: Server, tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"ca_file": "other"}, "certificate that does not pass"),
+        ({"ca_file": "key"}, "because of ca_file"),
         ({"server_name": "elsewhere.example"}, "certificate that does not pass"),
         ({"mode": 0o644}, "can be read by every user"),
     ],
@@ -59,8 +60,8 @@ def test_other_certificates_do_not_pass(
     authority, other = Authority(tmp_path, "ca"), Authority(tmp_path, "other")
     certificate, key = authority.issue("hotkv")
     key.chmod(options.pop("mode", 0o600))
-    if options.get("ca_file"):
-        options = {"ca_file": other.path}
+    if ca_file := options.get("ca_file"):
+        options = {"ca_file": other.path if ca_file == "other" else key}
     given = {"tls": True, "ca_file": authority.path, "cert_file": certificate, "key_file": key}
     with (
         tls_proxy(server.path, authority, asks_for_certificate=True) as proxy,

@@ -5,19 +5,20 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.testing.flush_contract import flush
+from hotkv_server.testing.flush_contract import epoch, flush
 from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
-from hotkv_server.tiers.remote.client import quoted
+from hotkv_server.tiers.remote.client import LostError, quoted
 from hotkv_server.tiers.valkey.connection import Login, read_login
-from hotkv_server.tiers.valkey.stream import _words
+from hotkv_server.tiers.valkey.stream import _words, connect
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, bench_over, running
 
@@ -25,19 +26,25 @@ SECRET = "s3cr3t-of-hotkv"
 CLIENT = b"%7\r\n+server\r\n+valkey\r\n+version\r\n+9\r\n+proto\r\n:3\r\n+id\r\n:1\r\n"
 HELLO = CLIENT + b"+mode\r\n+standalone\r\n+role\r\n+master\r\n+modules\r\n*0\r\n"
 ABSENT = b":0\r\n"
+NO_INFO = b"$0\r\n"
 
 
 @contextlib.contextmanager
-def scripted(*script: bytes, **options: object) -> Iterator[Bench]:
+def scripted(
+    *script: bytes, by_name: Mapping[bytes, bytes] | None = None, **options: object
+) -> Iterator[Bench]:
     """Yields a bench over a server that answers each command with the next reply of its script.
-    Each connection starts the script again."""
+    Each connection starts the script again. `by_name`: replies to commands of these names, in which
+    PORT is the server's port."""
 
     def answer(client: socket.socket) -> None:
         replies = list(script)
         with client:
             while command := client.recv(1 << 16):
-                for _ in re.findall(rb"(?:^|\r\n)\*\d", command):
-                    if replies:
+                for name in re.findall(rb"(?:^|\r\n)\*\d\r\n\$\d+\r\n([A-Z]+)", command):
+                    if name in (by_name or {}):
+                        client.sendall(by_name[name].replace(b"PORT", b"%d" % port) + b"\r\n")
+                    elif replies:
                         client.sendall(replies.pop(0))
 
     def serve() -> None:
@@ -47,8 +54,9 @@ def scripted(*script: bytes, **options: object) -> Iterator[Bench]:
                 threading.Thread(target=answer, args=(client,), daemon=True).start()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         threading.Thread(target=serve, daemon=True).start()
-        with bench_over(f"127.0.0.1:{listener.getsockname()[1]}", **options) as bench:
+        with bench_over(f"127.0.0.1:{port}", **options) as bench:
             yield bench
 
 
@@ -107,6 +115,12 @@ def test_a_server_that_knows_no_hello(tmp_path: Path, password_file: Path) -> No
         assert bench.write([1, 1], [0, 0]).tolist() == [Write.STORED, Write.PRESENT]
         bench.check_read([1], [3])
         assert bench.read([2], [4]).tolist() == [Read.ABSENT]
+
+
+def test_a_server_without_hello_and_without_a_password() -> None:
+    script = [b"-ERR unknown command\r\n", b"+OK\r\n", ABSENT, b"$-1\r\n"]
+    with scripted(*script, connections=1) as bench:
+        assert bench.read([1], [0]).tolist() == [Read.ABSENT]
 
 
 @pytest.mark.parametrize("code", ["ERR", "NOPERM", "NOAUTH", "OTHER"])
@@ -205,6 +219,82 @@ def test_a_flush_of_a_full_server_counts_if_it_removes_the_epoch(
         assert words in caplog.text if words else not bench.tier.problem()
 
 
+@pytest.mark.parametrize(
+    ("replies", "ask", "expected", "words"),
+    [
+        ([b"-ERR no"], lambda bench: bench.probe([1]).tolist(), [Read.FAILED], ""),
+        ([b"+OK"], lambda bench: bench.probe([1]).tolist(), [Read.FAILED], "EXISTS with 'OK'"),
+        ([b":1"], lambda bench: bench.write([1], [0]).tolist(), [Write.FAILED], "SET with 1"),
+        ([b"+x"], lambda bench: bench.tier.forget([b"a"]), None, "UNLINK with 'x'"),
+        ([b":1", b"-ERR no"], lambda bench: bench.tier.forget([b"a", b"b"]), None, ""),
+        ([NO_INFO, b"_", b"-ERR no", b"_"], lambda bench: epoch(bench.tier), None, "begins no"),
+        ([NO_INFO, b"_", b"-NOPERM no", b"_"], lambda bench: epoch(bench.tier), None, "forbids"),
+        ([NO_INFO, b"_", b"-OOM no", b"_"], lambda bench: epoch(bench.tier), NO_EPOCH, ""),
+        ([NO_INFO, b"_", b"$1\r\n9", b":8"] * 8, lambda bench: flush(bench.tier), None, "loses"),
+    ],
+)
+def test_odd_replies(
+    replies: list[bytes],
+    ask: Callable[[Bench], object],
+    expected: object,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    script = [one + b"\r\n" for one in replies]
+    with scripted(HELLO, ABSENT, *script, connections=1) as bench:
+        assert ask(bench) == expected
+        wait_for(lambda: words in caplog.text, "it is not said")
+        assert words or not bench.tier.problem()
+
+
+OWN = b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$0\r\n\r\n:PORT\r\n$1\r\nx"
+"""A map of hash slots: the server that says so has all slots."""
+WITH_REPLICA = OWN.replace(b"*3\r\n:0", b"*4\r\n:0") + b"\r\n*0"
+RAISED = {b"SET": b"_", b"GET": b"$2\r\n77", b"INCRBY": b":9223372036854775807"}
+NO_MAP, AWAY = "a map of slots that can't be", "is a cluster of which a server is away"
+
+
+def read_one(bench: Bench) -> object:
+    return bench.read([1], [0]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("replies", "ask", "expected", "words"),
+    [
+        ({}, read_one, [Read.ABSENT], ""),
+        ({b"CLUSTER": b":1"}, read_one, [Read.FAILED], NO_MAP),
+        ({b"CLUSTER": b"*1\r\n:1"}, read_one, [Read.FAILED], NO_MAP),
+        ({b"CLUSTER": OWN.replace(b":16383", b":-1")}, read_one, [Read.FAILED], NO_MAP),
+        ({b"CLUSTER": OWN.replace(b"16383", b"16384")}, read_one, [Read.FAILED], NO_MAP),
+        ({b"CLUSTER": OWN.replace(b":PORT", b"_")}, read_one, [Read.FAILED], NO_MAP),
+        # The slot of CHECK_KEY is 7305, that of the block 6230.
+        ({b"CLUSTER": OWN.replace(b"16383", b"7304")}, read_one, [Read.FAILED], AWAY),
+        ({b"CLUSTER": OWN.replace(b":0", b":6231", 1)}, read_one, [Read.FAILED], AWAY),
+        ({b"CLUSTER": b"*0"}, read_one, [Read.FAILED], AWAY),
+        ({b"GET": b"-MOVED 1 here"}, read_one, [Read.FAILED], "redirects to what is no server"),
+        ({b"GET": b"-MOVED 1 :123456"}, read_one, [Read.FAILED], "redirects to what is no server"),
+        ({b"GET": b"-MOVED 1 :PORT"}, read_one, [Read.FAILED], AWAY),
+        ({b"GET": b"-ASK 1 :PORT", b"ASKING": b"-NOPERM"}, read_one, [Read.FAILED], "+asking"),
+        (RAISED, lambda bench: flush(bench.tier), (1 << 63) - 1, ""),
+        ({**RAISED, b"CLUSTER": WITH_REPLICA}, lambda bench: flush(bench.tier), None, "WAIT"),
+    ],
+)
+def test_what_a_server_of_a_cluster_says(
+    replies: dict[bytes, bytes],
+    ask: Callable[[Bench], object],
+    expected: object,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    hello = HELLO.replace(b"standalone", b"cluster")[:-2]
+    others = {b"HELLO": hello, b"CLUSTER": OWN, b"EXISTS": b":0", b"GET": b"_", b"WAIT": b"-ERR no"}
+    with scripted(by_name={**others, **replies}, cluster=True, connections=1) as bench:
+        assert ask(bench) == expected
+        assert words in caplog.text if words else not bench.tier.problem()
+
+
 def test_what_a_server_says_is_quoted_in_printable_characters() -> None:
     assert quoted(b"a\x1b[31m\x00\xff" + b"x" * 999) == repr("a?[31m?\ufffd" + "x" * 192)
 
@@ -238,6 +328,23 @@ def test_a_login_does_not_show_its_password(password_file: Path) -> None:
 def test_a_host_that_no_resolver_knows() -> None:
     said = str(_words(socket.gaierror(socket.EAI_NONAME, "Name not known")))
     assert said == "can't be reached: Name not known"
+
+
+def test_a_connect_that_fails_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[socket.socket] = []
+
+    class Noted(socket.socket):
+        def __init__(self, *arguments: int) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(socket, "socket", Noted)
+    settings = ValkeySettings(address=f"unix:{tmp_path}/none")
+    with pytest.raises(LostError, match="No such file"):
+        connect(settings, None, time.monotonic() + 60)
+    assert [one.fileno() for one in made if one.family == socket.AF_UNIX] == [-1]
 
 
 def test_an_address_that_no_system_call_takes() -> None:

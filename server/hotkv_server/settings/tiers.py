@@ -21,7 +21,7 @@ Compress: TypeAlias = Annotated[
     Field(
         description=(
             "auto: bfloat16 blocks are stored in three quarters of their bytes, exactly; others as "
-            "they are. All nodes and servers read both. Takes 64 MiB of memory."
+            "they are. In shared tiers, nodes with off miss them. Takes 64 MiB of memory."
         )
     ),
 ]

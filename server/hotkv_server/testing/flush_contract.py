@@ -19,7 +19,7 @@ from hotkv_server.testing.tier_contract import SLOT_BYTES, WAIT_S, Bench, conten
 from hotkv_server.tiers.protocol import NO_EPOCH, RAISES, Blocks, Epochs, Read, Write, begun
 
 T = TypeVar("T")
-NAME = "00ff" * 8
+NAME, OTHER = "00ff" * 8, "ee" * 16
 SPOILED = (b"x", b"-4", b"1.5", b"9" * 30)
 READ_AT = 32
 """Number of the first arena slot into which `read` reads blocks."""
@@ -174,9 +174,9 @@ def check_reads(store: Store) -> None:
             assert np.array_equal(other.slot(READ_AT + at), content(at))
         assert probe(other.tier, keys, {NAME: now}) == [Read.FOUND] * 3
         # A flush of another key space has no effect.
-        assert flush(one.tier, "ee" * 16)
+        assert flush(one.tier, OTHER)
         assert read(other.tier, keys, {NAME: now}) == [Read.FOUND] * 3
-        assert read(other.tier, keys, {NAME: now, "ee" * 16: now}) == [Read.ABSENT] * 3
+        assert read(other.tier, keys, {NAME: now, OTHER: now}) == [Read.ABSENT] * 3
         told.clear()
         raised = flush(one.tier)
         assert raised
@@ -210,8 +210,11 @@ def check_lost(store: Store) -> None:
         for value in SPOILED if store.spoil else ():
             store.spoil(value)  # type: ignore[misc]
             assert read(other.tier, keys, {NAME: now}) == [Read.FAILED] * 2, value
-            assert epoch(one.tier) is None, value
             # Other key spaces are not affected.
+            shown: Any = answer(
+                lambda done: one.tier.epochs([NAME, OTHER], time.monotonic() + WAIT_S, done)
+            )
+            assert shown and shown.epochs.keys() == {OTHER}, value
             assert read(other.tier, keys, {}) == [Read.FOUND] * 2, value
         store.lose()
 

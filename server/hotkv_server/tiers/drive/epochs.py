@@ -8,7 +8,8 @@ for due actions. At most one action of each kind is under way: one question and 
 store, one flush of this node, one write of the book. A slow write of the book delays only moves to
 the disk and, for a bounded time, the answers to flushes.
 
-A store counts as *away* if its tier reports a problem, or if its answer to a question is overdue.
+A store counts as *away* if its tier reports a problem, if two questions in a row have failed, or if
+its answer to a question is overdue.
 The delay of an answer counts only the time in which this process runs. If the process was stopped
 for GAP_S or longer, all stores stop counting as away, and are asked again.
 
@@ -104,6 +105,8 @@ class _Store:
         self.is_away = self.is_raising = False
         # The tick at which the question under way was sent; None without a question.
         self.asked_tick: int | None = None
+        # Number of questions that have failed since the last answer.
+        self.num_failed = 0
 
 
 class Epochs:
@@ -403,7 +406,7 @@ class Epochs:
         if at_s >= self._ticked_s + GAP_S:
             self._deaf_until = self._ticks + DEAF_TICKS
             for store in self._stores.values():
-                store.is_away = False
+                store.is_away, store.num_failed = False, 0
                 store.asked_tick = None if store.asked_tick is None else self._ticks
         elif at_s < self._ticked_s + TICK_S:
             return
@@ -413,7 +416,7 @@ class Epochs:
             return
         for store in self._stores.values():
             is_late = store.asked_tick is not None and self._ticks >= store.asked_tick + LATE_TICKS
-            if not store.is_away and (is_late or store.tier.problem()):
+            if not store.is_away and (is_late or store.num_failed > 1 or store.tier.problem()):
                 store.is_away = True
                 self._wake()
 
@@ -422,6 +425,7 @@ class Epochs:
         store.tier.epochs(fingerprints, time.monotonic() + ASK_S, on_loop(ended))
         (shown,) = await ended
         store.asked_tick = None
+        store.num_failed = store.num_failed + 1 if shown is None else 0
         if shown is not None:
             # A store counts as away if it has just restarted and shows an epoch that may come from
             # an old copy of its data.

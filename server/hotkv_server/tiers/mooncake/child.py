@@ -10,6 +10,7 @@ a copy. A value in Mooncake begins with a head, which describes the block (`tier
 the block's bytes follow.
 """
 
+import contextlib
 import ctypes
 import importlib
 import itertools
@@ -43,8 +44,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class MasterLostError(Exception):
-    """The master does not answer, or its answer is unusable, such as an epoch that is not a
-    number."""
+    """The master does not answer, or its answer is unusable."""
+
+
+class SpoiledError(MasterLostError):
+    """The value under the key of an epoch is not a number."""
 
 
 class AwayError(Exception):
@@ -142,8 +146,12 @@ class Child:
         return {}
 
     def _begun_epochs(self, asked: dict[str, Any]) -> dict[str, Any]:
-        names = asked["fingerprints"]
-        return {"epochs": {name: self._begun(epoch_key(name)) for name in names}}
+        epochs: dict[str, int] = {}
+        for name in asked["fingerprints"]:
+            # Leave out an epoch that is not a number, so that other key spaces stay usable.
+            with contextlib.suppress(SpoiledError):
+                epochs[name] = self._begun(epoch_key(name))
+        return {"epochs": epochs}
 
     def _raise(self, asked: dict[str, Any]) -> dict[str, Any]:
         name = epoch_key(asked["fingerprint"])
@@ -183,8 +191,8 @@ class Child:
 
     def _number(self, name: str) -> int:
         """Returns the epoch that is stored under the key `name`; NO_EPOCH if the key is absent.
-        Raises MasterLostError if the value is not a number, and AwayError if the value can't be
-        read. In these two cases NO_EPOCH would be wrong: it could hide a flush."""
+        Raises SpoiledError if the value is not a number, and AwayError if the value can't be read.
+        In these two cases NO_EPOCH would be wrong: it could hide a flush."""
         found = bytes(self._store.get(name))
         if not found:
             # The value is also empty if the master does not answer.
@@ -193,7 +201,7 @@ class Child:
                 return NO_EPOCH
             raise AwayError(f"has an epoch that can't be read: {code}")
         if not (found.isdigit() and len(found) <= MAX_DIGITS and int(found) > NO_EPOCH):
-            raise MasterLostError("has an epoch that is no number")
+            raise SpoiledError("has an epoch that is no number")
         return int(found)
 
     def _exist(self, names: list[str]) -> list[int]:

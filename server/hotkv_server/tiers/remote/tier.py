@@ -6,6 +6,7 @@ problem, calls end at once as FAILED, and the tier tries to connect again. Nodes
 blocks; if two nodes write the same key, the later write gets PRESENT.
 """
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,8 @@ from hotkv_server.tiers.protocol import (
 from hotkv_server.tiers.remote.calls import Part, RemoteCall, cut, cut_keys
 from hotkv_server.tiers.remote.client import Client
 from hotkv_server.tiers.remote.workers import Workers
+
+log = logging.getLogger(__name__)
 
 Cut = Callable[[Int64s], Iterator[slice]]
 """Splits the blocks of a call into parts, and yields each part as a slice. Argument: the sizes of
@@ -79,6 +82,8 @@ class RemoteTier:
         self._on_epoch = on_epoch
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
+        # The key spaces of which `_warn` has warned.
+        self._warned: set[str] = set()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._workers!r})"
@@ -169,6 +174,7 @@ class RemoteTier:
 
         def do(client: Client, until_s: float) -> None:
             call.shown = client.epochs(fingerprints, until_s)
+            self._warn(set(fingerprints) - call.shown.epochs.keys())
 
         self._workers.submit_control(call, Part(call, do, deadline_s))
 
@@ -231,6 +237,18 @@ class RemoteTier:
 
         self._count(queued_bytes=num_bytes)
         return RemoteCall(num_blocks, end)
+
+    def _warn(self, unusable: set[str]) -> None:
+        """Warns, once for each key space, that its epoch can't be used. Called by the thread of
+        control calls only."""
+        for fingerprint in sorted(unusable - self._warned):
+            log.warning(
+                "tier=%s has an epoch of fingerprint=%s that can't be used, so no block of this "
+                "key space is served: remove the epoch, or let hotkv read it",
+                self._facts.name,
+                fingerprint,
+            )
+        self._warned |= unusable
 
     def _slots(self, blocks: Blocks, rows: slice) -> list[memoryview]:
         begins, sizes = blocks.slots[rows].tolist(), blocks.num_bytes[rows].tolist()

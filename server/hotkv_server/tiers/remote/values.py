@@ -36,8 +36,6 @@ def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
     `value_bytes`: length of the whole value: head and block.
     `num_bytes`: size that the block must have.
     """
-    if value_bytes < HEAD_BYTES:
-        return Read.CORRUPT
     magic, version, size_bytes, _ = _HEAD.unpack(head)
     if magic != MAGIC:
         return Read.CORRUPT

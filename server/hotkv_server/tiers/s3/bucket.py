@@ -394,27 +394,28 @@ class Bucket:
         return self._each(itertools.starmap(one, wanted), until_s)
 
     def names(
-        self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float
+        self, folder: str, most: int, is_enough: Callable[[str], bool], page_s: float
     ) -> list[str]:
         """Returns the names of the objects in a folder, sorted. Reads the names in pages of 1000.
 
         `most`: most names to return. No page is read once there are as many names.
         `is_enough`: called with the last name of each page. If it returns True, no further page is
             read.
+        `page_s`: longest time for a page.
         """
+        pages = self._obstore.list(self._store, folder, chunk_size=1000)
 
-        async def request() -> list[str]:
-            found: list[str] = []
-            async for listed in self._obstore.list(self._store, folder, chunk_size=1000):
-                found += [each["path"].rpartition("/")[2] for each in listed]
-                if len(found) >= most or is_enough(found[-1]):
-                    break
-            return found[:most]
-
-        try:
-            return self._ask(request(), until_s)
-        except FileNotFoundError:
+        async def page() -> list[str]:
+            async for listed in pages:
+                return [each["path"].rpartition("/")[2] for each in listed]
             return []
+
+        found: list[str] = []
+        while more := self._ask(page(), time.monotonic() + page_s):
+            found += more
+            if len(found) >= most or is_enough(found[-1]):
+                break
+        return found[:most]
 
     def _each(
         self, requests: Iterable[Coroutine[object, object, T]], until_s: float

@@ -70,9 +70,11 @@ class Shared:
         """Checks that the bucket answers and is usable, then returns a new client. Raises
         StoreError."""
         bucket = self.bucket()
-        # List one name, to see whether the bucket answers and permits listing.
-        bucket.names(CHECK, 1, lambda name: True, until_s)
-        if not self._is_checked:
+        # List one name and read an object: a store may list names although it can't read objects.
+        bucket.names(CHECK, 1, lambda name: True, until_s - time.monotonic())
+        if self._is_checked:
+            bucket.get(CHECK, until_s)
+        else:
             epochs.check_conditions(bucket, until_s)
             self._is_checked = True
         return S3Client(self, bucket)

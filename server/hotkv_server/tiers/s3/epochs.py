@@ -72,16 +72,16 @@ def begin_epochs(
 ) -> dict[str, int]:
     """Returns the epochs of several key spaces, by fingerprint. First begins an epoch for each key
     space that has no epoch, as `begin_epoch` does. Reads all epochs at the same time. Omits a key
-    space whose epoch is not a number, or can't be read because the store forbids this object.
+    space whose epoch is not a number, or can't be read although the store can read other objects.
     Raises StoreError.
 
     `now_us`: the time of the wall clock in microseconds.
     """
     objects = bucket.objects([epoch_path(name) for name in fingerprints], until_s)
+    if any(isinstance(found, LostError) for found in objects):
+        bucket.get(CHECK, until_s)
     epochs: dict[str, int] = {}
     for name, found in zip(fingerprints, objects, strict=True):
-        if isinstance(found, StoreError) and not isinstance(found, DeniedError):
-            raise found
         try:
             epoch, _ = _parsed(found)
         except LostError:

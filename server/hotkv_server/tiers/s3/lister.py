@@ -2,8 +2,9 @@
 index (`s3.index`). A listing reads the names of the packs of one key space.
 
 Always true: a key space is listed only if its blocks are requested. The first requests wait until
-the newest packs are known. Later requests are answered from the known packs at once; a listing that
-is due runs after them, at most once in `refresh_s`.
+the newest packs are known, but not for older packs of another key space. Later requests are
+answered from the known packs at once; a listing that is due runs after them, at most once in
+`refresh_s`.
 
 The name of a pack contains its time, and names sort newest first. So a listing usually reads only
 one page of names: it skips packs that are older than OVERLAP_S before the last listing. If a pack
@@ -196,9 +197,10 @@ class Lister:
                     return
                 space, folder = self._queue.popleft()
             failed: StoreError | None = None
+            is_whole = True
             try:
                 bucket = bucket or self._connect()
-                self._look(bucket, space, folder)
+                is_whole = self._look(bucket, space, folder)
             except StoreError as error:
                 bucket, failed = None, error
                 log.debug("packs of %s are not known: s3 %s", space, error)
@@ -206,24 +208,28 @@ class Lister:
                 bucket, failed = None, LostError(f"can't be listed: {type(error).__name__}")
                 log.exception("packs of %s are not known: %s", space, type(error).__name__)
             with self._changed:
-                folder.is_queued = False
+                folder.is_queued = not is_whole
+                if not is_whole:
+                    self._queue.append((space, folder))
                 folder.looks += 1
                 folder.error = failed
                 folder.due_s = time.monotonic() + self._refresh_s
                 self._changed.notify_all()
 
-    def _look(self, bucket: Bucket, space: Space, folder: _Folder) -> None:
+    def _look(self, bucket: Bucket, space: Space, folder: _Folder) -> bool:
+        """Lists the packs of a key space, and adds them to the index. Returns False if it has
+        stopped, because requests wait for another key space; the next listing goes on there. Raises
+        StoreError."""
         horizon = age_at(int((time.time() - OVERLAP_S) * 1e6))
         clock_s = time.time() - time.monotonic()
         if folder.horizon == UNSEEN or abs(clock_s - folder.clock_s) > JUMP_S:
             folder.horizon, folder.clock_s = UNSEEN, clock_s
-        until_s = time.monotonic() + self._timeout_s
-        names = bucket.names(
-            folder_of(space),
-            MAX_PACKS,
-            lambda last: bool(list_bytes(last)) and age_of(last) >= folder.horizon,
-            until_s,
-        )
+
+        def is_enough(last: str) -> bool:
+            is_old = bool(list_bytes(last)) and age_of(last) >= folder.horizon
+            return is_old or self._is_closed
+
+        names = bucket.names(folder_of(space), MAX_PACKS, is_enough, self._timeout_s)
         unread, again = set(folder.unread), folder.unread[:LISTS_AT_ONCE]
         # The next listing tries other packs, even if this listing fails.
         folder.unread = folder.unread[LISTS_AT_ONCE:] + again
@@ -231,7 +237,7 @@ class Lister:
         num_failed = 0
         for at in range(0, len(new), LISTS_AT_ONCE):
             if self._is_closed:
-                return
+                return True
             batch = new[at : at + LISTS_AT_ONCE]
             has_room, failed = self._learn(bucket, space, batch)
             self._warn(space, folder, failed)
@@ -247,6 +253,9 @@ class Lister:
                 folder.seen.update(batch)
             if at + LISTS_AT_ONCE >= FIRST_PACKS:
                 self._know(folder)
+                with self._changed:
+                    if not all(other.is_known for _, other in self._queue):
+                        return False
         with self._changed:
             folder.horizon = horizon
             folder.seen = {name for name in folder.seen if age_of(name) < folder.horizon}
@@ -255,6 +264,7 @@ class Lister:
             _, failed = self._learn(bucket, space, again)
             read = set(again) - set(failed)
             folder.unread = [name for name in folder.unread if name not in read]
+        return True
 
     def _is_new(self, space: Space, folder: _Folder, name: str) -> bool:
         return (

@@ -53,6 +53,8 @@ class ClusterPipe:
         # For each hash slot, the index of its server in `_owners`; -1 without a server.
         self._owner_of = np.full(NUM_SLOTS, -1, np.int16)
         self._is_outdated = False
+        # True if a reply to the last commands was a redirect.
+        self._is_redirected = False
         # Commands whose replies were not read yet, each with the connection that has sent it; None
         # if no server has the command's hash slot.
         self._sent: deque[tuple[Command, ValkeyConnection | None]] = deque()
@@ -78,6 +80,7 @@ class ClusterPipe:
         assert not self._sent, "replies were not read"
         if self._is_outdated:
             self._learn(next(iter(self._servers.values())), until_s)
+        self._is_redirected = False
         by_server: dict[Address, list[Command]] = {}
         for one in commands:
             at = self._owner_of[slot_of(one.key)]
@@ -104,12 +107,12 @@ class ClusterPipe:
         WAIT."""
         slot = slot_of(key)
         owner = self._owners[self._owner_of[slot]]
-        if self._is_outdated:
-            # The write may have been redirected to another connection; WAIT covers only the
-            # connection on which it is sent.
-            return False
         # Read the map of hash slots again, because a replica may have joined.
         self._learn(self._servers[owner], until_s)
+        if self._is_redirected:
+            # WAIT covers only the connection on which it is sent, and the write was sent on
+            # another.
+            return not any(self._num_replicas.values())
         if self._owner_of[slot] < 0 or self._owners[self._owner_of[slot]] != owner:
             return False
         if not self._num_replicas[owner]:
@@ -140,6 +143,7 @@ class ClusterPipe:
         for _ in range(MAX_REDIRECTS):
             if not isinstance(reply, ErrorReply) or reply.code not in ("MOVED", "ASK"):
                 break
+            self._is_redirected = True
             self._is_outdated |= reply.code == "MOVED"
             address = _named(reply, connection)
             if address not in self._detours:
@@ -156,9 +160,9 @@ class ClusterPipe:
         return reply
 
     def _find(self, until_s: float) -> None:
-        """Reads the map of hash slots from the first server in the settings that answers. Each
-        server gets an equal share of the remaining time, so that the next server is tried even if a
-        server hangs."""
+        """Reads the map of hash slots from the first server in the settings that answers and knows
+        servers with hash slots. Each server gets an equal share of the remaining time, so that the
+        next server is tried even if a server hangs."""
         seeds = self._settings.hosts_and_ports
         for at, address in enumerate(seeds, 1):
             now_s = time.monotonic()
@@ -170,7 +174,9 @@ class ClusterPipe:
                     raise
                 continue
             self._detours[address] = seed
-            return self._learn(seed, until_s)
+            self._learn(seed, until_s)
+            if self._owners:
+                return
 
     def _learn(self, teller: ValkeyConnection, until_s: float) -> None:
         """Reads the map of hash slots from the server `teller`. Connects to servers that are new in

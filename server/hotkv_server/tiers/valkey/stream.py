@@ -99,19 +99,16 @@ def connect(
     try:
         if address is None:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                sock.settimeout(left_s)
-                sock.connect(settings.unix_path)
-            except OSError:
-                sock.close()
-                raise
-            return ValkeyStream(sock)
-        sock = socket.create_connection(address, left_s)
+        else:
+            sock = socket.create_connection(address, left_s)
     except OSError as error:
         raise _words(error) from error
     try:
+        if address is None:
+            sock.settimeout(left_s)
+            sock.connect(settings.unix_path)
+            return ValkeyStream(sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if context is None:
             return ValkeyStream(sock)
         sock.settimeout(max(until_s - time.monotonic(), 1e-3))
