@@ -167,6 +167,23 @@ async def test_blocks_of_the_first_moves_stay_while_the_last_begin(monkeypatch: 
         one.tiers.let_go(held)
 
 
+async def test_blocks_that_callers_hold_count_as_moving() -> None:
+    """A caller may wait long for another tier, and its blocks are pinned meanwhile."""
+    lost, *first = range(NUM_SLOTS // 8 + 1)
+    async with made() as one:
+        await one.lie_below([lost, *first, 100, 101])
+        place = one.lower.up.find(1, HashList(0, words_of([lost])))
+        one.store.damage(int(one.lower.space.index.offsets(place)[0]))
+        lists = [HashList(0, words_of(some)) for some in ([lost, *first[:-1]], first[-1:])]
+        held = await one.tiers.bring_up(one.session, lists[:1])
+        assert await one.leased([100]) == [True]
+        other = await one.tiers.bring_up(one.session, lists[1:])
+        assert await one.leased([101]) == [False]
+        one.tiers.let_go(held)
+        assert await one.leased([101]) == [True]
+        one.tiers.let_go(other)
+
+
 async def test_a_lease_waits_for_its_own_blocks_only() -> None:
     async with made(60.0) as one:
         await one.lie_below([*BLOCKS, 30])

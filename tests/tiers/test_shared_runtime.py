@@ -379,3 +379,24 @@ async def test_what_came_from_the_disk_stays_while_the_store_is_slow_to_answer(
         assert await leasing == [True] * len(BLOCKS) + [False]
         if is_ahead:
             await ahead
+
+
+async def test_a_hung_disk_leaves_the_store_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = list(range(NUM_SLOTS // 8))
+    async with running(
+        one := SharedNode(MemoryStore(places=False), 60.0, disk=MemoryStore(places=True))
+    ):
+        await one.share(many)
+        await one.until_down(len(many))
+        evict(one.core, 1, 0, words_of(many))
+        lists, index, below = [HashList(0, words_of(many))], one.core.space.index, one.tiers.below
+        assert below is not None
+        below.tier.faults.is_hung = True
+        waiting = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+        await eventually(lambda: index.find(1, 0, words_of(many)).all(), "nothing is read")
+        with monkeypatch.context() as hanging:
+            hanging.setattr(below.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
+            await eventually(lambda: not index.find(1, 0, words_of(many)).any(), "not given up")
+            assert all(await one.leased(many))
+        below.tier.faults.is_hung = False
+        one.tiers.let_go(await waiting)
