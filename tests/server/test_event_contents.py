@@ -1,8 +1,11 @@
 """Contents of blocks for events, against a naive book: full rings, restarts, kills, damage."""
 
+import errno
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,12 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hotkv_proto.blocks import RunContent
 from hotkv_proto.table import Words
+from hotkv_proto.v1 import events_pb2
 from hotkv_server.cache.values import BoolMask
 from hotkv_server.events import contents
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.contents import START, Contents
 from hotkv_server.events.drive import BlocksStored, EventHub
-from hotkv_server.events.service import STATE_STEPS, EngineReader
+from hotkv_server.events.service import STATE_STEPS
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
 from tests.core.support import words_of
@@ -196,6 +200,7 @@ class Book(RuleBasedStateMachine):
         known_blocks = [block for block in self.stored if self.content(*block) is not None]
         assert sorted(found) == sorted(known_blocks)
         assert self.book.num_blocks == len(found)
+        self.book.check_invariants()
 
 
 TestBook = Book.TestCase
@@ -225,6 +230,7 @@ def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     node, hub = SharedNode(MemoryStore(places=False), 10.0), EventHub()
     events = EventsCapability(node, EventSettings(), hub)  # type: ignore[arg-type]
     assert not any([*events.counters().values(), *events.gauges().values()])
+    events._settings = EventSettings(identity="engine")
     key_space = node.core.key_space(1)
     events.key_space_added(1, key_space)
     node.put([5])
@@ -248,14 +254,56 @@ def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
         return lying(fingerprint, group_index, hashes)
 
     monkeypatch.setattr(events, "_lying", looking)
-    reader = EngineReader(hub, 1, lambda: events.state(key_space.fingerprint))
-    reads = []
+    session: Any = Mock(record=node.session.record, key_space=key_space)
+    read, reads = events.session_calls()["read_events"], []
     while not reads or reads[-1].has_more_state:
         before = len(looked)
-        reads.append(reader.read(0).read_events)
+        reads.append(read(session, events_pb2.ReadEventsRequest()).read_events)
         assert len(looked) - before <= STATE_STEPS
     assert len(reads) == 11 and len(looked) == 10 * STATE_STEPS + 3
     assert max(looked) == contents.RUN_BLOCKS
     (told,) = (event for one in reads for event in one.events)
     assert told.stored.hashes == words_of([5]).tobytes()
+    assert events.gauges()["event_readers"] == 1
+    events.session_closed(session, is_last=True)
+    assert events.gauges()["event_readers"] == 0
     events.release()
+
+
+def test_a_full_ring_keeps_what_lies_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents, "GROWTH_BYTES", RING_BYTES)
+    node: Any = SharedNode(MemoryStore(places=False), 10.0)
+    events = EventsCapability(node, EventSettings.model_construct(content_bytes=0), EventHub())
+    key_space = node.core.key_space(1)
+    events.key_space_added(1, key_space)
+    book, known, unknown = events._contents, key_space.fingerprint, b"f" * 32
+    node.put([5])
+    for fingerprint in (known, unknown):
+        book.keep(fingerprint, run_of(1, 5, 1))
+    for version in range(100):
+        book.keep(unknown, run_of(version, 1, 4))
+    assert content_of(book, known, 5) is not None and content_of(book, unknown, 5) is None
+    events.release()
+
+
+def test_a_ring_that_can_not_grow_stays_as_large_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "GROWTH_BYTES", RING_BYTES)
+    for num_steps in (0, 1):
+        path = tmp_path / str(num_steps)
+        book = Contents(path, 4 * RING_BYTES, lambda *_: np.zeros(1, np.bool_))
+        if num_steps:
+            book.keep(b"a" * 32, run_of(1, 0, 1))
+            assert book.num_blocks == 1
+        with monkeypatch.context() as full:
+            full.setattr(contents.os, "posix_fallocate", failing)
+            for version in range(100):
+                book.keep(b"a" * 32, run_of(version, version % 12, 1))
+            assert 0 < book.num_blocks <= 12 if num_steps else not book.num_blocks
+            assert path.stat().st_size == START + num_steps * RING_BYTES
+        book.close()
+
+
+def failing(*arguments: Any) -> None:
+    raise OSError(errno.ENOSPC, "no room")

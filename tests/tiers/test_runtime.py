@@ -249,6 +249,15 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> 
         await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
 
 
+async def test_blocks_that_would_come_later_than_they_are_computed_are_left() -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        one.below.reads.add(60.0, 1 << 20)
+        for tokens_per_s, is_hit in ((0.0, True), (0.1, True), (1e6, False)):
+            assert set(one.lies_elsewhere(BLOCKS, tokens_per_s)) == {is_hit}
+        assert one.below.reads.left_blocks == len(BLOCKS)
+
+
 async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)

@@ -3,6 +3,7 @@ for bit, finds no block from before a flush, and does not wait for a dead store.
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hotkv_proto import table
 from hotkv_server.cache.values import HashList
 from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.book import epochs as epoch_book
-from hotkv_server.tiers.drive import breaker
+from hotkv_server.tiers.drive import breaker, epoch_notes
 from hotkv_server.tiers.drive import copies as tier_copies
 from hotkv_server.tiers.drive import epochs as tier_epochs
 from hotkv_server.tiers.drive import shared as tier_shared
@@ -400,3 +401,57 @@ async def test_a_hung_disk_leaves_the_store_its_room(monkeypatch: pytest.MonkeyP
             assert all(await one.leased(many))
         below.tier.faults.is_hung = False
         one.tiers.let_go(await waiting)
+
+
+async def test_a_read_that_sees_another_epoch_has_the_store_asked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(epoch_book, "CONFIRMED_S", 60.0)
+    monkeypatch.setattr(epoch_book, "ASK_EVERY_S", 60.0)
+    store = MemoryStore(places=False)
+    async with nodes(store=store) as (a, b):
+        await b.share(BLOCKS)
+        assert all(await a.looked_up(BLOCKS))
+        # Another node flushes.
+        (fingerprint,) = store.epochs
+        store.epochs[fingerprint] += 1
+        assert not any(await a.leased(BLOCKS))
+        await eventually(lambda: a.epoch() == store.epochs[fingerprint], "it is not asked")
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+async def test_a_flush_that_breaks_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_noted: bool
+) -> None:
+    """It says so if it can't be noted down, and notes it later."""
+    monkeypatch.setattr(tier_epochs, "TELL_S", 0.1)
+    monkeypatch.setattr(tier_epochs, "SAVE_AGAIN_S", 0.1)
+    async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
+        flushed_here, broken = one.epochs._flush, list[int]()
+
+        async def flush_here(key_space_id: int) -> int:
+            if not broken:
+                broken.append(key_space_id)
+                raise OSError("broken")
+            return await flushed_here(key_space_id)
+
+        one.epochs._flush = flush_here
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        one.put(BLOCKS)
+        with monkeypatch.context() as full:
+            if not is_noted:
+                full.setattr(epoch_notes, "replace_file", failing)
+            assert await one.flush() == (() if is_noted else (tier_epochs.NOTES,))
+            assert broken == [1] and not any(await one.leased(BLOCKS))
+        await eventually(lambda: one.epochs.are_seals_saved, "it is not noted")
+        # A flush that the end of the server interrupts.
+        one.tier.faults.is_hung = True
+        flushing = asyncio.create_task(one.flush())
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(one.tiers.close())
+        assert await flushing == ("shared", tier_epochs.NOTES)
+        await closing
+
+
+def failing(*arguments: Any, **named: Any) -> None:
+    raise OSError("no room")

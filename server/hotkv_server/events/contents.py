@@ -298,6 +298,20 @@ class Contents:
                 found.append(record)
         return found[::-1]
 
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the tables in memory do not have exactly the records of the
+        ring."""
+        with self._written():
+            runs = {one.position: one for one in self._records if not one.name}
+            lists = [one for depths in self._by_depth.values() for one in depths.values()]
+            listed = [record for records in lists for record in records]
+            assert all(lists) and all(self._by_depth.values()), "an empty list is kept"
+            assert {one.position: one for one in listed} == runs, "runs by depth and records differ"
+            assert len(listed) == len(runs), "a run is listed twice"
+            assert all(self._index.values()), "an empty index is kept"
+            places = [place for index in self._index.values() for place in index.values()]
+            assert {place >> AT_BITS for place in places} <= runs.keys(), "a block has no record"
+
     # The queue
 
     def _run(self) -> None:

@@ -213,8 +213,7 @@ class Epochs:
                 ticket.fingerprint,
                 ",".join(pending),
             )
-        if not caller.done.done():
-            caller.done.set_result(Flushed(caller.num_blocks, pending))
+        caller.done.set_result(Flushed(caller.num_blocks, pending))
 
     # Permission to serve
 
