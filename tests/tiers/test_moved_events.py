@@ -12,7 +12,7 @@ import pytest
 from hotkv_proto.blocks import RunContent
 from hotkv_proto.keys import KeySpace
 from hotkv_server.cache.values import DISK_TIER, Entries, HashList, Medium
-from hotkv_server.events.capability import EventsCapability
+from hotkv_server.events.capability import MOST_NAMES, EventsCapability
 from hotkv_server.events.drive import (
     NO_CONTENT,
     BlocksRemoved,
@@ -40,6 +40,10 @@ class Listener:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.names: list[str] = []
+
+    def add_name(self, number: int, name: str) -> None:
+        self.names.append(name)
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
         """Events need no key space."""
@@ -251,6 +255,14 @@ async def test_a_key_space_that_is_forgotten_before_its_flush_ends_has_no_more_e
         assert await removals.flush(1) == len(BLOCKS)
     assert removed(ear.listener.events, Medium.CPU) == set(BLOCKS)
     assert KeySpaceCleared not in map(type, ear.read())
+
+
+def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture) -> None:
+    ear = Heard(Setup(0.0))
+    names = [f"name {number}" for number in range(MOST_NAMES)]
+    for name in [*names, names[0], "one more"]:
+        ear.events.model_named(1, name)
+    assert ear.listener.names == names and "'one more'" in caplog.text
 
 
 @pytest.mark.parametrize("is_known", [False, True])

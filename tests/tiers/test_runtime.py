@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv_proto.table import Words
+from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.room import space as room
-from hotkv_server.cache.values import Entries, HashList
+from hotkv_server.cache.values import Entries, HashList, Run
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
 from hotkv_server.tiers.drive import breaker
@@ -21,15 +21,15 @@ from hotkv_server.tiers.drive import lookups as tier_lookups
 from hotkv_server.tiers.drive import tiers as tier_drive
 from hotkv_server.tiers.drive.epochs import Epochs
 from hotkv_server.tiers.drive.tasks import check_values
-from hotkv_server.tiers.protocol import Read
-from tests.core.support import evict, words_of
+from hotkv_server.tiers.protocol import Blocks, OnWrite, Read, Write
+from tests.core.support import begin_store, evict, words_of
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup
 
 
 @contextlib.asynccontextmanager
-async def made(lookup_wait_s: float = 10.0) -> AsyncIterator[Setup]:
-    one = Setup(lookup_wait_s)
+async def made(lookup_wait_s: float = 10.0, **of_node: Any) -> AsyncIterator[Setup]:
+    one = Setup(lookup_wait_s, **of_node)
     one.tiers.start(Health(), one.tell, one.flushed_here)
     try:
         yield one
@@ -194,6 +194,10 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
         one.put([40, 41])
         assert not one.tiers.has_some(one.session, [HashList(0, words_of([40, 41]))])
         assert await one.leased([40, 41]) == [True, True]
+        # A block that is being stored is not on its way up.
+        begin_store(one.core, one.number, "s", "s", [Run(0, words_of([60]))], 0, 0.0, 1.0)
+        assert one.lies_elsewhere([60, *BLOCKS]) == [False] + [True] * len(BLOCKS)
+        one.core.end_store(one.number, "s", True, 1.0)
         assert not waiting.done()
         held_back.is_hung = False
         assert all(await waiting)
@@ -292,6 +296,27 @@ async def test_reads_that_fail_lose_nothing_below() -> None:
         one.tier.faults.fails = lambda key: key.endswith(words_of([3])[0].tobytes())
         assert await one.leased(BLOCKS) == [True, True, True, False, True, True]
         one.tier.faults.fails = lambda key: False
+        assert all(await one.leased(BLOCKS))
+
+
+async def test_blocks_whose_encoded_form_is_too_large_are_written_plain(monkeypatch: Any) -> None:
+    """The server computes no check values, so the seals of the tier are all that is compared."""
+    size = 2 * SLOT_ALIGN
+    async with made(check_stride=0, slot_bytes=size, encoded_bytes=lambda size: size // 2) as one:
+        write, sizes = one.tier.write, list[int]()
+
+        def unfit(blocks: Blocks, on_done: OnWrite) -> None:
+            sizes.extend(blocks.stored_bytes.tolist())
+            is_unfit = blocks.stored_bytes < blocks.num_bytes
+            if not is_unfit.any():
+                write(blocks, on_done)
+                return
+            codes = np.full(len(blocks), Write.UNFIT, np.uint8)
+            on_done(codes, np.zeros(len(blocks), np.uint64))
+
+        monkeypatch.setattr(one.tier, "write", unfit)
+        await one.lie_below(BLOCKS)
+        assert sorted(sizes) == [size // 2] * len(BLOCKS) + [size] * len(BLOCKS)
         assert all(await one.leased(BLOCKS))
 
 
