@@ -18,6 +18,7 @@ from hotkv_server.tiers.drive import copies as tier_copies
 from hotkv_server.tiers.drive import epochs as tier_epochs
 from hotkv_server.tiers.drive import shared as tier_shared
 from hotkv_server.tiers.drive import tiers as tier_drive
+from hotkv_server.tiers.protocol import NO_EPOCH
 from tests.core.support import evict, words_of
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, running
@@ -216,6 +217,16 @@ async def test_a_hung_store_costs_a_bounded_wait() -> None:
         # The late read's blocks are ready for the next caller.
         await eventually(lambda: b.shared.num_fetched == 6, "the read did not end")
         assert all(await b.leased(BLOCKS))
+
+
+async def test_nobody_waits_for_a_store_that_has_no_room_for_an_epoch() -> None:
+    store = MemoryStore(places=False)
+    one = SharedNode(store, 600.0)
+    store.epochs[one.epochs.fingerprint(1)] = NO_EPOCH
+    async with running(one):
+        one.put([1])
+        found = await asyncio.wait_for(one.looked_up([1, 2]), 60.0)
+        assert found == await asyncio.wait_for(one.leased([1, 2]), 60.0) == [True, False]
 
 
 async def test_a_lookup_in_a_hung_store_ends() -> None:
