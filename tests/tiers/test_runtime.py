@@ -179,8 +179,13 @@ async def test_blocks_that_callers_hold_count_as_moving() -> None:
         assert await one.leased([100]) == [True]
         other = await one.tiers.bring_up(one.session, lists[1:])
         assert await one.leased([101]) == [False]
+        lists = [HashList(0, words_of([101]))]
+        prefetching = asyncio.create_task(one.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        await one.tiers.prefetch(1, lists, time.monotonic())
+        assert not prefetching.done() and not one.core.lookup(1, lists)[0]
         one.tiers.let_go(held)
-        assert await one.leased([101]) == [True]
+        await prefetching
+        assert one.core.lookup(1, lists)[0]
         one.tiers.let_go(other)
 
 
@@ -277,17 +282,36 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
         await one.until_down(len(BLOCKS) + 2)
 
 
-async def test_nothing_is_evicted_for_blocks_of_a_dead_tier() -> None:
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("why", ["dead", "drains", "closes"])
+async def test_nothing_is_evicted_for_blocks_of_a_dead_tier(
+    monkeypatch: Any, why: str, is_early: bool
+) -> None:
+    """Nor while the node drains or closes. No move begins if that is so once there is room."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.put(list(range(100, 100 + NUM_SLOTS)))
         await one.until_down(len(BLOCKS) + NUM_SLOTS)
-        one.tier.faults.problem = "gone"
-        assert one.below.breaker.take_turn()
         one.removed.clear()
-        lists = [HashList(0, words_of(BLOCKS))]
-        await one.tiers.prefetch(1, lists, time.monotonic() + 0.05)
-        assert not one.removed
+        lists, make_room = [HashList(0, words_of(BLOCKS))], one.core.make_room_above
+
+        def spoil() -> None:
+            one.core.draining = why == "drains"
+            one.tiers._tasks.is_closing = why == "closes"
+            one.tier.faults.problem = "gone" if why == "dead" else ""
+            assert one.below.breaker.take_turn()
+
+        def making(*arguments: Any) -> Any:
+            yield from make_room(*arguments)
+            spoil()
+
+        if is_early:
+            spoil()
+        monkeypatch.setattr(one.core, "make_room_above", making)
+        await one.tiers._begin_up(1, lists)
+        assert one.tier.figures().read_blocks == 0 and not len(one.books.moves)
+        assert bool(one.removed) is not is_early
+        one.tiers._tasks.is_closing = False
 
 
 async def test_reads_that_fail_lose_nothing_below() -> None:

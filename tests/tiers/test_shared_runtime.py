@@ -30,6 +30,8 @@ async def test_one_node_stores_and_another_finds() -> None:
         assert await b.looked_up([*BLOCKS, 99]) == [True] * 6 + [False]
         assert await b.leased([*BLOCKS, 99]) == [True] * 6 + [False]
         assert b.shared.num_fetched == 6 and b.tier.figures().read_blocks == 6
+        lists = [HashList(group, words_of([98])) for group in (0, 1)]
+        b.tiers.let_go(await b.tiers.bring_up(b.session, lists))
         # Now they are in host memory, so tiers are not asked.
         assert not b.tiers.lookups.must_ask(b.session, [HashList(0, words_of(BLOCKS))])
         assert await b.leased(BLOCKS) == [True] * 6
@@ -225,6 +227,11 @@ async def test_nobody_waits_for_a_store_that_has_no_room_for_an_epoch() -> None:
     store.epochs[one.epochs.fingerprint(1)] = NO_EPOCH
     async with running(one):
         one.put([1])
+        must_ask, lists = one.tiers.lookups.must_ask, [HashList(0, words_of([1, 2]))]
+        assert must_ask(one.session, lists) and not must_ask(None, lists)
+        one.session.knows_tiers = False
+        assert not must_ask(one.session, lists)
+        one.session.knows_tiers = True
         found = await asyncio.wait_for(one.looked_up([1, 2]), 60.0)
         assert found == await asyncio.wait_for(one.leased([1, 2]), 60.0) == [True, False]
 
@@ -447,13 +454,17 @@ async def test_a_flush_that_breaks_begins_again(
             return await flushed_here(key_space_id)
 
         one.epochs._flush = flush_here
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        seen: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: seen.append(str(context.get("exception")))
+        )
         one.put(BLOCKS)
         with monkeypatch.context() as full:
             if not is_noted:
                 full.setattr(epoch_notes, "replace_file", failing)
             assert await one.flush() == (() if is_noted else (tier_epochs.NOTES,))
             assert broken == [1] and not any(await one.leased(BLOCKS))
+            assert seen == ["broken"]
         await eventually(lambda: one.epochs.are_seals_saved, "it is not noted")
         # A flush that the end of the server interrupts.
         one.tier.faults.is_hung = True
