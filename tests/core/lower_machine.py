@@ -269,6 +269,8 @@ class LowerMachine(RuleBasedStateMachine):
         """Flushes in parts: meanwhile moves of the key space neither begin nor count."""
         parts = self.core.flush(space)
         next(parts, None)
+        with self.books.stopped(space):
+            """Another flush ends meanwhile."""
         self.begin_down(data, 8)
         self.begin_up(space, 0, [0, 1, 2])
         assert not any(

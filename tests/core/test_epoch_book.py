@@ -457,6 +457,10 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     assert book.state(6.1) == (NO_EPOCH, False, True), "it was shown during the flush"
     book.flushes(6.1)
     assert book.epoch(FP, "store") == 9
+    # A new epoch of one of two stores is enough.
+    two = EpochBook(("other", "store"))
+    two.shown("store", {FP: 7}, 0, 1.0, (FP,))
+    assert two.is_outdated(FP)
 
 
 def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:

@@ -1,9 +1,11 @@
 """Contents of blocks for events, against a naive book: full rings, restarts, kills, damage."""
 
+import errno
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,12 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hotkv_proto.blocks import RunContent
 from hotkv_proto.table import Words
+from hotkv_proto.v1 import events_pb2
 from hotkv_server.cache.values import BoolMask
 from hotkv_server.events import contents
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.contents import START, Contents
-from hotkv_server.events.drive import UNKNOWN, BlocksStored, EventHub
-from hotkv_server.events.service import STATE_STEPS, EngineReader
+from hotkv_server.events.drive import BlocksStored, EventHub
+from hotkv_server.events.service import STATE_STEPS
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
 from tests.core.support import words_of
@@ -41,6 +44,18 @@ def run_of(version: int, first: int, count: int) -> BlocksStored:
     return BlocksStored(0, 0, words_of(numbers), parent, first, content)
 
 
+def plain(run: BlocksStored) -> tuple[object, ...]:
+    parent = None if run.parent is None else run.parent.tobytes()
+    of_run = run.content.token_ids.tolist(), run.content.lora_name, run.content.extra_keys
+    return run.depth, run.hashes.tobytes(), parent, *of_run
+
+
+def content_of(book: Contents, fingerprint: bytes, number: int) -> BlocksStored | None:
+    found, unknown = book.find(fingerprint, 0, [NAMES[number]])
+    assert len(found) + len(unknown) == 1
+    return found[0] if found else None
+
+
 class Book(RuleBasedStateMachine):
     """Contents beside a naive book.
 
@@ -52,6 +67,7 @@ class Book(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.growth, contents.GROWTH_BYTES = contents.GROWTH_BYTES, RING_BYTES // 2
+        self.longest, contents.RUN_BLOCKS = contents.RUN_BLOCKS, 2
         self.folder = tempfile.TemporaryDirectory()
         self.stored: dict[Block, int] = {}
         self.cached: set[Block] = set()
@@ -61,7 +77,7 @@ class Book(RuleBasedStateMachine):
         self.book = self.opened()
 
     def teardown(self) -> None:
-        contents.GROWTH_BYTES = self.growth
+        contents.GROWTH_BYTES, contents.RUN_BLOCKS = self.growth, self.longest
         self.book.close()
         self.folder.cleanup()
 
@@ -82,7 +98,7 @@ class Book(RuleBasedStateMachine):
             self.book.keep(fingerprint, run_of(self.version, first, count))
         for number in range(first, first + count):
             self.stored[fingerprint, number] = self.version
-            assert self.content(fingerprint, number) is not UNKNOWN, "the newest run is not kept"
+            assert self.content(fingerprint, number) is not None, "the newest run is not kept"
 
     @rule(fingerprint=SPACES, first=NUMBERS)
     def store_while_they_are_read(self, fingerprint: bytes, first: int) -> None:
@@ -94,6 +110,15 @@ class Book(RuleBasedStateMachine):
         found = [known.run().content.token_ids.tolist() for known in runs]
         assert found.count(tokens) == 1
 
+    @rule(fingerprint=SPACES, numbers=st.lists(NUMBERS, unique=True))
+    def find_many(self, fingerprint: bytes, numbers: list[int]) -> None:
+        found, unknown = self.book.find(fingerprint, 0, [NAMES[number] for number in numbers])
+        blocks = [run.part(at, at + 1) for run in found for at in range(len(run.hashes))]
+        expected = {number: self.content(fingerprint, number) for number in numbers}
+        assert unknown == [at for at, one in enumerate(numbers) if expected[one] is None]
+        known = [plain(one) for one in expected.values() if one is not None]
+        assert sorted(map(plain, blocks)) == sorted(known)
+
     @rule(fingerprint=SPACES, first=NUMBERS)
     def without_tokens(self, fingerprint: bytes, first: int) -> None:
         empty = RunContent(np.empty(0, np.int32))
@@ -102,7 +127,7 @@ class Book(RuleBasedStateMachine):
     @rule(at=NUMBERS)
     def cache(self, at: int) -> None:
         """Caches a known block. Three cached blocks always fit."""
-        known = [block for block in self.stored if self.content(*block) is not UNKNOWN]
+        known = [block for block in self.stored if self.content(*block) is not None]
         if known and len(self.cached) < 3 and not self.is_crowded:
             self.cached.add(known[at % len(known)])
 
@@ -125,11 +150,11 @@ class Book(RuleBasedStateMachine):
 
     @rule(is_killed=st.booleans())
     def restart(self, is_killed: bool) -> None:
-        before = {block: self.content(*block) is UNKNOWN for block in self.stored}
+        before = {block: self.content(*block) is None for block in self.stored}
         if not is_killed:
             self.book.close()
         self.book = self.opened()
-        assert before == {block: self.content(*block) is UNKNOWN for block in self.stored}
+        assert before == {block: self.content(*block) is None for block in self.stored}
 
     @rule(at=st.one_of(st.integers(8, 31), st.integers(START, START + RING_BYTES - 1)))
     def damage(self, at: int) -> None:
@@ -144,26 +169,22 @@ class Book(RuleBasedStateMachine):
         self.book = self.opened()
         self.names = {one: self.book.names(one) for one in self.names}
         for block, version in self.stored.items():
-            tokens = self.book.find(block[0], 0, NAMES[block[1]]).content.token_ids
-            self.stored[block] = int(tokens[0]) // 1000 if len(tokens) else version
+            if (found := self.content(*block)) is not None:
+                self.stored[block] = int(found.content.token_ids[0]) // 1000
             assert self.stored[block] <= version
 
-    def content(self, fingerprint: bytes, number: int) -> object:
-        return self.book.find(fingerprint, 0, NAMES[number])
+    def content(self, fingerprint: bytes, number: int) -> BlocksStored | None:
+        return content_of(self.book, fingerprint, number)
 
     @invariant()
     def agrees(self) -> None:
         for (fingerprint, number), version in self.stored.items():
-            found = self.book.find(fingerprint, 0, NAMES[number])
-            if found is UNKNOWN:
+            found = self.content(fingerprint, number)
+            if found is None:
                 assert (fingerprint, number) not in self.cached, "a cached block is forgotten"
                 continue
-            expected = run_of(version, number, 1)
-            assert found.content.token_ids.tolist() == expected.content.token_ids.tolist()
-            assert found.content.lora_name == "adapter"
-            assert found.content.extra_keys == expected.content.extra_keys
-            assert np.array_equal(found.parent, expected.parent)  # type: ignore[arg-type]
-            assert self.book.find(fingerprint, 1, NAMES[number]) is UNKNOWN
+            assert plain(found) == plain(run_of(version, number, 1))
+            assert self.book.find(fingerprint, 1, [NAMES[number]]) == ([], [0])
         for fingerprint, names in self.names.items():
             assert sorted(self.book.names(fingerprint)) == sorted(names)
 
@@ -176,9 +197,10 @@ class Book(RuleBasedStateMachine):
             assert first >= deepest.get(known.fingerprint, 0), "a block comes before its parent"
             deepest[known.fingerprint] = first
             found += [(known.fingerprint, first + at) for at in np.flatnonzero(known.is_newest)]
-        known_blocks = [block for block in self.stored if self.content(*block) is not UNKNOWN]
+        known_blocks = [block for block in self.stored if self.content(*block) is not None]
         assert sorted(found) == sorted(known_blocks)
         assert self.book.num_blocks == len(found)
+        self.book.check_invariants()
 
 
 TestBook = Book.TestCase
@@ -192,7 +214,7 @@ def test_the_thread_and_those_who_ask_write_the_same_queue(tmp_path: Path) -> No
         if version % 7 == 0:
             # The thread is about to write, or writes.
             time.sleep(contents.GATHER_S / 5)
-            assert book.find(space, 0, NAMES[version % 12]) is not UNKNOWN
+            assert content_of(book, space, version % 12) is not None
     assert book.is_alive()
     book.close()
     again = Contents(tmp_path / "contents", 1 << 20, lambda *_: np.zeros(0, np.bool_))
@@ -208,6 +230,7 @@ def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     node, hub = SharedNode(MemoryStore(places=False), 10.0), EventHub()
     events = EventsCapability(node, EventSettings(), hub)  # type: ignore[arg-type]
     assert not any([*events.counters().values(), *events.gauges().values()])
+    events._settings = EventSettings(identity="engine")
     key_space = node.core.key_space(1)
     events.key_space_added(1, key_space)
     node.put([5])
@@ -216,25 +239,71 @@ def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
         for fingerprint in (key_space.fingerprint, b"f" * 32):
             run = BlocksStored(1, 0, words_of([number]), None, 0, tokens)
             events._contents.keep(fingerprint, run)
+    many = words_of(range(5000, 5001 + contents.RUN_BLOCKS))
+    long = BlocksStored(1, 0, many, None, 0, RunContent(np.zeros(len(many), np.int32)))
+    events._contents.keep(key_space.fingerprint, long)
     deep = BlocksStored(
         1, 0, words_of([5]), words_of([100])[0], 1, RunContent(np.ones(16, np.int32))
     )
     events._contents.keep(key_space.fingerprint, deep)
-    looked: list[object] = []
+    looked: list[int] = []
     lying = events._lying
 
-    def looking(*arguments: Any) -> list[BoolMask]:
-        looked.append(arguments)
-        return lying(*arguments)
+    def looking(fingerprint: bytes, group_index: int, hashes: Words) -> list[BoolMask]:
+        looked.append(len(hashes))
+        return lying(fingerprint, group_index, hashes)
 
     monkeypatch.setattr(events, "_lying", looking)
-    reader = EngineReader(hub, 1, lambda: events.state(key_space.fingerprint))
-    reads = []
+    session: Any = Mock(record=node.session.record, key_space=key_space)
+    read, reads = events.session_calls()["read_events"], []
     while not reads or reads[-1].has_more_state:
         before = len(looked)
-        reads.append(reader.read(0).read_events)
+        reads.append(read(session, events_pb2.ReadEventsRequest()).read_events)
         assert len(looked) - before <= STATE_STEPS
-    assert len(reads) == 11 and len(looked) == 10 * STATE_STEPS + 1
+    assert len(reads) == 11 and len(looked) == 10 * STATE_STEPS + 3
+    assert max(looked) == contents.RUN_BLOCKS
     (told,) = (event for one in reads for event in one.events)
     assert told.stored.hashes == words_of([5]).tobytes()
+    assert events.gauges()["event_readers"] == 1
+    events.session_closed(session, is_last=True)
+    assert events.gauges()["event_readers"] == 0
     events.release()
+
+
+def test_a_full_ring_keeps_what_lies_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents, "GROWTH_BYTES", RING_BYTES)
+    node: Any = SharedNode(MemoryStore(places=False), 10.0)
+    events = EventsCapability(node, EventSettings.model_construct(content_bytes=0), EventHub())
+    key_space = node.core.key_space(1)
+    events.key_space_added(1, key_space)
+    book, known, unknown = events._contents, key_space.fingerprint, b"f" * 32
+    node.put([5])
+    for fingerprint in (known, unknown):
+        book.keep(fingerprint, run_of(1, 5, 1))
+    for version in range(100):
+        book.keep(unknown, run_of(version, 1, 4))
+    assert content_of(book, known, 5) is not None and content_of(book, unknown, 5) is None
+    events.release()
+
+
+def test_a_ring_that_can_not_grow_stays_as_large_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "GROWTH_BYTES", RING_BYTES)
+    for num_steps in (0, 1):
+        path = tmp_path / str(num_steps)
+        book = Contents(path, 4 * RING_BYTES, lambda *_: np.zeros(1, np.bool_))
+        if num_steps:
+            book.keep(b"a" * 32, run_of(1, 0, 1))
+            assert book.num_blocks == 1
+        with monkeypatch.context() as full:
+            full.setattr(contents.os, "posix_fallocate", failing)
+            for version in range(100):
+                book.keep(b"a" * 32, run_of(version, version % 12, 1))
+            assert 0 < book.num_blocks <= 12 if num_steps else not book.num_blocks
+            assert path.stat().st_size == START + num_steps * RING_BYTES
+        book.close()
+
+
+def failing(*arguments: Any) -> None:
+    raise OSError(errno.ENOSPC, "no room")

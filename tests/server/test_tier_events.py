@@ -86,18 +86,15 @@ def test_a_tiers_event_has_the_tokens_and_the_parent_of_the_store(place: Tiered)
     run = BlockRun(0, chain, np.arange(CHAIN, dtype=np.int32), token_ids=ids)
     engine.session.store("told", "told", [run], 60).result(60)
     wait_for(lambda: place.counter("tier_demoted_blocks_total") == CHAIN)
-    told = {}
-    while len(told) < CHAIN:
-        told |= {
-            event.block_hashes[0]: event
-            for event in router.events()
-            if event.medium == MEDIUM_STORAGE
-        }
-    parents = [None, *map(external, chain)]
-    for at, block in enumerate(chain):
-        event = told[external(block)]
-        assert (event.token_ids, event.block_size) == (ids[at * 16 : at * 16 + 16], 16)
-        assert event.parent_block_hash == parents[at]
+    names, told = [*map(external, chain)], set()
+    while told != set(names):
+        for event in [one for one in router.events() if one.medium == MEDIUM_STORAGE]:
+            first = names.index(event.block_hashes[0])
+            end = first + len(event.block_hashes)
+            assert event.block_hashes == names[first:end] and not told & {*names[first:end]}
+            assert (event.token_ids, event.block_size) == (ids[first * 16 : end * 16], 16)
+            assert event.parent_block_hash == (names[first - 1] if first else None)
+            told.update(event.block_hashes)
     assert place.counter("events_without_tokens_total") == 0
     router.close()
 

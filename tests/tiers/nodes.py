@@ -19,6 +19,7 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier, SharedMemoryTier
 from hotkv_server.tiers.book.books import TierBooks
+from hotkv_server.tiers.book.place_sizes import EncodedBytes
 from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.epoch_notes import EpochNotes, NotesFolder
 from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
@@ -37,18 +38,25 @@ BLOCKS = list(range(6))
 class Node:
     """A core with plain memory. `has_disk`: it has places for a tier below."""
 
-    def __init__(self, has_disk: bool) -> None:
+    def __init__(
+        self,
+        has_disk: bool,
+        check_stride: int = 1,
+        slot_bytes: int = SLOT_ALIGN,
+        encoded_bytes: EncodedBytes | None = None,
+    ) -> None:
+        self.slot_bytes = slot_bytes
         places = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200)) if has_disk else None
-        config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
+        config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=check_stride)
         self.core = CacheCore(config, make_table(200), LRU(200))
-        self.books = TierBooks(self.core, places)
+        self.books = TierBooks(self.core, places, encoded_bytes=encoded_bytes)
         self.memory = np.zeros(ARENA_BYTES, np.uint8)
         self.arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
         self.verifier = Verifier(self.core, self.arena)
         self.num_calls = self.num_flushed_here = 0
 
     def open(self) -> None:
-        key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
+        key_space = make_key_space("m", self.slot_bytes, SLOT_ALIGN)
         self.number = self.core.open_session("e", "worker", key_space, 0.0).number
         record = self.core.sessions.record(self.number)
         self.session: Any = SimpleNamespace(record=record, knows_tiers=True)
@@ -78,8 +86,8 @@ class Node:
 
 
 class Setup(Node):
-    def __init__(self, lookup_wait_s: float) -> None:
-        super().__init__(True)
+    def __init__(self, lookup_wait_s: float, **of_node: Any) -> None:
+        super().__init__(True, **of_node)
         assert self.books.lower is not None
         self.lower = self.books.lower
         self.removed: list[bytes] = []

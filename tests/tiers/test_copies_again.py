@@ -107,7 +107,9 @@ async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
     await earlier(store, tmp_path, BLOCKS[:2])
     node, other = SharedNode(store, 10.0, tmp_path, BLOCKS), SharedNode(store, 10.0)
     node.flip(4)
+    node.tier.faults.problem = "away"
     async with running(node):
+        node.tier.faults.problem = ""
         await node.until_copied(5)
         await asyncio.sleep(0.2)
         # The store had two of them, which were neither compared nor written.

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotkv_proto.blocks import RunContent
 from hotkv_proto.keys import KeySpace
 from hotkv_server.cache.values import DISK_TIER, Entries, HashList, Medium
-from hotkv_server.events.capability import EventsCapability
+from hotkv_server.events.capability import MOST_NAMES, EventsCapability
 from hotkv_server.events.drive import (
-    UNKNOWN,
+    NO_CONTENT,
     BlocksRemoved,
     BlocksStored,
     Event,
@@ -39,6 +40,10 @@ class Listener:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.names: list[str] = []
+
+    def add_name(self, number: int, name: str) -> None:
+        self.names.append(name)
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
         """Events need no key space."""
@@ -252,7 +257,16 @@ async def test_a_key_space_that_is_forgotten_before_its_flush_ends_has_no_more_e
     assert KeySpaceCleared not in map(type, ear.read())
 
 
-def test_an_event_says_what_is_known_of_its_block() -> None:
+def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture) -> None:
+    ear = Heard(Setup(0.0))
+    names = [f"name {number}" for number in range(MOST_NAMES)]
+    for name in [*names, names[0], "one more"]:
+        ear.events.model_named(1, name)
+    assert ear.listener.names == names and "'one more'" in caplog.text
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_an_event_says_what_is_known_of_its_blocks(is_known: bool) -> None:
     """By then the number of a block's parent may be another block's."""
     one = Setup(0.0)
     one.put([0, 1, 2])
@@ -260,12 +274,26 @@ def test_an_event_says_what_is_known_of_its_block() -> None:
     entries = index.find(1, 0, words_of([2, 1]))
     evict(one.core, 1, 0, words_of([0]))
     one.put([50])
-    events = list(moved_events(index, entries, Medium.REMOTE, "v", lambda *_: UNKNOWN))
-    assert [(numbers_of(e.hashes), e.parent, e.depth) for e in events] == [
-        ([1], None, 1),
-        ([2], None, 2),
+    entries = np.append(entries, index.find(1, 0, words_of([50])))
+    content = RunContent(np.arange(32, dtype=np.int32))
+    run = BlocksStored(0, 0, words_of([1, 2]), words_of([0])[0], 1, content)
+
+    def find(
+        key_space_id: int, group_index: int, hashes: list[bytes]
+    ) -> tuple[list[BlocksStored], list[int]]:
+        assert (key_space_id, group_index) == (1, 0)
+        assert hashes == [words.tobytes() for words in words_of([2, 1, 50])]
+        return ([run], [2]) if is_known else ([], [0, 1, 2])
+
+    events = moved_events(index, entries, Medium.REMOTE, "v", find)
+    expected = [([1, 2], run.parent, 1, content)]
+    if not is_known:
+        expected = [([1], None, 1, NO_CONTENT), ([2], None, 2, NO_CONTENT)]
+    assert [(numbers_of(e.hashes), e.parent, e.depth, e.content) for e in events] == [
+        ([50], None, 0, NO_CONTENT),
+        *expected,
     ]
     assert {(e.key_space_id, e.group_index, e.medium, e.tier) for e in events} == {
         (1, 0, Medium.REMOTE, "v")
     }
-    assert not list(moved_events(index, entries[:0], Medium.CPU, "", lambda *_: UNKNOWN))
+    assert not moved_events(index, entries[:0], Medium.CPU, "", find)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv_proto.table import Words
+from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.room import space as room
-from hotkv_server.cache.values import Entries, HashList
+from hotkv_server.cache.values import Entries, HashList, Run
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
 from hotkv_server.tiers.drive import breaker
@@ -21,15 +21,15 @@ from hotkv_server.tiers.drive import lookups as tier_lookups
 from hotkv_server.tiers.drive import tiers as tier_drive
 from hotkv_server.tiers.drive.epochs import Epochs
 from hotkv_server.tiers.drive.tasks import check_values
-from hotkv_server.tiers.protocol import Read
-from tests.core.support import evict, words_of
+from hotkv_server.tiers.protocol import Blocks, OnWrite, Read, Write
+from tests.core.support import begin_store, evict, words_of
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup
 
 
 @contextlib.asynccontextmanager
-async def made(lookup_wait_s: float = 10.0) -> AsyncIterator[Setup]:
-    one = Setup(lookup_wait_s)
+async def made(lookup_wait_s: float = 10.0, **of_node: Any) -> AsyncIterator[Setup]:
+    one = Setup(lookup_wait_s, **of_node)
     one.tiers.start(Health(), one.tell, one.flushed_here)
     try:
         yield one
@@ -167,6 +167,28 @@ async def test_blocks_of_the_first_moves_stay_while_the_last_begin(monkeypatch: 
         one.tiers.let_go(held)
 
 
+async def test_blocks_that_callers_hold_count_as_moving() -> None:
+    """A caller may wait long for another tier, and its blocks are pinned meanwhile."""
+    lost, *first = range(NUM_SLOTS // 8 + 1)
+    async with made() as one:
+        await one.lie_below([lost, *first, 100, 101])
+        place = one.lower.up.find(1, HashList(0, words_of([lost])))
+        one.store.damage(int(one.lower.space.index.offsets(place)[0]))
+        lists = [HashList(0, words_of(some)) for some in ([lost, *first[:-1]], first[-1:])]
+        held = await one.tiers.bring_up(one.session, lists[:1])
+        assert await one.leased([100]) == [True]
+        other = await one.tiers.bring_up(one.session, lists[1:])
+        assert await one.leased([101]) == [False]
+        lists = [HashList(0, words_of([101]))]
+        prefetching = asyncio.create_task(one.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        await one.tiers.prefetch(1, lists, time.monotonic())
+        assert not prefetching.done() and not one.core.lookup(1, lists)[0]
+        one.tiers.let_go(held)
+        await prefetching
+        assert one.core.lookup(1, lists)[0]
+        one.tiers.let_go(other)
+
+
 async def test_a_lease_waits_for_its_own_blocks_only() -> None:
     async with made(60.0) as one:
         await one.lie_below([*BLOCKS, 30])
@@ -177,6 +199,10 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
         one.put([40, 41])
         assert not one.tiers.has_some(one.session, [HashList(0, words_of([40, 41]))])
         assert await one.leased([40, 41]) == [True, True]
+        # A block that is being stored is not on its way up.
+        begin_store(one.core, one.number, "s", "s", [Run(0, words_of([60]))], 0, 0.0, 1.0)
+        assert one.lies_elsewhere([60, *BLOCKS]) == [False] + [True] * len(BLOCKS)
+        one.core.end_store(one.number, "s", True, 1.0)
         assert not waiting.done()
         held_back.is_hung = False
         assert all(await waiting)
@@ -232,6 +258,15 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> 
         await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
 
 
+async def test_blocks_that_would_come_later_than_they_are_computed_are_left() -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        one.below.reads.add(60.0, 1 << 20)
+        for tokens_per_s, is_hit in ((0.0, True), (0.1, True), (1e6, False)):
+            assert set(one.lies_elsewhere(BLOCKS, tokens_per_s)) == {is_hit}
+        assert one.below.reads.left_blocks == len(BLOCKS)
+
+
 async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)
@@ -247,17 +282,36 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
         await one.until_down(len(BLOCKS) + 2)
 
 
-async def test_nothing_is_evicted_for_blocks_of_a_dead_tier() -> None:
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("why", ["dead", "drains", "closes"])
+async def test_nothing_is_evicted_for_blocks_of_a_dead_tier(
+    monkeypatch: Any, why: str, is_early: bool
+) -> None:
+    """Nor while the node drains or closes. No move begins if that is so once there is room."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.put(list(range(100, 100 + NUM_SLOTS)))
         await one.until_down(len(BLOCKS) + NUM_SLOTS)
-        one.tier.faults.problem = "gone"
-        assert one.below.breaker.take_turn()
         one.removed.clear()
-        lists = [HashList(0, words_of(BLOCKS))]
-        await one.tiers.prefetch(1, lists, time.monotonic() + 0.05)
-        assert not one.removed
+        lists, make_room = [HashList(0, words_of(BLOCKS))], one.core.make_room_above
+
+        def spoil() -> None:
+            one.core.draining = why == "drains"
+            one.tiers._tasks.is_closing = why == "closes"
+            one.tier.faults.problem = "gone" if why == "dead" else ""
+            assert one.below.breaker.take_turn()
+
+        def making(*arguments: Any) -> Any:
+            yield from make_room(*arguments)
+            spoil()
+
+        if is_early:
+            spoil()
+        monkeypatch.setattr(one.core, "make_room_above", making)
+        await one.tiers._begin_up(1, lists)
+        assert one.tier.figures().read_blocks == 0 and not len(one.books.moves)
+        assert bool(one.removed) is not is_early
+        one.tiers._tasks.is_closing = False
 
 
 async def test_reads_that_fail_lose_nothing_below() -> None:
@@ -266,6 +320,27 @@ async def test_reads_that_fail_lose_nothing_below() -> None:
         one.tier.faults.fails = lambda key: key.endswith(words_of([3])[0].tobytes())
         assert await one.leased(BLOCKS) == [True, True, True, False, True, True]
         one.tier.faults.fails = lambda key: False
+        assert all(await one.leased(BLOCKS))
+
+
+async def test_blocks_whose_encoded_form_is_too_large_are_written_plain(monkeypatch: Any) -> None:
+    """The server computes no check values, so the seals of the tier are all that is compared."""
+    size = 2 * SLOT_ALIGN
+    async with made(check_stride=0, slot_bytes=size, encoded_bytes=lambda size: size // 2) as one:
+        write, sizes = one.tier.write, list[int]()
+
+        def unfit(blocks: Blocks, on_done: OnWrite) -> None:
+            sizes.extend(blocks.stored_bytes.tolist())
+            is_unfit = blocks.stored_bytes < blocks.num_bytes
+            if not is_unfit.any():
+                write(blocks, on_done)
+                return
+            codes = np.full(len(blocks), Write.UNFIT, np.uint8)
+            on_done(codes, np.zeros(len(blocks), np.uint64))
+
+        monkeypatch.setattr(one.tier, "write", unfit)
+        await one.lie_below(BLOCKS)
+        assert sorted(sizes) == [size // 2] * len(BLOCKS) + [size] * len(BLOCKS)
         assert all(await one.leased(BLOCKS))
 
 

@@ -3,6 +3,7 @@ for bit, finds no block from before a flush, and does not wait for a dead store.
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from hotkv_proto import table
 from hotkv_server.cache.values import HashList
 from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.book import epochs as epoch_book
-from hotkv_server.tiers.drive import breaker
+from hotkv_server.tiers.drive import breaker, epoch_notes
 from hotkv_server.tiers.drive import copies as tier_copies
 from hotkv_server.tiers.drive import epochs as tier_epochs
 from hotkv_server.tiers.drive import shared as tier_shared
 from hotkv_server.tiers.drive import tiers as tier_drive
+from hotkv_server.tiers.protocol import NO_EPOCH
 from tests.core.support import evict, words_of
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, running
@@ -28,6 +30,8 @@ async def test_one_node_stores_and_another_finds() -> None:
         assert await b.looked_up([*BLOCKS, 99]) == [True] * 6 + [False]
         assert await b.leased([*BLOCKS, 99]) == [True] * 6 + [False]
         assert b.shared.num_fetched == 6 and b.tier.figures().read_blocks == 6
+        lists = [HashList(group, words_of([98])) for group in (0, 1)]
+        b.tiers.let_go(await b.tiers.bring_up(b.session, lists))
         # Now they are in host memory, so tiers are not asked.
         assert not b.tiers.lookups.must_ask(b.session, [HashList(0, words_of(BLOCKS))])
         assert await b.leased(BLOCKS) == [True] * 6
@@ -235,6 +239,21 @@ async def test_a_store_that_answers_no_question_for_epochs_is_away(
         await eventually(lambda: a.epochs.is_confirmed("shared", 1), "it is not asked")
 
 
+async def test_nobody_waits_for_a_store_that_has_no_room_for_an_epoch() -> None:
+    store = MemoryStore(places=False)
+    one = SharedNode(store, 600.0)
+    store.epochs[one.epochs.fingerprint(1)] = NO_EPOCH
+    async with running(one):
+        one.put([1])
+        must_ask, lists = one.tiers.lookups.must_ask, [HashList(0, words_of([1, 2]))]
+        assert must_ask(one.session, lists) and not must_ask(None, lists)
+        one.session.knows_tiers = False
+        assert not must_ask(one.session, lists)
+        one.session.knows_tiers = True
+        found = await asyncio.wait_for(one.looked_up([1, 2]), 60.0)
+        assert found == await asyncio.wait_for(one.leased([1, 2]), 60.0) == [True, False]
+
+
 async def test_a_lookup_in_a_hung_store_ends() -> None:
     async with nodes(1, lookup_wait_s=0.2) as (a,):
         await a.share(BLOCKS)
@@ -397,3 +416,82 @@ async def test_what_came_from_the_disk_stays_while_the_store_is_slow_to_answer(
         assert await leasing == [True] * len(BLOCKS) + [False]
         if is_ahead:
             await ahead
+
+
+async def test_a_hung_disk_leaves_the_store_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = list(range(NUM_SLOTS // 8))
+    async with running(
+        one := SharedNode(MemoryStore(places=False), 60.0, disk=MemoryStore(places=True))
+    ):
+        await one.share(many)
+        await one.until_down(len(many))
+        evict(one.core, 1, 0, words_of(many))
+        lists, index, below = [HashList(0, words_of(many))], one.core.space.index, one.tiers.below
+        assert below is not None
+        below.tier.faults.is_hung = True
+        waiting = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+        await eventually(lambda: index.find(1, 0, words_of(many)).all(), "nothing is read")
+        with monkeypatch.context() as hanging:
+            hanging.setattr(below.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
+            await eventually(lambda: not index.find(1, 0, words_of(many)).any(), "not given up")
+            assert all(await one.leased(many))
+        below.tier.faults.is_hung = False
+        one.tiers.let_go(await waiting)
+
+
+async def test_a_read_that_sees_another_epoch_has_the_store_asked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(epoch_book, "CONFIRMED_S", 60.0)
+    monkeypatch.setattr(epoch_book, "ASK_EVERY_S", 60.0)
+    store = MemoryStore(places=False)
+    async with nodes(store=store) as (a, b):
+        await b.share(BLOCKS)
+        assert all(await a.looked_up(BLOCKS))
+        # Another node flushes.
+        (fingerprint,) = store.epochs
+        store.epochs[fingerprint] += 1
+        assert not any(await a.leased(BLOCKS))
+        await eventually(lambda: a.epoch() == store.epochs[fingerprint], "it is not asked")
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+async def test_a_flush_that_breaks_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_noted: bool
+) -> None:
+    """It says so if it can't be noted down, and notes it later."""
+    monkeypatch.setattr(tier_epochs, "TELL_S", 0.1)
+    monkeypatch.setattr(tier_epochs, "SAVE_AGAIN_S", 0.1)
+    async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
+        flushed_here, broken = one.epochs._flush, list[int]()
+
+        async def flush_here(key_space_id: int) -> int:
+            if not broken:
+                broken.append(key_space_id)
+                raise OSError("broken")
+            return await flushed_here(key_space_id)
+
+        one.epochs._flush = flush_here
+        seen: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: seen.append(str(context.get("exception")))
+        )
+        one.put(BLOCKS)
+        with monkeypatch.context() as full:
+            if not is_noted:
+                full.setattr(epoch_notes, "replace_file", failing)
+            assert await one.flush() == (() if is_noted else (tier_epochs.NOTES,))
+            assert broken == [1] and not any(await one.leased(BLOCKS))
+            assert seen == ["broken"]
+        await eventually(lambda: one.epochs.are_seals_saved, "it is not noted")
+        # A flush that the end of the server interrupts.
+        one.tier.faults.is_hung = True
+        flushing = asyncio.create_task(one.flush())
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(one.tiers.close())
+        assert await flushing == ("shared", tier_epochs.NOTES)
+        await closing
+
+
+def failing(*arguments: Any, **named: Any) -> None:
+    raise OSError("no room")

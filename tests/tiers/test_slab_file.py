@@ -139,11 +139,18 @@ def test_a_disk_that_can_not_be_read_is_an_error_and_not_locked(
 
 
 def test_a_file_that_was_cut_short_is_made_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise OSError(errno.ENOSPC, "no room")
+
     file = SlabFile.open(tmp_path, 2 * MIB)
     assert not file.mend()
     os.truncate(tmp_path / "slabs", MIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail)
+        assert file.mend() and (tmp_path / "slabs").stat().st_size == MIB
+    assert "no room" in caplog.text
     assert file.mend()
     assert f"was cut to {MIB} bytes" in caplog.text
     found = (tmp_path / "slabs").stat()

@@ -1,23 +1,43 @@
 """`hotkv-server tiers check` reports for each tier whether it works, in a table or a sentence, and
 leaves every store unchanged."""
 
+import contextlib
+import errno
 import json
+import re
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.table import SLOT_ALIGN
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.sessions import Catalog
+from hotkv_server.cache.values import CoreConfig
 from hotkv_server.cli import main
-from hotkv_server.settings import load_settings
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.memory.state import KnownKeySpace, ServerState, write_state
+from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup import StartError
 from hotkv_server.testing.memory_tier import MemoryStore, SharedMemoryTier
 from hotkv_server.tiers import check as tier_check
+from hotkv_server.tiers import start as tier_start
+from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.disk.slab_file import SlabFile
-from hotkv_server.tiers.protocol import Blocks, Codes, OnRead, Read
-from hotkv_server.tiers.start import check_tiers
+from hotkv_server.tiers.drive.records import LowerMemory
+from hotkv_server.tiers.protocol import Blocks, Codes, OnRead, Read, Shown
+from hotkv_server.tiers.start import OpenedTiers, check_tiers, open_tiers
+from hotkv_server.tiers.valkey.tier import ValkeyTier
+from tests.core.support import make_key_space, make_table
+from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server
 
 MIB = 1 << 20
@@ -87,6 +107,115 @@ def test_what_does_not_work_is_a_sentence_and_status_1(
         check_tiers(settings)
 
 
+@contextlib.contextmanager
+def started(settings: Settings) -> Iterator[OpenedTiers]:
+    """Opens the tiers as a start does, up to the shared tiers."""
+    memory = np.zeros(16 * SLOT_ALIGN, np.uint8)
+    arena = Region(memory.ctypes.data, len(memory), "arena")
+    check_tiers(settings)
+    opened = open_tiers(settings, arena, reset=False)
+    assert opened is not None
+    try:
+        core = CacheCore(CoreConfig(len(memory), 4 * SLOT_ALIGN, 40), make_table(40), LRU(40))
+        opened.add_books(core)
+        opened.take_over(core)
+        place: Any = SimpleNamespace(arena=SimpleNamespace(fd=-1), directory=settings.arena_dir)
+        for one in opened.drive(core, Verifier(core, arena), place).shared:
+            one.tier.close()
+        yield opened
+    finally:
+        if opened._lower is not None:
+            opened._lower.tier.close()
+        opened.close()
+
+
+def fails(*arguments: Any, **named: Any) -> Any:
+    raise OSError(errno.ENOMEM, "no more")
+
+
+def lacks() -> Any:
+    raise ImportError("no module", name="abc")
+
+
+def hang(patch: pytest.MonkeyPatch, at: Path) -> None:
+    patch.setattr(tier_start, "ANSWER_S", 0.1)
+    patch.setattr(tier_start, "_check_disk", lambda *arguments: threading.Event().wait())
+
+
+DISK = ("--tiers.disk.compress", "auto", "--tiers.disk.bytes", "32MiB", "--tiers.disk.path")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda patch, at: (at / "arena").mkdir(), ""),
+        (lambda patch, at: (at / "disk").touch(), "is no folder that this user may write"),
+        (lambda patch, at: (at / "disk/slabs").mkdir(parents=True), "can't open .*slabs"),
+        (lambda patch, at: (at / "epochs.json").mkdir(), "refused to start: .*epochs.json"),
+        (hang, "has not answered"),
+        (lambda patch, at: patch.setattr(Staged, "open", fails), "compress: no memory"),
+        (lambda patch, at: patch.setattr(ValkeyTier, "__init__", fails), "tiers.valkey: .*no more"),
+        (
+            lambda patch, at: patch.setitem(tier_start.TIERS, "valkey", lacks),
+            "abc is not installed",
+        ),
+    ],
+)
+def test_a_start_names_what_is_wrong_with_its_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., object], words: str
+) -> None:
+    closed: list[Staged] = []
+    monkeypatch.setattr(Staged, "close", lambda staged: closed.append(staged))
+    flags = [*DISK, f"{tmp_path}/disk", "--tiers.valkey.address", f"unix:{tmp_path}/v"]
+    flags += ["--tiers.valkey.compress", "auto"]
+    settings = load_settings(None, [*flags, "--arena.dir", str(tmp_path)], "hotkv-server")
+    with monkeypatch.context() as patch:
+        spoil(patch, tmp_path)
+        with (
+            contextlib.nullcontext() if not words else pytest.raises(StartError, match=words),
+            started(settings),
+        ):
+            pass
+    # The disk is free for the next start, and no memory is left behind.
+    if (tmp_path / "disk" / "lock").exists():
+        LowerMemory.open(tmp_path / "disk", 32 * MIB, MIB, 40).close()
+    if "valkey" in words:
+        wait_for(lambda: len(closed) == 2, "staging memory is left behind")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("written.json", b"[[1]]", "write budget begins anew .*damaged"),
+        ("written.json", b"[[1e999, 1]]", "write budget begins anew .*can't be"),
+        ("written.json", b"[[1, -1]]", "write budget begins anew .*can't be"),
+        ("records", b"x", "disk tier starts empty"),
+        ("", b"", "key space of the disk tier dropped .*too many"),
+    ],
+)
+def test_a_start_passes_over_what_an_earlier_server_left_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    name: str, content: bytes, words: str,
+) -> None:  # fmt: skip
+    def refuse(*arguments: Any) -> Any:
+        raise HotKVError(Reason.OVERLOADED, "too many")
+
+    folder = tmp_path / "disk"
+    flags = [*DISK, str(folder), "--arena.dir", str(tmp_path)]
+    settings = load_settings(None, flags, "hotkv-server")
+    with started(settings):
+        pass
+    if name:
+        (folder / name).write_bytes(content)
+    else:
+        known = KnownKeySpace(1, make_key_space("m", SLOT_ALIGN, SLOT_ALIGN))
+        write_state(folder / "state.json", ServerState(4 * SLOT_ALIGN, [known]))
+        monkeypatch.setattr(Catalog, "register", refuse)
+    with started(settings):
+        pass
+    assert re.search(words, caplog.text)
+
+
 class Bad(SharedMemoryTier):
     """A tier with wrong reads. `answers` replace the codes; `flips` changes the bytes."""
 
@@ -110,9 +239,14 @@ def answers(code: Read) -> Callable[[Bad], None]:
     return lambda tier: setattr(tier, "answers", code)
 
 
+def has_no_epoch(tier: Bad) -> None:
+    tier.epochs = lambda names, until_s, done: done(Shown(dict.fromkeys(names, 0)))
+
+
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
+        (has_no_epoch, "has no room for the epoch"),
         (fault("is_hung", True), "does not answer within"),
         (fault("is_full", True), "is full: it took no block of 64 KiB"),
         (fault("fails", lambda key: True), "could not write a block of 64 KiB"),

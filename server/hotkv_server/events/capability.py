@@ -35,7 +35,6 @@ from hotkv_server.cache.values import (
 from hotkv_server.events.contents import Contents
 from hotkv_server.events.drive import (
     BlocksStored,
-    Content,
     EventHub,
     edges,
     moved_events,
@@ -247,7 +246,7 @@ class EventsCapability(Capability):
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
         if self.hub.is_heard:
             space = self._spaces()[-1 if medium is Medium.DISK else 0]
-            self.hub.publish(list(moved_events(space.index, entries, medium, tier, self._find)))
+            self.hub.publish(moved_events(space.index, entries, medium, tier, self._find))
 
     def blocks_removed(
         self,
@@ -269,8 +268,10 @@ class EventsCapability(Capability):
         core = self._node.core
         return [core.space, *[one.space for one in core.below if one.space is not None][:1]]
 
-    def _find(self, key_space_id: int, group_index: int, block_hash: bytes) -> Content:
-        return self._contents.find(self._fingerprints[key_space_id], group_index, block_hash)
+    def _find(
+        self, key_space_id: int, group_index: int, hashes: list[bytes]
+    ) -> tuple[list[BlocksStored], list[int]]:
+        return self._contents.find(self._fingerprints[key_space_id], group_index, hashes)
 
     def _present(self, fingerprint: bytes, group_index: int, hashes: Words) -> BoolMask:
         """Returns a mask [n] of the blocks that are ready in host memory or on this node's disk.

@@ -6,10 +6,10 @@ and after a restart. A router that matches prompts by tokens can't use such even
 ids.
 
 The contents are records in a ring buffer. A record has the contents of a run (consecutive blocks of
-a sequence that were stored together), or a name of a key space's model. The ring is a file beside
-the arena, so that the next server can read it. The position of a record counts the bytes that were
-written before it since the ring was made, so positions only grow. A record never wraps around the
-end of the ring.
+a sequence that were stored together; at most RUN_BLOCKS), or a name of a key space's model. The
+ring is a file beside the arena, so that the next server can read it. The position of a record
+counts the bytes that were written before it since the ring was made, so positions only grow. A
+record never wraps around the end of the ring.
 
 A store only queues its contents, so the event loop does not wait. A thread writes them into the
 ring some milliseconds later. A method that reads contents writes the queued contents first.
@@ -24,6 +24,7 @@ queued contents are lost. Thread-safe.
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import mmap
@@ -43,7 +44,7 @@ import numpy as np
 from hotkv_proto.blocks import ExtraKey, RunContent
 from hotkv_proto.table import Words
 from hotkv_server.cache.values import BoolMask
-from hotkv_server.events.drive import UNKNOWN, BlocksStored, Content, edges
+from hotkv_server.events.drive import BlocksStored, edges
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,9 @@ the ring has been overwritten."""
 AT_BITS = 17
 """A value in the index has two parts: this number of low bits is the number of the block in its
 run, the higher bits are the position of the run's record."""
+RUN_BLOCKS = 128
+"""Most blocks in a record. A longer run gets several records. So no step of a reader is long,
+although a step parses a whole record."""
 NO_PARENT = bytes(32)
 """Stands in place of the parent's hash if the first block of a run has no known parent."""
 
@@ -153,13 +157,14 @@ class Contents:
         self._index: dict[tuple[bytes, int], dict[bytes, int]] = {}
         self._names: dict[bytes, list[str]] = {}
         self._tail = self._head = self._size = self._moves_from = 0
-        self._queue: deque[tuple[bytes, BlocksStored]] = deque()
+        # The fingerprint of the key space, the run, and its first block that is not written yet.
+        self._queue: deque[tuple[bytes, BlocksStored, int]] = deque()
         self._put_bytes = self._taken_bytes = 0
         self._has_work = threading.Event()
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self.unknown_blocks = 0
-        """Number of calls of `find` for a block whose content is not known."""
+        """Number of blocks whose contents `find` did not know."""
         self._fd = (
             -1 if path is None else os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         )
@@ -190,7 +195,7 @@ class Contents:
         if not len(run.content.token_ids) or self._is_closed:
             return
         self._put_bytes += run.num_bytes
-        self._queue.append((fingerprint, run))
+        self._queue.append((fingerprint, run, 0))
         if self._put_bytes - self._taken_bytes > MAX_QUEUED_BYTES:
             with self._written():
                 return
@@ -204,20 +209,28 @@ class Contents:
         """Returns False if the thread has died."""
         return self._thread is None or self._thread.is_alive()
 
-    def find(self, fingerprint: bytes, group_index: int, block_hash: bytes) -> Content:
-        """Returns the content of a block; UNKNOWN if the ring does not have it.
+    def find(
+        self, fingerprint: bytes, group_index: int, hashes: list[bytes]
+    ) -> tuple[list[BlocksStored], list[int]]:
+        """Returns runs with those of the blocks whose contents are known. Consecutive blocks of a
+        record become one run. Also returns the positions in `hashes` of the other blocks.
 
-        `block_hash`: the hash of the block, 32 bytes.
+        `hashes`: the hash of each block, 32 bytes.
         """
         with self._written():
-            place = self._index.get((fingerprint, group_index), {}).get(block_hash)
-            if place is None:
-                self.unknown_blocks += 1
-                return UNKNOWN
-            run = self._run_at(place >> AT_BITS)
-        at = place & ((1 << AT_BITS) - 1)
-        part = run.part(at, at + 1)
-        return Content(part.parent, part.content)
+            index = self._index.get((fingerprint, group_index), {})
+            places = [index.get(one) for one in hashes]
+            unknown = [at for at, place in enumerate(places) if place is None]
+            self.unknown_blocks += len(unknown)
+            found: list[BlocksStored] = []
+            known = sorted(place for place in places if place is not None)
+            # Parse each record once: a move may have thousands of its blocks.
+            for position, of_record in itertools.groupby(known, lambda place: place >> AT_BITS):
+                run = self._run_at(position)
+                mask = np.zeros(len(run.hashes), np.bool_)
+                mask[[place & ((1 << AT_BITS) - 1) for place in of_record]] = True
+                found += [run.part(first, end) for first, end in edges(mask)]
+        return found, unknown
 
     def add_name(self, fingerprint: bytes, name: str) -> None:
         """Records a name by which requests address the model of a key space, unless it was recorded
@@ -285,6 +298,20 @@ class Contents:
                 found.append(record)
         return found[::-1]
 
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the tables in memory do not have exactly the records of the
+        ring."""
+        with self._written():
+            runs = {one.position: one for one in self._records if not one.name}
+            lists = [one for depths in self._by_depth.values() for one in depths.values()]
+            listed = [record for records in lists for record in records]
+            assert all(lists) and all(self._by_depth.values()), "an empty list is kept"
+            assert {one.position: one for one in listed} == runs, "runs by depth and records differ"
+            assert len(listed) == len(runs), "a run is listed twice"
+            assert all(self._index.values()), "an empty index is kept"
+            places = [place for index in self._index.values() for place in index.values()]
+            assert {place >> AT_BITS for place in places} <= runs.keys(), "a block has no record"
+
     # The queue
 
     def _run(self) -> None:
@@ -297,8 +324,8 @@ class Contents:
                 time.sleep(0)
 
     def _write_one(self) -> bool:
-        """Writes the oldest contents in the queue. Returns False if the queue is empty
-        afterwards."""
+        """Writes one record with the oldest contents in the queue. Returns False if the queue is
+        empty afterwards."""
         with self._lock:
             if self._queue:
                 self._write_next()
@@ -313,9 +340,13 @@ class Contents:
             yield
 
     def _write_next(self) -> None:
-        fingerprint, run = self._queue.popleft()
-        self._taken_bytes += run.num_bytes
-        self._add(_packed_run(fingerprint, run))
+        fingerprint, run, first = self._queue.popleft()
+        end = first + RUN_BLOCKS
+        if end < len(run.hashes):
+            self._queue.appendleft((fingerprint, run, end))
+        else:
+            self._taken_bytes += run.num_bytes
+        self._add(_packed_run(fingerprint, run.part(first, end)))
 
     # The ring
 

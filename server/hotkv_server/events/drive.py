@@ -12,9 +12,10 @@ Always true:
 - publishing never waits: a reader that is too slow loses events, and is notified of that.
 """
 
+import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -314,49 +315,41 @@ def stored_events(
     return events
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The parent and the content of a block, as the engine has sent them with the store.
-
-    `parent`: hash of the block before this block, words [8]; None if this block begins its
-        sequence, or if the parent is not known.
-    `content`: token ids, adapter and extra keys of the block.
-    """
-
-    parent: Words | None
-    content: RunContent
-
-
-UNKNOWN = Content(None, NO_CONTENT)
-
-
 def moved_events(
     index: BlockIndex,
     entries: Entries,
     medium: Medium,
     tier: str,
-    content_of: Callable[[int, int, bytes], Content],
-) -> Iterator[BlocksStored]:
-    """Yields the events of a move by a tier: an event for each block. In a sequence, earlier blocks
-    come first.
+    find: Callable[[int, int, list[bytes]], tuple[list[BlocksStored], list[int]]],
+) -> list[BlocksStored]:
+    """Returns the events of a move by a tier: an event for consecutive blocks that were stored
+    together, or for a single block if its content is not known. In a sequence, earlier blocks come
+    first.
 
     `index`: the index that has the moved blocks: of host memory, or of the disk.
     `entries`: entry numbers of the moved blocks in `index`.
     `medium`: the medium to which the blocks were moved.
     `tier`: name of the tier that now has the blocks; empty for host memory.
-    `content_of`: returns content and parent of a block, given the number of its key space, its
-        group and its hash (32 bytes). The parent is not read from the index, because the index's
-        links between blocks are only hints (`cache.table.index`).
+    `find`: returns the runs of known blocks and the positions of the others (`Contents.find`),
+        given the number of the key space, the group and the hashes. The parents are not read from
+        the index, because the index's links between blocks are only hints (`cache.table.index`).
     """
-    entries = entries[np.argsort(index.depths(entries), kind="stable")]
+    events: list[BlocksStored] = []
     key_spaces, groups, hashes = index.keys(entries)
-    rows = zip(key_spaces.tolist(), groups.tolist(), index.depths(entries).tolist(), strict=True)
-    for at, (key_space_id, group, depth) in enumerate(rows):
-        block = hashes[at : at + 1]
-        known = content_of(key_space_id, group, block.tobytes())
-        yield BlocksStored(
-            key_space_id, group, block, known.parent, depth, known.content, medium, tier
-        )
+    depths = index.depths(entries)
+    for key_space_id, group in set(zip(key_spaces.tolist(), groups.tolist(), strict=True)):
+        at = np.flatnonzero((key_spaces == key_space_id) & (groups == group))
+        known, others = find(key_space_id, group, hashes[at].view("V32").ravel().tolist())
+        events += [
+            replace(one, key_space_id=key_space_id, medium=medium, tier=tier) for one in known
+        ]
+        events += [
+            BlocksStored(
+                key_space_id, group, hashes[one : one + 1], None, depth, NO_CONTENT, medium, tier
+            )
+            for one, depth in zip(at[others], depths[at[others]].tolist(), strict=True)
+        ]
+    return sorted(events, key=operator.attrgetter("depth"))
 
 
 def removed_events(

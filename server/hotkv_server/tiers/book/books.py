@@ -19,7 +19,7 @@ from hotkv_server.tiers.book.place_sizes import EncodedBytes
 
 class TierBooks:
     """Records the blocks on the disk and the moves under way. Implements `Below`, where the methods
-    are described. The constructor registers the books in the core.
+    are described. The constructor registers the books in the core, which has no key spaces yet.
 
     `space`: the blocks on the disk and their places; None without a disk.
     `lower`: the books of the disk; None without a disk.
@@ -43,8 +43,6 @@ class TierBooks:
             if space is None
             else LowerTier(self.moves, self.arrivals, space, write_bytes_per_day, encoded_bytes)
         )
-        for record in core.key_spaces.values():
-            self.add_key_space(record)
         core.below.append(self)
 
     def __repr__(self) -> str:

@@ -312,9 +312,10 @@ class EpochBook:
         return pending
 
     def is_saved(self, ticket: Ticket) -> bool:
-        """Returns True if the saved book records the end of the key space's latest flush on this
-        node."""
-        return self.saved >= self._record(ticket.fingerprint).saved_at
+        """Returns True if this node has ended the flush that serves the request, and the saved book
+        records the end of the key space's latest flush on this node."""
+        record = self._record(ticket.fingerprint)
+        return record.ended >= ticket.need and self.saved >= record.saved_at
 
     @property
     def are_seals_saved(self) -> bool:

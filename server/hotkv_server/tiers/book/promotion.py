@@ -116,7 +116,7 @@ class Promotion:
         self._counters.promoted += len(self._arrivals.end(move, is_found, checks, now_s))
         self._below.index.pin(places, -1)
         self._below.removal.reap(places)
-        gone = places[is_lost & ~is_found & ~is_void]
+        gone = places[is_lost & ~is_void]
         lost = gone[self._below.index.is_ready(gone)]
         # Note the cause in the books of host memory: a lookup that misses asks them for it.
         self._moves.host.removal.remember(self._below.index.mixed(lost), Cause.DAMAGE)

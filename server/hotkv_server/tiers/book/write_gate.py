@@ -131,9 +131,8 @@ class WriteGate:
         self._written.forget(now_s)
 
     def share(self, now_s: float) -> float:
-        """Returns the share of new chains that the gate admits at present, 0 to 1."""
-        if math.isinf(self._budget):
-            return 1.0
+        """Returns the share of new chains that the gate admits at present, 0 to 1. There must be a
+        budget."""
         wanted = self._wanted_per_s(now_s) - self._sure.per_s(now_s)
         sampled = self._sampled.per_s(now_s)
         return min(1.0, max(0.0, wanted) / sampled) if sampled > 0 else 1.0

@@ -216,8 +216,7 @@ class Epochs:
                 ticket.fingerprint,
                 ",".join(pending),
             )
-        if not caller.done.done():
-            caller.done.set_result(Flushed(caller.num_blocks, pending))
+        caller.done.set_result(Flushed(caller.num_blocks, pending))
 
     # Permission to serve
 
@@ -305,13 +304,14 @@ class Epochs:
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
         """Waits until `is_confirmed` is True, and returns True. Asks the store for the key space's
-        epoch if the last confirmation is too old. Returns False if the store is away, or has not
-        confirmed the epoch by `until_s`, a time of time.monotonic."""
+        epoch if the last confirmation is too old. Returns False if the store is away, has confirmed
+        that it has no epoch, or has not answered by `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
-            self.book.use(self.fingerprint(key_space_id), now_s())
-            if self.is_confirmed(store, key_space_id):
-                return True
+            fingerprint = self.fingerprint(key_space_id)
+            self.book.use(fingerprint, now_s())
+            if self.book.is_fresh(fingerprint, store, now_s()):
+                return self.is_confirmed(store, key_space_id)
             if self._stores[store].is_away or not await self._ask_soon(until_s):
                 return False
         return False

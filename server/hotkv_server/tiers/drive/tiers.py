@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 
 MOVING_SHARE = 0.125
 """Largest share of the arena for blocks that are being moved down to one tier. The same share is
-the limit for blocks that are being loaded from all tiers together."""
+the limit for blocks that are being loaded from all tiers together, or stay pinned after that for
+callers that have not leased them yet."""
 MOVE_BLOCKS = 1 << 12
 """Most blocks of a move up, unless the call names no more blocks. Beginning or ending a move of so
 many blocks takes some milliseconds, in which the event loop does no other work."""
@@ -65,16 +66,17 @@ class Coming:
     """A move up, from a tier to host memory, that is under way or has ended.
 
     `source`: the tier.
-    `num_bytes`: bytes of the move's slots.
     `done`: a future that is done when the move has ended. The blocks that the tier found are then
         in host memory.
+    `num_bytes`: bytes for which the move counts towards MOVING_SHARE: of its slots, or of the found
+        blocks once it has ended; 0 if the move was abandoned.
     `num_waiting`: number of callers that wait for the move, or have not yet leased its blocks.
     """
 
     source: TierSource
     move: Move
-    num_bytes: int
     done: "asyncio.Future[None]"
+    num_bytes: int = 0
     num_waiting: int = 0
 
 
@@ -182,6 +184,7 @@ class Tiers:
             for coming in self._coming.values():
                 if coming.source.breaker.hangs and len(coming.move.entries):
                     self._arrivals.forsake(coming.move)
+                    self._count(coming, 0)
                     self._tell()
 
     def trace(self, tracing: Tracer) -> None:
@@ -373,10 +376,9 @@ class Tiers:
         if move is None:
             return
         blocks = source.blocks(move)
-        coming = Coming(source, move, blocks.total_bytes, future())
-        self._coming[move.number] = coming
-        self._up_bytes += coming.num_bytes
-        source.reads.queued_bytes += coming.num_bytes
+        coming = self._coming[move.number] = Coming(source, move, future())
+        self._count(coming, blocks.total_bytes)
+        source.reads.queued_bytes += blocks.total_bytes
         self._tasks.spawn(self._read(coming, blocks))
 
     async def _read(self, coming: Coming, blocks: Blocks) -> None:
@@ -397,9 +399,9 @@ class Tiers:
             }
             span.end()
         checks = await elsewhere(check_values, self._core, self._arena, move)
-        self._up_bytes -= coming.num_bytes
-        source.reads.queued_bytes -= coming.num_bytes
+        source.reads.queued_bytes -= blocks.total_bytes
         num_lost = source.end_up(move, codes, checks, time.monotonic())
+        self._count(coming, int(self._core.space.index.slot_bytes(move.kept).sum()))
         self._core.space.origins[move.kept] = 1 + self._sources.index(source)
         self._on_ready(move.kept, Medium.CPU, "")
         if source is self.below:
@@ -412,8 +414,14 @@ class Tiers:
             self._end_up(coming)
 
     def _end_up(self, coming: Coming) -> None:
-        if self._coming.pop(coming.move.number, None) is not None:
-            self._arrivals.let_go(coming.move)
+        del self._coming[coming.move.number]
+        self._count(coming, 0)
+        self._arrivals.let_go(coming.move)
+
+    def _count(self, coming: Coming, num_bytes: int) -> None:
+        """Changes for how many bytes a move counts towards the limit of all moves up."""
+        self._up_bytes += num_bytes - coming.num_bytes
+        coming.num_bytes = num_bytes
 
 
 def _parts(groups: list[HashList]) -> Iterator[list[HashList]]:
