@@ -277,6 +277,7 @@ NO_PROOF = '[[security.tenants]]\nname = "a"\n'
         ('log_level = "loud"', "log_level"),
         ('[events]\ntopic = "kv@{pod}"', f"events.topic is 'kv@{{pod}}': {NAMES_OF_TOPICS}"),
         ('[events]\ntopic = "kv@{}"', "events.topic"),
+        ('[events]\ntopic = "kv@{node[a]}"', "events.topic"),
         ('[events]\nreplay_endpoint = "tcp://*:1"', "replay_endpoint needs endpoint"),
         ('[tracing]\nendpoint = "collector:4317"', "http:// or https://"),
         ('[tracing]\nendpoint = "http://far:1"\nheaders_file = "/x"', "insecure"),
