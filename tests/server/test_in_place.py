@@ -183,19 +183,24 @@ async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: O
         assert not isinstance(place.extend(), asyncio.Task)
 
 
-async def test_a_residency_learns_no_offset_while_blocks_may_be_older_than_a_flush(
+async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
     opened: Opened,
 ) -> None:
-    """Also of blocks that it has pinned: its engine asks for them again."""
+    """Neither a lease nor a residency, even of blocks that it has pinned: its engine asks again."""
     async with opened() as place:
         place.go.set()
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
         before = (await place.extend()).offsets
         epochs = Mock(may_serve=lambda key_space_id: False)
-        epochs.wait_to_serve = AsyncMock(side_effect=[False, True])
-        place.node.tiers = Mock(epochs=epochs)
+        epochs.wait_to_serve = AsyncMock(side_effect=[False, True] * 2)
+        tiers = place.node.tiers = Mock(epochs=epochs, bring_up=AsyncMock())
+        tiers.has_some.return_value = False
         absent, again = [(await place.extend()).offsets for _ in range(2)]
+        refused, granted = [await place.acquire(lease_id) for lease_id in "ab"]
         place.node.tiers = None
+    assert refused.groups[0].flags == bytes(NUM_BLOCKS) and all(granted.groups[0].flags)
+    assert offsets(refused) == [-1] * NUM_BLOCKS and min(offsets(granted)) >= 0
+    assert [call.args for call in tiers.let_go.mock_calls] == [(tiers.bring_up.return_value,)] * 2
     assert np.frombuffer(absent, "<i8").tolist() == [-1] * NUM_BLOCKS
     assert again == before and absent != before
 
