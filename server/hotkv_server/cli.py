@@ -3,12 +3,13 @@ kernels, lists and removes arenas, or simulates a cache over a trace."""
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hotkv_proto
 from hotkv_proto import extras, native
@@ -151,12 +152,13 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     from hotkv_server.daemon import serve
     from hotkv_server.startup import StartError
 
-    try:
+    runs: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
+    with contextlib.suppress(ImportError):
         import uvloop
 
-        uvloop.run(serve(settings, reset=options.reset, load=load))
-    except ImportError:
-        asyncio.run(serve(settings, reset=options.reset, load=load))
+        runs = uvloop.run
+    try:
+        runs(serve(settings, reset=options.reset, load=load))
     except StartError as error:
         print_error(str(error))
         return 1

@@ -257,6 +257,13 @@ def test_positions_numbers_and_memory_of_residencies_are_bounded() -> None:
     narrow = Place(client_memory_bytes=1 << 11)
     session = narrow.open()
     refused(narrow.core, lambda: narrow.promise(session, "r", 1), Reason.RESIDENCY_TOO_LARGE)
+    for names, reason in (("r", Reason.RESIDENCY_TOO_LARGE), ("rs", Reason.OVERLOADED)):
+        narrow = Place(client_memory_bytes=3200 * len(names))
+        session, most = narrow.open(), 1 + 3 * len(names)
+        for name in names:
+            narrow.promise(session, name, 1)
+        refused(narrow.core, partial(narrow.promise, session, "r", most + 1), reason)
+        narrow.promise(session, "r", most)
     place = Place(client_memory_bytes=1 << 16)
     session = place.open()
     names = map(str, range(NUM_SLOTS))

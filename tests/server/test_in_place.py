@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -25,7 +26,7 @@ from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Pace
 from hotkv_server.wire.session import SessionCalls
 from tests.server.capable import capable
-from tests.server.nodes import SPACE, live_node, store_in, worker
+from tests.server.nodes import PAGE, SPACE, live_node, store_in, worker
 from tests.server.support import hashes
 from tests.support.waiting import eventually
 
@@ -183,21 +184,43 @@ async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: O
         assert not isinstance(place.extend(), asyncio.Task)
 
 
-async def test_a_residency_learns_no_offset_while_blocks_may_be_older_than_a_flush(
+async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
     opened: Opened,
 ) -> None:
-    """Also of blocks that it has pinned: its engine asks for them again."""
+    """Neither a lease nor a residency, even of blocks that it has pinned: its engine asks again."""
     async with opened() as place:
         place.go.set()
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
         before = (await place.extend()).offsets
         epochs = Mock(may_serve=lambda key_space_id: False)
-        epochs.wait_to_serve = AsyncMock(side_effect=[False, True])
-        place.node.tiers = Mock(epochs=epochs)
+        epochs.wait_to_serve = AsyncMock(side_effect=[False, True] * 2)
+        tiers = place.node.tiers = Mock(epochs=epochs, bring_up=AsyncMock())
+        tiers.has_some.return_value = False
         absent, again = [(await place.extend()).offsets for _ in range(2)]
+        refused, granted = [await place.acquire(lease_id) for lease_id in "ab"]
         place.node.tiers = None
+    assert refused.groups[0].flags == bytes(NUM_BLOCKS) and all(granted.groups[0].flags)
+    assert offsets(refused) == [-1] * NUM_BLOCKS and min(offsets(granted)) >= 0
+    assert [call.args for call in tiers.let_go.mock_calls] == [(tiers.bring_up.return_value,)] * 2
     assert np.frombuffer(absent, "<i8").tolist() == [-1] * NUM_BLOCKS
     assert again == before and absent != before
+
+
+async def test_blocks_make_room_for_a_residency_unless_the_server_drains(opened: Opened) -> None:
+    async with opened() as place:
+        core, other = place.node.core, await worker(place.node, 50)
+        await store_in(place.node, other, hashes(50))
+        wide = replace(SPACE, groups=(replace(SPACE.groups[0], shard_bytes=(3 * PAGE,)),))
+        session = await place.node.sessions.open("wide", "scheduler", wide, "test")
+        # More than the free slabs, for blocks that are three times as large.
+        for core.draining in (True, False):
+            asked = place.residencies.open(session, "r", {0: 63})
+            if core.draining:
+                with pytest.raises(HotKVError, match="DRAINING"):
+                    await asked
+                assert core.counters.stored_blocks == core.space.index.num_entries == 58
+            else:
+                assert (await asked).residency_id == "r"
 
 
 async def test_a_residency_that_ends_meanwhile_pins_nothing(opened: Opened) -> None:

@@ -203,6 +203,7 @@ SELECT, TENSOR, HANDLES = (
 REPORT, NAME_OF_KIND = "report_use.requests[0]", "representations[0]"
 KIND = f"open_session.{NAME_OF_KIND}"
 BOTH = [{"layer_index": 2, "mu": ZEROS}]
+BIASED = [{"layer_index": 2, "mu": ZEROS, "biases": [{"scorer": "mean"}] * 2}]
 ROWS = [
     Row("load.lease_id", "nobody's", Reason.UNKNOWN_LEASE, "lease_id"),
     Row("load.transfer_id", "", FIELD, "transfer_id"),
@@ -247,10 +248,13 @@ ROWS = [
     Row(f"{REPORT}.retention.priority", 9, FIELD, "requests.retention: retention.priority is 9"),
     Row(f"{REPORT}.retention.ttl_ms", -1, FIELD, "requests.retention.ttl_ms is -1"),
     Row("report_use.loads", [{"report_id": 1}] * 1025, LARGE, "loads has 1025 entries"),
+    Row("report_use.requests", [{}] * 1024, LARGE, "requests: 1025 with 2 hashes; at most 1024"),
+    Row("report_use.ended", [{}] * 1025, LARGE, "requests: 1 with 2 hashes"),
     Row("report_use.prefill_tokens_per_s", -1.0, FIELD, "prefill_tokens_per_s is -1.0"),
     Row("report_use.prefill_tokens_per_s", math.nan, FIELD, "prefill_tokens_per_s is nan"),
     Row("open_residency.groups[0].group_index", 7, FIELD, "group_index"),
     Row("open_residency.groups[0].block_count", 0, FIELD, "block_count"),
+    Row("open_residency.groups", [{"block_count": 2}], FIELD, "groups lists a group twice"),
     Row("create_sequence.sequence_id", "", FIELD, "sequence_id is empty"),
     Row("create_sequence.sequence_id", "plain", TWICE, "sequence_id"),
     Row("create_sequence.group_index", 1, FIELD, "group_index is 1"),
@@ -262,6 +266,7 @@ ROWS = [
     Row(f"{SELECT}.layer_indices", [2], FIELD, "the representation is declared with"),
     Row(f"{SELECT}.hot_block_count", 1, FIELD, "select.hot_block_count is 1"),
     Row(f"{SELECT}.centres", BOTH + BOTH, FIELD, "select.centres lists layer 2 twice"),
+    Row(f"{SELECT}.centres", BIASED, FIELD, "biases lists a scorer of layer 2 twice"),
     Row(f"{SELECT}.scorer", "oracle", FIELD, "select.scorer is 'oracle'"),
     Row(f"{SELECT}.scorer", "mix2", FIELD, "is scored by mix2, whose axes only the engine has"),
     Row(f"{SELECT}.sparse_topk_ratio", 1.5, FIELD, "select.sparse_topk is 1.5"),
@@ -275,6 +280,7 @@ ROWS = [
     Row(f"{SELECT}.fusion", [{"scorer": "mean", "exponent": 1}] * 2, FIELD, "lists a scorer twice"),
     Row("report_sparse.sequences[0].positions", b"123", FIELD, "positions has 3 bytes"),
     Row("report_sparse.sequences[0].positions", ints(-1), FIELD, "sequences.positions has -1"),
+    Row("report_sparse.sequences[0].positions", bytes(4 << 18), LARGE, "positions has 262144"),
     Row("report_sparse.layers", [{"layer_index": -1}], FIELD, "layers.layer_index is -1"),
     Row("report_sparse.layers", [{"layer_index": 256}], FIELD, "layers.layer_index is 256"),
     Row("report_sparse.layers[0].selects", -1.0, FIELD, "layers.selects is -1.0"),

@@ -208,6 +208,9 @@ def test_a_refusal_says_how_much_and_who_has_it_and_operators_see_it(place: Plac
         session.close_residency("more")
         session.open_residency("later", {0: 700}).result(TIMEOUT_S)
         assert not admin.residencies()["refusals"], "it waits no longer"
+        refused(session.open_residency("big", {0: 1 << 20}))
+        session.close_residency("big")
+        wait_for(lambda: not admin.residencies()["refusals"], "its request has ended")
 
 
 def test_a_session_that_ends_tells_its_readers_first(place: Place) -> None:

@@ -230,10 +230,18 @@ def is_taken_anew(engine: RepresentationEngine, stream: Any, num_blocks: int, co
 
 
 def test_a_refused_append_leaves_the_lease(sparse_engine: Make, place: Place) -> None:
-    target = place.start("--client-memory-bytes", "16MiB").target
+    server = place.start("--client-memory-bytes", "16MiB", "--leases.unadmitted-share", "0.03")
+    target, more = server.target, hashes(90)
     one, two, blocks = sparse_engine(target=target), sparse_engine(target=target), hashes(30)
     one.store(blocks)
+    one.store(more, first=30)
     created = one.session.create_sequence("s", 0, blocks, one.select_config()).result(60)
+    # As far as a lease without a load may pin.
+    most = one.session.create_sequence("more", 0, more, one.select_config()).result(60)
+    assert 0 < most.covered_blocks < 90
+    with AdminClient(target) as admin:
+        assert max(row["lease_count"] for row in admin.sessions()) == 2
+    assert one.session.delete_sequence("more").result(60)
     # Each takes as much as it may: nothing is left for the first.
     unknown = hashes(1 << 16)
     for engine in (one, two):

@@ -1,6 +1,7 @@
 """Starts as an operator sees them: `--check` and a start name mistakes before they create any file.
 A failed start leaves no file behind."""
 
+import asyncio
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv_client.testing import PagedEngine
+from hotkv_server.cli import main
 from hotkv_server.settings import Settings, sources
 from tests.server.certificates import Authority
 from tests.support.ports import free_port
@@ -198,6 +200,24 @@ def test_without_numba_nothing_starts(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 1 and done.stderr.startswith(f"hotkv-server: {words}")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_module_that_is_missing_later_is_named_and_the_server_runs_once(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops: list[str] = []
+
+    async def lacking(*_: object, **__: object) -> None:
+        loops.append(type(asyncio.get_running_loop()).__module__.partition(".")[0])
+        raise ImportError("as if a module were missing")
+
+    monkeypatch.setattr("hotkv_server.daemon.serve", lacking)
+    if loop == "asyncio":
+        monkeypatch.setitem(sys.modules, "uvloop", None)
+    with pytest.raises(ImportError, match="as if"):
+        main(["run", *ARENA])
+    assert loops == [loop]
 
 
 def test_a_broken_file_is_named(folder: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.table import hash_words
+from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.node import transfers as transfer_module
 from hotkv_server.node.node import Node
@@ -106,6 +107,33 @@ def test_only_what_was_loaded_counts_as_loaded(own_server: Server, engine: Make)
         load(one, blocks[at : at + 1], 9)
     assert own_server.counter("loaded_blocks_total") == 3
     assert own_server.counter("loaded_bytes_total") == 3 * 2 * 4096
+
+
+def test_blocks_move_by_unary_calls_too(server: Server, engine: Make) -> None:
+    one, blocks = engine(), b"".join(hashes(2))
+    one.kv[:] = np.frombuffer(os.urandom(one.kv.nbytes), np.uint8).reshape(one.kv.shape)
+    connection = one.session._connection
+    assert connection is not None
+    of = {"session_id": connection.session_id}
+    run = cache_pb2.BlockRun(hashes=blocks, block_ids=block_ids(2).tobytes())
+    store = cache_pb2.StoreRequest(**of, transfer_id="t", lease_id="w", runs=[run])
+    named = [cache_pb2.GroupHashes(hashes=blocks)]
+    moves = cache_pb2.LoadRun(
+        lease_positions=block_ids(2).tobytes(), block_ids=block_ids(2, 2).tobytes()
+    )
+    load = cache_pb2.LoadRequest(**of, transfer_id="t", lease_id="r", runs=[moves])
+    with grpc.insecure_channel(server.target) as channel:
+        stub = cache_pb2_grpc.CacheServiceStub(channel)
+        stored = stub.Store(store)
+        assert stored.runs[0].results == bytes([BlockResult.STORED] * 2), stored
+        stub.AcquireLease(cache_pb2.AcquireLeaseRequest(**of, lease_id="r", groups=named))
+        loaded = stub.Load(load)
+        assert (stored.status, loaded.status) == (TransferStatus.DONE, TransferStatus.DONE)
+        assert (one.kv[:, 2:4] == one.kv[:, :2]).all()
+        assert stored.byte_count == loaded.byte_count == one.kv[:, :2].nbytes
+        assert not stub.CancelTransfer(cache_pb2.CancelTransferRequest(**of, transfer_id="t")).found
+        release = cache_pb2.ReleaseLeaseRequest(**of, lease_id="r")
+        assert [stub.ReleaseLease(release).released for _ in range(2)] == [True, False]
 
 
 async def test_a_transfer_that_cannot_be_planned_leaves_no_trace(

@@ -245,7 +245,8 @@ class Residents(RuleBasedStateMachine):
         if server.up and not server.held:
             known = {books.residency_of(name) for name in self.engine.requests}
             known |= {one.residency_id for one in books._residents.values()}
-            assert {name for _, name in server.residencies.open} <= known
+            told = {*server.residencies.open, *server.residencies.refused}
+            assert {name for _, name in told} <= known
 
     def teardown(self) -> None:
         """Ends all requests, with a server that works or with a server that never comes back."""

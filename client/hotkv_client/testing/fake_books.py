@@ -144,11 +144,13 @@ class FakeResidencies:
     most_blocks: largest number of blocks that all residencies together reserve; None: no limit.
         Beyond one of the two limits, `add` raises NO_ROOM_FOR_RESIDENCY.
     can_grow: whether `add` may reserve more blocks for an open residency.
+    refused: residencies that `add` has refused, and that were neither opened nor closed since.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.arena = FakeArena(num_bytes)
         self.open: dict[tuple[str, str], FakeResidency] = {}
+        self.refused: set[tuple[str, str]] = set()
         self.most: int | None = None
         self.most_blocks: int | None = None
         self.can_grow = True
@@ -177,7 +179,9 @@ class FakeResidencies:
         is_many = known is None and self.most is not None and len(self.open) >= self.most
         is_much = self.most_blocks is not None and others + sum(asked.values()) > self.most_blocks
         if is_many or (is_much and (known is None or known.asked != asked)):
+            self.refused.add(name)
             raise HotKVError(Reason.NO_ROOM_FOR_RESIDENCY, "told to refuse")
+        self.refused.discard(name)
         if known is not None:
             known.asked = asked
             return known.opened
@@ -229,6 +233,7 @@ class FakeResidencies:
     def close(self, name: tuple[str, str]) -> None:
         """Closes a residency for its engine."""
         self.open.pop(name, None)
+        self.refused.discard(name)
 
     def revoke(self, engine_id: str) -> None:
         """Ends all residencies of an engine without the engine's request, as a server does after it
@@ -236,6 +241,7 @@ class FakeResidencies:
         False for processes that have read blocks of these residencies in the arena."""
         for name in [name for name in self.open if name[0] == engine_id]:
             self.arena.words[self.open.pop(name).opened.word_index] += np.uint64(1)
+        self.refused = {name for name in self.refused if name[0] != engine_id}
 
     def restart(self) -> None:
         """Simulates a restart of the server: forgets the open residencies, and raises the
@@ -244,6 +250,7 @@ class FakeResidencies:
         The validity words stay as they are, so readers of the old residencies may continue.
         """
         self.open.clear()
+        self.refused.clear()
         self.generation += 1
 
 

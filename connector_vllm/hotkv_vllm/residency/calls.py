@@ -98,8 +98,9 @@ class ResidencyCalls:
 
     def close(self, one: Resident) -> None:
         """Closes the request's residency if it is open or being opened. The server then frees the
-        residency's room and unpins its blocks."""
-        if one.opening is not None or one.opened is not None:
+        residency's room and unpins its blocks. If the residency was refused, the server learns that
+        the request no longer waits for room."""
+        if one.opening is not None or one.opened is not None or one.was_refused:
             self._session.close_residency(one.residency_id)
         one.opening, one.opened, one.room, one.is_held = None, None, 0, False
         self._refused.pop(one.request_id, None)

@@ -30,14 +30,8 @@ MAX_PROMPT_TOKENS = 1 << 32
 all reports fit into 64 bits."""
 
 
-def check(report: Report, key_space: KeySpace, max_blocks: int) -> None:
-    """Raises INVALID_FIELD if the numbers of a report contradict each other, TOO_LARGE if it has
-    more than `max_blocks` hashes."""
-    if len(report.hashes) > max_blocks:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"requests.hashes has {len(report.hashes)} hashes; at most {max_blocks} are accepted",
-        )
+def check(report: Report, key_space: KeySpace) -> None:
+    """Raises INVALID_FIELD if the numbers of a report contradict each other."""
     if len(report.hashes) * key_space.hash_block_tokens > report.prompt_tokens:
         raise HotKVError(
             Reason.INVALID_FIELD,
@@ -119,10 +113,10 @@ class Reports:
         self.watched: Feeds[WatchedReport] = Feeds()
 
     def check(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Raises INVALID_FIELD or TOO_LARGE if one of the reports is not valid (see the function
-        `check`). Called before `note`."""
+        """Raises INVALID_FIELD if one of the reports is not valid (see the function `check`).
+        Called before `note`."""
         for report in reports:
-            check(report, session.key_space, self._core.config.max_blocks_per_call)
+            check(report, session.key_space)
 
     async def note(self, session: LiveSession, reports: Sequence[Report]) -> None:
         """Records a use of the blocks that the reported requests used, and pins them if a request

@@ -111,9 +111,12 @@ class ResidencyDesk:
 
     async def close(self, session: LiveSession, residency_id: str) -> bool:
         """Closes a residency in parts; other tasks run between the parts. Returns False if the
-        residency is not open."""
-        residency = self.residencies.book.named(session.record, residency_id)
+        residency is not open. If it was refused, the refusal is then forgotten, because its request
+        no longer waits for room."""
+        book = self.residencies.book
+        residency = book.named(session.record, residency_id)
         if residency is None:
+            book.settle_refusal(session.record.engine_id, residency_id)
             return False
         async for _ in slices(self.residencies.closing(residency)):
             pass

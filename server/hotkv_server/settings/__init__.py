@@ -76,7 +76,7 @@ class Settings(BaseSettings):
         "text", description="How log lines look: text, or one JSON object each."
     )
     drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = Field(
-        10.0, description="Longest wait for leases and transfers at SIGTERM, in seconds."
+        10.0, description="Longest wait for running transfers at SIGTERM, in seconds."
     )
     client_memory_bytes: Annotated[ByteSize, Field(ge=16 * MIB)] = Field(
         ByteSize(96 * MIB),

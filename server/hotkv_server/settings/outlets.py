@@ -119,7 +119,7 @@ class EventSettings(BaseModel, extra="forbid"):
     def _has_known_fields(cls, value: str) -> str:
         try:
             value.format(**TOPIC_FIELDS)
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"may name {', '.join('{' + name + '}' for name in TOPIC_FIELDS)} in braces, and "
                 "nothing else"

@@ -191,11 +191,11 @@ class SparseDecode:
                 sequence.lease_id, sequence.entries = lease_id, lease.groups[0][1]
                 sequence.slots = self.core.space.index.offsets(sequence.entries)
                 return
-            # The grant pins fewer blocks than the call asked for: more blocks would exceed the
-            # share of the arena for leases without a load, or a block is missing. Tries again with
-            # fewer blocks.
+            # The grant pins fewer blocks than the call asked for, because more would exceed the
+            # share of the arena for leases without a load. Tries again with fewer blocks: with half
+            # of them if the representations alone have used up the share.
             self.core.release(number, lease_id)
-            count = _leading(grant.pinned)
+            count = _leading(grant.pinned) or count // 2
 
     # Reports
 

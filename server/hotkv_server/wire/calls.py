@@ -17,6 +17,7 @@ from hotkv_proto.messages.session import MAX_REPORTS, read_ended, read_load_ends
 from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList, LoadPositions, Run
+from hotkv_server.node.capability import BlocksBelow
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfers import TransferEnd
@@ -173,25 +174,25 @@ async def _acquire_later(
     """Promotes the blocks that lie in tiers, and waits for that for a bounded time. Then acquires
     the lease, which pins the blocks that are ready. Pins no block if the blocks may be older than a
     flush on another node (`_unless_flushed`)."""
-    assert node.tiers is not None
-    held = await node.tiers.bring_up(session, groups)
+    tiers = node.tiers
+    assert tiers is not None
+    held = await tiers.bring_up(session, groups)
     try:
-        groups = await _unless_flushed(node, session, groups)
+        groups = await _unless_flushed(tiers, session, groups)
         acquired = _acquire(node, session, request, lease_id, groups)
     finally:
-        node.tiers.let_go(held)
+        tiers.let_go(held)
     return await acquired if isinstance(acquired, asyncio.Task) else acquired
 
 
 async def _unless_flushed(
-    node: Node, session: LiveSession, groups: list[HashList]
+    tiers: BlocksBelow, session: LiveSession, groups: list[HashList]
 ) -> list[HashList]:
     """Returns `groups` unchanged if the blocks of the key space in host memory may be granted. If
     these blocks may be older than a flush on another node, returns lists of random hashes of the
     same lengths. They match no block, so the call is answered as if no block were cached. Waits for
     a bounded time until the shared tiers have confirmed the key space's epoch."""
-    key_space_id = session.record.key_space_id
-    if node.tiers is None or await node.tiers.epochs.wait_to_serve(key_space_id):
+    if await tiers.epochs.wait_to_serve(session.record.key_space_id):
         return groups
     return [
         HashList(

@@ -391,7 +391,7 @@ class ResidencyBook:
         self.bound.take(residency.owner, 1)
         self.memory.take(residency.owner, residency.weight)
         self.num_opened += 1
-        self._settle_refusal(residency)
+        self.settle_refusal(residency.engine_id, residency.residency_id)
 
     def grow(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
         """Raises the number of blocks that a residency may have.
@@ -403,19 +403,19 @@ class ResidencyBook:
         for group, count in num_blocks.items():
             residency.groups[group].most = count
         self.memory.take(residency.owner, residency.weight - weight)
-        self._settle_refusal(residency)
+        self.settle_refusal(residency.engine_id, residency.residency_id)
 
     def begin_closing(self, residency: Residency) -> None:
         """Frees the id of a residency that is about to close, so that a call may use the id
         again."""
         del self._by_id[residency.engine_id, residency.residency_id]
-        self._settle_refusal(residency)
+        self.settle_refusal(residency.engine_id, residency.residency_id)
 
-    def _settle_refusal(self, residency: Residency) -> None:
+    def settle_refusal(self, engine_id: str, residency_id: str) -> None:
         """Deletes the engine's recorded refusal if it is about this residency."""
-        refusal = self._refusals.get(residency.engine_id)
-        if refusal is not None and refusal.residency_id == residency.residency_id:
-            del self._refusals[residency.engine_id]
+        refusal = self._refusals.get(engine_id)
+        if refusal is not None and refusal.residency_id == residency_id:
+            del self._refusals[engine_id]
 
     def remove(self, residency: Residency) -> None:
         """Removes a closing residency that has no pins left. Subtracts it from its owner's
