@@ -9,6 +9,7 @@ import pytest
 from hotkv_client.types import LeaseGrant
 from hotkv_proto.reports import Miss
 from hotkv_vllm.scheduler.hits import (
+    HIDDEN_FOR_S,
     HINT_MEMORY_S,
     LEASE_SHARE_BEFORE_LOAD,
     MISS_MEMORY_S,
@@ -192,6 +193,17 @@ def test_a_request_is_offered_hits_until_so_many_loads_failed(retries: int) -> N
             assert parts.hit(state) == 4 * TOKENS
             assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])
     assert parts.match(state) == NO_HIT
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
+    """For a minute in an engine that stores nothing: nothing else would show them again."""
+    parts = Parts(stores=stores)
+    parts.clock = 2 * HIDDEN_FOR_S
+    parts.finder.end_load(loading(parts), True)
+    for waited_s, hits in ((HIDDEN_FOR_S - 0.1, False), (0.1, not stores)):
+        parts.clock += waited_s
+        assert bool(parts.hit(parts.state(request("a", LONG)))) == hits
 
 
 def test_loads_whose_end_was_never_seen_or_that_were_given_up_count_as_failed() -> None:
