@@ -154,7 +154,7 @@ class Parts:
         raise AssertionError("asked again and again")
 
     def load(self, state: RequestState, num_external: int, tables: Sequence[Sequence[int]]) -> Any:
-        return self.finder.begin_load(state, tables, num_external, 0)
+        return self.finder.begin_load(state, tables, num_external, 0, self.clock)
 
 
 def plan(

@@ -162,15 +162,43 @@ def test_a_grant_is_answered_again_until_half_its_life_is_over(
     assert parts.server.released == [first] and state.hit.lease_id != first
 
 
+@pytest.mark.parametrize("waits_s", [9.9, 10.0])
+def test_a_lease_that_expires_before_its_grant_is_read_is_taken_once_more(waits_s: float) -> None:
+    """A request may wait behind others, and vLLM does not ask for it. Once more only, because steps
+    may last longer than leases."""
+    parts, state = asking()
+    parts.server.hold = {"acquire"}
+    answers, leases = [parts.match(state)], []
+    while answers[-1] == ASK_AGAIN:
+        leases.append(state.hit.lease_id)
+        state.hit.answer.set_result(LeaseGrant(leases[-1], (np.ones(4, np.bool_),), 10.0))
+        parts.clock += waits_s
+        answers.append(parts.match(state))
+    if waits_s < 10:
+        assert answers == [ASK_AGAIN, (4 * TOKENS, True)] and not parts.server.released
+    else:
+        assert answers == [ASK_AGAIN, ASK_AGAIN, NO_HIT] and parts.server.released == leases
+
+
 @pytest.mark.parametrize(
-    "external, table, fits",
-    [(0, 9, False), (-1, 9, False), (4, 9, True), (1, 9, True), (5, 9, False), (4, 3, False)],
+    "external, table, waits_s, fits",
+    [
+        (0, 9, 0.0, False),
+        (-1, 9, 0.0, False),
+        (4, 9, 0.0, True),
+        (1, 9, 0.0, True),
+        (5, 9, 0.0, False),
+        (4, 3, 0.0, False),
+        (4, 9, 29.9, True),
+        (4, 9, 30.0, False),
+    ],
 )
 def test_no_load_is_longer_than_its_lease_or_its_table(
-    external: int, table: int, fits: bool
+    external: int, table: int, waits_s: float, fits: bool
 ) -> None:
-    parts = Parts()
+    parts = Parts(lease_ttl_s=30.0)
     state = granted(parts)
+    parts.clock += waits_s
     job = parts.load(state, external * TOKENS, [list(range(1, 1 + table))])
     assert (job is not None) == fits == state.is_loading
     if job is not None:

@@ -260,7 +260,8 @@ class Admission:
             return
         tables = blocks.get_block_ids()
         block_ids = [tables[group.vllm_group] for group in cache.cache_groups]
-        job = cache.finder.begin_load(state, block_ids, num_external_tokens, NULL_BLOCK)
+        now_s = time.monotonic()
+        job = cache.finder.begin_load(state, block_ids, num_external_tokens, NULL_BLOCK, now_s)
         if job is None:
             self._abandon(request.request_id)
             return

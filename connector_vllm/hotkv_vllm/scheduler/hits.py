@@ -473,7 +473,7 @@ class HitFinder:
             if self.failed_loads.outwait(hit.granted_s, now_s):
                 hit.failed_loads = NEVER_AGAIN
                 return self._miss(state, now_s)
-            if computed_tokens == hit.computed_tokens and now_s < hit.lease_ends_s:
+            if computed_tokens == hit.computed_tokens and now_s < hit.offer_until_s:
                 return hit.hit_tokens - computed_tokens, True
             self.give_back(state)
         if now_s < hit.miss_until_s or self._overdue is not None:
@@ -510,9 +510,11 @@ class HitFinder:
         block_ids: Sequence[Sequence[int]],
         num_external: int,
         null_block: int,
+        now_s: float,
     ) -> LoadJob | None:
         """Begins the load of a granted hit and returns the order for the workers. Returns None if
-        no lease covers the load, or if there is no block to load.
+        no lease covers the load, if the lease has expired (vLLM 0.33 may postpone a load), or if
+        there is no block to load.
 
         block_ids: per group, the ids of the request's device blocks, in order.
         num_external: number of tokens to load; may be less than the connector has offered to vLLM.
@@ -522,6 +524,8 @@ class HitFinder:
         hit = state.hit
         hit_tokens = hit.computed_tokens + num_external
         if hit.phase is not Phase.GRANTED or not 0 < hit_tokens <= hit.hit_tokens:
+            return None
+        if now_s >= hit.lease_ends_s:
             return None
         runs = load_runs(self.groups, hit, block_ids, hit_tokens, null_block)
         if not runs:
@@ -673,6 +677,7 @@ class HitFinder:
         hit.answer = self._session.acquire(hit.lease_id, asked, ttl_s, span and span.traceparent)
         hit.asked.append(AnswerTime(hit.answer, span))
         hit.phase = Phase.LEASING
+        hit.lease_asked_s = now_s
         hit.computed_tokens = computed_tokens
         hit.hit_tokens = hit_tokens
         hit.deadline_s = now_s + self._config.lookup_timeout_s
@@ -682,6 +687,16 @@ class HitFinder:
         self, state: RequestState, grant: LeaseGrant, computed_tokens: int, now_s: float
     ) -> Answer:
         hit, num_groups = state.hit, len(state.hit.leased)
+        ttl_s = grant.ttl_s or self._config.lease_ttl_s
+        hit.lease_ends_s = hit.lease_asked_s + ttl_s
+        if now_s >= hit.lease_ends_s:
+            # The lease expired before vLLM asked for the answer. Another lease is tried once: steps
+            # may last longer than leases.
+            if hit.has_expired:
+                return self._miss(state, now_s)
+            hit.has_expired = True
+            self.give_back(state)
+            return self._match(state, computed_tokens, now_s)
         hit.ready = pinned_masks(self.groups, hit, grant.pinned[:num_groups])
         hit.represented = self.representations.granted(grant.pinned[num_groups:])
         hit_tokens = self.groups.longest_hit(hit.ready, hit.computed_tokens, hit.hit_tokens)
@@ -693,8 +708,7 @@ class HitFinder:
         hit.hit_tokens = hit_tokens
         hit.phase = Phase.GRANTED
         hit.granted_s = now_s
-        ttl_s = grant.ttl_s or self._config.lease_ttl_s
-        hit.lease_ends_s = now_s + ttl_s * LEASE_SHARE_BEFORE_LOAD
+        hit.offer_until_s = now_s + (hit.lease_ends_s - now_s) * LEASE_SHARE_BEFORE_LOAD
         if not hit.counted:
             hit.counted = True
             self._stats.add("offered_requests")
