@@ -648,7 +648,7 @@ class HitFinder:
             self._overdue = answer
             hit.miss = Miss.LATE
             return self._miss(state, now_s)
-        if answer.cancelled() or answer.exception() is not None:
+        if answer.exception() is not None:
             hit.miss = Miss.REFUSED
             return self._miss(state, now_s)
         hit.answer = None
