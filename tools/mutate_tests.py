@@ -56,6 +56,7 @@ SEAMS = (
 )
 REQUESTS = (
     "tests/vllm/test_hit_finder.py tests/vllm/test_store_planner.py "
+    "tests/vllm/test_resident_hits.py "
     f"tests/vllm/test_admission.py tests/vllm/test_scheduler_books.py {ENGINE}"
 )
 """Parts of the scheduler side without an engine, then with an engine."""
@@ -250,9 +251,6 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/worker/rank_loads.py": f"{RANK} tests/vllm/test_stress.py",
     "connector_vllm/hotkv_vllm/worker/side.py": f"tests/vllm/test_hooks_sparse.py {RANK}",
     "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
-    "connector_vllm/hotkv_vllm/scheduler/admission.py": (
-        f"{REQUESTS} tests/vllm/test_resident_hits.py"
-    ),
     "connector_vllm/hotkv_vllm/scheduler/prefill_wait.py": "tests/vllm/test_prefill_wait.py",
     "connector_vllm/hotkv_vllm/scheduler/reports.py": f"tests/vllm/test_ledger.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {REQUESTS}",

@@ -73,6 +73,7 @@ class Parts:
         adapters: Any = None,
         counts_media: bool = False,
         residencies: Any = None,
+        stores: bool = True,
         **settings: Any,
     ) -> None:
         self.server = FakeServer()
@@ -94,6 +95,7 @@ class Parts:
             "e",
             RepresentationPlanner(len(self.specs), kinds),
             lambda hit_tokens: left_out,
+            stores=stores,
         )
         self.exactness = Exactness([spec.block_tokens for spec in self.specs], 100)
         cache_groups = [
@@ -152,7 +154,7 @@ class Parts:
         raise AssertionError("asked again and again")
 
     def load(self, state: RequestState, num_external: int, tables: Sequence[Sequence[int]]) -> Any:
-        return self.finder.begin_load(state, tables, num_external, 0)
+        return self.finder.begin_load(state, tables, num_external, 0, self.clock)
 
 
 def plan(

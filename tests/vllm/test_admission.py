@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
+from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitChoice, Phase, Verdict
 from hotkv_vllm.scheduler.sharing import JOINING_PATIENCE_S, LINKS_PATIENCE_S, Joining
 from tests.vllm.desks import LONG, Memory, blocks, desk, ended
 from tests.vllm.parts import TOKENS, request
@@ -101,6 +101,20 @@ def test_an_ended_request_stores_nothing_if_a_worker_is_absent_or_its_load_faile
         one.parts.finder.failed_loads.add("a")
     assert ended(one, asks) == []
     assert "a" not in one.parts.finder.failed_loads
+
+
+@pytest.mark.parametrize("how", ["ended", "computed", "loading"])
+def test_a_trial_that_loads_nothing_costs_no_later_trial(desk: Any, how: str) -> None:
+    one = desk()
+    asks = one.load() if how == "loading" else request("a", LONG)
+    if how != "loading":
+        one.arrive(asks)
+    one.desk.states["a"].choice = HitChoice(Verdict.TRY, 1.0)
+    if how == "computed":
+        one.desk.allocated(asks, blocks([1, 2, 3, 4, 5]), 0)
+        assert one.desk.states["a"].choice is None
+    one.desk.finished(asks, [[1, 2, 3, 4, 5]])
+    assert one.desk.choice._allowance_s == (how != "loading")
 
 
 class Rows(Memory):

@@ -9,6 +9,7 @@ import pytest
 from hotkv_client.types import LeaseGrant
 from hotkv_proto.reports import Miss
 from hotkv_vllm.scheduler.hits import (
+    HIDDEN_FOR_S,
     HINT_MEMORY_S,
     LEASE_SHARE_BEFORE_LOAD,
     MISS_MEMORY_S,
@@ -161,15 +162,43 @@ def test_a_grant_is_answered_again_until_half_its_life_is_over(
     assert parts.server.released == [first] and state.hit.lease_id != first
 
 
+@pytest.mark.parametrize("waits_s", [9.9, 10.0])
+def test_a_lease_that_expires_before_its_grant_is_read_is_taken_once_more(waits_s: float) -> None:
+    """A request may wait behind others, and vLLM does not ask for it. Once more only, because steps
+    may last longer than leases."""
+    parts, state = asking()
+    parts.server.hold = {"acquire"}
+    answers, leases = [parts.match(state)], []
+    while answers[-1] == ASK_AGAIN:
+        leases.append(state.hit.lease_id)
+        state.hit.answer.set_result(LeaseGrant(leases[-1], (np.ones(4, np.bool_),), 10.0))
+        parts.clock += waits_s
+        answers.append(parts.match(state))
+    if waits_s < 10:
+        assert answers == [ASK_AGAIN, (4 * TOKENS, True)] and not parts.server.released
+    else:
+        assert answers == [ASK_AGAIN, ASK_AGAIN, NO_HIT] and parts.server.released == leases
+
+
 @pytest.mark.parametrize(
-    "external, table, fits",
-    [(0, 9, False), (-1, 9, False), (4, 9, True), (1, 9, True), (5, 9, False), (4, 3, False)],
+    "external, table, waits_s, fits",
+    [
+        (0, 9, 0.0, False),
+        (-1, 9, 0.0, False),
+        (4, 9, 0.0, True),
+        (1, 9, 0.0, True),
+        (5, 9, 0.0, False),
+        (4, 3, 0.0, False),
+        (4, 9, 29.9, True),
+        (4, 9, 30.0, False),
+    ],
 )
 def test_no_load_is_longer_than_its_lease_or_its_table(
-    external: int, table: int, fits: bool
+    external: int, table: int, waits_s: float, fits: bool
 ) -> None:
-    parts = Parts()
+    parts = Parts(lease_ttl_s=30.0)
     state = granted(parts)
+    parts.clock += waits_s
     job = parts.load(state, external * TOKENS, [list(range(1, 1 + table))])
     assert (job is not None) == fits == state.is_loading
     if job is not None:
@@ -192,6 +221,17 @@ def test_a_request_is_offered_hits_until_so_many_loads_failed(retries: int) -> N
             assert parts.hit(state) == 4 * TOKENS
             assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])
     assert parts.match(state) == NO_HIT
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
+    """For a minute in an engine that stores nothing: nothing else would show them again."""
+    parts = Parts(stores=stores)
+    parts.clock = 2 * HIDDEN_FOR_S
+    parts.finder.end_load(loading(parts), True)
+    for waited_s, hits in ((HIDDEN_FOR_S - 0.1, False), (0.1, not stores)):
+        parts.clock += waited_s
+        assert bool(parts.hit(parts.state(request("a", LONG)))) == hits
 
 
 def test_loads_whose_end_was_never_seen_or_that_were_given_up_count_as_failed() -> None:

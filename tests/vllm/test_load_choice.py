@@ -263,11 +263,16 @@ def test_a_miss_and_a_load_that_failed_at_once_say_nothing() -> None:
 
 
 def test_requests_without_a_hit_cost_no_trials() -> None:
-    """Most requests have no hit. The server recovers, and the engine notices."""
+    """Nor do requests whose trial loads nothing. Most requests have no hit. The server recovers, and
+    the engine notices."""
     world = World()
     world.fixed_s, world.token_s = 9.0, 0.0
     world.many(60, 500)
     before = world.choice._allowance_s
+    state, answer = world.begun(100, 100)
+    assert answer[0] and world.choice._allowance_s < before
+    world.choice.drop(state, 0.0)
+    assert world.choice._allowance_s == pytest.approx(before) and state.choice is None
     state, finder = state_of(500), Finder(0.0, 0)
     for _ in range(40):
         world.choice.match(finder, state, 0, world.now_s)  # type: ignore[arg-type]

@@ -174,7 +174,7 @@ def test_requests_wait_once_however_often_the_ranks_are_asked() -> None:
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
-@pytest.mark.parametrize("told", ["noticed", "reset", "paused"])
+@pytest.mark.parametrize("told", ["noticed", "reset", "owed", "paused"])
 def test_engines_with_other_weights_never_meet(
     updated: Any, server: Any, model: Any, pipelined: bool, told: str
 ) -> None:
@@ -196,15 +196,20 @@ def test_engines_with_other_weights_never_meet(
         one.model.load_state_dict(
             {name: torch.randn_like(value) for name, value in one.model.state_dict().items()}
         )
-        if told == "reset":
+        if told == "owed":
+            server.die(empty=False)
+        if told in ("reset", "owed"):
             assert one.scheduler.reset_prefix_cache(reset_connector=True)
             two.drop_local()
+        if told == "owed":
+            one.generate("no server", prompt(6, 10), 3)
+            server.come_back()
     assert one.generate("c", PROMPT, 4)[1] == 0
     one.generate("end again", OTHER, 2)
     one.drop_local()
     assert one.generate("d", PROMPT, 4)[1] == 192, "it finds what it has computed itself"
     two.drop_local()
-    assert two.generate("e", PROMPT, 4)[1] == (0 if told == "reset" else 192)
+    assert two.generate("e", PROMPT, 4)[1] == (0 if told in ("reset", "owed") else 192)
     # A third engine, updated alike, shares with the first.
     three = updated(specs=model(), pipelined=pipelined)
     load(three, 7)

@@ -253,13 +253,17 @@ def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
 def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """An idle engine has no steps, which carry the reports."""
     now_s = [100.0]
     monkeypatch.setattr(stores_in_flight.time, "monotonic", lambda: now_s[0])
     parts = Parts()
     _, (job,) = planned(parts, "a", 2)
-    now_s[0] += stores_in_flight.UNREPORTED_S - 1
+    now_s[0] += stores_in_flight.UNREPORTED_S
     assert plan(parts) == ((), ())
-    now_s[0] += 1
+    for _ in range(round(stores_in_flight.UNREPORTED_S / stores_in_flight.MOST_STEP_S) - 2):
+        now_s[0] += stores_in_flight.MOST_STEP_S
+        assert plan(parts) == ((), ())
+    now_s[0] += stores_in_flight.MOST_STEP_S
     assert plan(parts) == ((), (job.store_id,))
     assert parts.count("dropped_blocks") == 2 and not parts.planner.in_flight.num_bytes
     assert plan(parts) == ((), ())

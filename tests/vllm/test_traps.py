@@ -8,6 +8,7 @@ import pytest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from hotkv_client.types import LinkState
+from hotkv_vllm.scheduler import hits
 from hotkv_vllm.scheduler.loads import LoadRoom
 from tests.vllm.harness import prompt
 from tests.vllm.specs import hybrid_model
@@ -108,6 +109,19 @@ def test_without_a_table_lookups_begin_when_the_request_arrives(engine: Any, ser
     assert server.count("lookup") == 1 and server.count("acquire") == 0
     one.run()
     assert one.external["a"] == 192 and server.count("lookup") == 1
+
+
+def test_an_engine_that_stores_nothing_offers_failed_keys_again(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hits, "HIDDEN_FOR_S", 1e-6)
+    answer = filled(engine)
+    one = engine(within=lambda ours: ours | {"kv_role": "kv_consumer"})
+    server.fail_loads = True
+    assert one.generate("a", PROMPT, 4)[0] == answer
+    one.drop_local()
+    server.fail_loads = False
+    assert one.generate("b", PROMPT, 4) == (answer, 192)
 
 
 def test_failed_keys_are_hidden_until_stored_again_or_the_cache_is_another(

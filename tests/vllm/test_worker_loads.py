@@ -21,7 +21,7 @@ def test_a_load_is_sent_and_reported_once(rig: Any) -> None:
     assert len(one.rank.marks._spare) == 1
 
 
-@pytest.mark.parametrize("how", ["cancelled", "refused", "unreadable", "aborted", "not trusted"])
+@pytest.mark.parametrize("how", ["refused", "unreadable", "aborted", "not trusted"])
 def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     one = rig()
     if how == "not trusted":
@@ -29,8 +29,6 @@ def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     one.step(loads=(load(),))
     answer = one.session.answers.get("t-a-k0")
     match how:
-        case "cancelled":
-            answer.cancel()
         case "refused":
             answer.set_exception(OSError("no"))
         case "unreadable":

@@ -11,15 +11,13 @@ from hotkv_vllm.worker import rank_stores, side
 from tests.vllm.worker_parts import FAILED, REPRESENTED, STORED, WRITTEN, store, with_sparse
 
 
-@pytest.mark.parametrize("how", ["cancelled", "refused", "unreadable", "breaks", "absent"])
+@pytest.mark.parametrize("how", ["refused", "unreadable", "breaks", "absent"])
 def test_a_store_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     one = rig()
     one.session.breaks, one.session.connected = how == "breaks", how != "absent"
     one.step(stores=(store(),))
     answer = one.session.answers.get("w1-k0")
-    if how == "cancelled":
-        answer.cancel()
-    elif how == "refused":
+    if how == "refused":
         answer.set_exception(OSError("no"))
     elif how == "unreadable":
         answer.set_result(None)

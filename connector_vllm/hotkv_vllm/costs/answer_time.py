@@ -52,9 +52,6 @@ def end_call(span: "Span", answer: "Future[Any]") -> None:
 
     answer: the resolved future of the call.
     """
-    if answer.cancelled():
-        span.end("CANCELLED")
-        return
     if (error := answer.exception()) is not None:
         span.end(error.reason.name if isinstance(error, HotKVError) else type(error).__name__)
         return

@@ -192,10 +192,19 @@ class LoadChoice:
         spent_s: time that the server has taken for its answers, seconds.
         was_late: True if an answer exceeded `lookup_timeout_s`.
         """
+        if state.choice is not None and was_late:
+            self._answers_lost(state.choice, spent_s)
+            state.choice = None
+        self.drop(state, spent_s)
+
+    def drop(self, state: RequestState, spent_s: float) -> None:
+        """Ends the choice about the request's hit, because no load of it begins. A trial returns to
+        the allowance what it did not spend.
+
+        spent_s: time that the server has taken for its answers, seconds.
+        """
         choice, state.choice = state.choice, None
-        if choice is not None and was_late:
-            self._answers_lost(choice, spent_s)
-        elif choice is not None and choice.verdict is Verdict.TRY:
+        if choice is not None and choice.verdict is Verdict.TRY:
             self._allowance_s += max(0.0, choice.budget_s - spent_s)
 
     def _answers_lost(self, choice: HitChoice, answers_s: float) -> None:

@@ -255,12 +255,13 @@ class Admission:
             return
         if num_external_tokens <= 0:
             if not state.is_loading:
+                self.choice.drop(state, state.hit.server_s)
                 cache.finder.give_back(state)
-                state.choice = None
             return
         tables = blocks.get_block_ids()
         block_ids = [tables[group.vllm_group] for group in cache.cache_groups]
-        job = cache.finder.begin_load(state, block_ids, num_external_tokens, NULL_BLOCK)
+        now_s = time.monotonic()
+        job = cache.finder.begin_load(state, block_ids, num_external_tokens, NULL_BLOCK, now_s)
         if job is None:
             self._abandon(request.request_id)
             return
@@ -317,6 +318,8 @@ class Admission:
             and request.request_id not in self.failed_loads
             and all_is_there
         )
+        if not state.is_loading:
+            self.choice.drop(state, state.hit.server_s)
         finder.give_back(state)
         cache.reports.ended(state)
         del self.states[request.request_id]

@@ -15,7 +15,7 @@ Always true:
   without a call in flight miss too.
 - A hit does not cover the request's last token, which the engine always computes.
 - Blocks of a failed load are not offered again until they are stored again, or until the server has
-  lost its cache (which gives it a new epoch).
+  lost its cache (which gives it a new epoch); in an engine that stores nothing, for a minute.
 - Representations (compact forms of keys, for sparse attention) never change the length of a hit.
 
 `HitFinder`, at the end of the file, is the entry point. It uses the parts above it: `HiddenKeys`
@@ -55,6 +55,9 @@ from hotkv_vllm.stats import HotKVStats
 
 MAX_HIDDEN_KEYS = 1 << 16
 """Most keys that `HiddenKeys` remembers. Beyond this number the oldest keys are forgotten."""
+HIDDEN_FOR_S = 60.0
+"""An engine that stores nothing (kv_role `kv_consumer`) never learns that a block was stored again.
+So it offers hidden keys again, after this time at the latest, seconds."""
 
 
 class HiddenKeys:
@@ -62,12 +65,15 @@ class HiddenKeys:
 
     A hidden key counts as absent from the server: it is not offered as a hit, and its block is
     stored again. A key stays hidden until a store of it has succeeded, or until the server has lost
-    its cache (a new epoch).
+    its cache (a new epoch). In an engine that stores nothing, for HIDDEN_FOR_S at most.
+
+    stores: False if the engine stores nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, stores: bool = True) -> None:
         self._keys: dict[tuple[int, bytes], None] = {}
-        self._epoch = 0
+        self._stores = stores
+        self._epoch = self._period = 0
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -75,11 +81,12 @@ class HiddenKeys:
     def __repr__(self) -> str:
         return f"HiddenKeys({len(self._keys)})"
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int, now_s: float) -> None:
         """Records the server's epoch, a number that changes when the server loses the cache's
-        contents. Removes all keys if the epoch has changed."""
-        if epoch != self._epoch:
-            self._epoch = epoch
+        contents. Removes all keys if the epoch has changed, or if they may not be hidden longer."""
+        period = 0 if self._stores else int(now_s // HIDDEN_FOR_S)
+        if (epoch, period) != (self._epoch, self._period):
+            self._epoch, self._period = epoch, period
             self._keys.clear()
 
     def hide(self, group: int, hashes: Iterable[bytes]) -> None:
@@ -394,6 +401,8 @@ class HitFinder:
         representations: RepresentationPlanner | None = None,
         left_out: Callable[[int], range] = lambda hit_tokens: range(0),
         failed_loads: FailedLoads | None = None,
+        *,
+        stores: bool = True,
     ) -> None:
         """groups: computes the shared names (hashes) of a request's blocks, and lengths of hits.
         id_prefix: the ids of all leases and loads begin with it.
@@ -404,11 +413,12 @@ class HitFinder:
             blocks stay in the server only.
         failed_loads: the engine's record of requests whose load failed. The engine keeps it when
             the key space changes. None creates a new record.
+        stores: False if the engine stores nothing.
         """
         self._left_out = left_out
         self.groups = groups
         self.representations = representations or RepresentationPlanner(len(groups.specs))
-        self.hidden = HiddenKeys()
+        self.hidden = HiddenKeys(stores=stores)
         self.patience = Patience()
         self.failed_loads = FailedLoads() if failed_loads is None else failed_loads
         self._session = session
@@ -428,7 +438,7 @@ class HitFinder:
         instead."""
         if not self._session.connected:
             return
-        self.hidden.set_epoch(self._session.epoch)
+        self.hidden.set_epoch(self._session.epoch, now_s)
         hint = state.hit.hint = self.table.ready(state.request, 0)
         if hint is not None and not self.table.may_lie_below(state.request, hint, 0):
             state.hit.hint_until_s = now_s + HINT_MEMORY_S
@@ -454,7 +464,7 @@ class HitFinder:
         if not self._session.connected or num_failed > self._config.max_load_retries:
             self.give_back(state)
             return NO_HIT
-        self.hidden.set_epoch(self._session.epoch)
+        self.hidden.set_epoch(self._session.epoch, now_s)
         if self._overdue is not None and self._overdue.done():
             self._overdue = None
         if hit.phase in (Phase.ASKED, Phase.LEASING):
@@ -463,7 +473,7 @@ class HitFinder:
             if self.failed_loads.outwait(hit.granted_s, now_s):
                 hit.failed_loads = NEVER_AGAIN
                 return self._miss(state, now_s)
-            if computed_tokens == hit.computed_tokens and now_s < hit.lease_ends_s:
+            if computed_tokens == hit.computed_tokens and now_s < hit.offer_until_s:
                 return hit.hit_tokens - computed_tokens, True
             self.give_back(state)
         if now_s < hit.miss_until_s or self._overdue is not None:
@@ -500,9 +510,11 @@ class HitFinder:
         block_ids: Sequence[Sequence[int]],
         num_external: int,
         null_block: int,
+        now_s: float,
     ) -> LoadJob | None:
         """Begins the load of a granted hit and returns the order for the workers. Returns None if
-        no lease covers the load, or if there is no block to load.
+        no lease covers the load, if the lease has expired (vLLM 0.33 may postpone a load), or if
+        there is no block to load.
 
         block_ids: per group, the ids of the request's device blocks, in order.
         num_external: number of tokens to load; may be less than the connector has offered to vLLM.
@@ -512,6 +524,8 @@ class HitFinder:
         hit = state.hit
         hit_tokens = hit.computed_tokens + num_external
         if hit.phase is not Phase.GRANTED or not 0 < hit_tokens <= hit.hit_tokens:
+            return None
+        if now_s >= hit.lease_ends_s:
             return None
         runs = load_runs(self.groups, hit, block_ids, hit_tokens, null_block)
         if not runs:
@@ -634,7 +648,7 @@ class HitFinder:
             self._overdue = answer
             hit.miss = Miss.LATE
             return self._miss(state, now_s)
-        if answer.cancelled() or answer.exception() is not None:
+        if answer.exception() is not None:
             hit.miss = Miss.REFUSED
             return self._miss(state, now_s)
         hit.answer = None
@@ -663,6 +677,7 @@ class HitFinder:
         hit.answer = self._session.acquire(hit.lease_id, asked, ttl_s, span and span.traceparent)
         hit.asked.append(AnswerTime(hit.answer, span))
         hit.phase = Phase.LEASING
+        hit.lease_asked_s = now_s
         hit.computed_tokens = computed_tokens
         hit.hit_tokens = hit_tokens
         hit.deadline_s = now_s + self._config.lookup_timeout_s
@@ -672,6 +687,16 @@ class HitFinder:
         self, state: RequestState, grant: LeaseGrant, computed_tokens: int, now_s: float
     ) -> Answer:
         hit, num_groups = state.hit, len(state.hit.leased)
+        ttl_s = grant.ttl_s or self._config.lease_ttl_s
+        hit.lease_ends_s = hit.lease_asked_s + ttl_s
+        if now_s >= hit.lease_ends_s:
+            # The lease expired before vLLM asked for the answer. Another lease is tried once: steps
+            # may last longer than leases.
+            if hit.has_expired:
+                return self._miss(state, now_s)
+            hit.has_expired = True
+            self.give_back(state)
+            return self._match(state, computed_tokens, now_s)
         hit.ready = pinned_masks(self.groups, hit, grant.pinned[:num_groups])
         hit.represented = self.representations.granted(grant.pinned[num_groups:])
         hit_tokens = self.groups.longest_hit(hit.ready, hit.computed_tokens, hit.hit_tokens)
@@ -683,8 +708,7 @@ class HitFinder:
         hit.hit_tokens = hit_tokens
         hit.phase = Phase.GRANTED
         hit.granted_s = now_s
-        ttl_s = grant.ttl_s or self._config.lease_ttl_s
-        hit.lease_ends_s = now_s + ttl_s * LEASE_SHARE_BEFORE_LOAD
+        hit.offer_until_s = now_s + (hit.lease_ends_s - now_s) * LEASE_SHARE_BEFORE_LOAD
         if not hit.counted:
             hit.counted = True
             self._stats.add("offered_requests")

@@ -110,7 +110,7 @@ class PrefillWait:
         if wait.answer is not None and wait.answer.done():
             answer, wait.answer = wait.answer, None
             wait.next_s = now_s + max(ASK_S, now_s - wait.asked_s)
-            if masks is None and not answer.cancelled() and answer.exception() is None:
+            if masks is None and answer.exception() is None:
                 masks = answer.result()
         if masks is not None and finder.is_whole(state.request, masks, computed_tokens):
             return True

@@ -57,7 +57,10 @@ class HitState:
         The blocks in `left_out` count as pinned.
     represented: by group, a mask of the leased blocks whose representation (a compact form of the
         keys) is pinned too.
-    lease_ends_s: the load must begin before this time.
+    lease_asked_s: time at which the lease was asked for.
+    lease_ends_s: the lease expires at this time at the earliest; the load must begin before.
+    offer_until_s: vLLM is offered the hit before this time. Later the request is looked up anew.
+    has_expired: True once a lease has expired before its grant was read.
     hint: masks of the blocks that were ready when the request arrived, per group; None if not
         known. Valid until `hint_until_s`.
     miss_until_s: the request is not looked up again before this time, because it has missed.
@@ -79,7 +82,10 @@ class HitState:
     ready: Masks = ()
     represented: dict[int, BoolMask] = field(default_factory=dict)
     granted_s: float = 0.0
+    lease_asked_s: float = 0.0
     lease_ends_s: float = 0.0
+    offer_until_s: float = 0.0
+    has_expired: bool = False
     hint: Masks | None = None
     hint_until_s: float = 0.0
     miss_until_s: float = 0.0

@@ -111,7 +111,7 @@ class CacheReset:
 
 
 def _is_good(answer: "Future[Flushed]") -> bool:
-    return answer.done() and not answer.cancelled() and answer.exception() is None
+    return answer.done() and answer.exception() is None
 
 
 def _warn_of_pending(answer: "Future[Flushed]") -> None:
@@ -125,6 +125,4 @@ def _warn_of_pending(answer: "Future[Flushed]") -> None:
 
 
 def _why(answer: "Future[Flushed]") -> str:
-    return (
-        str(answer.exception()) if answer.done() and not answer.cancelled() else "no answer in time"
-    )
+    return str(answer.exception()) if answer.done() else "no answer in time"

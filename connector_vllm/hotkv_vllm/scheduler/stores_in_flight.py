@@ -81,8 +81,11 @@ _store_ids = itertools.count(1)
 """Generates the ids of stores. All planners of this process share it, because workers may still
 report stores of an earlier planner."""
 UNREPORTED_S = 60.0
-"""If a rank has not reported the end of a store this many seconds after the store was planned, a
-message was lost. The store is then revoked and forgotten."""
+"""If a rank has not reported the end of a store after steps of this many seconds, a message was
+lost. The store is then revoked and forgotten. A store may stay unreported for longer in an idle
+engine, because only steps carry reports."""
+MOST_STEP_S = 1.0
+"""A pause between two plans of steps counts as this many seconds at most."""
 
 
 @dataclass(slots=True)
@@ -97,7 +100,8 @@ class StoreInFlight:
         `BlockResult` for it (such as STORED or NO_SPACE).
     fence_index: index of the store's word in the fence (the shared page by which the scheduler
         revokes stores); 0 if the store has no word.
-    planned_s: time at which the store was planned, monotonic clock.
+    planned_s: duration of all steps before the store was planned, as `StoresInFlight.step` counts
+        it.
     request_id: id of the resident request to which the store belongs, or empty.
     span: the store's trace span; None if the store is not traced.
     """
@@ -124,7 +128,8 @@ class StoresInFlight:
     Always true:
     - A block has at most one store in flight.
     - `num_bytes` is the sum over `stores`.
-    - A store is removed when all ranks have reported its end, or UNREPORTED_S after it was planned.
+    - A store is removed when all ranks have reported its end, or UNREPORTED_S after it was planned
+      (without the time in which the engine is idle).
 
     stores: the stores in flight, by store id.
     reading: by block id, the id of the store that reads the block. Revoked stores are left out.
@@ -151,6 +156,8 @@ class StoresInFlight:
         self._max_bytes = max_bytes
         self._prefix = id_prefix
         self._last_planned = self._last_sent = 0
+        self._last_step_s = time.monotonic()
+        self._steps_s = 0.0
         self._accounted: HotKVWorkerMetadata | None = None
 
     def __len__(self) -> int:
@@ -166,12 +173,15 @@ class StoresInFlight:
         """Records that vLLM plans a new step, so the stores of all earlier steps were sent to the
         workers.
 
-        Also removes and returns lost stores: stores that were planned UNREPORTED_S ago or earlier,
-        and stores that all ranks have ended but that were not removed because of a fault. A worker
+        Also removes and returns lost stores: stores that were not reported for UNREPORTED_S, and
+        stores that all ranks have ended but that were not removed because of a fault. A worker
         may still hold these stores, so the step's message must list them.
         """
         self._last_sent = self._last_planned
-        until_s = time.monotonic() - UNREPORTED_S
+        now_s = time.monotonic()
+        self._steps_s += min(now_s - self._last_step_s, MOST_STEP_S)
+        self._last_step_s = now_s
+        until_s = self._steps_s - UNREPORTED_S
         lost = {
             store_id: store
             for store_id, store in self.stores.items()
@@ -220,7 +230,7 @@ class StoresInFlight:
             self._num_ranks,
             [],
             fence_index,
-            time.monotonic(),
+            self._steps_s,
             request_id,
             span,
         )

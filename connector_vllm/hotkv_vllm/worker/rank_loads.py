@@ -316,8 +316,8 @@ def _bytes_loaded(answer: "Future[TransferResult]") -> int | None:
 
     answer: the resolved future of the load.
     """
-    if answer.cancelled() or answer.exception() is not None:
-        logger.debug("hotkv: a load failed: %s", None if answer.cancelled() else answer.exception())
+    if (error := answer.exception()) is not None:
+        logger.debug("hotkv: a load failed: %s", error)
         return None
     result = answer.result()
     if result.status is not TransferStatus.DONE:

@@ -264,10 +264,8 @@ class RankStores:
     def _report(self, store: ActiveStore, answer: "Future[TransferResult]") -> StoreReport:
         """Returns the report of a store that has ended. A store whose result can't be read counts
         as failed."""
-        if answer.cancelled() or answer.exception() is not None:
-            logger.debug(
-                "hotkv: a store failed: %s", None if answer.cancelled() else answer.exception()
-            )
+        if (error := answer.exception()) is not None:
+            logger.debug("hotkv: a store failed: %s", error)
             return StoreReport([b""])
         try:
             result = answer.result()
