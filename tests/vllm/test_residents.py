@@ -400,6 +400,24 @@ def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
         assert fields.name("residency_id", first) == first != second
 
 
+def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_given() -> None:
+    """vLLM preempts no request that does not run, and admits the requests that hold blocks first."""
+    engine = ResidentEngine("host")
+    name = engine.arrive(640, 300)
+    engine.run(60)
+    one = engine.running.pop()
+    engine.scheduler.kv_holding_waiting.append(one)
+    table = {block.block_id for block in engine.manager.req_to_blocks[name]}
+    engine.device.lose(name)
+    engine.device.lose_blocks(table)
+    engine.run(1)
+    assert engine._allocate(one, 1)
+    engine.running.append(engine.scheduler.kv_holding_waiting.pop())
+    engine.device.lose_blocks(table)
+    engine.run(1)
+    assert engine.preempted == [name]
+
+
 def test_a_lost_request_is_not_held() -> None:
     """vLLM preempts it in its turn."""
     engine = ResidentEngine("host", most_blocks=60)

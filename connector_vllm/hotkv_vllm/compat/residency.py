@@ -783,12 +783,15 @@ class DevicePool:
     def lose(self, request_id: str) -> None:
         """Handles a request that has lost blocks in the server: makes vLLM preempt the request
         before it gets another block, and drop the output of the request's steps in flight."""
-        if self._manager is not None and request_id in self._manager.req_to_blocks:
-            self._manager.lost.add(request_id)
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
-        if request is not None:
-            request.drop_stale_output = True
-            request.num_stale_output_tokens = request.num_in_flight_tokens
+        if request is None:
+            return
+        # vLLM preempts only running requests. A request that awaits its load is not refused blocks,
+        # as all requests behind it would wait for ever.
+        if self._manager is not None and request in self._scheduler.running:
+            self._manager.lost.add(request_id)
+        request.drop_stale_output = True
+        request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def lose_blocks(self, first_blocks: Set[int]) -> None:
         """Makes vLLM preempt the requests that hold one of these blocks, and drop the output of
@@ -797,10 +800,10 @@ class DevicePool:
         first_blocks: ids of the first blocks of requests.
         """
         if self._manager is not None:
-            for request_id, blocks in self._manager.req_to_blocks.items():
+            for request in self._scheduler.running:
+                blocks = self._manager.req_to_blocks[request.request_id]
                 if not first_blocks.isdisjoint(block.block_id for block in blocks):
-                    self._manager.lost.add(request_id)
-                    request = self._scheduler.requests.get(request_id)
+                    self._manager.lost.add(request.request_id)
                     request.drop_stale_output = True
                     request.num_stale_output_tokens = request.num_in_flight_tokens
 
