@@ -401,7 +401,7 @@ def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
 
 
 def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_given() -> None:
-    """vLLM preempts no request that does not run, and admits the requests that hold blocks first."""
+    """vLLM preempts only running requests, and admits requests that hold blocks first."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(60)
