@@ -270,9 +270,7 @@ class ResidentManager(FullAttentionManager):
         )
         is_hit = total_computed_tokens > num_local_computed_tokens
         if request_id not in self.num_cached_block and is_hit and not apply_admission_cap:
-            held = len(new_computed_blocks) + len(self.req_to_blocks.get(request_id, ()))
-            first, last = self._gap(request_id, total_computed_tokens, held)
-            needed -= last - first
+            needed -= len(self._gap(request_id, total_computed_tokens))
         return needed + self._missing_hot(request_id, num_tokens)
 
     def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
@@ -308,19 +306,17 @@ class ResidentManager(FullAttentionManager):
             )
         return room
 
-    def _gap(self, request_id: str, computed_tokens: int, num_held: int) -> tuple[int, int]:
-        """Returns the positions (first, end exclusive) of a hit's blocks that are neither allocated
-        nor loaded: the blocks between the sinks and the recent window that the server has pinned
-        for the request.
+    def _gap(self, request_id: str, computed_tokens: int) -> range:
+        """Returns the positions of a hit's blocks that are neither allocated nor loaded: the blocks
+        between the sinks and the recent window that the server has pinned for the request. A new
+        request holds no blocks, because it has no hit in vLLM's own prefix cache.
 
         computed_tokens: length of the hit.
-        num_held: number of blocks that the request has already.
         """
-        first = max(self.spec.sink_blocks, num_held)
         kept = min(computed_tokens - self.spec.recent_tokens, self.stored_tokens(request_id))
         if not self._outgrows(request_id, computed_tokens):
-            return first, first
-        return first, max(first, kept // self.block_size)
+            return range(0)
+        return range(self.spec.sink_blocks, kept // self.block_size)
 
     def allocate_external_computed_blocks(
         self,
@@ -333,11 +329,11 @@ class ResidentManager(FullAttentionManager):
         window get blocks of the pool; the block table has null blocks between them."""
         total = num_local_computed_tokens + num_external_computed_tokens
         blocks = self.req_to_blocks[request_id]
-        first, last = self._gap(request_id, total, len(blocks))
-        if last > first:
-            self._take(blocks, first - len(blocks), record_for_zeroing)
-            blocks.extend([self._null_block] * (last - first))
-            self.freed_blocks[request_id] = last
+        gap = self._gap(request_id, total)
+        if gap:
+            self._take(blocks, gap.start, record_for_zeroing)
+            blocks.extend([self._null_block] * len(gap))
+            self.freed_blocks[request_id] = gap.stop
         self._take(blocks, _blocks(total, self.block_size) - len(blocks), record_for_zeroing)
 
     def _take(self, blocks: list[KVCacheBlock], count: int, record_for_zeroing: bool) -> None:
