@@ -2,6 +2,7 @@
 read every block that left the device, room is reserved once, and every request ends."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -336,6 +337,11 @@ def test_what_waits_begins_once_a_running_request_has_moved() -> None:
     first = engine.arrive(700, 30)
     engine.run(25)
     assert engine.manager.moved == set()
+    kept = engine.books.kept_tokens(first)
+    whole = engine.device.relief(first, kept)
+    engine.requests[first].num_in_flight_tokens = 2 * TOKENS
+    assert engine.device.relief(first, kept) == replace(whole, freed=whole.freed - 2)
+    engine.requests[first].num_in_flight_tokens = 0
     engine.arrive(500, 10, "b")
     engine.run(1)
     assert engine.manager.moved >= {first} and len(engine.running) == 2
