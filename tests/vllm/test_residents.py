@@ -79,6 +79,7 @@ def test_the_one_that_gives_most_goes_first_and_of_equals_the_first() -> None:
     assert to_move(Demand(0, 0, 20, None), reliefs) == ["b", "c", "a"]
     assert to_move(Demand(5, 0, 4, 40), reliefs) == [], "the first could not begin even then"
     assert to_move(Demand(0, 0, 0, 4), {"a": Relief(3), "b": Relief(-2)}) == []
+    assert to_move(Demand(0, 0, 0, 4), {"a": Relief(-2, 6)}) == [], "its hot slots find no room"
 
 
 # -------------------------------------------------------------------------------------- the machine
