@@ -14,6 +14,7 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from hotkv_proto.blocks import Retention
+from hotkv_vllm.offloading.region import NoRegion, region_of
 from hotkv_vllm.offloading.requests import SHARE_ALONE
 from hotkv_vllm.offloading.tier import HELD_STEPS, HOOK_ERRORS
 from tests.offloading.rig import Rig, keys_of
@@ -243,11 +244,27 @@ def test_an_exception_of_hotkv_never_reaches_vllm(rigs, monkeypatch, broken):
     assert HOOK_ERRORS in engine.tier.build_metric_definitions({})
 
 
-def test_a_tier_without_a_stated_identity_is_off(daemon):
-    engine = Rig(daemon.target, **{"hotkv.weights_identity": ""})
+@pytest.mark.parametrize("setting", [{"weights_identity": ""}, {"target": "localhost:1"}], ids=str)
+def test_a_tier_without_a_stated_identity_or_without_descriptors_is_off(daemon, setting):
+    engine = Rig(daemon.target, **{f"hotkv.{name}": value for name, value in setting.items()})
     assert engine.tier.session is None
     engine.store(keys_of("off", 5))
     engine.close()
+
+
+def test_rows_that_are_not_in_one_shared_file_have_no_region(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(8192))
+    rows = np.zeros((2, 4096), np.uint8)
+    in_file = np.memmap(tmp_path / "file", np.uint8, "r+", shape=(2, 4096))
+    for view, why in (
+        (rows[0], "has shape"),
+        (rows[:, :8], "strides"),
+        (rows[:0], "has shape"),
+        (rows, "is not one file"),
+        (in_file, "no descriptor"),
+    ):
+        with pytest.raises(NoRegion, match=why):
+            region_of(memoryview(view))
 
 
 def test_lookups_of_a_long_prompt_cost_one_probe(rigs, monkeypatch):

@@ -139,6 +139,7 @@ def space_of(identity="files"):
 def made(patch):
     """Returns a scheduler's side that has opened its session, and its tier."""
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
+    patch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: False)
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
     patch.setattr(scheduler.checks, "is_pausing", lambda: False)
     patch.setattr(scheduler, "group_block_tokens", lambda *_: (16,))
@@ -306,6 +307,21 @@ def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):
     assert tier.told == {"r": True} and not tier.may_repeat
     side.reset(is_device_empty=True)
     assert tier.may_repeat
+
+
+@pytest.mark.parametrize("in_doubt", [False, True])
+@pytest.mark.parametrize("name", ["", "mine"])
+def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypatch, name, in_doubt):
+    """Ranks that are in doubt name their weights by what is in memory."""
+    side, tier = made(monkeypatch)
+    tier.space, side.wants_formats, side._config = (
+        None,
+        True,
+        ConnectorConfig(weights_identity=name),
+    )
+    monkeypatch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: True)
+    side.connect([PageFormat(rank, "page", weights_in_doubt=in_doubt) for rank in range(NUM_RANKS)])
+    assert (tier.space is not None) == (in_doubt or name == "mine")
 
 
 @pytest.mark.parametrize("formats", [1, 3])

@@ -3,10 +3,8 @@ class. Each row attends to the bytes of its own context, on the device or in the
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,8 +20,6 @@ from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.cuda.hotsets import SELECTED
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.residency import ResidentSpec
-from hotkv_vllm.compat.sparse_layers import cuda_refusal
-from hotkv_vllm.config import ALLOW_CUDA, cuda_settings
 from hotkv_vllm.residency import cuda_backend, cuda_setup
 from hotkv_vllm.residency.cuda_backend import HotFlashBuilder, HotFlashImpl
 from hotkv_vllm.residency.step import ResidentStep
@@ -299,30 +295,6 @@ def test_too_few_rows_for_representations_lose_the_request(make: Any) -> None:
     assert engine.lost == {one.table[0]}
 
 
-def cuda_engine(**extra: object) -> SimpleNamespace:
-    """Returns the parts of an engine's configuration that the check reads."""
-    return SimpleNamespace(
-        device_config=SimpleNamespace(device_type="cuda"),
-        parallel_config=SimpleNamespace(use_ubatching=False),
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
-    )
-
-
-@pytest.mark.parametrize(
-    ("settings", "names"),
-    [
-        ({"residency": "off"}, "residency"),
-        ({"scorer": "quest"}, "quest"),
-        ({"scorer": "mix2"}, "mix2"),
-        ({"fusion": {"rot2u": 1.0}}, "fusion"),
-    ],
-)
-def test_what_cuda_lacks_is_refused_by_name(settings: dict[str, Any], names: str) -> None:
-    allowed = cuda_engine(**{ALLOW_CUDA: True})
-    assert not cuda_refusal(allowed, CONFIG)
-    assert names in cuda_refusal(allowed, replace(CONFIG, **settings))
-
-
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
@@ -345,16 +317,6 @@ def test_layers_that_the_kernels_can_not_serve_are_refused(
         cuda_setup.install(
             CONFIG, 4096, engine.vllm_config, engine.kv_config, engine.caches, None, engine.device
         )
-
-
-@pytest.mark.parametrize("value", [None, False, "true", 1])
-def test_what_has_never_run_is_allowed_by_nothing_else(value: object) -> None:
-    engine = cuda_engine(**{ALLOW_CUDA: value})
-    assert ALLOW_CUDA in cuda_refusal(engine, CONFIG)
-    sparse = {"hotkv.sparse": {"residency": "host"}}
-    assert cuda_settings({**sparse, ALLOW_CUDA: value}) is None
-    assert cuda_settings({**sparse, ALLOW_CUDA: True}) is not None
-    assert cuda_settings({ALLOW_CUDA: True}) is None
 
 
 def test_engines_that_do_not_ask_get_vllms_own_classes(

@@ -5,6 +5,8 @@ import copy
 import dataclasses
 import json
 from dataclasses import replace
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MambaSpec
 
 from hotkv_client.testing import FakeServer
 from hotkv_proto.groups import GroupKind
@@ -167,7 +169,9 @@ def test_what_is_canonical_has_no_address_and_no_order() -> None:
     one = SimpleNamespace(a={3, 1, 2}, b={"x": 1, "y": torch.bfloat16}, c=object())
     two = SimpleNamespace(c=object(), b={"y": torch.bfloat16, "x": 1}, a={2, 3, 1})
     assert digest(one) == digest(two) and "0x" not in json.dumps(canonical(one))
-    apart = [torch.float16, torch.bfloat16, {1: 2}, {"1": 2}, 1, "1", [1], True]
+    apart = [torch.float16, torch.bfloat16, {1: 2}, {"1": 2}, 1, "1", [1], True, b"1", 0.5, 1.5]
+    apart += [Decimal(1), Decimal(2), Path("a"), Path("b"), int, str, len, partial(len, 1)]
+    apart += [partial(len, 2), KVQuantMode.NONE, SimpleNamespace(a=1), SimpleNamespace(a=2)]
     assert len({digest(SimpleNamespace(a=value)) for value in apart}) == len(apart)
     assert len({digest(value) for value in apart}) == len(apart)
     loop = SimpleNamespace()
@@ -254,22 +258,29 @@ def test_an_engine_that_finds_its_own_scales_runs_without_the_cache(config: Any)
         key_space.key_space(one, kv, fingerprint, (), (), 1, "")
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8", "auto"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "mode"), [("fp8", 0), ("auto", 0), ("auto", KVQuantMode.FP8_PER_TENSOR)]
+)
 def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
-    config: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str
+    config: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, mode: int
 ) -> None:
     """AMD's MI300 writes e4m3fnuz, its MI350 e4m3fn, by the same backend and settings."""
     one = changed(config, "cache_config", cache_dtype=kv_dtype)
-    groups = (CacheGroup(0, GroupKind.FULL_ATTENTION, 32),)
+    groups = tuple(CacheGroup(number, GroupKind.FULL_ATTENTION, 32) for number in range(2))
+    spec = replace(SPEC["layer.0"], kv_quant_mode=KVQuantMode(mode))
     kv = SimpleNamespace(
-        kv_cache_groups=[SimpleNamespace(layer_names=["a"], kv_cache_spec=SPEC["layer.0"])]
+        kv_cache_groups=[
+            SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names in ([], ["a"])
+        ]
     )
     monkeypatch.setattr(key_space, "_backend_name", lambda *_: "TRITON_ATTN")
     seen = set()
     for form in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
         monkeypatch.setattr(type(current_platform), "fp8_dtype", lambda *_, form=form: form)
         seen.add(key_space.packing(one, kv, groups, "cuda"))
-    assert len(seen) == (2 if kv_dtype == "fp8" else 1)
+    of_mode = f"TRITON_ATTN+quant={KVQuantMode(mode)}" if mode else "TRITON_ATTN"
+    forms = ("+float8_e4m3fn", "+float8_e4m3fnuz") if mode or kv_dtype == "fp8" else ("",)
+    assert seen == {of_mode + form for form in forms}
 
 
 def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 read every block that left the device, room is reserved once, and every request ends."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,6 +79,7 @@ def test_the_one_that_gives_most_goes_first_and_of_equals_the_first() -> None:
     assert to_move(Demand(0, 0, 20, None), reliefs) == ["b", "c", "a"]
     assert to_move(Demand(5, 0, 4, 40), reliefs) == [], "the first could not begin even then"
     assert to_move(Demand(0, 0, 0, 4), {"a": Relief(3), "b": Relief(-2)}) == []
+    assert to_move(Demand(0, 0, 0, 4), {"a": Relief(-2, 6)}) == [], "its hot slots find no room"
 
 
 # -------------------------------------------------------------------------------------- the machine
@@ -337,6 +339,11 @@ def test_what_waits_begins_once_a_running_request_has_moved() -> None:
     first = engine.arrive(700, 30)
     engine.run(25)
     assert engine.manager.moved == set()
+    kept = engine.books.kept_tokens(first)
+    whole = engine.device.relief(first, kept)
+    engine.requests[first].num_in_flight_tokens = 2 * TOKENS
+    assert engine.device.relief(first, kept) == replace(whole, freed=whole.freed - 2)
+    engine.requests[first].num_in_flight_tokens = 0
     engine.arrive(500, 10, "b")
     engine.run(1)
     assert engine.manager.moved >= {first} and len(engine.running) == 2
@@ -399,6 +406,24 @@ def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
     for request_id in ("r" * 300, "a\u00a0b\n", ""):
         first, second = (books._new_id(request_id) for _ in range(2))
         assert fields.name("residency_id", first) == first != second
+
+
+def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_given() -> None:
+    """vLLM preempts only running requests, and admits requests that hold blocks first."""
+    engine = ResidentEngine("host")
+    name = engine.arrive(640, 300)
+    engine.run(60)
+    one = engine.running.pop()
+    engine.scheduler.kv_holding_waiting.append(one)
+    table = {block.block_id for block in engine.manager.req_to_blocks[name]}
+    engine.device.lose(name)
+    engine.device.lose_blocks(table)
+    engine.run(1)
+    assert engine._allocate(one, 1)
+    engine.running.append(engine.scheduler.kv_holding_waiting.pop())
+    engine.device.lose_blocks(table)
+    engine.run(1)
+    assert engine.preempted == [name]
 
 
 def test_a_lost_request_is_not_held() -> None:

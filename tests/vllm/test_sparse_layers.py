@@ -10,11 +10,12 @@ import pytest
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import MIN_TOKENS, Centres, LayerCentre
 from hotkv_vllm.compat import sparse_layers
-from hotkv_vllm.config import ConfigError
+from hotkv_vllm.config import ALLOW_CUDA, ConfigError, cuda_settings
 from tests.vllm.specs import chunked_model, full_spec, window_spec
 
 NUM_LAYERS = 4
 RESIDENT: dict[str, Any] = {"residency": "host", "sparse_topk": 256, "dense_layers": ()}
+RESIDENT_CONFIG = SparseConfig(**RESIDENT)
 TIGHT: dict[str, Any] = {"sparse_topk": 0.1, "min_context_tokens": 300}
 
 
@@ -85,6 +86,42 @@ def test_what_does_not_fit_is_refused(config: Any, settings: dict[str, Any], mes
     with pytest.raises(ConfigError) as error:
         sparse_layers.check_sparse(config, FULL, SparseConfig(**settings))
     assert message in str(error.value)
+
+
+def cuda_engine(**extra: object) -> SimpleNamespace:
+    """Returns the parts of an engine's configuration that the check reads."""
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cuda"),
+        parallel_config=SimpleNamespace(use_ubatching=False),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"residency": "off"}, "residency"),
+        ({"scorer": "quest"}, "quest"),
+        ({"scorer": "mix2"}, "mix2"),
+        ({"fusion": {"rot2u": 1.0}}, "fusion"),
+    ],
+)
+def test_what_cuda_lacks_is_refused_by_name(settings: dict[str, Any], names: str) -> None:
+    allowed = cuda_engine(**{ALLOW_CUDA: True})
+    assert not sparse_layers.cuda_refusal(allowed, RESIDENT_CONFIG)
+    assert names in sparse_layers.cuda_refusal(allowed, replace(RESIDENT_CONFIG, **settings))
+    allowed.parallel_config.use_ubatching = True
+    assert "micro-batches" in sparse_layers.cuda_refusal(allowed, RESIDENT_CONFIG)
+
+
+@pytest.mark.parametrize("value", [None, False, "true", 1])
+def test_what_has_never_run_is_allowed_by_nothing_else(value: object) -> None:
+    engine = cuda_engine(**{ALLOW_CUDA: value})
+    assert ALLOW_CUDA in sparse_layers.cuda_refusal(engine, RESIDENT_CONFIG)
+    sparse = {"hotkv.sparse": {"residency": "host"}}
+    assert cuda_settings({**sparse, ALLOW_CUDA: value}) is None
+    assert cuda_settings({**sparse, ALLOW_CUDA: True}) is not None
+    assert cuda_settings({ALLOW_CUDA: True}) is None
 
 
 def test_settings_need_fit_no_group_that_is_never_sparse() -> None:

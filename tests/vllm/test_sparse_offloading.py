@@ -225,6 +225,14 @@ def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> 
     with pytest.raises(HotKVError):
         residency.store(LAYERS[1], blocks, pages, blocks)
     assert np.array_equal(residency.read(LAYERS[1], blocks[:1]), pages[:1])
+    # The host block that was not stored is another sequence's next.
+    residency.close("a")
+    residency.open("b", 1)
+    residency.name("b", 0, [b"2" * 32], blocks[1:])
+    for layer in reversed(LAYERS):
+        residency.store(layer, blocks[1:], 2 * pages, blocks[1:])
+    assert "1 blocks pinned, 0 staged" in repr(residency)
+    assert np.array_equal(residency.read(LAYERS[0], blocks[1:]), 2 * pages[1:])
 
 
 def test_regions_of_hot_slots_are_used_again() -> None:
@@ -245,6 +253,9 @@ def test_regions_of_hot_slots_are_used_again() -> None:
 
 def test_refusals_and_failed_stores() -> None:
     model = Model(SparseConfig(sparse_topk=256), 20, num_host=8)
+    twice = model.manager.prepare_store([b"x", b"x"])
+    assert twice[0] == twice[1]
+    model.manager.complete_store(twice, success=False)
     blocks = model.manager.prepare_store(model.hashes("x", 8))
     with pytest.raises(HotKVError, match="give it more blocks"):
         model.manager.prepare_store([b"y"])

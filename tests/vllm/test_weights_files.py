@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import huggingface_hub
 import numpy as np
 import pytest
 from vllm.model_executor import model_loader
@@ -167,6 +168,28 @@ def test_every_way_of_loading_weights_that_vllm_has_was_reviewed() -> None:
     assert set(get_args(model_loader.LoadFormats)) == model_weights.FROM_FILES | elsewhere
 
 
-def test_commits_name_weights_and_branches_do_not() -> None:
-    names = ("0" * 40, "main", "v1.0")
-    assert [model_weights.is_commit(name) for name in names] == [True, False, False]
+def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    cache, newest, loaded = tmp_path / "models--org--model", "1" * 40, "2" * 40
+    for folder in (cache / "refs", cache / "snapshots" / newest):
+        folder.mkdir(parents=True)
+    (cache / "refs" / "main").write_text(newest)
+
+    def name(revision: str | None) -> str:
+        model = SimpleNamespace(model="org/model", revision=revision)
+        load = SimpleNamespace(load_format="auto")
+        monkeypatch.setattr(model_weights, "_models", lambda _: [(model, load)])
+        return model_weights.weights_identity(None)
+
+    names = [
+        name(revision)
+        for revision in (loaded, huggingface_hub.ResolvedRevision(loaded), "main", None)
+    ]
+    assert names == [f"hub:org/model@{commit}" for commit in (loaded, loaded, newest, newest)]
+    with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
+        name("v1.0")
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
+        name("main")

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from hotkv_vllm.identity.weights_watch import (
     NUM_SAMPLES,
@@ -128,3 +129,29 @@ def test_the_worker_that_registers_its_caches_is_found_with_its_models() -> None
         write()
         assert watch.touched and watch.digest() != watch.original
     assert watch_callers() is None
+
+
+class Packed(torch.nn.Module):
+    """A model as in vLLM's CPU engines, which pack a layer's weight and leave it empty."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.norm, self.linear = torch.nn.Parameter(torch.ones(4)), torch.nn.Module()
+        self.load_weights(seed)
+
+    def load_weights(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        weight = torch.randn(64, 32).to(torch.bfloat16)
+        self.linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        dispatch_cpu_unquantized_gemm(self.linear, remove_weight=True)
+
+
+def test_new_weights_that_can_not_be_read_have_a_digest_of_their_own() -> None:
+    one, two = Packed(0), Packed(0)
+    watches = [WeightsWatch([model]) for model in (one, two)]
+    assert [watch.digest() for watch in watches] == [watch.original for watch in watches]
+    one.load_weights(1)
+    two.load_weights(2)
+    found = [watch.digest() for watch in watches]
+    assert len({*found, watches[0].original}) == 3
+    assert [watch.digest() for watch in watches] == found, "as long as nothing is written"

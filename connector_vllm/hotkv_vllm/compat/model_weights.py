@@ -2,7 +2,7 @@
 weights.
 
 Reads `ModelConfig.model`, `model_weights`, `revision`, `hf_config` and `seed`,
-`LoadConfig.load_format` and `SpeculativeConfig.draft_load_config`.
+`LoadConfig.load_format`, `SpeculativeConfig.draft_load_config` and `envs.VLLM_USE_MODELSCOPE`.
 """
 
 import hashlib
@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from vllm import envs
 
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.fingerprint import digest, draft_model
@@ -272,9 +274,14 @@ def _model_identity(model: Any, load: Any) -> str:
 
 
 def _hub_identity(repo: str, revision: Any) -> str:
-    commit = getattr(revision, "commit_hash", None) or revision
-    if commit and is_commit(str(commit)):
+    commit = getattr(revision, "resolved", revision)
+    if is_commit(str(commit)):
         return f"hub:{repo}@{commit}"
+    if envs.VLLM_USE_MODELSCOPE:
+        # The cache of Hugging Face's hub may have another version of the model.
+        raise Unsupported(
+            f"the revision of {repo} is not known (VLLM_USE_MODELSCOPE); set hotkv.weights_identity"
+        )
     try:
         from huggingface_hub import snapshot_download
 

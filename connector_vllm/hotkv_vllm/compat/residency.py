@@ -270,9 +270,7 @@ class ResidentManager(FullAttentionManager):
         )
         is_hit = total_computed_tokens > num_local_computed_tokens
         if request_id not in self.num_cached_block and is_hit and not apply_admission_cap:
-            held = len(new_computed_blocks) + len(self.req_to_blocks.get(request_id, ()))
-            first, last = self._gap(request_id, total_computed_tokens, held)
-            needed -= last - first
+            needed -= len(self._gap(request_id, total_computed_tokens))
         return needed + self._missing_hot(request_id, num_tokens)
 
     def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
@@ -308,19 +306,17 @@ class ResidentManager(FullAttentionManager):
             )
         return room
 
-    def _gap(self, request_id: str, computed_tokens: int, num_held: int) -> tuple[int, int]:
-        """Returns the positions (first, end exclusive) of a hit's blocks that are neither allocated
-        nor loaded: the blocks between the sinks and the recent window that the server has pinned
-        for the request.
+    def _gap(self, request_id: str, computed_tokens: int) -> range:
+        """Returns the positions of a hit's blocks that are neither allocated nor loaded: the blocks
+        between the sinks and the recent window that the server has pinned for the request. A new
+        request holds no blocks, because it has no hit in vLLM's own prefix cache.
 
         computed_tokens: length of the hit.
-        num_held: number of blocks that the request has already.
         """
-        first = max(self.spec.sink_blocks, num_held)
         kept = min(computed_tokens - self.spec.recent_tokens, self.stored_tokens(request_id))
         if not self._outgrows(request_id, computed_tokens):
-            return first, first
-        return first, max(first, kept // self.block_size)
+            return range(0)
+        return range(self.spec.sink_blocks, kept // self.block_size)
 
     def allocate_external_computed_blocks(
         self,
@@ -333,11 +329,11 @@ class ResidentManager(FullAttentionManager):
         window get blocks of the pool; the block table has null blocks between them."""
         total = num_local_computed_tokens + num_external_computed_tokens
         blocks = self.req_to_blocks[request_id]
-        first, last = self._gap(request_id, total, len(blocks))
-        if last > first:
-            self._take(blocks, first - len(blocks), record_for_zeroing)
-            blocks.extend([self._null_block] * (last - first))
-            self.freed_blocks[request_id] = last
+        gap = self._gap(request_id, total)
+        if gap:
+            self._take(blocks, gap.start, record_for_zeroing)
+            blocks.extend([self._null_block] * len(gap))
+            self.freed_blocks[request_id] = gap.stop
         self._take(blocks, _blocks(total, self.block_size) - len(blocks), record_for_zeroing)
 
     def _take(self, blocks: list[KVCacheBlock], count: int, record_for_zeroing: bool) -> None:
@@ -783,12 +779,15 @@ class DevicePool:
     def lose(self, request_id: str) -> None:
         """Handles a request that has lost blocks in the server: makes vLLM preempt the request
         before it gets another block, and drop the output of the request's steps in flight."""
-        if self._manager is not None and request_id in self._manager.req_to_blocks:
-            self._manager.lost.add(request_id)
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
-        if request is not None:
-            request.drop_stale_output = True
-            request.num_stale_output_tokens = request.num_in_flight_tokens
+        if request is None:
+            return
+        # vLLM preempts only running requests. A request that awaits its load is not refused blocks,
+        # as all requests behind it would wait for ever.
+        if self._manager is not None and request in self._scheduler.running:
+            self._manager.lost.add(request_id)
+        request.drop_stale_output = True
+        request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def lose_blocks(self, first_blocks: Set[int]) -> None:
         """Makes vLLM preempt the requests that hold one of these blocks, and drop the output of
@@ -797,10 +796,10 @@ class DevicePool:
         first_blocks: ids of the first blocks of requests.
         """
         if self._manager is not None:
-            for request_id, blocks in self._manager.req_to_blocks.items():
+            for request in self._scheduler.running:
+                blocks = self._manager.req_to_blocks[request.request_id]
                 if not first_blocks.isdisjoint(block.block_id for block in blocks):
-                    self._manager.lost.add(request_id)
-                    request = self._scheduler.requests.get(request_id)
+                    self._manager.lost.add(request.request_id)
                     request.drop_stale_output = True
                     request.num_stale_output_tokens = request.num_in_flight_tokens
 

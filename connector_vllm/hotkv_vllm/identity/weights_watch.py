@@ -9,7 +9,8 @@ Always true:
   it reads all weights too; otherwise it returns the earlier digest. So it misses only a write that
   was not noticed and that changed no sample.
 - Unless such a write was missed, equal digests mean equal weights, in any process with the same
-  tensor- and pipeline-parallel sizes.
+  tensor- and pipeline-parallel sizes. CPU engines pack weights into memory that can't be read
+  (`_hides_weights`). There a changed digest is a random number, which no other process has.
 
 A step without a check of the weights costs nothing here.
 """
@@ -17,6 +18,7 @@ A step without a check of the weights costs nothing here.
 import functools
 import hashlib
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -85,7 +87,8 @@ class WeightsWatch:
         try:
             samples = self._digest(_samples)
             if was_touched or samples != self._known_samples:
-                self._known = self._digest(_sums)
+                is_hidden = any(map(_hides_weights, self._models))
+                self._known = uuid.uuid4().hex if is_hidden else self._digest(_sums)
                 self._known_samples = samples
         except BaseException:
             self.touched = True
@@ -190,6 +193,20 @@ def watch_callers(in_doubt: bool = False) -> WeightsWatch | None:
         )
         watch.forget_original()
     return watch
+
+
+def _hides_weights(model: torch.nn.Module) -> bool:
+    """Returns True if layers of the model keep weights where they can't be read.
+
+    Source: `dispatch_cpu_unquantized_gemm` and `CPUInt8ScaledMMLinearKernel` in vLLM 0.32: on CPUs
+    they hand a layer's weight to a kernel, and leave an empty parameter or None in its place.
+    """
+    return all(one.device.type in ("cpu", "meta") for one in model.parameters()) and any(
+        weight is None or not weight.numel()
+        for layer in model.modules()
+        for name, weight in layer._parameters.items()
+        if name == "weight"
+    )
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import ScheduleEndContext
 from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import KeySpace
-from hotkv_vllm.compat import Unsupported, checks, steps
+from hotkv_vllm.compat import Unsupported, checks, model_weights, steps
 from hotkv_vllm.compat.kv_groups import group_block_tokens
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS, PrefillSpeed
@@ -122,7 +122,8 @@ class DoorScheduler:
     def connect(self, formats: Collection[PageFormat]) -> None:
         """Opens the tier's session once the page formats of all ranks are known. Waits for the
         server up to `startup_wait_s`, and up to OPENING_S longer if the server has answered but has
-        not opened the session yet. If a rank can't use hotkv, logs why and leaves hotkv off."""
+        not opened the session yet. If a rank can't use hotkv, or if it is not known which weights
+        the ranks have loaded, logs why and leaves hotkv off."""
         if not self.wants_formats or len(formats) < self._num_ranks:
             return
         self.wants_formats = False
@@ -138,10 +139,17 @@ class DoorScheduler:
                 formats,
                 self._config,
             )
+            in_doubt = any(one.weights_in_doubt for one in formats)
+            is_named = bool(self._config.weights_identity)
+            # The ranks have looked before they warmed up, and the files were read just now.
+            if not (in_doubt or is_named) and model_weights.weights_may_be_older(self._vllm_config):
+                raise Unsupported(
+                    "files of the model have changed while the engine started, so it is not known "
+                    "which weights it has; start it again, or set hotkv.weights_identity"
+                )
         except (Unsupported, OSError, ValueError) as error:
             logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
             return
-        in_doubt = any(one.weights_in_doubt for one in formats)
         self._weights = Rekeying(self._num_ranks, space.weights_identity, in_doubt)
         self._open(space, self._config.startup_wait_s, OPENING_S)
         if self._counts_media:

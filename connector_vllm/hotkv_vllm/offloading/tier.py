@@ -390,7 +390,7 @@ class HotKVTier(SecondaryTierManager):
             known.probed_s, known.probed_wave = now_s, wave
             known.answer = None
             self._probe(self._session, key, req_context, known)
-        if known.ready.get(key):
+        if known.ready[key]:
             return True
         return self._is_answered(key, known, now_s)
 
@@ -434,7 +434,7 @@ class HotKVTier(SecondaryTierManager):
                 found = [one for one, is_there in zip(keys, mask, strict=True) if is_there]
                 known.ready.update(dict.fromkeys(found, True))
         known.asked_keys = []
-        return known.ready.get(key, False)
+        return known.ready[key]
 
     def _without_room(self, known: RequestInTier) -> LookupResult:
         """Returns the answer to a lookup whose chunk the server has, if promotions may use no

@@ -163,7 +163,7 @@ class SparseOffloadingManager:
         """Allocates a host block for each hash that has no host block yet. Returns the id of each
         hash's host block, int32. New blocks become ready with `complete_store`. Raises HotKVError
         (OVERLOADED) if too few blocks are free."""
-        fresh = [block_hash for block_hash in block_hashes if block_hash not in self._block_of]
+        fresh = [one for one in dict.fromkeys(block_hashes) if one not in self._block_of]
         if len(fresh) > len(self._free):
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -190,7 +190,7 @@ class SparseOffloadingManager:
         if success:
             self._is_ready[new_blocks] = True
             return
-        for block in new_blocks[~self._is_ready[new_blocks]].tolist():
+        for block in np.unique(new_blocks[~self._is_ready[new_blocks]]).tolist():
             del self._block_of[self._hash_of.pop(block)]
             self._free.append(block)
 
@@ -357,6 +357,8 @@ class ResidencyPages:
         for block in [block for block, name in self._names.items() if name[0] == sequence_id]:
             del self._names[block]
             self._offsets.pop(block, None)
+            if (staged := self._staged.pop(block, None)) is not None:
+                self._free.append(staged.place)
 
     def name(self, sequence_id: str, first: int, hashes: Sequence[bytes], blocks: I32) -> None:
         """Assigns host blocks to consecutive positions of a sequence, with the hashes under which
