@@ -48,10 +48,12 @@ class Made:
         for path, text in IN_ORDER.items():
             self.write(path, text)
         self.arena("hotkv-mine", "77")
+        # An engine that ends removes its file meanwhile.
+        (root / "dev/shm/vllm_offload_gone.mmap").symlink_to("gone")
 
     def write(self, path: str, text: str) -> None:
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.root / path).write_text(text)
+        (self.root / path).write_text(text, "latin-1")
 
     def arena(self, name: str, pid: str) -> None:
         for file, text in (("server.json", "{}"), ("lock", pid + "\n"), ("arena", "x" * 8192)):
@@ -112,7 +114,9 @@ FAULTS: list[tuple[str, str, str, Fault]] = [
     ("NUMA", WARN, "kernel.numa_balancing=0", file("proc/sys/kernel/numa_balancing", "1")),
     ("IOMMU", WARN, "iommu=pt", file("proc/cmdline", "quiet")),
     ("arenas", WARN, "--remove-stale", lambda host: host.arena("hotkv-old", "78")),
-    ("offloading", WARN, "rm /dev/shm/vllm_offload_d", file("dev/shm/vllm_offload_d.mmap", "x")),
+    # A file of another user, which names no process.
+    ("arenas", WARN, "--remove-stale", lambda host: host.arena("odd", "\xff" * 300)),
+    ("offloading", WARN, "rm '/dev/shm/vllm_offload_;d", file("dev/shm/vllm_offload_;d.mmap", "x")),
     ("sockets", WARN, "systemctl start", lambda host: host.remove("run/hotkv/grpc.sock")),
     ("versions", BAD, "pip install", without("numba")),
     # On a client.
@@ -153,6 +157,8 @@ def test_what_this_user_may_do_and_has_counts(made: Made, monkeypatch: pytest.Mo
     made.remove("dev/nvidia0")
     made.doors = OLD
     monkeypatch.setattr(os, "access", lambda path, mode: False)
+    # In a folder that a user may not enter, the socket can't be seen.
+    made.remove("run/hotkv/grpc.sock")
     found = made.findings()
     assert "HotKVOffloadingConnector" not in found["connector"].says
     assert found["vLLM"].says.startswith("hotkv (own) is off with 0.33.0: own: Request")
