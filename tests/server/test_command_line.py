@@ -157,6 +157,9 @@ FILES = {
     "image": '[{"role": "user", "content": [{"type": "image_url"}]}]',
     "trace": '{"timestamp": 1, "hash_ids": [1, 2]}\n',
     "bytes": "\xff\xfe",
+    "deep": "[" * 100_000,
+    "kinds": '{"format": "hotkv-blocks-1", "key_space": {"groups": [{"block_token_count": 1, '
+    '"kind": []}]}}\n{"group_index": 0, "hashes": ["00"]}',
     "vast": '{"format": "hotkv-blocks-1", "key_space": {"groups": []}}\n{"group_index": 1e400}',
 }
 """Files for the typing errors."""
@@ -184,6 +187,9 @@ SLIPS = [
     ("export hot --gib inf", "'inf': give 0 to 1,000,000,000 GiB"),
     ("import bytes --wait nan", "'nan': give 0 to 60 seconds"),
     ("import vast", "vast:2: group_index and hashes"),
+    ("import deep", "deep:1: this is no file of `hotkv export`"),
+    ("import kinds", "key_space: "),
+    ("prefetch --prompts deep --like kinds", "deep:1: a JSON list of token ids was expected"),
     ("prefetch --prompts bytes --like bytes", "bytes:1: this is no file of `hotkv export`"),
     ("drain --timeout inf", "'inf': give 0"),
     ("top --interval 0", "--interval 0: give 0.1"),
@@ -201,6 +207,7 @@ SLIPS = [
     ("explain --chat text --engine 'http://a:9 b'", "--engine names a vLLM"),
     (f"explain --chat /nowhere {ENGINE}", "/nowhere"),
     (f"explain --chat none {ENGINE}", "no chat: give a request with messages or prompt"),
+    (f"explain --chat deep {ENGINE}", "not JSON"),
     (f"explain --chat number {ENGINE}", "no chat: give a request with messages or prompt"),
     (f"explain --chat cut {ENGINE}", "not JSON"),
     (f"explain --chat salted {ENGINE}", "cache_salt changes the hashes"),
