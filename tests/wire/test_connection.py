@@ -94,12 +94,13 @@ def test_a_cancelled_store_with_a_word_of_the_fence_ends_at_once(made: Connectio
         made.cancel(name)
     assert [future.result(0).status for future in futures] == [TransferStatus.CANCELLED] * 2
     assert not load.future.done() and made.num_pending == 3
-    assert not made.has_unrevocable_store()
+    refused = made.submit(_wire.ping(), pending(transfer_id="unrevocable"), None)
+    assert refused is not None and refused.reason is Reason.OVERLOADED and made.num_pending == 3
 
 
-def test_a_store_without_a_word_of_the_fence_can_not_be_revoked(made: Connection) -> None:
+def test_a_store_of_a_connection_without_a_link_reads_no_memory(made: Connection) -> None:
     store = pending(transfer_id="s")
-    assert made.submit(_wire.ping(), store, None) is None and made.has_unrevocable_store()
+    assert made.submit(_wire.ping(), store, None) is None
     future = store.future
     made.cancel("s")
     assert not future.done()
@@ -134,6 +135,33 @@ def test_grpc_does_not_hold_up_a_fork(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FORKS, str(tmp_path / "socket")]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
     assert done.returncode == 0 and b"fork" not in done.stderr, done.stderr
+
+
+FORKED = """
+import os, sys
+from tests.wire.test_connection import OddServer, Server, masks_by, session_to
+
+session = session_to(sys.argv[1])
+with OddServer(sys.argv[1], Server(lambda number: [masks_by(number)])):
+    session.start()
+    assert session.wait_connected(60)
+    child = os.fork()
+    if not child:
+        try:
+            print(session.lookup([]).exception(5), flush=True)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert session.lookup([]).exception(60) is None
+    session.close()
+"""
+
+
+def test_a_forked_process_has_no_session(target: str) -> None:
+    """A call there fails; its answer could never come."""
+    command = [sys.executable, "-c", FORKED, target]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert f"no server at {target} (closed)" in done.stdout, done.stderr
 
 
 def bodies(kind: Any) -> tuple[str, ...]:
