@@ -108,7 +108,7 @@ class Always:
     @staticmethod
     def known(log_mass: F32) -> "Always":
         """Makes the value for always kept blocks whose log mass, float32 [Q], is known."""
-        return Always(log_mass, _NO_PAGES, _NO_BLOCKS, (0, 0, 0, 0, 0))
+        return Always(log_mass, _NO_PAGES, _NO_BLOCKS, (0,) * 5)
 
 
 @dataclass(frozen=True, slots=True)

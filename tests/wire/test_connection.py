@@ -2,7 +2,9 @@
 unreadable answer, of a newer or a broken server, fails its own call only. A process with a client
 forks like any other process."""
 
+import contextlib
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from hotkv_proto.layout import Layout
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS
 from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2
+from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from tests.server.refusals import fill
 
 SPACE = KeySpace("m", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
@@ -52,6 +55,9 @@ def pending(**fields: Any) -> Pending:
 def test_after_its_end_a_connection_takes_no_call(made: Connection) -> None:
     before = pending()
     assert made.submit(_wire.ping(), before, None) is None and made.num_pending == 1
+    made.outbox.get_nowait()
+    made.send_only(_wire.release("x" * MAX_MESSAGE_BYTES))
+    assert made.outbox.empty(), "the server would end the stream"
     made.end()
     assert isinstance(before.future.exception(0), SessionLostError)
     after = pending()
@@ -315,6 +321,63 @@ def opened() -> Any:
     return message
 
 
+def link(**sizes: int) -> bytes:
+    packed: bytes = session_pb2.LinkResponse(**sizes).SerializeToString()
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("packet", "file_bytes", "words"),
+    [
+        (b"", (), "closed the descriptor socket without an answer"),
+        (link(arena_byte_count=4096), (), "sent 0 descriptors, not one for each size"),
+        (link(table_byte_count=4096), (4096, 4096), "sent 2 descriptors"),
+        (link(table_byte_count=4096), (0,), "the file has 0 bytes, not 4096"),
+        (link(table_byte_count=4096), (4096,), "block table has magic"),
+        (b"\xff" * 40, (), "DecodeError"),
+    ],
+)
+def test_a_link_without_a_table_opens_no_session_and_leaves_no_descriptor(
+    target: str, packet: bytes, file_bytes: tuple[int, ...], words: str
+) -> None:
+    files = [os.memfd_create("odd-table") for _ in file_bytes]
+    for fd, num_bytes in zip(files, file_bytes, strict=True):
+        os.truncate(fd, num_bytes)
+
+    def says(packed: bytes) -> list[bytes]:
+        message = opened()
+        message.session_opened.has_descriptor_socket = True
+        return [message.SerializeToString()]
+
+    def serves() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with listener.accept()[0] as peer:
+                    if peer.recv(4096) and packet:
+                        socket.send_fds(peer, [packet], files)
+
+    heard: queue.SimpleQueue[tuple[LinkState, str]] = queue.SimpleQueue()
+    session = session_to(target, on_state=lambda *news: heard.put(news))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, OddServer(target, says):
+        listener.bind(str(Path(target.removeprefix("unix:")).parent / "fd.sock"))
+        listener.listen()
+        thread = threading.Thread(target=serves)
+        thread.start()
+        session.start()
+        state, reason = heard.get(timeout=60)
+        session.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(60)
+    assert state is LinkState.ABSENT and words in reason, reason
+    left = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            left += "odd-table" in os.readlink(f"/proc/self/fd/{number}")
+    assert left == len(files)
+    for fd in files:
+        os.close(fd)
+
+
 class Server:
     """Answers for an OddServer: opens sessions, and answers each call with `say` of its number."""
 
@@ -518,7 +581,7 @@ def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, ope
     def slow(packed: bytes) -> list[bytes]:
         asked.set()
         assert goes_on.wait(60)
-        return [opened().SerializeToString() if opens else b"\xff" * 40]
+        return [(opened() if opens else answer("pong", 0)).SerializeToString()]
 
     session = session_to(target)
     assert not session.wait_opened(60)
@@ -574,6 +637,8 @@ def test_listeners_that_raise_do_not_end_a_session(target: str) -> None:
         assert session.wait_connected(60)
         for _ in range(2):
             assert session.lookup([GroupHashes(0, [bytes(32)])]).result(60) == ()
+        error = session.open_residency("r", {0: 1}).exception(60)
+        assert isinstance(error, HotKVError) and error.reason is Reason.VERSION_MISMATCH
     session.close()
     assert LinkState.CONNECTED in heard and LinkState.CLOSED in heard
     assert any(isinstance(one, Evicted) for one in heard)
@@ -584,3 +649,7 @@ def test_arguments_that_make_no_message_come_out_of_the_future(target: str) -> N
     future = session.lookup([GroupHashes("0", [bytes(32)])])  # type: ignore[arg-type]
     error = future.exception(0)
     assert isinstance(error, HotKVError) and error.reason is Reason.INVALID_FIELD
+    error = session.acquire("l", [GroupHashes(0, [b"short"])]).exception(0)
+    assert isinstance(error, HotKVError) and error.reason is Reason.INVALID_HASH
+    with pytest.raises(SessionLostError):
+        session.selects()
