@@ -87,10 +87,8 @@ def script(top: argparse.ArgumentParser, shell: str) -> str:
 
 def _parsers(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """Returns the parser of each command of the command line `top`, by the command's name."""
-    for action in top._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return dict(action.choices)
-    return {}
+    (found,) = (one for one in top._actions if isinstance(one, argparse._SubParsersAction))
+    return dict(found.choices)
 
 
 def _words(parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -162,7 +162,7 @@ def show_screen(client: AdminClient, interval_s: float) -> None:
                 if not view.press(key, figures.engines):
                     return
             if not asking.is_asking:
-                if (time.monotonic() <= next_s):
+                if time.monotonic() < next_s:
                     continue
                 next_s = time.monotonic() + view.interval_s
                 if view.paused:
