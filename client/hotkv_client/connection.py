@@ -6,9 +6,9 @@ mapped block table, and every call that waits for its answer. Always true: each 
 once, by the answer with the same `request_id`. If an answer can't be read, only the call of that
 answer fails.
 
-If the stream breaks, calls that touch no engine memory fail at once. A store with a word of the
-fence (a shared page through which stores are revoked) is revoked and then fails at once. A load, or
-a store without such a word, fails only when the server can no longer touch the engine's memory.
+If the stream breaks, calls that touch no engine memory fail at once. A store is revoked through its
+word of the fence (a page shared with the server), and then fails at once. A load fails only when
+the server can no longer touch the engine's memory.
 """
 
 import itertools
@@ -201,6 +201,8 @@ class Connection:
         Returns None if the request was sent. Otherwise returns the error and leaves `pending`
         unchanged.
 
+        Refuses a store as OVERLOADED if it could read engine memory and has no word of the fence.
+
         after: the mark that the request of a transfer carries. If the mark's kind is not this
             connection's `order_kind`, the returned error is a SessionLostError. None: no mark.
         """
@@ -214,6 +216,12 @@ class Connection:
             ):
                 return SessionLostError(
                     "the link has changed, and does not take this mark or fence; mark anew"
+                )
+            is_store = pending.transfer_id and not pending.is_load
+            if is_store and self._fence is not None and self.link and not pending.fence_index:
+                return HotKVError(
+                    Reason.OVERLOADED,
+                    "the store has no word of the fence that could revoke it; wait for some stores",
                 )
             if len(self._pending) >= MAX_PENDING:
                 return HotKVError(
@@ -275,8 +283,8 @@ class Connection:
             waiting.future.set_result(value)
 
     def cancel(self, transfer_id: str) -> None:
-        """Asks the server to end a transfer. A store that has a word of the fence (page through
-        which stores are revoked) is also revoked, and its future resolves as CANCELLED at once."""
+        """Asks the server to end a transfer. A store is also revoked through its word of the fence
+        (page shared with the server), and its future resolves as CANCELLED at once."""
         revoked: list[Future[TransferResult]] = []
         with self._lock:
             for item in self._pending.values():
@@ -290,15 +298,6 @@ class Connection:
                 TransferResult(
                     transfer_id, TransferStatus.CANCELLED, message="revoked by the engine"
                 )
-            )
-
-    def has_unrevocable_store(self) -> bool:
-        """Returns whether a store in flight can't be revoked, because it has no word of the fence
-        (page through which stores are revoked)."""
-        with self._lock:
-            return any(
-                item.transfer_id and not item.is_load and not item.fence_index
-                for item in self._pending.values()
             )
 
     def end(self) -> None:

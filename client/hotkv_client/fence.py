@@ -53,7 +53,7 @@ class Fence:
 
     def take(self) -> int:
         """Acquires a cleared word of the page for a store and returns the word's index. Returns 0
-        if all words are in use; a store with index 0 can't be revoked."""
+        if all words are in use; then the store must not be sent."""
         with self._lock:
             if not self._free:
                 return 0

@@ -4,13 +4,14 @@ Most calls send a message and return a future for the answer; if the arguments a
 fails. Calls that have no answer return no future; if the arguments are wrong, they raise. Only
 `ping` blocks until the server answers.
 
-A store can be revoked if it has a word of the fence, a page that the session shares with the server
+A store is revoked through a word of the fence, a page that the session shares with the server
 (`fence`). Always true: every future resolves. The future of a load resolves only when the server
 can no longer touch the engine's memory for this load, because the server has answered or is dead.
-The same is true of a store that can't be revoked. The future of a store that can be revoked also
-resolves at `cancel` and when the connection breaks: from then on the store can't commit.
+The future of a store also resolves at `cancel` and when the connection breaks: from then on the
+store can't commit.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -58,7 +59,8 @@ from hotkv_proto.order import OrderKind
 
 
 class Session:
-    """A session with the server. Thread-safe.
+    """A session with the server. Thread-safe. It belongs to the process that made it: in a process
+    that is forked later, the session is closed.
 
     The caller chooses the ids of sequences, leases, residencies and transfers. A sequence is a
     context that the session decodes sparsely; its id must be unique in the session. All sequences
@@ -69,6 +71,7 @@ class Session:
         self.config = config
         self._hash_bytes = config.key_space.hash_bytes
         self._life = SessionLife(config, memory)
+        self._pid = os.getpid()
 
     def __repr__(self) -> str:
         connection = self._connection
@@ -79,7 +82,8 @@ class Session:
 
     @property
     def _connection(self) -> Connection | None:
-        return self._life.connection
+        # A forked process has no thread that would send its calls.
+        return self._life.connection if os.getpid() == self._pid else None
 
     def start(self) -> None:
         """Starts the session's thread, which connects in the background."""
@@ -108,7 +112,7 @@ class Session:
 
     @property
     def state(self) -> LinkState:
-        return self._life.state
+        return self._life.state if os.getpid() == self._pid else LinkState.CLOSED
 
     @property
     def connected(self) -> bool:
@@ -488,6 +492,8 @@ class Session:
 
         after: the server reads only after the engine's device has passed this mark (a point in the
             device's queue); `timeout_s` begins at that time. None: the server may read at once.
+        Fails as OVERLOADED if stores in flight use all words of the session's own fence.
+
         fence_index: index of the word of `EngineMemory.fence` that revokes the store. Raises
             ValueError if the fence has no word for stores with this index. Ignored without
             `EngineMemory.fence`.
@@ -517,10 +523,9 @@ class Session:
     def cancel(self, transfer_id: str) -> None:
         """Asks the server to end a transfer early. The transfer has ended when its future resolves.
 
-        A store that has a word of the fence (page through which stores are revoked) is revoked at
-        once, even if the server hangs: its future resolves as CANCELLED, without results. The
-        server either committed the store's blocks before this call, or never commits them. The
-        future of a load, or of a store without a word, resolves when the server has answered.
+        A store is revoked at once, even if the server hangs: its future resolves as CANCELLED,
+        without results. The server either committed the store's blocks before this call, or never
+        commits them. The future of a load resolves when the server has answered.
         """
         if (connection := self._connection) is not None:
             connection.cancel(transfer_id)
@@ -529,15 +534,10 @@ class Session:
         """Revokes all stores in flight. After this call the engine may overwrite the memory that
         they read.
 
-        The futures of these stores resolve when the server answers. Raises SessionLostError if a
-        store in flight has no word of the fence (page through which stores are revoked): such a
-        store can't be revoked, and only `close` ends it.
+        The futures of these stores resolve when the server answers.
         """
         if (fence := self._life.fence) is not None:
             fence.revoke_all()
-        connection = self._connection
-        if connection is not None and connection.has_unrevocable_store():
-            raise SessionLostError("a store is under way that has no word of the fence")
 
     def selects(self) -> Selects:
         """Opens a stream in which the server selects blocks for sequences of this session. The

@@ -19,7 +19,7 @@ _WRONG_CHOICE = re.compile(r"argument ([^:]+): invalid choice: '([^']*)'")
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser that reports an error in a single line, with a suggestion for an unknown
-    flag or word. Its subparsers do the same."""
+    flag or word. Its subparsers do the same. A subcommand must be required."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses all arguments. An unknown argument ends the program with an error that suggests a
@@ -29,15 +29,13 @@ class Parser(argparse.ArgumentParser):
             self._named(found).error(f"unrecognized arguments: {' '.join(rest)}")
         return found
 
-    def _named(self, found: argparse.Namespace) -> argparse.ArgumentParser:
+    def _named(self, found: argparse.Namespace) -> "Parser":
         """Returns the parser of the subcommand in `found`; this parser if `found` has no
         subcommand."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                named = action.choices.get(getattr(found, action.dest, None) or "")
-                if isinstance(named, Parser):
-                    return named._named(found)
-                return named or self
+                named: Parser = action.choices[getattr(found, action.dest)]
+                return named._named(found)
         return self
 
     def error(self, message: str) -> NoReturn:

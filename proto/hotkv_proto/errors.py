@@ -109,8 +109,7 @@ class SessionLostError(HotKVError):
     server may have executed the call.
 
     If a load fails with this error, the server can no longer access the engine's memory for this
-    load. The same is true of a store that the client can't revoke because the store has no word in
-    the fence (the page through which stores are revoked).
+    load.
     """
 
     def __init__(self, message: str) -> None:

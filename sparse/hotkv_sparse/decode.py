@@ -108,7 +108,7 @@ class Always:
     @staticmethod
     def known(log_mass: F32) -> "Always":
         """Makes the value for always kept blocks whose log mass, float32 [Q], is known."""
-        return Always(log_mass, _NO_PAGES, _NO_BLOCKS, (0, 0, 0, 0, 0))
+        return Always(log_mass, _NO_PAGES, _NO_BLOCKS, (0,) * 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def decode(
     (the blocks of the layer that are on the device).
 
     Raises INVALID_FIELD if a row is outside the pool, IndexError if a block of `always` is outside
-    the pages. The hot set is then unchanged.
+    the pages. The hot set is then unchanged. The shapes of the arrays are not checked.
 
     query_QD: float32 [Q, D], after positional encoding.
     rows_C: int32, for each block of the context, the row of its representation (compact form of its

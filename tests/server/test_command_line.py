@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from demo.processes import ROOT, Server
+from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli, host_bench
 from hotkv_client.testing import PagedEngine
@@ -157,6 +158,9 @@ FILES = {
     "image": '[{"role": "user", "content": [{"type": "image_url"}]}]',
     "trace": '{"timestamp": 1, "hash_ids": [1, 2]}\n',
     "bytes": "\xff\xfe",
+    "deep": "[" * 100_000,
+    "kinds": '{"format": "hotkv-blocks-1", "key_space": {"groups": [{"block_token_count": 1, '
+    '"kind": []}]}}\n{"group_index": 0, "hashes": ["00"]}',
     "vast": '{"format": "hotkv-blocks-1", "key_space": {"groups": []}}\n{"group_index": 1e400}',
 }
 """Files for the typing errors."""
@@ -184,6 +188,9 @@ SLIPS = [
     ("export hot --gib inf", "'inf': give 0 to 1,000,000,000 GiB"),
     ("import bytes --wait nan", "'nan': give 0 to 60 seconds"),
     ("import vast", "vast:2: group_index and hashes"),
+    ("import deep", "deep:1: this is no file of `hotkv export`"),
+    ("import kinds", "key_space: "),
+    ("prefetch --prompts deep --like kinds", "deep:1: a JSON list of token ids was expected"),
     ("prefetch --prompts bytes --like bytes", "bytes:1: this is no file of `hotkv export`"),
     ("drain --timeout inf", "'inf': give 0"),
     ("top --interval 0", "--interval 0: give 0.1"),
@@ -201,6 +208,7 @@ SLIPS = [
     ("explain --chat text --engine 'http://a:9 b'", "--engine names a vLLM"),
     (f"explain --chat /nowhere {ENGINE}", "/nowhere"),
     (f"explain --chat none {ENGINE}", "no chat: give a request with messages or prompt"),
+    (f"explain --chat deep {ENGINE}", "not JSON"),
     (f"explain --chat number {ENGINE}", "no chat: give a request with messages or prompt"),
     (f"explain --chat cut {ENGINE}", "not JSON"),
     (f"explain --chat salted {ENGINE}", "cache_salt changes the hashes"),
@@ -272,6 +280,8 @@ def test_status_of_a_fleet_has_a_row_a_node_and_the_sum(
 ) -> None:
     one = engine(model="fleet")
     store(one, [bytes([number]) * 32 for number in range(4)])
+    asked = [GroupHashes(0, [bytes([number]) * 32 for number in range(6)])]
+    assert sum(one.session.acquire("fleet", asked).result(60).pinned[0]) == 4
     (host,) = [
         tier
         for tier in json.loads(hotkv("status", "--json", "--target", server.target))["tiers"]
@@ -287,8 +297,13 @@ def test_status_of_a_fleet_has_a_row_a_node_and_the_sum(
     assert second["target"] == absent and second["error"]
     assert fleet["sum"]["block_count"] == 2 * first["block_count"]
     assert cli.main(["status", "--target", f"{server.target},{server.target}"]) == 0
-    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert rows == ["node", server.target, server.target, "2"]
+    assert "all answer " in capsys.readouterr().out
+    assert cli.main(["status", "--target", f"{server.target},{absent}"]) == 1
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows] == ["node", server.target, absent, "2"]
+    assert rows[2][-9:] == ["-"] * 9 and rows[3][1:5] == ["nodes", "1", "not", "answering"]
+    found, missed = first["found_block_count"], first["missed_block_count"]
+    assert missed >= 2 and f"{found / (found + missed):.1%}" in rows[1]
     (tmp_path / "empty").touch()
     for wrong in ("@/nothing/there", f"@{tmp_path / 'empty'}"):
         assert cli.main(["status", "--target", wrong]) == 2

@@ -12,8 +12,11 @@ import pytest
 
 from hotkv_client.command import cli, doctor
 from hotkv_client.command.doctor import BAD, GOOD, UNKNOWN, WARN, Doors, Host
+from hotkv_client.command.tables import human_bytes
 
 GIB = 1 << 30
+LARGE = "x" * (1000 << 10)
+"""So large that a wrong count of blocks changes the size that is shown."""
 VERSIONS = ("hotkv", "grpcio", "protobuf", "numba", "uvloop", "vllm")
 OLD = Doors("0.33", (("own", False, "Request has no attribute id"), ("offloading", True, "fine")))
 SHMEM = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -48,13 +51,15 @@ class Made:
         for path, text in IN_ORDER.items():
             self.write(path, text)
         self.arena("hotkv-mine", "77")
+        # An engine that ends removes its file meanwhile.
+        (root / "dev/shm/vllm_offload_gone.mmap").symlink_to("gone")
 
     def write(self, path: str, text: str) -> None:
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.root / path).write_text(text)
+        (self.root / path).write_text(text, "latin-1")
 
     def arena(self, name: str, pid: str) -> None:
-        for file, text in (("server.json", "{}"), ("lock", pid + "\n"), ("arena", "x" * 8192)):
+        for file, text in (("server.json", "{}"), ("lock", pid + "\n"), ("arena", LARGE)):
             self.write(f"dev/shm/{name}/{file}", text)
 
     def remove(self, path: str) -> None:
@@ -112,7 +117,14 @@ FAULTS: list[tuple[str, str, str, Fault]] = [
     ("NUMA", WARN, "kernel.numa_balancing=0", file("proc/sys/kernel/numa_balancing", "1")),
     ("IOMMU", WARN, "iommu=pt", file("proc/cmdline", "quiet")),
     ("arenas", WARN, "--remove-stale", lambda host: host.arena("hotkv-old", "78")),
-    ("offloading", WARN, "rm /dev/shm/vllm_offload_d", file("dev/shm/vllm_offload_d.mmap", "x")),
+    # A file of another user, which names no process.
+    ("arenas", WARN, "--remove-stale", lambda host: host.arena("odd", "\xff" * 300)),
+    (
+        "offloading",
+        WARN,
+        "rm '/dev/shm/vllm_offload_;d",
+        file("dev/shm/vllm_offload_;d.mmap", LARGE),
+    ),
     ("sockets", WARN, "systemctl start", lambda host: host.remove("run/hotkv/grpc.sock")),
     ("versions", BAD, "pip install", without("numba")),
     # On a client.
@@ -136,6 +148,10 @@ def test_a_fault_is_found_and_mended_and_no_other(
     fault(made)
     found = made.findings()
     assert found[check].state == state and mend in found[check].mend, found[check]
+    if "without a server hold" in found[check].says or "killed engines" in found[check].says:
+        at = "*/arena" if check == "arenas" else "vllm_offload_;*"
+        (left,) = set(made.root.glob(f"dev/shm/{at}")) - {made.root / "dev/shm/hotkv-mine/arena"}
+        assert f" hold {human_bytes(left.stat().st_blocks * 512)}" in found[check].says
     others = [one for one in found.values() if one.check != check and one.state != GOOD]
     assert not others, others
     assert doctor.status_of(list(found.values())) == int(state == BAD)
@@ -153,6 +169,8 @@ def test_what_this_user_may_do_and_has_counts(made: Made, monkeypatch: pytest.Mo
     made.remove("dev/nvidia0")
     made.doors = OLD
     monkeypatch.setattr(os, "access", lambda path, mode: False)
+    # In a folder that a user may not enter, the socket can't be seen.
+    made.remove("run/hotkv/grpc.sock")
     found = made.findings()
     assert "HotKVOffloadingConnector" not in found["connector"].says
     assert found["vLLM"].says.startswith("hotkv (own) is off with 0.33.0: own: Request")

@@ -81,5 +81,10 @@ def test_rows_say_what_the_figures_are() -> None:
     assert "prefill of 1,000 tokens/s" in rows["store"].means
     assert "takes 0.50 s" in rows["load"].means and "20,000 tokens/s" in rows["load"].means
     assert "below 8,000 tokens/s" in rows["hit of one block"].means
+    timing = {"tier": "disk", "block_bytes": BLOCK_BYTES, "write_ms": 3.0, "read_ms": 4.0}
+    write, read = host_bench.tier_rows([timing])
+    assert (write.what, write.shown) == ("disk, blocks of 2.0 MiB: write", "3 ms")
+    assert (read.what, read.shown) == ("disk, blocks of 2.0 MiB: read", "4 ms")
+    assert "4,000 tokens/s" in read.means
     assert len(timed(lambda: None, 0).seconds) == 5
     assert timed(lambda: 2.0, 0, 10).bytes_per_s == 5.0

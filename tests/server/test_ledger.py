@@ -187,7 +187,10 @@ def test_the_command_shows_a_row_each_and_the_outlook(server: Server, groups_eng
     assert "10.0%" in line and "1m 30s" in line and "1m 29s" in line
     answer = json.loads(server.cli("savings", "--json"))
     assert answer["by"] == "model" and answer["total"]["request_count"] >= 1
-    assert show_savings(answer) and server.cli("savings", "--by", "tenant")
+    for waited_s, net in ((1.0, "  0.0s  "), (3.5, "  -2.5s  ")):
+        rows = [{**row, "saved_s": 1.0, "waited_s": waited_s} for row in answer["rows"]]
+        assert net in show_savings({**answer, "rows": rows})
+    assert server.cli("savings", "--by", "tenant")
     for wrong in ("1w", "9d", "-1h", "h"):
         assert cli.main(["--target", server.target, "savings", f"--since={wrong}"]), wrong
 

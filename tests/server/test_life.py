@@ -26,7 +26,8 @@ from hotkv_client import (
 )
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
-from hotkv_proto.errors import HotKVError, SessionLostError
+from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.layout import FENCE_WORDS
 from tests.server.places import load as load_blocks
 from tests.server.places import store as store_blocks
 from tests.server.support import block_ids, hashes
@@ -148,10 +149,19 @@ def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engin
     one = engine(own_server.target, layers=4, num_blocks=128)
     future = load_of_a_hung_server(own_server, one)
     one.session.cancel("l")
+    runs = [BlockRun(0, hashes(1), block_ids(1))]
+    stores = [one.session.store(f"s{n}", f"s{n}", runs, 20) for n in range(FENCE_WORDS)]
+    error = stores.pop().exception(0)
+    assert isinstance(error, HotKVError) and error.reason is Reason.OVERLOADED
+    assert not any(store.done() for store in stores), "each can be revoked"
+    one.session.revoke_stores()
     time.sleep(0.3)
     assert not future.done()
     os.kill(own_server.pid, signal.SIGCONT)
     assert future.result(60).status in (TransferStatus.DONE, TransferStatus.CANCELLED)
+    for store in stores:
+        assert BlockResult.STORED not in store.result(60).results[0]
+    assert store_blocks(one, hashes(1)) == {BlockResult.STORED}
 
 
 @pytest.mark.long

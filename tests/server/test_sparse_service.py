@@ -5,6 +5,8 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,9 +16,11 @@ import pytest
 from demo.processes import Server
 from hotkv_client import GroupHashes, LoadRun, SelectConfig, Session, TransferStatus
 from hotkv_client.admin import AdminClient
+from hotkv_client.selects import Selects
 from hotkv_client.wire.sparse import _select_message
-from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.errors import HotKVError, NoAnswerError, Reason, SessionLostError
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
+from hotkv_proto.v1.sparse_pb2 import SelectBlocksResponse
 from hotkv_server.sparse.calls import _config
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres, LayerCentre
@@ -319,6 +323,32 @@ def test_a_selection_of_a_closed_session_is_refused(sparse_engine: Make) -> None
         session.close()
         with pytest.raises(SessionLostError):
             stream.select("s", LAYERS[0], queries(1)[0], BLOCK_TOKENS, LOG_MASS)
+
+
+class Unreachable(grpc.RpcError):
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+
+def broken(*_: object) -> Iterator[SelectBlocksResponse]:
+    raise Unreachable
+    yield
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "words"),
+    [
+        (lambda _: iter(()), SessionLostError, "ended the stream"),
+        (lambda _: iter([SelectBlocksResponse(positions=b"abc")]), HotKVError, "can't be read"),
+        (broken, NoAnswerError, "can't be reached"),
+    ],
+)
+def test_a_selection_without_a_good_answer_fails(
+    answers: Callable[[object], object], error: type[HotKVError], words: str
+) -> None:
+    stream = Selects(SimpleNamespace(SelectBlocks=answers), "s")  # type: ignore[arg-type]
+    with pytest.raises(error, match=words):
+        stream.select("s", 0, queries(1)[0], BLOCK_TOKENS, LOG_MASS)
 
 
 def test_all_that_matters_to_a_selection_reaches_the_server() -> None:

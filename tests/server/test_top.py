@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from unittest.mock import MagicMock
@@ -102,6 +103,15 @@ def test_a_reading_is_of_the_time_of_its_answer() -> None:
     client, answered_s = MagicMock(), list[float]()
     client.info.side_effect = lambda: answered_s.append(time.monotonic())
     assert read(client).at_s >= answered_s[0]
+
+
+def test_the_end_of_a_screen_waits_for_no_reading() -> None:
+    client, goes_on, ended = MagicMock(), threading.Event(), list[bool]()
+    client.info.side_effect = lambda: ended.append(goes_on.wait(60))
+    with live._Asking(client):
+        pass
+    assert not ended
+    goes_on.set()
 
 
 def test_what_is_wrong_is_said(readings: tuple[Reading, Reading]) -> None:

@@ -31,6 +31,7 @@ from hotkv_sparse.config import SparseConfig
         ("dense_layers", (0, -1)),
         ("copy_method", "dma"),
         ("cache_policy", "clock"),
+        ("residency", "on"),
     ],
 )
 def test_refused_when_made(field: str, value: object) -> None:

@@ -66,6 +66,8 @@ def test_representations_in_host_memory_take_none_of_the_device() -> None:
     assert taken.host_request.value == 8192 * 32 * (64 * KIB + 8 * 16 * 34)
     taken = memory(LLAMA, H200, plan, Mode.SPARSE)
     assert taken.host_request.value == 8192 * 32 * 8 * 16 * 34
+    for one, mode in ((plan, Mode.DENSE), (Plan(TOKENS_128K), Mode.SPARSE)):
+        assert memory(LLAMA, H200, one, mode).host_request.value == 0.0
 
 
 def test_devices_share_weights_and_heads() -> None:

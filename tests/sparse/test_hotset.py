@@ -171,6 +171,10 @@ def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
     hot.finish_prefetch(hot.begin_prefetch(np.zeros(1, np.int32)).slots, True)
     assert hot.resize(4).tolist() == [], "no block has a copy in host memory"
     assert not len(hot.adopt().blocks) and hot.map().blocks.tolist() == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(HotKVError, match="1 new blocks don't fit in HotSet") as caught:
+        hot.extend(Span(2, 6, 8), 8)
+    assert caught.value.reason is Reason.OVERLOADED and hot.span == Span(2, 5, 7)
+    assert hot.map().blocks.tolist() == [1, 2, 3, 4, 5, 6]
     hot.swapped_out(copied, True)
     growth = hot.extend(Span(2, 6, 8), 8)
     assert growth.new.blocks.tolist() == [7] and growth.new.victims.tolist() == [2, 3, 4]
@@ -197,6 +201,7 @@ def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:
         (lambda hot: HotSet(0), "use 1 and 0 or more"),
         (lambda hot: HotSet(4, policy="mru"), "cache_policy is 'mru'"),
         (lambda hot: hot.step(selection_of({20: 1.0}), 1), "from 0 to 19"),
+        (lambda hot: hot.begin_prefetch(np.array([20], np.int32)), "from 0 to 19"),
         (lambda hot: hot.seed(np.array([20], np.int32)), "from 0 to 19"),
         (lambda hot: hot.finish_prefetch(np.array([0], np.int32), True), "no prefetch is"),
         (lambda hot: hot.resize(0), "use 1 or more"),

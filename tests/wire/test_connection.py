@@ -2,7 +2,9 @@
 unreadable answer, of a newer or a broken server, fails its own call only. A process with a client
 forks like any other process."""
 
+import contextlib
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from hotkv_proto.layout import Layout
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS
 from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2
+from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from tests.server.refusals import fill
 
 SPACE = KeySpace("m", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
@@ -52,6 +55,9 @@ def pending(**fields: Any) -> Pending:
 def test_after_its_end_a_connection_takes_no_call(made: Connection) -> None:
     before = pending()
     assert made.submit(_wire.ping(), before, None) is None and made.num_pending == 1
+    made.outbox.get_nowait()
+    made.send_only(_wire.release("x" * MAX_MESSAGE_BYTES))
+    assert made.outbox.empty(), "the server would end the stream"
     made.end()
     assert isinstance(before.future.exception(0), SessionLostError)
     after = pending()
@@ -94,12 +100,13 @@ def test_a_cancelled_store_with_a_word_of_the_fence_ends_at_once(made: Connectio
         made.cancel(name)
     assert [future.result(0).status for future in futures] == [TransferStatus.CANCELLED] * 2
     assert not load.future.done() and made.num_pending == 3
-    assert not made.has_unrevocable_store()
+    refused = made.submit(_wire.ping(), pending(transfer_id="unrevocable"), None)
+    assert refused is not None and refused.reason is Reason.OVERLOADED and made.num_pending == 3
 
 
-def test_a_store_without_a_word_of_the_fence_can_not_be_revoked(made: Connection) -> None:
+def test_a_store_of_a_connection_without_a_link_reads_no_memory(made: Connection) -> None:
     store = pending(transfer_id="s")
-    assert made.submit(_wire.ping(), store, None) is None and made.has_unrevocable_store()
+    assert made.submit(_wire.ping(), store, None) is None
     future = store.future
     made.cancel("s")
     assert not future.done()
@@ -134,6 +141,33 @@ def test_grpc_does_not_hold_up_a_fork(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FORKS, str(tmp_path / "socket")]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
     assert done.returncode == 0 and b"fork" not in done.stderr, done.stderr
+
+
+FORKED = """
+import os, sys
+from tests.wire.test_connection import OddServer, Server, masks_by, session_to
+
+session = session_to(sys.argv[1])
+with OddServer(sys.argv[1], Server(lambda number: [masks_by(number)])):
+    session.start()
+    assert session.wait_connected(60)
+    child = os.fork()
+    if not child:
+        try:
+            print(session.lookup([]).exception(5), flush=True)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert session.lookup([]).exception(60) is None
+    session.close()
+"""
+
+
+def test_a_forked_process_has_no_session(target: str) -> None:
+    """A call there fails; its answer could never come."""
+    command = [sys.executable, "-c", FORKED, target]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert f"no server at {target} (closed)" in done.stdout, done.stderr
 
 
 def bodies(kind: Any) -> tuple[str, ...]:
@@ -285,6 +319,63 @@ def opened() -> Any:
     message = answer("session_opened", 0, is_filled=False)
     message.session_opened.session_id = "s"
     return message
+
+
+def link(**sizes: int) -> bytes:
+    packed: bytes = session_pb2.LinkResponse(**sizes).SerializeToString()
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("packet", "file_bytes", "words"),
+    [
+        (b"", (), "closed the descriptor socket without an answer"),
+        (link(arena_byte_count=4096), (), "sent 0 descriptors, not one for each size"),
+        (link(table_byte_count=4096), (4096, 4096), "sent 2 descriptors"),
+        (link(table_byte_count=4096), (0,), "the file has 0 bytes, not 4096"),
+        (link(table_byte_count=4096), (4096,), "block table has magic"),
+        (b"\xff" * 40, (), "DecodeError"),
+    ],
+)
+def test_a_link_without_a_table_opens_no_session_and_leaves_no_descriptor(
+    target: str, packet: bytes, file_bytes: tuple[int, ...], words: str
+) -> None:
+    files = [os.memfd_create("odd-table") for _ in file_bytes]
+    for fd, num_bytes in zip(files, file_bytes, strict=True):
+        os.truncate(fd, num_bytes)
+
+    def says(packed: bytes) -> list[bytes]:
+        message = opened()
+        message.session_opened.has_descriptor_socket = True
+        return [message.SerializeToString()]
+
+    def serves() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with listener.accept()[0] as peer:
+                    if peer.recv(4096) and packet:
+                        socket.send_fds(peer, [packet], files)
+
+    heard: queue.SimpleQueue[tuple[LinkState, str]] = queue.SimpleQueue()
+    session = session_to(target, on_state=lambda *news: heard.put(news))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, OddServer(target, says):
+        listener.bind(str(Path(target.removeprefix("unix:")).parent / "fd.sock"))
+        listener.listen()
+        thread = threading.Thread(target=serves)
+        thread.start()
+        session.start()
+        state, reason = heard.get(timeout=60)
+        session.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(60)
+    assert state is LinkState.ABSENT and words in reason, reason
+    left = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            left += "odd-table" in os.readlink(f"/proc/self/fd/{number}")
+    assert left == len(files)
+    for fd in files:
+        os.close(fd)
 
 
 class Server:
@@ -490,7 +581,7 @@ def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, ope
     def slow(packed: bytes) -> list[bytes]:
         asked.set()
         assert goes_on.wait(60)
-        return [opened().SerializeToString() if opens else b"\xff" * 40]
+        return [(opened() if opens else answer("pong", 0)).SerializeToString()]
 
     session = session_to(target)
     assert not session.wait_opened(60)
@@ -546,6 +637,8 @@ def test_listeners_that_raise_do_not_end_a_session(target: str) -> None:
         assert session.wait_connected(60)
         for _ in range(2):
             assert session.lookup([GroupHashes(0, [bytes(32)])]).result(60) == ()
+        error = session.open_residency("r", {0: 1}).exception(60)
+        assert isinstance(error, HotKVError) and error.reason is Reason.VERSION_MISMATCH
     session.close()
     assert LinkState.CONNECTED in heard and LinkState.CLOSED in heard
     assert any(isinstance(one, Evicted) for one in heard)
@@ -556,3 +649,7 @@ def test_arguments_that_make_no_message_come_out_of_the_future(target: str) -> N
     future = session.lookup([GroupHashes("0", [bytes(32)])])  # type: ignore[arg-type]
     error = future.exception(0)
     assert isinstance(error, HotKVError) and error.reason is Reason.INVALID_FIELD
+    error = session.acquire("l", [GroupHashes(0, [b"short"])]).exception(0)
+    assert isinstance(error, HotKVError) and error.reason is Reason.INVALID_HASH
+    with pytest.raises(SessionLostError):
+        session.selects()

@@ -43,11 +43,15 @@ _hotkv() {{
   esac
 }}
 _hotkv_values() {{
-  COMPREPLY+=($(compgen -W "$(hotkv {program} "$1" "$word" "${{COMP_WORDS[@]:1}}" 2>/dev/null |
-    cut -f1)" -- "$word"))
+  local value
+  while IFS=$'\\t' read -r value _; do
+    [[ $value == "$word"* ]] && COMPREPLY+=("$(printf %q "$value")")
+  done < <(hotkv {program} "$1" "$word" "${{COMP_WORDS[@]:1}}" 2>/dev/null)
 }}
 complete -o default -F _hotkv hotkv
 """
+"""The script for bash. Clients choose the names of sessions, so values are quoted, and `compgen -W`
+does not get them: it would run commands in them."""
 ZSH_HEAD = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
@@ -83,10 +87,8 @@ def script(top: argparse.ArgumentParser, shell: str) -> str:
 
 def _parsers(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """Returns the parser of each command of the command line `top`, by the command's name."""
-    for action in top._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return dict(action.choices)
-    return {}
+    (found,) = (one for one in top._actions if isinstance(one, argparse._SubParsersAction))
+    return dict(found.choices)
 
 
 def _words(parser: argparse.ArgumentParser) -> Iterator[str]:

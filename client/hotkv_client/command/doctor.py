@@ -5,9 +5,11 @@ Always true: the checks change nothing and need no server. They read files below
 which tests replace. A check that can't read its files returns the state UNKNOWN, not a problem.
 """
 
+import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -218,11 +220,12 @@ def stale_arenas(host: Host) -> Finding:
         for note in (host.root / "dev/shm").glob(f"{depth}/server.json"):
             arena, lock = note.parent / "arena", note.parent / "lock"
             try:
-                pid = lock.read_text().strip()
+                pid = lock.read_text(errors="replace").strip()
                 taken = arena.stat().st_blocks * 512
             except OSError:
                 continue
-            if not (host.root / "proc" / pid).is_dir() or not pid:
+            # Any user may make such a file, with any content.
+            if not re.fullmatch("[0-9]{1,10}", pid) or not (host.root / "proc" / pid).is_dir():
                 gone.append(note.parent.name)
                 num_bytes += taken
     if not gone:
@@ -238,7 +241,11 @@ def stale_arenas(host: Host) -> Finding:
 def offload_regions(host: Host) -> Finding:
     """Checks shared memory for files of vLLM's offloading that killed engines have left behind.
     vLLM removes its file only when the engine stops normally."""
-    regions = {one.name: one for one in (host.root / "dev/shm").glob("vllm_offload_*.mmap")}
+    regions: dict[str, int] = {}
+    for one in (host.root / "dev/shm").glob("vllm_offload_*.mmap"):
+        # An engine may end meanwhile, and remove its file.
+        with contextlib.suppress(FileNotFoundError):
+            regions[one.name] = one.stat().st_blocks * 512
     if not regions:
         return Finding("offloading", GOOD, "no memory of vLLM's offloading without an engine")
     in_use: set[str] = set()
@@ -255,12 +262,12 @@ def offload_regions(host: Host) -> Finding:
     left = sorted(regions.keys() - in_use)
     if not left:
         return Finding("offloading", GOOD, f"{len(regions)} engines offload into shared memory")
-    num_bytes = sum(regions[name].stat().st_blocks * 512 for name in left)
+    num_bytes = sum(regions[name] for name in left)
     return Finding(
         "offloading",
         WARN,
         f"{len(left)} files of killed engines hold {human_bytes(num_bytes)} of shared memory",
-        "rm " + " ".join(f"/dev/shm/{name}" for name in left),
+        shlex.join(["rm", *(f"/dev/shm/{name}" for name in left)]),
     )
 
 
@@ -281,7 +288,8 @@ def sockets(host: Host) -> Finding:
     if not directory.is_dir():
         return Finding("sockets", UNKNOWN, "no /run/hotkv: no server has run as a service here")
     socket = directory / "grpc.sock"
-    if not socket.exists():
+    # The socket of a folder that this user may not enter looks as if it did not exist.
+    if os.access(directory, os.X_OK) and not socket.exists():
         return Finding(
             "sockets", WARN, "no server listens in /run/hotkv", "systemctl start hotkv-server"
         )

@@ -1,8 +1,8 @@
 """Reads a prompt that a user names. The user gives token ids, block hashes, an answer of vLLM's
 `/tokenize`, or a chat that an engine tokenises.
 
-Always true: a prompt is refused, with the reason, if its block hashes depend on more than its
-tokens (images, adapters, salts).
+Always true: a chat with images or a cache salt is refused, with the reason, because the hashes of
+its blocks depend on more than its tokens. A request does not show whether its model is an adapter.
 """
 
 import http.client
@@ -93,7 +93,7 @@ def _said(text: str) -> str:
     try:
         found = json.loads(text)
         message = found["error"]["message"] if "error" in found else found["message"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         message = text
     return " ".join(str(message).split())[:500]
 
@@ -140,7 +140,7 @@ def _text(path: Path) -> str:
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
 
 

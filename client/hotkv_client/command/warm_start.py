@@ -20,7 +20,7 @@ CALL_BLOCKS = 2_000
 """Most blocks in a call. Calls run one after the other, so the hottest blocks are promoted
 first."""
 TOKEN_BYTES = 4
-UNREADABLE = (ValueError, KeyError, TypeError, OverflowError)
+UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error)
 """The exceptions that a line of another format raises."""
 COUNTS = (
     "present_block_count",
@@ -176,7 +176,7 @@ def _tokens(path: Path, number: int, line: str) -> bytes:
     try:
         ids = json.loads(line)
         return struct.pack(f"<{len(ids)}i", *ids)
-    except (ValueError, TypeError, struct.error) as error:
+    except UNREADABLE as error:
         raise ValueError(
             f"{path}:{number}: a JSON list of token ids was expected ({error})"
         ) from error

@@ -343,7 +343,7 @@ def prefetch(
         try:
             named = json_format.ParseDict(_with_numbers(key_space), layout_pb2.KeySpace())
             request.key_space.CopyFrom(named)
-        except json_format.ParseError as error:
+        except (json_format.ParseError, TypeError) as error:
             raise ValueError(f"key_space: {error}") from error
     try:
         timeout_s += wait_s or DEFAULT_WAIT_S
