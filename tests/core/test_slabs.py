@@ -236,6 +236,13 @@ def test_freeing_with_another_size_or_twice_is_caught() -> None:
         pool.free(SLOT_ALIGN, offsets)
 
 
+def test_slots_that_were_freed_last_are_used_first() -> None:
+    pool = SlabPool(4 * SLAB, SLAB)
+    first = pool.allocate(SLOT_ALIGN, 6)
+    pool.free(SLOT_ALIGN, first[[0, 4]])
+    assert (pool.allocate(SLOT_ALIGN, 9) // SLOT_ALIGN).tolist() == [4, 0, *range(6, 13)]
+
+
 @pytest.mark.parametrize(
     ("arena_bytes", "slab_bytes"),
     [(SLAB, 0), (SLAB, SLOT_ALIGN + 1), (SLAB - 1, SLAB), (SLAB, -SLOT_ALIGN)],

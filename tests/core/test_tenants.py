@@ -219,6 +219,15 @@ def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
     space.check_invariants()
 
 
+def test_a_tenant_above_its_guarantee_gives_its_own_colder_slabs() -> None:
+    space = make_space("lru", {"a": TenantShare(2 * SLAB)})
+    fill(space, 1, 8)
+    fill(space, 4, 32, first=10)
+    insert(space, 1, 0, words_of(range(2000, 2004)), 2 * SLOT_ALIGN, np.arange(4))
+    assert len(space.index.ready_blocks(4)) == 32 and not len(space.index.ready_blocks(1))
+    space.check_invariants()
+
+
 def test_a_bound_is_kept_in_parts_and_others_may_store_between_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
