@@ -16,7 +16,7 @@ from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.hints import drive as hints_module
 from hotkv_server.hints import told
 from hotkv_server.hints import work as hint_work
-from hotkv_server.hints.book.outcomes import HintOutcome
+from hotkv_server.hints.book.outcomes import HintBook, HintOutcome
 from hotkv_server.hints.book.sessions import SessionReceipt
 from hotkv_server.hints.capability import HintsCapability
 from hotkv_server.node import event_loop
@@ -197,11 +197,13 @@ async def test_a_key_space_that_is_forgotten_during_an_action_has_no_blocks(
 async def test_an_action_on_more_blocks_than_a_tenant_may_name_is_rejected(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = await opened(node)
-    for blocks_per_action, status in ((8 / 511, Status.MISSING), (8 / 512, Status.REJECTED)):
+    one, half = await opened(node), Target("", len(PROMPT) // 2 * KEY_SPACE.hash_block_tokens)
+    for blocks_per_action, status in ((4 / 511, Status.MISSING), (4 / 512, Status.REJECTED)):
         monkeypatch.setattr(hint_work, "BLOCKS_PER_ACTION", blocks_per_action)
-        one.desk.book = type(one.desk.book)()
-        (outcome,) = await one.desk.act(one.origin(), demotes(1))
+        one.desk.book = HintBook()
+        (outcome,) = await one.desk.act(
+            one.origin(), Hints("m", (Action("a", ActionType.DEMOTE, half),))
+        )
         assert outcome.status is status, outcome.reason
     assert "too many blocks" in outcome.reason
 
