@@ -262,15 +262,19 @@ async def test_several_samples_of_a_prompt_release_their_session(
     node: Node, monkeypatch: pytest.MonkeyPatch, message: str, *, goes_on: bool
 ) -> None:
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
-    monkeypatch.setattr(hints_module, "END_DELAY_S", 0.02)
+    monkeypatch.setattr(hints_module, "END_DELAY_S", 0.0)
     one, release = await opened(node), Hints(message, RELEASE.actions)
     await one.note(*[report(PROMPT, release, "s")] * 2)
     for last in (50, 60):
         one.desk.ended(one.origin(words_of([*range(8), last]), "s"), release)
         if goes_on:
             one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
+    outcome = await one.settled(message)
+    await asyncio.gather(*one.desk._tasks)
     reason = "the session has gone on" if goes_on else "none of the blocks is in host memory"
-    assert (await one.settled(message)).reason == reason
+    assert outcome.reason == reason
+    # Nine blocks in each group, once.
+    assert outcome.num_blocks == (0 if goes_on else 2 * 9)
     known = one.desk.book.known(KEY_SPACE.tenant)
     assert known is not None
     assert (known.sessions.get("s") is not None) == goes_on
