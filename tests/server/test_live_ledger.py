@@ -102,6 +102,7 @@ async def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
     assert kept.rows[0][1].total[kept.names.index("requests")] == 2
     assert World(folder).ledger.savings().total.requests == 2
     size = (folder / "ledger").stat().st_size
+    assert not (folder / "ledger").stat().st_mode & 0o177
     assert len(read_ledger(folder, size) or b"") == size
     with pytest.raises(OSError, match="more than"):
         read_ledger(folder, size - 1)
