@@ -279,6 +279,24 @@ def test_pinning_ends_with_the_memory_and_with_the_server(
     runtime.close()
 
 
+def test_who_waits_for_memory_when_the_server_stops_is_told(filling: Filling) -> None:
+    go_on = threading.Event()
+
+    def first() -> Iterator[None]:
+        go_on.wait(60)
+        yield
+
+    filling.start(nothing, settles=False, first=first())
+    timers = threading.Timer(0.1, filling.close), threading.Timer(0.2, go_on.set)
+    for timer in timers:
+        timer.start()
+    with pytest.raises(OSError, match="the server stops"):
+        filling.wait(COLLAPSE_BYTES)
+    for timer in timers:
+        timer.join(60)
+    assert not filling.filled_bytes and filling.is_alive()
+
+
 def test_slabs_in_which_blocks_came_back_are_brought_in(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

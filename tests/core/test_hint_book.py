@@ -12,8 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hotkv_proto.hints import Status
 from hotkv_proto.table import Words
+from hotkv_server.hints import told
 from hotkv_server.hints.book.outcomes import HintBook, HintLimits, HintOutcome, TenantHints
 from hotkv_server.hints.book.sessions import MAX_OTHERS, MAX_OTHERS_BYTES, RECENT_S, HintSessions
+from hotkv_server.node.capability import Filters
 
 LIMITS = HintLimits(
     sessions=4, session_bytes=32 * 40, outcomes=6, actions_per_s=2.0, burst_actions=5, tracked=3,
@@ -162,7 +164,8 @@ class TenantMachine(RuleBasedStateMachine):
         for _, watched, _, _ in self.watched[like : like + 1]:
             chain = watched + chain
         stop = min(stop, len(chain))
-        expected = {id(one[0]): one[0].reused_blocks for one in self.watched}
+        before = {id(one[0]): (one[0].reused_blocks, one[0].sequence) for one in self.watched}
+        expected = {name: count for name, (count, _) in before.items()}
         for outcome, mine, start, seen in self.watched:
             span = range(max(first, start), min(stop, common(mine, chain)))
             fresh = set(span) - seen
@@ -172,6 +175,8 @@ class TenantMachine(RuleBasedStateMachine):
         for outcome, _, _, _ in self.watched:
             assert outcome.reused_blocks == expected[id(outcome)]
             assert outcome.saved_s == pytest.approx(0.5 * outcome.reused_blocks)
+            count, sequence = before[id(outcome)]
+            assert (outcome.sequence > sequence) == (outcome.reused_blocks > count)
 
     @rule(which=st.integers(0, 5))
     def settle(self, which: int) -> None:
@@ -228,6 +233,15 @@ def test_a_cursor_misses_nothing_of_the_next_server() -> None:
             tenant.begin(HintOutcome("m", f"{now_s} {number}", "pin", "", now_s))
         assert len(tenant.since(cursor, "", 100)) == num_actions
         cursor = tenant.last_sequence
+
+
+def test_operators_see_the_latest_actions_of_all_tenants_in_order() -> None:
+    book = HintBook()
+    for name, came_s in (("b", 1.0), ("a", 2.0), ("b", 3.0)):
+        book.tenant(name, 0.0).begin(HintOutcome("m", f"{came_s}", "pin", "", came_s))
+    for size in (1, 2, 3):
+        rows = told.hints(book, Filters({"page_size": f"{size}"}))["outcomes"]
+        assert [row["action_id"] for row in rows] == ["1.0", "2.0", "3.0"][-size:]
 
 
 def test_the_tenant_that_was_heard_of_longest_ago_is_forgotten() -> None:

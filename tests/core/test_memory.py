@@ -83,6 +83,7 @@ def leave(folder: Path, *, unfit: bool) -> None:
         start.store(key_space, range(10 * at, 10 * at + 5))
     known = tuple(KnownKeySpace(at, one.key_space) for at, one in start.core.key_spaces.items())
     start.memory.save_state(ServerState(SLAB, known))
+    start.memory.save_use(np.zeros(CAPACITY + 1))
     start.end()
 
 
@@ -221,6 +222,9 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(
         NodeMemory.open(tmp_path / "large", 1 << 50, SLAB, CAPACITY, 7)
     assert [path.name for path in (tmp_path / "large").iterdir()] == ["lock"]
     start = Start(tmp_path, prefault=True).take_over()
+    assert not (tmp_path / USE_FILE).exists(), "its times are of entries of the old table"
+    assert not (tmp_path / "large").stat().st_mode & 0o027
+    assert not (tmp_path / "state.json").stat().st_mode & 0o177
     assert start.memory.records.num_entries == start.core.space.index.limit >= 5
     assert start.found(KEY_SPACES[0], range(5)) == [True] * 5
     (tmp_path / "table").unlink()
@@ -317,6 +321,8 @@ def test_a_file_that_may_only_be_read_is_refused_and_nothing_stays_mapped(tmp_pa
         FileMapping(fd, 8192, "kv")
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(fd)
+    assert Path("/proc/self/statm").read_text().split()[0] == mapped
+    FileMapping(os.open(tmp_path / "kv", os.O_RDWR), 8191, "kv").close()
     assert Path("/proc/self/statm").read_text().split()[0] == mapped
 
 

@@ -124,14 +124,16 @@ def test_what_the_scrubber_condemns_is_not_loaded_under_a_lease(arena: Arena) ->
     """Holds also if the block was compared before, and if the load is running."""
     arena.verifier.verify_for(10.0)
     arena.hold()
-    slots = arena.load("t", range(5))
+    slots, good = arena.load("t", range(5)), arena.load("u", range(5, 9))
     assert not arena.verifier.unverified(slots)
     arena.spoil(3)
     batch = arena.verifier.next_batch()
     assert batch is not None
     arena.settle(arena.verifier.cases(batch))
     assert len(arena.settle(arena.verifier.unverified(slots))) == 1
-    arena.core.end_load(arena.session.number, "t", False)
+    assert arena.verifier.is_doubtful([*good, *slots]) and not arena.verifier.is_doubtful(good)
+    for load in "tu":
+        arena.core.end_load(arena.session.number, load, False)
     arena.core.release(arena.session.number, "held")
     assert not arena.core.space.index.unverified.any()
 

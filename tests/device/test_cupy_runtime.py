@@ -265,6 +265,10 @@ def test_what_is_missing_is_named(
     machine.driver.fail("cuInit", 0)
     monkeypatch.setitem(sys.modules, "cupy", None)
     refused(r"CuPy does not load: .*pip install .*cupy-cuda12x")
+    monkeypatch.delitem(sys.modules, "cupy")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "cupy.py").write_text("raise ValueError('numpy.dtype size changed')")
+    refused("CuPy does not load: numpy.dtype size changed: ")
 
 
 def test_types_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hotkv_client import BlockResult
 from hotkv_client.testing import PagedEngine
 from hotkv_server import cli
 from hotkv_server.memory.arena import LOCK_FILE, BusyError, NodeMemory, lock_file
-from hotkv_server.memory.left_behind import find
+from hotkv_server.memory.left_behind import find, remove
 from tests.server.places import LAYERS, PAGE_BYTES, store
 from tests.server.support import hashes
 
@@ -145,6 +145,14 @@ def test_only_files_of_a_server_go(folder: Folder) -> None:
     (folder.path / "odd" / "server.json").write_text('["x"]')
     # Links are not followed, and only arenas are listed.
     assert [*folder.listed()] == ["mine", "odd"]
+    # Nor is a link that takes the place of an arena after it was found.
+    odd = next(one for one in find(folder.path) if one.name == "odd")
+    odd.path.rename(folder.path / "away")
+    odd.path.symlink_to(outside / "arena")
+    with pytest.raises(NotADirectoryError):
+        remove(odd)
+    odd.path.unlink()
+    (folder.path / "away").rename(odd.path)
     assert folder.command("--remove-stale") == 0
     assert [path.name for path in arena.iterdir()] == ["notes"]
     assert not (folder.path / "odd").exists()

@@ -20,7 +20,7 @@ from hotkv_proto.messages.layout import read_device_mark, read_device_order
 from hotkv_proto.order import NO_ORDER, DeviceMark, DeviceOrder, OrderKind
 from hotkv_proto.v1 import cache_pb2, layout_pb2
 from hotkv_server.device.devices import NO_DEVICES, Devices, uuid_text
-from hotkv_server.device.runtime import DeviceError
+from hotkv_server.device.runtime import DeviceError, Extent
 from hotkv_server.memory import mapping
 from hotkv_server.node.order import SessionOrder
 from hotkv_server.node.session import SessionMemory, check_handles, open_session_memory
@@ -156,6 +156,14 @@ def test_memory_of_another_device_than_its_uuid_says_is_refused(
     opened = _open(layout, devices)
     assert opened.regions["k"].num_bytes == 2 * PAGE
     opened.close()
+
+    def lost(device: int, address: int) -> Extent:
+        raise DeviceError("it is gone", is_lost=True)
+
+    monkeypatch.setattr(runtime, "extent", lost)
+    with pytest.raises(HotKVError, match="it is gone"):
+        _open(layout, devices)
+    assert not runtime.held()
 
 
 def test_a_handle_of_another_tenants_memory_opens_nothing(

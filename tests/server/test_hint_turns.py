@@ -16,7 +16,7 @@ from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.hints import drive as hints_module
 from hotkv_server.hints import told
 from hotkv_server.hints import work as hint_work
-from hotkv_server.hints.book.outcomes import HintOutcome
+from hotkv_server.hints.book.outcomes import HintBook, HintOutcome
 from hotkv_server.hints.book.sessions import SessionReceipt
 from hotkv_server.hints.capability import HintsCapability
 from hotkv_server.node import event_loop
@@ -197,11 +197,13 @@ async def test_a_key_space_that_is_forgotten_during_an_action_has_no_blocks(
 async def test_an_action_on_more_blocks_than_a_tenant_may_name_is_rejected(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = await opened(node)
-    for blocks_per_action, status in ((8 / 511, Status.MISSING), (8 / 512, Status.REJECTED)):
+    one, half = await opened(node), Target("", len(PROMPT) // 2 * KEY_SPACE.hash_block_tokens)
+    for blocks_per_action, status in ((4 / 511, Status.MISSING), (4 / 512, Status.REJECTED)):
         monkeypatch.setattr(hint_work, "BLOCKS_PER_ACTION", blocks_per_action)
-        one.desk.book = type(one.desk.book)()
-        (outcome,) = await one.desk.act(one.origin(), demotes(1))
+        one.desk.book = HintBook()
+        (outcome,) = await one.desk.act(
+            one.origin(), Hints("m", (Action("a", ActionType.DEMOTE, half),))
+        )
         assert outcome.status is status, outcome.reason
     assert "too many blocks" in outcome.reason
 
@@ -260,15 +262,19 @@ async def test_several_samples_of_a_prompt_release_their_session(
     node: Node, monkeypatch: pytest.MonkeyPatch, message: str, *, goes_on: bool
 ) -> None:
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
-    monkeypatch.setattr(hints_module, "END_DELAY_S", 0.02)
+    monkeypatch.setattr(hints_module, "END_DELAY_S", 0.0)
     one, release = await opened(node), Hints(message, RELEASE.actions)
     await one.note(*[report(PROMPT, release, "s")] * 2)
     for last in (50, 60):
         one.desk.ended(one.origin(words_of([*range(8), last]), "s"), release)
         if goes_on:
             one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
+    outcome = await one.settled(message)
+    await asyncio.gather(*one.desk._tasks)
     reason = "the session has gone on" if goes_on else "none of the blocks is in host memory"
-    assert (await one.settled(message)).reason == reason
+    assert outcome.reason == reason
+    # Nine blocks in each group, once.
+    assert outcome.num_blocks == (0 if goes_on else 2 * 9)
     known = one.desk.book.known(KEY_SPACE.tenant)
     assert known is not None
     assert (known.sessions.get("s") is not None) == goes_on

@@ -171,6 +171,12 @@ def test_a_load_that_fails_takes_its_savings_back(server: Server, groups_engine:
     row = row_of(server.target, "ledger-failed")
     assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (1.0, 0.75, 1)
     assert row["hits"] == {"host": 32} and row["misses"]["failed_load"] == 48
+    # An engine that goes in the middle of a load had no hit either.
+    report(one, RequestReport(prompt, 70, 16, 64, 0.0, saved_s=2.0, report_id=3))
+    one.session.close()
+    wait_for(lambda: row_of(server.target, "ledger-failed")["saved_s"] == 1.0)
+    row = row_of(server.target, "ledger-failed")
+    assert row["failed_load_count"] == 1 and row["misses"]["failed_load"] == 96
 
 
 def test_the_command_shows_a_row_each_and_the_outlook(server: Server, groups_engine: Make) -> None:

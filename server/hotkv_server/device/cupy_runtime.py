@@ -314,7 +314,8 @@ def _load(cupy: ModuleType, source: Path, name: str) -> tuple[object, int]:
 def _import_cupy() -> ModuleType:
     try:
         return importlib.import_module("cupy")
-    except ImportError as error:
+    except (ImportError, ValueError, AttributeError) as error:
+        # With a numpy that it was not built for, CuPy raises other errors.
         raise DeviceError(
             f"CuPy does not load: {error}: {extras.advice('cuda12')}, or of CUDA 13, as the driver "
             "needs"

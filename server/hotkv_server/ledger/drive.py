@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -182,25 +182,27 @@ class LiveLedger:
             # The load was already counted or forgotten, or succeeded. A request may load again
             # after a preemption.
             self._count(_account(session), Usage(waited_s=end.wait_s))
-            return
-        hits = was.usage.hit_tokens
+        else:
+            self._take_back(was, Usage(waited_s=end.wait_s, failed_loads=1))
+
+    def _take_back(self, load: _OpenLoad, more: Usage) -> None:
+        """Subtracts the hit of a load, counts its tokens as missed, and adds the usage `more`."""
+        hits = load.usage.hit_tokens
         self._count(
-            was.account,
-            Usage(
-                saved_s=-was.usage.saved_s,
-                waited_s=end.wait_s,
-                failed_loads=1,
+            load.account,
+            replace(
+                more,
+                saved_s=-load.usage.saved_s,
                 hit_tokens={tier: -count for tier, count in hits.items()},
                 missed_tokens={Miss.FAILED_LOAD: sum(hits.values())},
             ),
         )
 
     def session_closed(self, session: LiveSession) -> None:
-        """Counts the session's loads whose end was not reported as failed: the engine has ended, or
-        reports their ends in another session."""
-        for secret_id, report_id in list(self._loads):
-            if secret_id == session.secret_id:
-                self.load_ended(session, LoadEnd(report_id, 0.0, failed=True))
+        """Subtracts the hits of the session's loads whose end was not reported: the engine or the
+        request has ended before. They do not count as failed loads, of which operators are told."""
+        for key in [key for key in self._loads if key[0] == session.secret_id]:
+            self._take_back(self._loads.pop(key), Usage())
 
     def moved(self, session: LiveSession, loaded_bytes: int, stored_bytes: int) -> None:
         """Counts the bytes of a transfer for a session. They are added to the accounts at the next
