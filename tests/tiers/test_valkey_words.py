@@ -148,17 +148,20 @@ def test_a_replica(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "instead", "words"),
+    ("said", "instead", "cluster", "words"),
     [
-        (b"+master", b"+replica", "is a read-only replica"),
-        (b"+master", b"+slave", "is a read-only replica"),
-        (b"+standalone", b"+sentinel", "is a sentinel"),
-        (b"+standalone", b"+cluster", "is a cluster"),
-        (HELLO, b"+OK\r\n", "what is no answer"),
+        (b"+master", b"+replica", False, "is a read-only replica"),
+        (b"+master", b"+slave", False, "is a read-only replica"),
+        (b"+standalone", b"+sentinel", False, "is a sentinel"),
+        (b"+standalone", b"+sentinel", True, "is a sentinel"),
+        (b"+standalone", b"+cluster", False, "set cluster = true"),
+        (b"+standalone", b"+standalone", True, "is no cluster"),
+        (HELLO, b"+OK\r\n", False, "what is no answer"),
     ],
 )
-def test_a_server_of_another_kind(said: bytes, instead: bytes, words: str) -> None:
-    with scripted(HELLO.replace(said, instead), ABSENT, connections=1) as bench:
+def test_a_server_of_another_kind(said: bytes, instead: bytes, cluster: bool, words: str) -> None:
+    hello = HELLO.replace(said, instead)
+    with scripted(hello, ABSENT, connections=1, cluster=cluster) as bench:
         assert words in problem_of(bench)
 
 
