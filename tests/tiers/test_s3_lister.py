@@ -197,6 +197,25 @@ def test_the_newest_are_learned_first_and_known_before_the_rest(
     assert bucket.fronts == sorted(bucket.fronts) and len(bucket.looks) == 3
 
 
+def test_a_listing_ends_with_its_epoch(
+    bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lister_module, "FIRST_PACKS", LISTS_AT_ONCE)
+    for number in range(4 * LISTS_AT_ONCE):
+        bucket.add(number, 10**15 + number)
+    bucket.turns = threading.Semaphore(1)
+    ask(lister)
+    lister.forget_others("0b", None)
+    bucket.turns.release()
+    wait_for(lambda: len(index) == 2 * LISTS_AT_ONCE)
+    lister.forget_others("0a", Space("0a/8"))
+    bucket.turns.release(FREE)
+    # The listing of the second begins after one that would go on.
+    for other in ("0b/7", "0c/7"):
+        lister.ask(Space(other), time.monotonic() + WAIT_S)
+    assert len(bucket.fronts) <= 3 * LISTS_AT_ONCE
+
+
 def test_no_more_are_read_than_there_is_room_for(bucket: Listed) -> None:
     index = PackIndex(20)
     for number in range(10 * LISTS_AT_ONCE):

@@ -218,8 +218,8 @@ class Lister:
 
     def _look(self, bucket: Bucket, space: Space, folder: _Folder) -> bool:
         """Lists the packs of a key space, and adds them to the index. Returns False if it has
-        stopped, because requests wait for another key space; the next listing goes on there. Raises
-        StoreError."""
+        stopped, because requests wait for another key space; the next listing goes on there. Also
+        stops if the epoch has ended (`forget_others`). Raises StoreError."""
         horizon = age_at(int((time.time() - OVERLAP_S) * 1e6))
         clock_s = time.time() - time.monotonic()
         if folder.horizon == UNSEEN or abs(clock_s - folder.clock_s) > JUMP_S:
@@ -254,6 +254,8 @@ class Lister:
             if at + LISTS_AT_ONCE >= FIRST_PACKS:
                 self._know(folder)
                 with self._changed:
+                    if self._folders.get(space) is not folder:
+                        return True
                     if not all(other.is_known for _, other in self._queue):
                         return False
         with self._changed:
