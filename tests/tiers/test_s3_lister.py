@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hotkv_server.tiers.remote.client import LateError, LostError, StoreError, UnusableError
+from hotkv_server.tiers.remote.client import LostError, StoreError, UnusableError
 from hotkv_server.tiers.s3 import lister as lister_module
 from hotkv_server.tiers.s3.bucket import DeniedError
 from hotkv_server.tiers.s3.index import PackIndex
@@ -180,14 +180,14 @@ def test_the_newest_are_learned_first_and_known_before_the_rest(
     for number in range(count):
         bucket.add(number, 10**15 + number)
     bucket.turns = threading.Semaphore(0)
-    with pytest.raises(LateError):
+    with pytest.raises(LostError, match="has not listed"):
         ask(lister, within_s=0.02)
     bucket.turns.release()
     ask(lister)
     assert len(index) == LISTS_AT_ONCE and index.find([key(count - 1)]) != [None]
     # The first request of another key space waits for a single read of lists.
     other = Space("0b/7")
-    with pytest.raises(LateError):
+    with pytest.raises(LostError, match="has not listed"):
         lister.ask(other, time.monotonic() + 0.02)
     bucket.turns.release()
     lister.ask(other, time.monotonic() + WAIT_S)

@@ -30,7 +30,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from hotkv_server.tiers.remote.client import LateError, LostError, StoreError, UnusableError
+from hotkv_server.tiers.remote.client import LostError, StoreError, UnusableError
 from hotkv_server.tiers.s3.bucket import Bucket, DeniedError
 from hotkv_server.tiers.s3.index import PackIndex
 from hotkv_server.tiers.s3.packs import (
@@ -147,7 +147,8 @@ class Lister:
                     raise type(folder.error)(str(folder.error))
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
-                    raise LateError("has not answered in time")
+                    # No LateError: a long listing must not make the whole tier count as down.
+                    raise LostError("has not listed the packs of a key space yet")
                 self._changed.wait(left_s)
 
     def forget_others(self, fingerprint: str, space: Space | None) -> None:
