@@ -9,7 +9,7 @@ import pytest
 
 from hotkv_server.tiers.remote import workers
 from hotkv_server.tiers.remote.calls import Part, PartQueue, RemoteCall
-from hotkv_server.tiers.remote.client import LateError
+from hotkv_server.tiers.remote.client import LateError, UnusableError
 from hotkv_server.tiers.remote.workers import (
     FIRST_WAIT_S,
     LONGEST_WAIT_S,
@@ -33,7 +33,10 @@ class Client:
 
 
 class World:
-    """Workers that connect once `opens` is set. Records their connections and ended calls."""
+    """Workers that connect once `opens` is set, unless `is_away`. Records their connections and
+    ended calls."""
+
+    is_away, num_tries = False, 0
 
     def __init__(self, connections: int, *, connects_first: bool = False) -> None:
         self.opens = threading.Event()
@@ -44,7 +47,10 @@ class World:
         self.ended: list[str] = []
 
     def _connect(self, until_s: float) -> Client:
+        self.num_tries += 1
         assert self.opens.wait(60)
+        if self.is_away:
+            raise UnusableError("is away")
         self.clients.append(Client())
         return self.clients[-1]
 
@@ -131,6 +137,29 @@ def test_no_part_waits_for_a_connection_while_there_is_another() -> None:
             world.ask(f"{number}")
         world.wait_for(*map(str, range(20)))
         assert len(world.clients) == 3 and not world.workers.stalled_s(time.monotonic() + 9)
+    finally:
+        world.close()
+
+
+def test_all_threads_connect_after_a_problem() -> None:
+    """No part waits for the connection of its thread, although another thread ends the problem."""
+    world, both = World(2, connects_first=True), threading.Barrier(2)
+
+    def fail(client: Client, until_s: float) -> None:
+        both.wait(60)
+        raise UnusableError("is away")
+
+    try:
+        wait_for(lambda: len(world.clients) == 3, "it does not connect")
+        world.is_away = True
+        for name in ("one", "other"):
+            world.ask(name, fail)
+        world.wait_for("one", "other")
+        world.opens.clear()
+        world.is_away, num_tries = False, world.num_tries
+        wait_for(lambda: world.num_tries > num_tries, "it is not tried again")
+        world.opens.set()
+        wait_for(lambda: len(world.clients) == 5, "a thread does not connect")
     finally:
         world.close()
 

@@ -130,21 +130,6 @@ def test_packs_are_known_after_reads_that_failed(
     bench.check_read([3, 6, 9, 12], [4, 5, 6, 7])
 
 
-def test_packs_that_are_forbidden_at_the_first_look_are_found_later(
-    s3_server: Server, proxy: FaultProxy
-) -> None:
-    prefix, endpoint = new_prefix(), f"http://127.0.0.1:{proxy.port}"
-    with bench_over(s3_server, prefix) as writer:
-        writer.fill([3, 6], [0, 1])
-        assert (writer.write([3, 6], [0, 1]) == Write.STORED).all()
-    with bench_over(s3_server, prefix, endpoint=endpoint) as node:
-        proxy.on_reply = instead_of_packs(b"403 Forbidden")
-        assert node.probe([3, 6]).tolist() == [Read.ABSENT] * 2 and not node.tier.problem()
-        proxy.on_reply = nothing
-        wait_for(lambda: node.probe([3, 6]).tolist() == [Read.FOUND] * 2, "they are not found")
-        node.check_read([3, 6], [4, 5])
-
-
 def spoil(piece: bytes) -> Iterator[bytes]:
     """Makes the signature of a request wrong."""
     yield piece.replace(b"Signature=", b"Signature=00", 1)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hotkv_server.tiers.remote.client import LateError, LostError, StoreError, UnusableError
+from hotkv_server.tiers.remote.client import LostError, StoreError, UnusableError
 from hotkv_server.tiers.s3 import lister as lister_module
 from hotkv_server.tiers.s3.bucket import DeniedError
 from hotkv_server.tiers.s3.index import PackIndex
@@ -180,14 +180,14 @@ def test_the_newest_are_learned_first_and_known_before_the_rest(
     for number in range(count):
         bucket.add(number, 10**15 + number)
     bucket.turns = threading.Semaphore(0)
-    with pytest.raises(LateError):
+    with pytest.raises(LostError, match="has not listed"):
         ask(lister, within_s=0.02)
     bucket.turns.release()
     ask(lister)
     assert len(index) == LISTS_AT_ONCE and index.find([key(count - 1)]) != [None]
     # The first request of another key space waits for a single read of lists.
     other = Space("0b/7")
-    with pytest.raises(LateError):
+    with pytest.raises(LostError, match="has not listed"):
         lister.ask(other, time.monotonic() + 0.02)
     bucket.turns.release()
     lister.ask(other, time.monotonic() + WAIT_S)
@@ -195,6 +195,25 @@ def test_the_newest_are_learned_first_and_known_before_the_rest(
     bucket.turns.release(2)
     wait_for(lambda: len(index) == count)
     assert bucket.fronts == sorted(bucket.fronts) and len(bucket.looks) == 3
+
+
+def test_a_listing_ends_with_its_epoch(
+    bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lister_module, "FIRST_PACKS", LISTS_AT_ONCE)
+    for number in range(4 * LISTS_AT_ONCE):
+        bucket.add(number, 10**15 + number)
+    bucket.turns = threading.Semaphore(1)
+    ask(lister)
+    lister.forget_others("0b", None)
+    bucket.turns.release()
+    wait_for(lambda: len(index) == 2 * LISTS_AT_ONCE)
+    lister.forget_others("0a", Space("0a/8"))
+    bucket.turns.release(FREE)
+    # The listing of the second begins after one that would go on.
+    for other in ("0b/7", "0c/7"):
+        lister.ask(Space(other), time.monotonic() + WAIT_S)
+    assert len(bucket.fronts) <= 3 * LISTS_AT_ONCE
 
 
 def test_no_more_are_read_than_there_is_room_for(bucket: Listed) -> None:

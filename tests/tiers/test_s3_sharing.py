@@ -175,6 +175,10 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(
         with bench_over(s3_server, prefix, **over_it) as node_b:
             # The list of a pack can't be read, then the blocks of another pack.
             assert read(node_b, [1, 2]) == [Read.ABSENT, Read.FOUND]
+            forbidden.clear()
+            wait_for(lambda: read(node_b, [1, 2]) == [Read.FOUND] * 2, "a pack is not found")
+            node_b.tier.forget([key(1)])
+            wait_for(lambda: probe(node_b, [1]) == [Read.ABSENT], "it is not forgotten")
             forbidden.append(second)
             assert read(node_b, [1, 2]) == [Read.ABSENT, Read.FAILED]
             # The second pack stays known, as the store may forbid it only for a while.

@@ -334,20 +334,6 @@ def test_a_server_that_hangs_is_given_up_after_its_time(cluster: Cluster) -> Non
         wait_for(lambda: (bench.read(numbers, numbers) == Read.FOUND).all(), "it did not come back")
 
 
-def test_a_cluster_and_a_server_are_told_apart(cluster: Cluster, tmp_path: Path) -> None:
-    with bench_over(cluster.address.split(",")[0]) as bench:
-        wait_for(bench.tier.problem, "no problem is known")
-        assert "set cluster = true" in bench.tier.problem()
-    from tests.tiers.valkey_support import running as running_alone
-
-    with (
-        running_alone(tmp_path / "alone") as server,
-        bench_over(f"127.0.0.1:{server.port}", cluster=True) as bench,
-    ):
-        wait_for(bench.tier.problem, "no problem is known")
-        assert "is no cluster" in bench.tier.problem()
-
-
 def test_a_server_that_has_left_the_cluster_hides_no_other(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -34,16 +34,18 @@ def scripted(
     *script: bytes, by_name: Mapping[bytes, bytes] | None = None, **options: object
 ) -> Iterator[Bench]:
     """Yields a bench over a server that answers each command with the next reply of its script.
-    Each connection starts the script again. `by_name`: replies to commands of these names, in which
-    PORT is the server's port."""
+    `by_name`: replies to commands of these names, with || between the first and later ones. PORT is
+    the server's port. Each connection starts again."""
 
     def answer(client: socket.socket) -> None:
         replies = list(script)
+        told = {name: reply.split(b"||") for name, reply in (by_name or {}).items()}
         with client:
             while command := client.recv(1 << 16):
                 for name in re.findall(rb"(?:^|\r\n)\*\d\r\n\$\d+\r\n([A-Z]+)", command):
-                    if name in (by_name or {}):
-                        client.sendall(by_name[name].replace(b"PORT", b"%d" % port) + b"\r\n")
+                    if left := told.get(name):
+                        reply = left.pop(0) if len(left) > 1 else left[0]
+                        client.sendall(reply.replace(b"PORT", b"%d" % port) + b"\r\n")
                     elif replies:
                         client.sendall(replies.pop(0))
 
@@ -148,17 +150,20 @@ def test_a_replica(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "instead", "words"),
+    ("said", "instead", "cluster", "words"),
     [
-        (b"+master", b"+replica", "is a read-only replica"),
-        (b"+master", b"+slave", "is a read-only replica"),
-        (b"+standalone", b"+sentinel", "is a sentinel"),
-        (b"+standalone", b"+cluster", "is a cluster"),
-        (HELLO, b"+OK\r\n", "what is no answer"),
+        (b"+master", b"+replica", False, "is a read-only replica"),
+        (b"+master", b"+slave", False, "is a read-only replica"),
+        (b"+standalone", b"+sentinel", False, "is a sentinel"),
+        (b"+standalone", b"+sentinel", True, "is a sentinel"),
+        (b"+standalone", b"+cluster", False, "set cluster = true"),
+        (b"+standalone", b"+standalone", True, "is no cluster"),
+        (HELLO, b"+OK\r\n", False, "what is no answer"),
     ],
 )
-def test_a_server_of_another_kind(said: bytes, instead: bytes, words: str) -> None:
-    with scripted(HELLO.replace(said, instead), ABSENT, connections=1) as bench:
+def test_a_server_of_another_kind(said: bytes, instead: bytes, cluster: bool, words: str) -> None:
+    hello = HELLO.replace(said, instead)
+    with scripted(hello, ABSENT, connections=1, cluster=cluster) as bench:
         assert words in problem_of(bench)
 
 
@@ -255,6 +260,10 @@ RAISED = {b"SET": b"_", b"GET": b"$2\r\n77", b"INCRBY": b":9223372036854775807"}
 NO_MAP, AWAY = "a map of slots that can't be", "is a cluster of which a server is away"
 
 
+OTHER = OWN + b"||" + OWN.replace(b"$0\r\n", b"$9\r\nlocalhost")
+NONE = OWN + b"||" + OWN.replace(b"16383", b"12316")
+
+
 def read_one(bench: Bench) -> object:
     return bench.read([1], [0]).tolist()
 
@@ -276,8 +285,19 @@ def read_one(bench: Bench) -> object:
         ({b"GET": b"-MOVED 1 :123456"}, read_one, [Read.FAILED], "redirects to what is no server"),
         ({b"GET": b"-MOVED 1 :PORT"}, read_one, [Read.FAILED], AWAY),
         ({b"GET": b"-ASK 1 :PORT", b"ASKING": b"-NOPERM"}, read_one, [Read.FAILED], "+asking"),
+        # The map is read again after MOVED, but not after ASK.
+        (
+            {b"GET": b"-MOVED 1 :PORT||_", b"CLUSTER": OWN + b"||:1"},
+            read_one,
+            [Read.FAILED],
+            NO_MAP,
+        ),
+        ({b"GET": b"-ASK 1 :PORT||_", b"CLUSTER": OWN + b"||:1"}, read_one, [Read.ABSENT], ""),
         (RAISED, lambda bench: flush(bench.tier), (1 << 63) - 1, ""),
         ({**RAISED, b"CLUSTER": WITH_REPLICA}, lambda bench: flush(bench.tier), None, "WAIT"),
+        # The slot of the epoch, 12317, has another owner or none.
+        ({**RAISED, b"CLUSTER": OTHER}, lambda bench: flush(bench.tier), None, "no replica"),
+        ({**RAISED, b"CLUSTER": NONE}, lambda bench: flush(bench.tier), None, "no replica"),
     ],
 )
 def test_what_a_server_of_a_cluster_says(
@@ -290,6 +310,7 @@ def test_what_a_server_of_a_cluster_says(
     caplog.set_level(logging.INFO)
     hello = HELLO.replace(b"standalone", b"cluster")[:-2]
     others = {b"HELLO": hello, b"CLUSTER": OWN, b"EXISTS": b":0", b"GET": b"_", b"WAIT": b"-ERR no"}
+    others[b"ASKING"] = b"+OK"
     with scripted(by_name={**others, **replies}, cluster=True, connections=1) as bench:
         assert ask(bench) == expected
         assert words in caplog.text if words else not bench.tier.problem()

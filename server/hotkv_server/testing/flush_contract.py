@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -211,9 +212,9 @@ def check_lost(store: Store) -> None:
             store.spoil(value)  # type: ignore[misc]
             assert read(other.tier, keys, {NAME: now}) == [Read.FAILED] * 2, value
             # Other key spaces are not affected.
-            shown: Any = answer(
-                lambda done: one.tier.epochs([NAME, OTHER], time.monotonic() + WAIT_S, done)
-            )
+            tier: Any = one.tier
+            until_s = time.monotonic() + WAIT_S
+            shown: Any = answer(partial(tier.epochs, [NAME, OTHER], until_s))
             assert shown and shown.epochs.keys() == {OTHER}, value
             assert read(other.tier, keys, {}) == [Read.FOUND] * 2, value
         store.lose()

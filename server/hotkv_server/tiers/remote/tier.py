@@ -244,7 +244,7 @@ class RemoteTier:
         for fingerprint in sorted(unusable - self._warned):
             log.warning(
                 "tier=%s has an epoch of fingerprint=%s that can't be used, so no block of this "
-                "key space is served: remove the epoch, or let hotkv read it",
+                "key space is served. If it stays so, let hotkv read the epoch, or remove it",
                 self._facts.name,
                 fingerprint,
             )

@@ -222,7 +222,11 @@ class Workers:
                 client = self._connect()
                 self._begun_s[number] = 0.0
                 continue
-            part = queue.get(self._health.retry_at_s, takes_writes=number < self._num_writers)
+            until_s = self._health.retry_at_s
+            if self._connects_first and client is None:
+                # Another thread may have ended the problem meanwhile.
+                until_s = min(until_s, time.monotonic() + LONGEST_WAIT_S)
+            part = queue.get(until_s, takes_writes=number < self._num_writers)
             if part is None:
                 continue
             self._begun_s[number] = time.monotonic()

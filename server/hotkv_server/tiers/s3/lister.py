@@ -30,7 +30,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from hotkv_server.tiers.remote.client import LateError, LostError, StoreError, UnusableError
+from hotkv_server.tiers.remote.client import LostError, StoreError, UnusableError
 from hotkv_server.tiers.s3.bucket import Bucket, DeniedError
 from hotkv_server.tiers.s3.index import PackIndex
 from hotkv_server.tiers.s3.packs import (
@@ -147,7 +147,8 @@ class Lister:
                     raise type(folder.error)(str(folder.error))
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
-                    raise LateError("has not answered in time")
+                    # No LateError: a long listing must not make the whole tier count as down.
+                    raise LostError("has not listed the packs of a key space yet")
                 self._changed.wait(left_s)
 
     def forget_others(self, fingerprint: str, space: Space | None) -> None:
@@ -218,8 +219,8 @@ class Lister:
 
     def _look(self, bucket: Bucket, space: Space, folder: _Folder) -> bool:
         """Lists the packs of a key space, and adds them to the index. Returns False if it has
-        stopped, because requests wait for another key space; the next listing goes on there. Raises
-        StoreError."""
+        stopped, because requests wait for another key space; the next listing goes on there. Also
+        stops if the epoch has ended (`forget_others`). Raises StoreError."""
         horizon = age_at(int((time.time() - OVERLAP_S) * 1e6))
         clock_s = time.time() - time.monotonic()
         if folder.horizon == UNSEEN or abs(clock_s - folder.clock_s) > JUMP_S:
@@ -254,6 +255,8 @@ class Lister:
             if at + LISTS_AT_ONCE >= FIRST_PACKS:
                 self._know(folder)
                 with self._changed:
+                    if self._folders.get(space) is not folder:
+                        return True
                     if not all(other.is_known for _, other in self._queue):
                         return False
         with self._changed:
