@@ -382,14 +382,14 @@ class Contents:
         return head - self._tail <= self._size
 
     def _grow(self, end: int) -> None:
-        """Grows the ring to at least `end` bytes, or to its largest size. Must not be called once
-        records have been written from the beginning of the ring again."""
+        """Grows the ring to at least `end` bytes, or to its largest size, which a ring in private
+        memory has from the start. Must not be called once records have been written from the
+        beginning of the ring again."""
         size = min(-(-end // GROWTH_BYTES) * GROWTH_BYTES, self._max_bytes)
         if size <= self._size:
             return
         try:
-            if self._fd >= 0:
-                os.posix_fallocate(self._fd, 0, START + size)
+            os.posix_fallocate(self._fd, 0, START + size)
         except OSError as error:
             log.warning(
                 "contents of blocks for events stay at %d bytes: %s", self._size, error.strerror
