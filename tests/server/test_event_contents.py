@@ -270,7 +270,9 @@ def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     events.release()
 
 
-def test_a_full_ring_keeps_what_lies_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_ring_keeps_what_lies_on_the_node(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(contents, "GROWTH_BYTES", RING_BYTES)
     node: Any = SharedNode(MemoryStore(places=False), 10.0)
     events = EventsCapability(node, EventSettings.model_construct(content_bytes=0), EventHub())
@@ -283,6 +285,7 @@ def test_a_full_ring_keeps_what_lies_on_the_node(monkeypatch: pytest.MonkeyPatch
     for version in range(100):
         book.keep(unknown, run_of(version, 1, 4))
     assert content_of(book, known, 5) is not None and content_of(book, unknown, 5) is None
+    assert not caplog.records, "a ring that has all of its memory grows"
     events.release()
 
 
