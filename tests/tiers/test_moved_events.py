@@ -89,7 +89,8 @@ def numbers_of(words: Any) -> list[int]:
 @contextlib.asynccontextmanager
 async def heard(one: Any, *, of_pool: bool = False) -> AsyncIterator[Heard]:
     ear = Heard(one, of_pool=of_pool)
-    one.tiers.start(Health(), ear.effects.run, one.flushed_here, ear.moved)
+    run = ear.effects.run
+    one.tiers.start(Health(), run, one.flushed_here, ear.moved, run)
     await one.tiers.epochs.meet(1)
     try:
         yield ear
@@ -199,6 +200,18 @@ async def test_copies_in_a_shared_tier_are_told_of() -> None:
         await asyncio.sleep(0.1)
         up = far.read()
         assert len(stored(up, Medium.CPU)) == len(BLOCKS)
+
+
+async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only() -> None:
+    store = MemoryStore(places=False)
+    one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
+    async with heard(one) as ear, heard(other) as far:
+        await one.share(BLOCKS)
+        evict(one.core, 1, 0, words_of(BLOCKS))
+        assert len(stored(ear.read(), Medium.REMOTE)) == len(BLOCKS) and not far.read()
+        assert not await other.flush()
+        await eventually(lambda: bool(ear.listener.events), "readers are not told")
+        assert ear.read() == [KeySpaceCleared(1)]
 
 
 @pytest.mark.parametrize("is_stored_meanwhile", [False, True])
