@@ -11,7 +11,7 @@ import pytest
 
 from hotkv_proto.blocks import RunContent
 from hotkv_proto.keys import KeySpace
-from hotkv_server.cache.values import DISK_TIER, Entries, HashList, Medium
+from hotkv_server.cache.values import DISK_TIER, Entries, HashList, Medium, Run
 from hotkv_server.events.capability import MOST_NAMES, EventsCapability
 from hotkv_server.events.drive import (
     NO_CONTENT,
@@ -26,7 +26,7 @@ from hotkv_server.node.health import Health
 from hotkv_server.node.removals import Effects, Removals
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
-from tests.core.support import evict, flush, words_of
+from tests.core.support import begin_store, evict, flush, words_of
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, Setup, SharedNode
 
@@ -287,18 +287,24 @@ def test_an_event_says_what_is_known_of_its_blocks(is_known: bool) -> None:
     entries = index.find(1, 0, words_of([2, 1]))
     evict(one.core, 1, 0, words_of([0]))
     one.put([50])
+    begin_store(one.core, one.number, "s", "s", [Run(1, words_of([1]))], 0, 0.0, 1.0)
+    one.core.end_store(one.number, "s", True, 1.0)
     entries = np.append(entries, index.find(1, 0, words_of([50])))
+    entries = np.append(entries, index.find(1, 1, words_of([1])))
     content = RunContent(np.arange(32, dtype=np.int32))
     run = BlocksStored(0, 0, words_of([1, 2]), words_of([0])[0], 1, content)
 
     def find(
         key_space_id: int, group_index: int, hashes: list[bytes]
     ) -> tuple[list[BlocksStored], list[int]]:
-        assert (key_space_id, group_index) == (1, 0)
-        assert hashes == [words.tobytes() for words in words_of([2, 1, 50])]
-        return ([run], [2]) if is_known else ([], [0, 1, 2])
+        numbers = [2, 1, 50] if group_index == 0 else [1]
+        assert hashes == [words.tobytes() for words in words_of(numbers)] and key_space_id == 1
+        return ([run], [2]) if is_known and group_index == 0 else ([], [*range(len(hashes))])
 
     events = moved_events(index, entries, Medium.REMOTE, "v", find)
+    (other,) = (event for event in events if event.group_index == 1)
+    assert (numbers_of(other.hashes), other.depth, other.content) == ([1], 0, NO_CONTENT)
+    events.remove(other)
     expected = [([1, 2], run.parent, 1, content)]
     if not is_known:
         expected = [([1], None, 1, NO_CONTENT), ([2], None, 2, NO_CONTENT)]
