@@ -307,5 +307,18 @@ def test_a_ring_that_can_not_grow_stays_as_large_as_it_is(
         book.close()
 
 
+def test_a_kill_costs_a_bounded_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread does not keep up: it does not run at all."""
+    monkeypatch.setattr(contents.threading, "Thread", Mock())
+    books = [Contents(tmp_path / "ring", 1 << 20, lambda *_: np.zeros(1, np.bool_))]
+    monkeypatch.setattr(contents, "MAX_QUEUED_BYTES", 3 * run_of(2, 0, 1).num_bytes)
+    for number, num_written in enumerate((0, 0, 0, 1, 2)):
+        books[0].keep(b"a" * 32, run_of(2, number, 1))
+        books.append(Contents(tmp_path / "ring", 1 << 20, lambda *_: np.zeros(1, np.bool_)))
+        assert books[-1].num_blocks == num_written
+    for book in books:
+        book.close()
+
+
 def failing(*arguments: Any) -> None:
     raise OSError(errno.ENOSPC, "no room")

@@ -85,7 +85,7 @@ NO_PARENT = bytes(32)
 GATHER_S = 0.02
 """Time that the thread waits, after contents were queued, before it writes them."""
 MAX_QUEUED_BYTES = 8 << 20
-"""If more bytes are queued, the store that queues them writes the queue itself."""
+"""If more bytes are queued, the store that queues them writes the oldest contents itself."""
 
 Present = Callable[[bytes, int, Words], BoolMask]
 """Returns a mask [n] of the blocks that are cached. Arguments: fingerprint of the key space, group,
@@ -196,9 +196,8 @@ class Contents:
             return
         self._put_bytes += run.num_bytes
         self._queue.append((fingerprint, run, 0))
-        if self._put_bytes - self._taken_bytes > MAX_QUEUED_BYTES:
-            with self._written():
-                return
+        while self._put_bytes - self._taken_bytes > MAX_QUEUED_BYTES:
+            self._write_one()
         if not self._has_work.is_set():
             self._has_work.set()
         if self._thread is None:
