@@ -54,6 +54,7 @@ class Node:
         self.arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
         self.verifier = Verifier(self.core, self.arena)
         self.num_calls = self.num_flushed_here = 0
+        self.tiers: Tiers
 
     def open(self) -> None:
         key_space = make_key_space("m", self.slot_bytes, SLOT_ALIGN)
@@ -82,6 +83,8 @@ class Node:
         """Checks that the closed tiers have finished all moves."""
         self.core.check_invariants()
         assert not len(self.books.moves)
+        drivers = [*self.tiers.shared, *([self.tiers.below] if self.tiers.below else [])]
+        assert not any(one.reads.queued_bytes for one in drivers)
         assert not self.core.space.index.pins.any()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hotkv_proto.blocks import RunContent
 from hotkv_proto.keys import KeySpace
-from hotkv_server.cache.values import DISK_TIER, Entries, HashList, Medium
+from hotkv_server.cache.values import DISK_TIER, Entries, HashList, Medium, Run
 from hotkv_server.events.capability import MOST_NAMES, EventsCapability
 from hotkv_server.events.drive import (
     NO_CONTENT,
@@ -26,7 +26,7 @@ from hotkv_server.node.health import Health
 from hotkv_server.node.removals import Effects, Removals
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
-from tests.core.support import evict, flush, words_of
+from tests.core.support import begin_store, evict, flush, words_of
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, Setup, SharedNode
 
@@ -89,7 +89,8 @@ def numbers_of(words: Any) -> list[int]:
 @contextlib.asynccontextmanager
 async def heard(one: Any, *, of_pool: bool = False) -> AsyncIterator[Heard]:
     ear = Heard(one, of_pool=of_pool)
-    one.tiers.start(Health(), ear.effects.run, one.flushed_here, ear.moved)
+    run = ear.effects.run
+    one.tiers.start(Health(), run, one.flushed_here, ear.moved, run)
     await one.tiers.epochs.meet(1)
     try:
         yield ear
@@ -201,6 +202,18 @@ async def test_copies_in_a_shared_tier_are_told_of() -> None:
         assert len(stored(up, Medium.CPU)) == len(BLOCKS)
 
 
+async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only() -> None:
+    store = MemoryStore(places=False)
+    one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
+    async with heard(one) as ear, heard(other) as far:
+        await one.share(BLOCKS)
+        evict(one.core, 1, 0, words_of(BLOCKS))
+        assert len(stored(ear.read(), Medium.REMOTE)) == len(BLOCKS) and not far.read()
+        assert not await other.flush()
+        await eventually(lambda: bool(ear.listener.events), "readers are not told")
+        assert ear.read() == [KeySpaceCleared(1)]
+
+
 @pytest.mark.parametrize("is_stored_meanwhile", [False, True])
 async def test_a_flush_clears_the_pool_and_tells_of_no_block_of_this_node(
     monkeypatch: pytest.MonkeyPatch, is_stored_meanwhile: bool
@@ -274,18 +287,24 @@ def test_an_event_says_what_is_known_of_its_blocks(is_known: bool) -> None:
     entries = index.find(1, 0, words_of([2, 1]))
     evict(one.core, 1, 0, words_of([0]))
     one.put([50])
+    begin_store(one.core, one.number, "s", "s", [Run(1, words_of([1]))], 0, 0.0, 1.0)
+    one.core.end_store(one.number, "s", True, 1.0)
     entries = np.append(entries, index.find(1, 0, words_of([50])))
+    entries = np.append(entries, index.find(1, 1, words_of([1])))
     content = RunContent(np.arange(32, dtype=np.int32))
     run = BlocksStored(0, 0, words_of([1, 2]), words_of([0])[0], 1, content)
 
     def find(
         key_space_id: int, group_index: int, hashes: list[bytes]
     ) -> tuple[list[BlocksStored], list[int]]:
-        assert (key_space_id, group_index) == (1, 0)
-        assert hashes == [words.tobytes() for words in words_of([2, 1, 50])]
-        return ([run], [2]) if is_known else ([], [0, 1, 2])
+        numbers = [2, 1, 50] if group_index == 0 else [1]
+        assert hashes == [words.tobytes() for words in words_of(numbers)] and key_space_id == 1
+        return ([run], [2]) if is_known and group_index == 0 else ([], [*range(len(hashes))])
 
     events = moved_events(index, entries, Medium.REMOTE, "v", find)
+    (other,) = (event for event in events if event.group_index == 1)
+    assert (numbers_of(other.hashes), other.depth, other.content) == ([1], 0, NO_CONTENT)
+    events.remove(other)
     expected = [([1, 2], run.parent, 1, content)]
     if not is_known:
         expected = [([1], None, 1, NO_CONTENT), ([2], None, 2, NO_CONTENT)]

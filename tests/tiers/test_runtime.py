@@ -167,8 +167,9 @@ async def test_blocks_of_the_first_moves_stay_while_the_last_begin(monkeypatch: 
         one.tiers.let_go(held)
 
 
-async def test_blocks_that_callers_hold_count_as_moving() -> None:
+async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> None:
     """A caller may wait long for another tier, and its blocks are pinned meanwhile."""
+    monkeypatch.setattr(tier_drive, "PREFETCH_PAUSE_S", 0.0)
     lost, *first = range(NUM_SLOTS // 8 + 1)
     async with made() as one:
         await one.lie_below([lost, *first, 100, 101])
@@ -182,6 +183,8 @@ async def test_blocks_that_callers_hold_count_as_moving() -> None:
         lists = [HashList(0, words_of([101]))]
         prefetching = asyncio.create_task(one.tiers.prefetch(1, lists, time.monotonic() + 60.0))
         await one.tiers.prefetch(1, lists, time.monotonic())
+        for _ in range(10):
+            await asyncio.sleep(0)
         assert not prefetching.done() and not one.core.lookup(1, lists)[0]
         one.tiers.let_go(held)
         await prefetching

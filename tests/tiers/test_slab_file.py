@@ -23,6 +23,7 @@ def test_a_new_file_is_private_and_has_all_its_bytes(tmp_path: Path) -> None:
     file = SlabFile.open(tmp_path / "new" / "folder", 2 * MIB)
     found = os.stat(tmp_path / "new" / "folder" / "slabs")
     assert stat.S_IMODE(found.st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "new" / "folder").stat().st_mode) == 0o700
     assert found.st_size == 2 * MIB and found.st_blocks * 512 >= 2 * MIB
     assert file.is_direct and fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_DIRECT
     assert not os.get_inheritable(file.fd)
@@ -77,7 +78,9 @@ def test_a_file_system_that_is_too_small_is_not_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_tmpfs(tmp_path, 4 * MIB) as folder:
-        SlabFile.open(folder, MIB).close()
+        # A file that has its bytes needs no further room.
+        for num_bytes in (3 * MIB, 3 * MIB, MIB):
+            SlabFile.open(folder, num_bytes).close()
         monkeypatch.setattr(os, "posix_fallocate", None)
         with pytest.raises(
             SlabFileError, match=r"7 MiB more and .* 3 MiB free: lower tiers\.disk\.bytes"

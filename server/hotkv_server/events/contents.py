@@ -85,7 +85,7 @@ NO_PARENT = bytes(32)
 GATHER_S = 0.02
 """Time that the thread waits, after contents were queued, before it writes them."""
 MAX_QUEUED_BYTES = 8 << 20
-"""If more bytes are queued, the store that queues them writes the queue itself."""
+"""If more bytes are queued, the store that queues them writes the oldest contents itself."""
 
 Present = Callable[[bytes, int, Words], BoolMask]
 """Returns a mask [n] of the blocks that are cached. Arguments: fingerprint of the key space, group,
@@ -196,9 +196,8 @@ class Contents:
             return
         self._put_bytes += run.num_bytes
         self._queue.append((fingerprint, run, 0))
-        if self._put_bytes - self._taken_bytes > MAX_QUEUED_BYTES:
-            with self._written():
-                return
+        while self._put_bytes - self._taken_bytes > MAX_QUEUED_BYTES:
+            self._write_one()
         if not self._has_work.is_set():
             self._has_work.set()
         if self._thread is None:
@@ -382,14 +381,14 @@ class Contents:
         return head - self._tail <= self._size
 
     def _grow(self, end: int) -> None:
-        """Grows the ring to at least `end` bytes, or to its largest size. Must not be called once
-        records have been written from the beginning of the ring again."""
+        """Grows the ring to at least `end` bytes, or to its largest size, which a ring in private
+        memory has from the start. Must not be called once records have been written from the
+        beginning of the ring again."""
         size = min(-(-end // GROWTH_BYTES) * GROWTH_BYTES, self._max_bytes)
         if size <= self._size:
             return
         try:
-            if self._fd >= 0:
-                os.posix_fallocate(self._fd, 0, START + size)
+            os.posix_fallocate(self._fd, 0, START + size)
         except OSError as error:
             log.warning(
                 "contents of blocks for events stay at %d bytes: %s", self._size, error.strerror

@@ -1,6 +1,7 @@
 """Serves events over gRPC: to tools (`EventService`) and to engines (`EngineReader`). Converts
 events into protobuf messages."""
 
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +17,7 @@ from hotkv_server.events.drive import (
     KeySpaceCleared,
     TimedEvent,
 )
-from hotkv_server.node.event_loop import slices
+from hotkv_server.node import event_loop
 from hotkv_server.node.node import Node
 from hotkv_server.wire.errors import stream
 
@@ -33,8 +34,6 @@ ANSWER_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of the events in an answer to an engine, unless a single event is larger."""
 STATE_EVENTS = 32
 """Most events of the present state (events for the cached blocks) in an answer to an engine."""
-STATE_STEPS = 128
-"""Most steps of the iteration over the present state, with or without an event, in an answer."""
 
 State = Callable[[bytes | None], Iterator[BlocksStored | None]]
 """Yields the present state: events for the cached blocks of the key space with this fingerprint, or
@@ -75,7 +74,7 @@ class EventService(events_pb2_grpc.EventServiceServicer):
                 if request.key_space_id
                 else None
             )
-            async for events, _ in slices(self._state(fingerprint)):
+            async for events, _ in event_loop.slices(self._state(fingerprint)):
                 for event in events:
                     if event is not None and (item := self._hub.timed(event)) is not None:
                         yield item
@@ -149,26 +148,25 @@ class EngineReader:
         return whole
 
     def _of_state(self, present: Iterator[BlocksStored | None], most: int) -> Iterator[TimedEvent]:
-        """Yields the next events of the present state, at most `most`. When the state has ended,
-        sets `_present` to None."""
-        left_bytes, count = ANSWER_BYTES, 0
-        for _ in range(STATE_STEPS):
-            if count >= most:
-                return
+        """Yields the next events of the present state, at most `most`. Stops after SLICE_S, also
+        if it has found no event. When the state has ended, sets `_present` to None."""
+        left_bytes, count, ends_s = ANSWER_BYTES, 0, time.perf_counter() + event_loop.SLICE_S
+        while count < most:
             try:
                 event, self._next = self._next or next(present), None
             except StopIteration:
                 self._present = None
                 return
-            if event is None:
-                continue
-            left_bytes -= event.num_bytes
-            if count and left_bytes < 0:
-                self._next = event
+            if event is not None:
+                left_bytes -= event.num_bytes
+                if count and left_bytes < 0:
+                    self._next = event
+                    return
+                count += 1
+                if (item := self._hub.timed(event)) is not None:
+                    yield item
+            if time.perf_counter() >= ends_s:
                 return
-            count += 1
-            if (item := self._hub.timed(event)) is not None:
-                yield item
 
 
 # ----------------------------------------------------------------------------------------- messages

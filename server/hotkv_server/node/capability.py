@@ -219,6 +219,7 @@ class BlocksBelow(Protocol):
         tell: Callable[[], None],
         flush: Callable[[int], Awaitable[int]],
         on_ready: "OnReady",
+        on_flushed: Callable[[int], None],
     ) -> None:
         """Starts moving blocks between tiers.
 
@@ -227,6 +228,8 @@ class BlocksBelow(Protocol):
         flush: function that flushes a key space, given its id, in this node only, and returns the
             number of removed blocks.
         on_ready: function to call when blocks become ready in a medium.
+        on_flushed: function to call with the id of a key space that another node has flushed, if
+            this node has no block of it.
         """
 
     def trace(self, tracing: "Tracer") -> None:

@@ -140,7 +140,8 @@ class Node:
             for one in self.capabilities:
                 if one.tracer is not None:
                     self.tiers.trace(one.tracer)
-            self.tiers.start(self.health, self.effects.run, self.removals.flush, self._moved)
+            run = self.effects.run
+            self.tiers.start(self.health, run, self.removals.flush, self._moved, run)
         self._persistence.start()
         self._tasks.append(asyncio.create_task(self._tick(), name="timer"))
         self.health.watch("the thread that writes files", self.clerk.is_alive)

@@ -140,14 +140,21 @@ class Epochs:
     def __repr__(self) -> str:
         return f"Epochs({self.book!r}, {len(self._callers)} flushes asked for)"
 
-    def start(self, tasks: TierTasks, flush: Flush) -> None:
+    def start(
+        self,
+        tasks: TierTasks,
+        flush: Flush,
+        on_flushed: Callable[[int], None] = lambda key_space_id: None,
+    ) -> None:
         """Starts the task. From now on, flushes of other nodes are noticed. If an earlier server
         could not raise an epoch for a flush, the task raises it now.
 
         `tasks`: runs the task.
         `flush`: flushes a key space on this node only.
+        `on_flushed`: called with a key space that another node has flushed, if this node has no
+            block of it, so that `flush` is not called.
         """
-        self._tasks, self._flush = tasks, flush
+        self._tasks, self._flush, self._on_flushed = tasks, flush, on_flushed
         loop = asyncio.get_running_loop()
 
         def hear(fingerprint: str, epoch: int) -> None:
@@ -431,7 +438,11 @@ class Epochs:
             # an old copy of its data.
             store.is_away = any(0 < one < shown.restored_below for one in shown.epochs.values())
             has_blocks = {name for name in shown.epochs if self._has_blocks(self._number(name))}
+            before = {name: self.book.epoch(name, store.name) for name in shown.epochs}
             self.book.shown(store.name, shown.epochs, shown.restored_below, sent_s, has_blocks)
+            for name, epoch in before.items():
+                if NO_EPOCH != epoch != self.book.epoch(name, store.name) != NO_EPOCH:
+                    self._on_flushed(self._number(name))
         self._wake()
 
     async def _raise(self, store: _Store, wanted: Raise) -> None:

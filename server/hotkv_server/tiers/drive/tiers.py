@@ -146,6 +146,7 @@ class Tiers:
         tell: Callable[[], None],
         flush: Flush,
         on_ready: OnReady = nobody,
+        on_flushed: Callable[[int], None] = lambda key_space_id: None,
     ) -> None:
         """Starts the background tasks of all tiers.
 
@@ -154,6 +155,7 @@ class Tiers:
             blocks may have been evicted or condemned.
         `flush`: flushes a key space on this node only.
         `on_ready`: called when blocks have arrived in a tier or in host memory.
+        `on_flushed`: see `Epochs.start`.
         """
         self._tell, self._on_ready = tell, on_ready
         self._tasks.health = health
@@ -167,7 +169,7 @@ class Tiers:
                 await asyncio.wait([written], timeout=RECORDS_WAIT_S)
             return num_blocks
 
-        self.epochs.start(self._tasks, flush_here)
+        self.epochs.start(self._tasks, flush_here, on_flushed)
         if self.below is not None:
             self.below.start(self._tasks, tell, on_ready)
         for one in self.shared:
