@@ -196,6 +196,7 @@ def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) ->
         session.report_sparse({}, {layer: {"selects": 1.0} for layer in range(128)})
         session.ping(20)
     try:
+        held.append(socket.create_connection(("127.0.0.1", port), timeout=20))
         for _ in range(MAX_CONNECTIONS + 8):
             one = socket.socket()
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
@@ -209,6 +210,7 @@ def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) ->
             held.append(one)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/livez", timeout=20) as answer:
             assert answer.status == 200
+        assert held[0].recv(1) == b"", "it asked nothing, and was dropped"
     finally:
         for one in held:
             one.close()

@@ -221,6 +221,7 @@ async def test_blocks_make_room_for_a_residency_unless_the_server_drains(opened:
                 assert core.counters.stored_blocks == core.space.index.num_entries == 58
             else:
                 assert (await asked).residency_id == "r"
+                assert other.notices.qsize() == 1, "their engine hears of it first"
 
 
 async def test_a_residency_that_ends_meanwhile_pins_nothing(opened: Opened) -> None:

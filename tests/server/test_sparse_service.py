@@ -173,9 +173,9 @@ def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Ser
         "estimated_mass": 9.5,
         "select_s": 0.002,
     }
-    one.session.report_sparse({}, {2: first, 7: {"selects": 1, "swap_bytes": 4096}})
-    one.session.report_sparse({}, {2: {"recall_samples": 2, "recall": 1.5, "swap_bytes": 2048}})
-    two.session.report_sparse({}, {2: {"selects": 30, "selected_blocks": 350}})
+    one.session.report_sparse({}, {0: first, 255: {"selects": 1, "swap_bytes": 4096}})
+    one.session.report_sparse({}, {0: {"recall_samples": 2, "recall": 1.5, "swap_bytes": 2048}})
+    two.session.report_sparse({}, {0: {"selects": 30, "selected_blocks": 350}})
     for engine in (one, two):
         engine.session.ping(10)
 
@@ -184,16 +184,16 @@ def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Ser
             listed = admin.sparse_layers()
         return [row for row in listed if row["engine_id"].startswith("figures-")]
 
-    places = [("figures-one", 2), ("figures-one", 7), ("figures-two", 2)]
+    places = [("figures-one", 0), ("figures-one", 255), ("figures-two", 0)]
     assert [(row["engine_id"], row["layer_index"]) for row in rows()] == places
     of_first, of_second, _ = rows()
     ratios = [of_first[name] for name in ("hit_ratio", "recall_ratio", "mean_estimated_mass")]
     assert ratios == [0.95, 0.75, 0.95] and of_second["recall_ratio"] is None
     assert (of_first["mean_selected_blocks"], of_first["swap_bytes"]) == (25.0, 2048)
     shown = server.cli("sparse")
-    assert re.search(r"figures-one +2 +10 +95.0% +75.0% +95.0% +25.0 +2.0 KiB +200.0 +0", shown)
+    assert re.search(r"figures-one +0 +10 +95.0% +75.0% +95.0% +25.0 +2.0 KiB +200.0 +0", shown)
     metrics = get(http_port(server), "/metrics").text
-    (selects,) = re.findall(r'\nhotkv_sparse_layer_selects_total\{layer="2"\} (\S+)', metrics)
+    (selects,) = re.findall(r'\nhotkv_sparse_layer_selects_total\{layer="0"\} (\S+)', metrics)
     assert float(selects) >= 40
     two.session.close()
     assert {row["engine_id"] for row in rows()} == {"figures-one"}

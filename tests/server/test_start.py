@@ -124,8 +124,10 @@ def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
 def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_there(
     folder: Path, taken: int
 ) -> None:
-    """The server binds the address of events after it has made the arena."""
+    """The server binds addresses after it has made the arena."""
     events = ("--events.endpoint", f"tcp://*:{taken}")
+    http = ("--http.port", "0", "--http.host", "192.0.2.1")
+    tcp = ("--tcp-address", "192.0.2.1:0", "--security.tcp-insecure", "true")
     done = started(folder, *events)
     assert done.returncode == 1 and "in use" in done.stderr
     assert not left_in(folder)
@@ -134,8 +136,14 @@ def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_th
         PagedEngine(server.target, engine_id="one").connect().close()
     before = left_in(folder)
     assert any(name.endswith("/arena") for name in before)
-    assert started(folder, *events).returncode == 1
-    assert before <= left_in(folder)
+    for flags, words in (
+        (events, "in use"),
+        (http, "http.port: can't"),
+        (tcp, "tcp_address: can't"),
+    ):
+        done = started(folder, *flags)
+        assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
+        assert before <= left_in(folder) and not list(folder.rglob("*.sock"))
     # An arena of another size begins a new cache. The counts of earlier servers outlive it.
     (arena,) = folder.rglob("arena/arena")
     (arena.parent / "ledger").write_bytes(b"counts")
@@ -153,6 +161,7 @@ SECRET = "correct-horse"
     [
         (["--arena.byte", "1GiB"], {}, "--arena.byte is no setting; did you mean --arena.bytes?"),
         (["--zzzzz"], {}, "--zzzzz is no setting; --help-settings lists them"),
+        (["--arena.bytes"], {}, "server: argument --arena.bytes: expected one argument"),
         ([], {"HOTKV_LOGLEVEL": "info"}, "HOTKV_LOGLEVEL is no setting; did you mean HOTKV_LOG_L"),
         ([], {"HOTKV_ARENA_BYTES": "1"}, "did you mean HOTKV_ARENA__BYTES?"),
         ([], {"HOTKV_ARENA__BYTE": "1"}, "arena.byte is no setting; did you mean arena.bytes?"),

@@ -1,5 +1,6 @@
 """Stores and loads through a real server, byte for byte."""
 
+import asyncio
 import itertools
 import os
 import queue
@@ -18,6 +19,7 @@ from hotkv_client import BlockResult, BlockRun, Evicted, TransferStatus
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import hash_words
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_server.cache.values import HashList, LoadPositions, Run
@@ -150,6 +152,35 @@ async def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
         check_clean(node, session)
         end = await (await node.transfers.store(session, "t", "l", [run], at, 5.0))
         assert end.results[0].tolist() == [BlockResult.STORED]
+
+
+@pytest.mark.parametrize("reason", [Reason.UNKNOWN_SESSION, Reason.OVERLOADED])
+async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: Reason
+) -> None:
+    async with live_node(tmp_path) as node:
+        session = await worker(node)
+
+        async def waits(*_: object) -> bool:
+            if reason is Reason.OVERLOADED:
+                monkeypatch.setattr(transfer_module, "MAX_TRANSFERS_OF_SESSION", 0)
+            else:
+                # A read of the arena keeps the session from being closed at once.
+                session.num_reads = 1
+                closing.append(asyncio.create_task(node.sessions.close(session)))
+                await asyncio.sleep(0)
+            return True
+
+        closing: list[asyncio.Task[None]] = []
+        monkeypatch.setattr(node.growth, "await_room", waits)
+        with pytest.raises(HotKVError) as caught:
+            await store_in(node, session, hashes(1))
+        assert caught.value.reason is reason and not len(node.core.transfers)
+        assert not node.core.space.index.num_entries and not node.transfers.stored_bytes
+        node.core.check_invariants()
+        session.num_reads = 0
+        session.settled.set()
+        await asyncio.gather(*closing)
 
 
 async def test_the_event_loop_does_not_wait_while_engine_memory_is_freed(

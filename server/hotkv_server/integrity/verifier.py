@@ -162,10 +162,9 @@ class Verifier:
 
     # At start
 
-    def verify_for(self, budget_s: float) -> int:
+    def verify_for(self, budget_s: float) -> None:
         """Compares the blocks that an earlier server left, in random order, for at most `budget_s`
-        seconds. Returns the number of blocks that are still unverified. Blocks the calling
-        thread."""
+        seconds. Blocks the calling thread."""
         deadline_s = time.monotonic() + budget_s
         index = self._core.space.index
         waiting = np.random.default_rng().permutation(
@@ -179,7 +178,6 @@ class Verifier:
             # representations were dropped with it.
             cases = self.cases(batch[index.unverified[batch]])
             self.settle(cases, self.judge(cases))
-        return int(index.unverified.sum())
 
     def _batch_length(self, entries: Entries) -> int:
         """Returns how many of `entries`, counted from the first, to compare at a time: their slots

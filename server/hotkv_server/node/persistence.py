@@ -204,12 +204,12 @@ def take_over(
         _prefault_claimed(core.space.pool, memory)
         is_renumbered = any(old_number != number for old_number, number in numbers.items())
         memory.adopt(state_of(core, memory.slab_bytes), is_renumbered=is_renumbered)
-        num_later = 0
         if check_s is not None:
-            num_later = verifier.verify_for(check_s)
+            verifier.verify_for(check_s)
         else:
             core.space.index.unverified[:] = False
         core.take_effects()
+        num_later = int(core.space.index.unverified.sum())
         _log(restored, verifier, num_later, time.monotonic() - began_s)
     else:
         memory.save_state(state_of(core, memory.slab_bytes))

@@ -521,7 +521,7 @@ class Transfers:
         call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
         session.check_fence(fence_index)
         _check_lengths(runs, block_ids)
-        ttl_s, shard_index = max(timeout_s, 0.0) * 2, call.memory.layout.shard_index
+        ttl_s, shard_index = timeout_s * 2, call.memory.layout.shard_index
         number = session.record.number
         sums: list[Sums] = []
         has_waited = await self._growth.await_room(session.record.key_space_id, runs)
