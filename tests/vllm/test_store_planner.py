@@ -1,6 +1,7 @@
 """The blocks that the scheduler side stores after a step, the stores that a step waits for, and the
 results of stores: the planner alone, over requests that are names and hashes."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -225,6 +226,14 @@ def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
     third, fourth = parts.state(request("c", 32)), parts.state(request("d", 16))
     jobs, _ = parts.planner.plan([(third, 32), (fourth, 16)], tables.get, {}, lambda: ())
     assert stored(jobs) == [(0, [21, 22])] and fourth.store.stored_blocks == [0]
+
+
+def test_a_store_that_nothing_could_revoke_is_not_sent() -> None:
+    parts = Parts()
+    parts.planner.in_flight.fence.revocations = SimpleNamespace(take=lambda: 0)  # type: ignore[assignment]
+    assert plan(parts, (parts.state(request("a", 32)), 32)) == ((), ())
+    assert parts.count("dropped_blocks") == 2 and not parts.count("stores")
+    assert not parts.planner.in_flight
 
 
 @pytest.mark.parametrize("why", ["is_held", "is_rekeying"])
