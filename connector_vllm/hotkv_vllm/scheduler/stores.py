@@ -206,8 +206,6 @@ class MissingBlocks:
         planned: ids of blocks that this step already stores; the method adds the blocks of the
             returned runs.
         """
-        if not len(ids):
-            return []
         end, wanted = begin + len(ids), ids != NULL_BLOCK
         if not self._storable[index].is_everything:
             storable = self._storable_mask(state, index, begin, end)
