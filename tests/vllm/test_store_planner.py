@@ -259,8 +259,9 @@ def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
     assert plan(parts, written=[1, 2, 11]) == ((), (one.store_id,))
 
 
+@pytest.mark.parametrize("is_held", [False, True])
 def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
     """An idle engine has no steps, which carry the reports."""
     now_s = [100.0]
@@ -273,6 +274,7 @@ def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
         now_s[0] += stores_in_flight.MOST_STEP_S
         assert plan(parts) == ((), ())
     now_s[0] += stores_in_flight.MOST_STEP_S
+    parts.planner.is_held = is_held
     assert plan(parts) == ((), (job.store_id,))
     assert parts.count("dropped_blocks") == 2 and not parts.planner.in_flight.num_bytes
     assert plan(parts) == ((), ())
