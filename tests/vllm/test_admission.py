@@ -31,6 +31,25 @@ def test_a_request_waits_a_moment_for_workers_that_may_answer(desk: Any, patienc
     assert one.desk.match(asks, 0) == NO_HIT
 
 
+@pytest.mark.parametrize("has_media", [True, False])
+def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has_media: bool) -> None:
+    """vLLM's hashes then cover a counter in place of the media's content."""
+    one = desk(counts_media=True)
+    one.parts.put("a", range(4))
+    asks = request("a", LONG)
+    asks.mm_features = [object()] * has_media
+    one.arrive(asks)
+    assert one.hit(asks) == (0 if has_media else 4 * TOKENS)
+    assert one.parts.server.count("acquire") == (not has_media)
+    one.desk.allocated(asks, blocks([1, 2, 3, 4, 5]), 0)
+    one.cache.reports.send(one.now_s)
+    assert one.parts.count("reported_requests") == (not has_media)
+    one.parts.drop("a", range(4))
+    asks.num_computed_tokens = LONG
+    one.desk.others.step(["a"], False)
+    assert ended(one, asks) == ([] if has_media else [[1, 2, 3, 4]])
+
+
 class WithAdapter:
     """A request of an adapter; vLLM compares requests by identity."""
 

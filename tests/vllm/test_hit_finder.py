@@ -17,8 +17,10 @@ from hotkv_vllm.scheduler.hits import (
 )
 from hotkv_vllm.scheduler.loads import ADMISSION_PATIENCE_S
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
-from tests.vllm.desks import LONG, granted
+from tests.vllm.desks import LONG, desk, granted
 from tests.vllm.parts import FULL, TOKENS, WINDOW, Parts, request
+
+__all__ = ["desk"]
 
 
 def loading(parts: Parts, name: str = "a", blocks: int = 4) -> Any:
@@ -221,6 +223,18 @@ def test_a_request_is_offered_hits_until_so_many_loads_failed(retries: int) -> N
             assert parts.hit(state) == 4 * TOKENS
             assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])
     assert parts.match(state) == NO_HIT
+
+
+@pytest.mark.parametrize("why", ["late", "cancelled", "server lost"])
+def test_a_load_that_failed_without_a_fault_of_its_blocks_hides_none(desk: Any, why: str) -> None:
+    one = desk()
+    one.load()
+    if why == "cancelled":
+        one.desk.cancel_loads()
+    one.parts.server.up = why != "server lost"
+    assert one.parts.finder.end_load(one.desk.states["a"], True, why == "late") == ()
+    one.parts.server.up = True
+    assert one.parts.hit(one.parts.state(request("a", LONG))) == 4 * TOKENS
 
 
 @pytest.mark.parametrize("stores", [True, False])

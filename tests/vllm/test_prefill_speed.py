@@ -53,6 +53,9 @@ def test_decode_small_steps_and_lost_results_do_not_count() -> None:
     # The first steps are forgotten, so their results are ignored.
     end(speed, 1, 500.0)
     assert speed.tokens_per_s == 0
+    number = speed.begin_step([(1000, 0)], 600.0)
+    end(speed, number, 600.0)
+    assert speed.tokens_per_s == 0, "it took no time"
     number = speed.begin_step([(1000, 0), (1, 500)], 600.0)
     end(speed, number, 601.0)
     assert round(speed.tokens_per_s) == 1001

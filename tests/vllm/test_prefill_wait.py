@@ -29,6 +29,7 @@ def times_s(longest_s: float) -> Any:
 @example([0.03] * BLOCKS, 0.1, 9.0, False, True, None, False)
 @example([0.1] * BLOCKS, 0.05, 9.0, True, True, None, False)
 @example([0.1] * BLOCKS, 0.1, 0.02, True, True, None, False)
+@example([0.0] * BLOCKS, 0.1, 9.0, True, True, None, False)
 @given(
     come_s=st.lists(times_s(0.1), min_size=BLOCKS, max_size=BLOCKS),
     prefill_s=times_s(0.1),
@@ -75,6 +76,7 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     assert waited_s < prefill_s + 1.1 * STEP_S
     assert waited_s < leaves_s + 1.1 * STEP_S
     if waited_s == 0 or waited_s >= leaves_s:
+        assert waited_s or not parts.stats.data
         return
     # A mapped table shows blocks at once; other servers are asked.
     late_s = STEP_S if has_table else 2 * ASK_S + 3 * STEP_S

@@ -50,13 +50,17 @@ def test_reset_empties_the_cache_and_it_fills_again(
     assert engine(specs=model()).generate("e", PROMPT, 4) == (answer, 192)
 
 
-def test_reset_without_an_answer_is_not_a_success(filled: Any, server: Any) -> None:
+def test_reset_without_an_answer_is_not_a_success(
+    filled: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reset, "RETRY_S", 0.0)
     one, answer = filled(extra={"reset_timeout_s": 0.01})
     server.hold = {"flush"}
     assert not resets(one)
     # Until the flush is answered, blocks are neither loaded nor stored.
     stores = server.count("store")
     assert one.generate("c", PROMPT, 4) == (answer, 0) and server.count("store") == stores
+    assert server.count("flush") == 2, "the second awaits its answer"
     server.hold = set()
     server.settle()
     assert resets(one)

@@ -19,6 +19,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.types import EventsRead
 from hotkv_client.wire import answers
 from hotkv_proto.blocks import RunContent
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.cache.values import Medium
@@ -47,10 +48,15 @@ class Wire:
 
     def __init__(self, hub: EventHub, state: Any) -> None:
         self.connected = self.has_events = True
+        self.is_failing = False
         self._reader = EngineReader(hub, 1, state)
 
     def read_events(self) -> Future[EventsRead]:
         future: Future[EventsRead] = Future()
+        if self.is_failing:
+            self.is_failing = False
+            future.set_exception(HotKVError(Reason.INTERNAL, "no"))
+            return future
         future.set_result(answers._events(self._reader.read(3).read_events, KEY_SPACE.hash_bytes))
         return future
 
@@ -90,12 +96,9 @@ class Telling(RuleBasedStateMachine):
             self.cached.pop((group, *medium, number), None)
         self.hub.publish([BlocksRemoved(1, group, words_of(numbers), *medium)])
 
-    @rule(kind=st.sampled_from(["flush", "other", "full", "restart", "off", "weights"]))
+    @rule(kind=st.sampled_from(["other", "full", "restart", "off", "weights"]))
     def disturb(self, kind: str) -> None:
         match kind:
-            case "flush":
-                self.cached.clear()
-                self.hub.publish([KeySpaceCleared(1)])
             case "other":
                 self.hub.publish([KeySpaceCleared(2)])
             case "full":
@@ -113,6 +116,18 @@ class Telling(RuleBasedStateMachine):
             case "weights":
                 self.session = Wire(self.hub, self.state)
 
+    @rule()
+    def flush(self) -> None:
+        self.settle()
+        self.cached.clear()
+        self.hub.publish([KeySpaceCleared(1)])
+        self.settle()
+
+    @rule()
+    def fail_a_read(self) -> None:
+        if self.session is not None:
+            self.session.is_failing = True
+
     def change_unheard(self) -> None:
         """Removes half of the blocks without an event."""
         self.cached = dict.fromkeys(list(self.cached)[::2])
@@ -127,7 +142,7 @@ class Telling(RuleBasedStateMachine):
             assert not self.index
             vars(self.session).update(vars(Wire(self.hub, self.state)))
 
-    @rule(seconds=st.just(0.01))
+    @rule(seconds=st.sampled_from([0.01, READ_S]))
     def step(self, seconds: float) -> None:
         self.now_s += seconds
         session: Any = self.session

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from hotkv_vllm import connector
+from hotkv_vllm import connector, hooks
 from hotkv_vllm.connector import ANSWERS, PARTS, NoSide
+from hotkv_vllm.hooks import HookEdge, hook
 from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.side import HotKVScheduler
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.side import HotKVWorker
+from tests.vllm.parts import Clock
 
 OWNERS = {
     "_scheduler": HotKVScheduler,
@@ -41,6 +43,23 @@ def test_each_answer_is_one_that_the_method_could_give(path: str, method: str) -
 def test_no_answer_and_no_part_is_of_nothing() -> None:
     assert len(CALLED) > 25 and ANSWERS.keys() <= {method for _, method in CALLED}
     assert {path.partition(".")[2] for path, _ in CALLED} - {""} == PARTS
+
+
+def test_if_a_fallback_raises_too_vllm_gets_the_last_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hooks, "HOOKS", {})
+    counted: list[str] = []
+
+    class Side:
+        edge = HookEdge(Clock(), counted.append)
+
+        @hook(lambda _: 1 // 0, last="last")
+        def reset_cache(self) -> str:
+            raise OSError("no")
+
+    assert Side().reset_cache() == "last" and counted == ["hook_errors"] * 2
+    assert Side.edge.broken == {"reset_cache", "reset_cache (its fallback)"}
 
 
 def fits(answer: Any, wanted: Any) -> bool:

@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAtte
 from hotkv_sparse import SparseConfig, span
 from hotkv_sparse.selection import exact_log_mass
 from hotkv_vllm import plugin
-from hotkv_vllm.compat import sparse_layers
+from hotkv_vllm.compat import Unsupported, sparse_layers
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.residency.cuda_backend import HotFlashBackend
 from hotkv_vllm.sparse.backend import HotAttentionBackend, HotAttentionImpl
@@ -33,7 +33,7 @@ from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, SparseRows
 from hotkv_vllm.sparse.sequence import LayerSequence
 from hotkv_vllm.sparse.worker import SparseWorker
-from hotkv_vllm.worker.layout import KeyPacking, unpacked_keys
+from hotkv_vllm.worker.layout import KeyPacking, key_packing, unpacked_keys
 from tests.vllm.sparse_parts import BLOCK, GROUP, HEADS, QUERIES, Cache
 from tests.vllm.tiny import transfer_config, write_model
 
@@ -66,6 +66,26 @@ def test_packings_of_other_processors(run: int, pair: int) -> None:
     blocks = torch.tensor([2, 0])
     for packing in (KeyPacking(run, pair), KeyPacking(0, 0, numbers.argsort())):
         assert torch.equal(unpacked_keys(pages, blocks, packing), keys[blocks].transpose(1, 2))
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_the_packing_of_any_kernel_is_found(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    numbers = torch.arange(tokens * 64)
+
+    def found(packed: torch.Tensor) -> KeyPacking:
+        def write(keys: torch.Tensor, _: Any, key_pages: torch.Tensor, *__: Any) -> None:
+            key_pages[0] = keys.reshape(-1)[packed].view(1, tokens, 64)
+
+        monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", write)
+        return key_packing(tokens, 64, torch.float32, "another")
+
+    for run, pair in ((tokens, 64), (tokens, 1), (16, 4), *[(32, 2)] * (tokens > 16)):
+        split = numbers.view(tokens // run, run, 64 // pair, pair).permute(0, 2, 1, 3)
+        assert found(split.reshape(-1)) == KeyPacking(run, pair)
+    order = found(numbers.flip(0)).order
+    assert order is not None and torch.equal(order, numbers.flip(0))
+    with pytest.raises(Unsupported, match="another in a way that can't be read back"):
+        found(numbers // 2)
 
 
 # ------------------------------------------------------------------------------------ vLLM's kernel

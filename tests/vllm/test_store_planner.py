@@ -1,6 +1,7 @@
 """The blocks that the scheduler side stores after a step, the stores that a step waits for, and the
 results of stores: the planner alone, over requests that are names and hashes."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,6 +228,14 @@ def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
     assert stored(jobs) == [(0, [21, 22])] and fourth.store.stored_blocks == [0]
 
 
+def test_a_store_that_nothing_could_revoke_is_not_sent() -> None:
+    parts = Parts()
+    parts.planner.in_flight.fence.revocations = SimpleNamespace(take=lambda: 0)  # type: ignore[assignment]
+    assert plan(parts, (parts.state(request("a", 32)), 32)) == ((), ())
+    assert parts.count("dropped_blocks") == 2 and not parts.count("stores")
+    assert not parts.planner.in_flight
+
+
 @pytest.mark.parametrize("why", ["is_held", "is_rekeying"])
 def test_no_store_begins_during_a_reset_or_while_the_weights_change(why: str) -> None:
     parts = Parts()
@@ -250,8 +259,9 @@ def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
     assert plan(parts, written=[1, 2, 11]) == ((), (one.store_id,))
 
 
+@pytest.mark.parametrize("is_held", [False, True])
 def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
     """An idle engine has no steps, which carry the reports."""
     now_s = [100.0]
@@ -264,6 +274,7 @@ def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
         now_s[0] += stores_in_flight.MOST_STEP_S
         assert plan(parts) == ((), ())
     now_s[0] += stores_in_flight.MOST_STEP_S
+    parts.planner.is_held = is_held
     assert plan(parts) == ((), (job.store_id,))
     assert parts.count("dropped_blocks") == 2 and not parts.planner.in_flight.num_bytes
     assert plan(parts) == ((), ())

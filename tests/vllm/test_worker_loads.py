@@ -21,23 +21,27 @@ def test_a_load_is_sent_and_reported_once(rig: Any) -> None:
     assert len(one.rank.marks._spare) == 1
 
 
-@pytest.mark.parametrize("how", ["refused", "unreadable", "aborted", "not trusted"])
+@pytest.mark.parametrize("how", ["refused", "unreadable", "aborted", "not trusted", "late"])
 def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     one = rig()
     if how == "not trusted":
         one.rank.adapters._unacknowledged = frozenset({1})
+    one.device.is_there = how != "late"
     one.step(loads=(load(),))
     answer = one.session.answers.get("t-a-k0")
     match how:
+        case "late":
+            # The bytes of an adapter change while the load waits for its mark.
+            one.rank.adapters._unacknowledged = frozenset({1})
+            one.device.is_there = True
         case "refused":
             answer.set_exception(OSError("no"))
         case "unreadable":
             answer.set_result(None)
         case "aborted":
             one.session.end("t-a-k0", status=TransferStatus.FAILED)
-        case _:
-            assert not one.session.sent
     assert one.worker.take_results() == ({"a"}, {"a"}) and not one.counters
+    assert bool(one.session.sent) == (how not in ("not trusted", "late"))
 
 
 def test_loads_that_were_never_begun_are_reported_as_failed(rig: Any) -> None:

@@ -83,6 +83,7 @@ class Admission:
         for request_id, state in self.states.items():
             if state.is_loading and (not of_refused or self._is_refused(state.request)):
                 self.loads.cancel(request_id)
+                state.hit.is_cancelled = True
 
     def _is_refused(self, request: Any) -> bool:
         is_adapted = request.lora_request is not None

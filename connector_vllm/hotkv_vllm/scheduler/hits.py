@@ -531,6 +531,7 @@ class HitFinder:
         if not runs:
             return None
         hit.phase = Phase.LOADING
+        hit.is_cancelled = False
         hit.unproved_loads += 1
         hit.hit_tokens = hit_tokens
         if not hit.counted_hit:
@@ -558,7 +559,8 @@ class HitFinder:
         load.
 
         failed: True if the load failed. The keys of its blocks are then hidden (`HiddenKeys`),
-            unless `late` is True.
+            unless something else than the blocks was the reason: the time limit (`late`), a cancel
+            by this engine, or a lost connection.
         late: True if the load failed because it reached its time limit.
         """
         hit = state.hit
@@ -567,7 +569,8 @@ class HitFinder:
         stored: tuple[int, ...] = ()
         if failed:
             self.load_failed(state)
-            for index, blocks in enumerate(() if late else hit.leased):
+            is_fault = not late and not hit.is_cancelled and self._session.connected
+            for index, blocks in enumerate(hit.leased if is_fault else ()):
                 hashes = self.groups.hashes(state.request, index)
                 self.hidden.hide(index, hashes[blocks.start : blocks.stop])
         else:

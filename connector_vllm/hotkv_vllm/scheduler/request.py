@@ -65,6 +65,8 @@ class HitState:
         known. Valid until `hint_until_s`.
     miss_until_s: the request is not looked up again before this time, because it has missed.
     unproved_loads: number of loads that have begun and whose end has not been handled.
+    is_cancelled: True if this engine has cancelled the load, because its weights or an adapter may
+        have changed, or because of a reset.
     asked: the measured times of the server calls for this hit.
     counted: True once the request was counted as offered a hit, or as a miss.
     counted_hit: True once the request was counted as a hit, because a load of it has begun.
@@ -91,6 +93,7 @@ class HitState:
     miss_until_s: float = 0.0
     failed_loads: int = 0
     unproved_loads: int = 0
+    is_cancelled: bool = False
     asked: list[AnswerTime] = field(default_factory=list)
     counted: bool = False
     counted_hit: bool = False

@@ -206,8 +206,6 @@ class MissingBlocks:
         planned: ids of blocks that this step already stores; the method adds the blocks of the
             returned runs.
         """
-        if not len(ids):
-            return []
         end, wanted = begin + len(ids), ids != NULL_BLOCK
         if not self._storable[index].is_everything:
             storable = self._storable_mask(state, index, begin, end)
@@ -590,7 +588,7 @@ class StorePlanner:
             self._stats.add("dropped_blocks", sum(store.num_blocks for store in lost.values()))
         flush = tuple(sorted({*lost, *self._fences(written_blocks)}))
         if self._is_closed:
-            return (), self.take_all_back()
+            return (), tuple(sorted({*flush, *self.take_all_back()}))
         batches: dict[Whose, list[BlockRun]] = {}
         for retention, trace, tail in self.tails.take():
             batches.setdefault((retention, "", trace), []).extend(tail)

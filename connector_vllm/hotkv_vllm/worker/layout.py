@@ -404,7 +404,7 @@ def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str)
         digits.append(key_pages[0].reshape(-1).float().round().long())
     origin = (digits[0] + 128 * digits[1]) * head_size + digits[2] + 128 * digits[3]
     numbers = torch.arange(block_tokens * head_size)
-    for run in (block_tokens, 32, 16):
+    for run in (run for run in (block_tokens, 32, 16) if block_tokens % run == 0):
         for pair in (1, 2, 4, head_size):
             packed = numbers.view(block_tokens // run, run, head_size // pair, pair).permute(
                 0, 2, 1, 3

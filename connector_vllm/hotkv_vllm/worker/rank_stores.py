@@ -177,8 +177,6 @@ class RankStores:
         A store's deadline is `store_timeout_s` after its begin. The wait ends FENCE_GRACE_S after
         the latest deadline of these stores.
         """
-        if self._rank.session is None:
-            return True
         for store in stores:
             if store.answer is not None and not store.answer.done():
                 self._rank.cancel(store.job.lease_id)
