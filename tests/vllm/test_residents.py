@@ -508,6 +508,20 @@ def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -
     assert engine.count("failed_residencies") == 1
 
 
+def test_a_store_whose_report_is_lost_costs_half_the_patience_of_its_request() -> None:
+    engine = ResidentEngine("host")
+    name = engine.arrive(640, 300)
+    engine.run(4)
+    engine.run(1, stores=False)
+    engine.begin_store(name)
+    engine.end_stores(are_reported=False)
+    kept = engine.books.kept_tokens(name)
+    engine.run(int(TIMEOUT_S / STEP_S * 0.45), stores=False)
+    assert engine.books.kept_tokens(name) == kept
+    engine.run(int(TIMEOUT_S / STEP_S * 0.15), stores=False)
+    assert engine.books.kept_tokens(name) > kept
+
+
 def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:
     """A token between two losses resets the count."""
     engine = ResidentEngine("host")
