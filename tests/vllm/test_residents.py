@@ -481,9 +481,12 @@ def test_a_request_that_waits_during_a_reset_hits_afterwards(is_asked: bool) -> 
 
 
 def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> None:
-    engine = ResidentEngine("host", most_blocks=48)
+    engine = ResidentEngine("host", most_blocks=56)
     running, first = (engine.arrive(400, 300, family) for family in "ab")
-    engine.run(int(TURN_S / STEP_S) + 2)
+    engine.run(2)
+    early = engine.arrive(120, 9, "d")
+    engine.run(int(TURN_S / STEP_S))
+    assert early in {one.request_id for one in engine.running}, "the first had not waited long"
     later = engine.arrive(120, 9, "c")
     while running in engine.requests:
         engine.run(1)
