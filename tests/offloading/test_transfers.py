@@ -64,3 +64,20 @@ def test_no_job_is_lost_while_threads_begin_and_answer_others(session: Session) 
     loaded = sum(one.is_complete for one in ended)
     assert (len(ended), loaded) == (NUM_JOBS, NUM_JOBS)
     assert len(set(session.names)) == 2 * NUM_JOBS
+
+
+@pytest.mark.parametrize("error", [RuntimeError("gone"), None], ids=str)
+def test_a_job_ends_whatever_the_server_answers(session: Session, error: Exception | None) -> None:
+    def odd(*_: Any) -> "Future[Any]":
+        answer: Future[Any] = Future()
+        answer.set_exception(error) if error else answer.set_result(None)
+        return answer
+
+    transfers, job = Transfers(session, ConnectorConfig()), SimpleNamespace(keys=(b"k",))
+    groups = [GroupRows(0, [b"k"], [b"h"], np.zeros(1, np.int32))]
+    for call in ("load", "acquire", "store"):
+        setattr(session, call, odd)
+        transfers.store(job, []) if call == "store" else transfers.load(job, groups)
+        wait_for(lambda: transfers.is_idle, f"the end of {call}")
+        assert [one.is_complete for one in transfers.take_ended()] == [False]
+    assert not transfers.is_hung

@@ -223,6 +223,14 @@ class WeightsMachine(RuleBasedStateMachine):
         assert not self.tier.serves or can_flush
 
     @rule()
+    def share_again(self):
+        """Whatever came before, an engine shares again once its caches were emptied."""
+        self.reset(is_device_empty=True, can_flush=True)
+        for _ in range(3):
+            self.run()
+        assert self.tier.serves
+
+    @rule()
     def server_flushes_again(self):
         self.tier.session.can_flush = True
 

@@ -132,6 +132,8 @@ class ResidentEngine:
         self.server.residencies.extend = self._pin  # type: ignore[method-assign]
         self._close = self.parts.session.close_residency
         self.parts.session.close_residency = self._close_residency  # type: ignore[method-assign]
+        self._open = self.parts.session.open_residency
+        self.parts.session.open_residency = self._open_residency  # type: ignore[method-assign]
         self.pool = BlockPool(pool, False, TOKENS)
         self.spec = spec_of(residency)
         self.manager = ResidentManager(
@@ -199,6 +201,13 @@ class ResidentEngine:
         residency = self.server.residencies.open.get(name)
         self.asks_too_much |= residency is not None and first + len(hashes) > residency.asked[group]
         return self._extend(name, group, first, hashes, blocks)
+
+    def _open_residency(self, residency_id: str, num_blocks: Any) -> Any:
+        """Opens a residency, or asks for more room than it has."""
+        residents = self.books._residents.values()
+        one = next(one for one in residents if one.residency_id == residency_id)
+        assert not self.books._reservations.is_open(one) or num_blocks[0] > one.room
+        return self._open(residency_id, num_blocks)
 
     def _close_residency(self, residency_id: str) -> None:
         """Closes a residency after the calls that were sent before, as a stream does."""
@@ -476,7 +485,7 @@ class ResidentEngine:
         self.books.stores(name, job)
         self.stores.append(Store(name, number, incarnation, names, contents))
 
-    def end_stores(self, are_taken: bool = True) -> None:
+    def end_stores(self, are_taken: bool = True, are_reported: bool = True) -> None:
         """Ends all stores. The server has their blocks if it runs and takes them."""
         stores, self.stores = self.stores, []
         for store in stores:
@@ -485,7 +494,8 @@ class ResidentEngine:
                 if are_taken and self.server.up:
                     self.server.blocks[self.parts.space, 0, block] = {0: content}
             ended: Any = SimpleNamespace(request_id=store.request_id, store_id=store.store_id)
-            self.books.stored(ended)
+            if are_reported:
+                self.books.stored(ended)
 
     def run(self, steps: int, *, stores: bool = True) -> None:
         """Runs steps. With `stores`, the server takes all blocks at once."""

@@ -19,13 +19,13 @@ class Engine:
     """A model's layers 2 and 7. A request's context is all blocks of the layer, in an order that
     differs by request. Decodes a token at a time."""
 
-    def __init__(self, config: SparseConfig = CONFIG) -> None:
+    def __init__(self, config: SparseConfig = CONFIG, recall_steps: int = 0) -> None:
         caches = [Cache(BLOCKS, 64, torch.bfloat16, seed) for seed in range(2)]
         self.layers = [
             replace(cache.layer(), name=f"layer{n}", index=n)
             for cache, n in zip(caches, (2, 7), strict=True)
         ]
-        self.worker = SparseWorker(config, self.layers)
+        self.worker = SparseWorker(config, self.layers, recall_steps)
         self.random = np.random.default_rng(0)
         self.context_tokens = BLOCKS * BLOCK - 20
 

@@ -303,6 +303,7 @@ def test_too_few_rows_for_representations_lose_the_request(make: Any) -> None:
         ("fa4_hd256", True, "heads of 256"),
         ("pages", lambda one: one.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1), "smaller"),
         ("pages", lambda one: one[:, :, :, ::2], "side by side"),
+        ("groups", 2, "not all layers are of plain full attention"),
     ],
 )
 def test_layers_that_the_kernels_can_not_serve_are_refused(
@@ -311,6 +312,8 @@ def test_layers_that_the_kernels_can_not_serve_are_refused(
     engine = make()
     if field == "pages":
         engine.caches[NAMES[1]] = value(engine.caches[NAMES[1]])
+    elif field == "groups":
+        engine.kv_config.kv_cache_groups *= value
     else:
         setattr(engine.impls[NAMES[1]], field, value)
     with pytest.raises(Unsupported, match=words):

@@ -482,9 +482,12 @@ def test_a_request_that_waits_during_a_reset_hits_afterwards(is_asked: bool) -> 
 
 
 def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> None:
-    engine = ResidentEngine("host", most_blocks=48)
+    engine = ResidentEngine("host", most_blocks=56)
     running, first = (engine.arrive(400, 300, family) for family in "ab")
-    engine.run(int(TURN_S / STEP_S) + 2)
+    engine.run(2)
+    early = engine.arrive(120, 9, "d")
+    engine.run(int(TURN_S / STEP_S))
+    assert early in {one.request_id for one in engine.running}, "the first had not waited long"
     later = engine.arrive(120, 9, "c")
     while running in engine.requests:
         engine.run(1)
@@ -507,6 +510,20 @@ def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -
         num_steps += 1
     assert num_steps >= TIMEOUT_S / min(passed_s, 1.0) - 1
     assert engine.count("failed_residencies") == 1
+
+
+def test_a_store_whose_report_is_lost_costs_half_the_patience_of_its_request() -> None:
+    engine = ResidentEngine("host")
+    name = engine.arrive(640, 300)
+    engine.run(4)
+    engine.run(1, stores=False)
+    engine.begin_store(name)
+    engine.end_stores(are_reported=False)
+    kept = engine.books.kept_tokens(name)
+    engine.run(int(TIMEOUT_S / STEP_S * 0.45), stores=False)
+    assert engine.books.kept_tokens(name) == kept
+    engine.run(int(TIMEOUT_S / STEP_S * 0.15), stores=False)
+    assert engine.books.kept_tokens(name) > kept
 
 
 def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:

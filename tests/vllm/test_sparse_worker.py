@@ -85,7 +85,7 @@ def test_pages_follow_their_memory_and_refuse_blocks_that_are_not_there() -> Non
 
 
 def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
-    engine = Engine()
+    engine = Engine(recall_steps=3)
     sums: dict[str, float] = {}
     layers: dict[int, dict[str, float]] = {}
     for number in range(12):
@@ -99,6 +99,9 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
     assert set(layers) == {2, 7}
     assert set(layers[2]) <= set(SPARSE_COUNTERS)
     assert layers[2]["selects"] == 24
+    # Every third step is measured, in one layer after the other.
+    assert [layers[index]["recall_samples"] for index in (2, 7)] == [4, 4]
+    assert 0 < layers[2]["recall"] <= 4 and 0 < layers[2]["true_mass"] <= 4 * (1 + 1e-6)
     assert sums == pytest.approx(
         {
             "sparse_" + name: layers[2].get(name, 0) + layers[7].get(name, 0)
