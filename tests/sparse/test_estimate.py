@@ -203,7 +203,7 @@ def test_a_config_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert (model.name, model.parameters) == (tmp_path.name, LLAMA.parameters)
     file.write_text(json.dumps({"text_config": CONFIG}))
     assert read_config(file).parameters == LLAMA.parameters
-    for contents in ("", "[]", "{"):
+    for contents in ("", "[]", "{", "[" * 100_000):
         file.write_text(contents)
         with pytest.raises(HotKVError, match="config"):
             read_config(tmp_path)
