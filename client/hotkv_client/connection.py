@@ -191,6 +191,10 @@ class Connection:
                 )
                 break
             notices.append(response)
+        else:
+            raise SessionLostError(
+                "the server ended the session before it had registered the memory"
+            )
         self.responses = itertools.chain(notices, self.responses)
 
     def submit(

@@ -56,7 +56,7 @@ class Selects:
         """Selects the blocks that a layer of a sequence should attend to. Waits for the answer.
 
         Raises HotKVError if the server refuses the selection, SessionLostError if the session is
-        closed during the call.
+        closed during the call. If Ctrl-C interrupts the call, the stream ends.
 
         sequence_id: a sequence that was created with a `SelectConfig`.
         layer_index: one of `SelectConfig.layer_indices` of the sequence.
@@ -88,6 +88,10 @@ class Selects:
             raise _answers.as_error(error) from error
         except ValueError as error:  # gRPC raises this for a closed channel.
             raise SessionLostError(CLOSED) from error
+        except BaseException:
+            # The answer may still come. The next selection would take it for its own.
+            self.close()
+            raise
         if response is None:
             raise SessionLostError("the server ended the stream of selections")
         try:

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +20,16 @@ from demo.processes import Server, runtime_folder
 from hotkv_client import (
     BlockResult,
     BlockRun,
+    EngineMemory,
     GroupHashes,
     LinkState,
     LoadRun,
+    Session,
     TransferResult,
     TransferStatus,
 )
 from hotkv_client.admin import AdminClient
+from hotkv_client.fence import SHARED_WORDS, Revocations, SharedFence
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.layout import FENCE_WORDS
@@ -160,8 +165,29 @@ def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engin
     os.kill(own_server.pid, signal.SIGCONT)
     assert future.result(60).status in (TransferStatus.DONE, TransferStatus.CANCELLED)
     for store in stores:
-        assert BlockResult.STORED not in store.result(60).results[0]
+        assert not any(BlockResult.STORED in part for part in store.result(60).results)
     assert store_blocks(one, hashes(1)) == {BlockResult.STORED}
+
+
+def test_a_word_of_a_shared_fence_is_kept_until_its_store_is_answered(
+    own_server: Server, engine: Make
+) -> None:
+    """A hung server may look at the word of a store at any moment."""
+    one, fence = engine(own_server.target), SharedFence()
+    words, config = Revocations([fence.place]), replace(one.session.config, engine_id="shared")
+    with closing(Session(config, EngineMemory(one.layout, {"kv": one.fd}, fence=fence))) as session:
+        session.start()
+        assert session.wait_connected(60)
+        stop(own_server.pid)
+        index, run = words.take(), BlockRun(0, hashes(1), block_ids(1))
+        store = session.store("s", "s", [run], 20, fence_index=index)
+        session.cancel("s")
+        assert store.result(0).status is TransferStatus.CANCELLED
+        words.end(index)
+        assert index not in [words.take() for _ in range(SHARED_WORDS)]
+        os.kill(own_server.pid, signal.SIGCONT)
+        wait_for(lambda: words.take() == index)
+        assert not session.probe(0, run.hashes).any()
 
 
 @pytest.mark.long

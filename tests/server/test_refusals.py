@@ -36,7 +36,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS, Layout, MemoryHandle, PageTensor
-from hotkv_proto.order import NO_ORDER
+from hotkv_proto.order import MAX_MARKS, NO_ORDER
 from hotkv_proto.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -201,6 +201,7 @@ SELECT, TENSOR, HANDLES = (
     "register_memory.layout.handles",
 )
 REPORT, NAME_OF_KIND = "report_use.requests[0]", "representations[0]"
+HINTED = f"{REPORT}.hints.actions"
 KIND = f"open_session.{NAME_OF_KIND}"
 BOTH = [{"layer_index": 2, "mu": ZEROS}]
 BIASED = [{"layer_index": 2, "mu": ZEROS, "biases": [{"scorer": "mean"}] * 2}]
@@ -235,6 +236,7 @@ ROWS = [
     Row("reserve_blocks.retention.pin", True, FIELD, "retention.pin needs retention.ttl_s"),
     Row(f"{RUN}.token_ids", bytes(60), FIELD, "token_ids has 60 bytes; 16 tokens of 1 blocks"),
     Row(f"{RUN}.extra_keys", [{}, {}], FIELD, "runs.extra_keys has 2 entries for 1 blocks"),
+    Row(f"{RUN}.extra_keys", [{"keys": [{}]}], FIELD, "runs.extra_keys.keys.key is empty"),
     Row(f"{RUN}.lora_name", "x" * 300, LARGE, "runs.lora_name is longer than 256 characters"),
     Row("store.after.index", 1, FIELD, "after"),
     Row(f"{REPORT}.prompt_token_count", 31, FIELD, "hashes has 2 hashes of 16 tokens each"),
@@ -247,6 +249,11 @@ ROWS = [
     Row(f"{REPORT}.wait_s", math.nan, FIELD, "requests.wait_s is nan"),
     Row(f"{REPORT}.retention.priority", 9, FIELD, "requests.retention: retention.priority is 9"),
     Row(f"{REPORT}.retention.ttl_ms", -1, FIELD, "requests.retention.ttl_ms is -1"),
+    Row(f"{REPORT}.session_id", "s\n", FIELD, "requests.session_id must be printable"),
+    Row(HINTED, [{"action_type": 9}], FIELD, "hints.actions.action_type is 9; allowed are 1 to 5"),
+    Row(HINTED, [{"action_type": 1, "start_token": 5, "end_token": 5}], FIELD, "they must rise"),
+    Row(HINTED, [{"action_type": 2}], FIELD, "requests.hints.actions: retention.pin needs"),
+    Row(HINTED, [{"action_type": 1}] * 65, LARGE, "65 actions and 0 rejections; at most 64"),
     Row("report_use.loads", [{"report_id": 1}] * 1025, LARGE, "loads has 1025 entries"),
     Row("report_use.requests", [{}] * 1024, LARGE, "requests: 1025 with 2 hashes; at most 1024"),
     Row("report_use.ended", [{}] * 1025, LARGE, "requests: 1 with 2 hashes"),
@@ -317,6 +324,7 @@ ROWS = [
     Row(f"{SPACE}.groups[0].shard_byte_counts", [1 << 40], FIELD, "does not fit"),
     Row("register_memory.layout.shard_index", 3, LAYOUT, "shard_index"),
     Row("register_memory.layout.name", "x\n", FIELD, "layout.name"),
+    Row("register_memory.order.event_handles", [b""] * (MAX_MARKS + 1), LARGE, "event_handles has"),
     Row("register_memory.layout.block_count", 0, LAYOUT, "block_count"),
     Row("register_memory.layout.block_count", 129, LAYOUT, "beyond"),
     Row(f"{TENSOR}.handle_id", "else", LAYOUT, "handle_id"),

@@ -325,6 +325,25 @@ def test_a_selection_of_a_closed_session_is_refused(sparse_engine: Make) -> None
             stream.select("s", LAYERS[0], queries(1)[0], BLOCK_TOKENS, LOG_MASS)
 
 
+class Interrupted:
+    is_cancelled = False
+
+    def __next__(self) -> None:
+        raise KeyboardInterrupt
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def test_an_interrupted_selection_ends_its_stream() -> None:
+    """The next selection would get its answer."""
+    call = Interrupted()
+    stream = Selects(SimpleNamespace(SelectBlocks=lambda _: call), "s")  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        stream.select("s", 0, queries(1)[0], BLOCK_TOKENS, LOG_MASS)
+    assert call.is_cancelled
+
+
 class Unreachable(grpc.RpcError):
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.UNAVAILABLE

@@ -79,6 +79,7 @@ def test_refused_for_a_model(
 
 @pytest.mark.parametrize("block_tokens", [16, 32, 64, 128])
 def test_the_default_fits(block_tokens: int) -> None:
+    SparseConfig(max_correction_blocks=0, sink_tokens=0).check(30, block_tokens)
     SparseConfig().check(30, block_tokens)
     SparseConfig(min_context_tokens=0, sparse_topk=4096).check(30, block_tokens)
 

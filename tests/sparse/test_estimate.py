@@ -51,6 +51,22 @@ def test_published_examples() -> None:
     assert memory(QWEN, H200, plan, Mode.DENSE).request_kv.value == pytest.approx(197e9, rel=0.005)
 
 
+@pytest.mark.parametrize(("batch", "tokens"), [(3, CHUNK), (9000, 9000)])
+def test_activations_and_room_are_those_of_the_formulas(batch: int, tokens: int) -> None:
+    plan = Plan(TOKENS_128K, batch=batch, chunk_tokens=CHUNK, tensor_parallel=2)
+    taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
+    wide = 6 * 4096 + 3 * 14336 // 2
+    assert taken.activations.value == tokens * wide * 2 + 4 * batch * 128_256 // 2
+    used = taken.weights.value + taken.activations.value + taken.staging.value
+    assert taken.room.value == pytest.approx(taken.device_limit.value - used)
+    assert taken.device_limit.value == H200.memory_bytes * plan.memory_ratio
+    assert taken.host.value == batch * taken.host_request.value
+    alone = memory(LLAMA, H200, plan.with_(tensor_parallel=1), Mode.DENSE)
+    assert "/ 2 devices" in taken.weights.formula and "devices" not in alone.weights.formula
+    with pytest.raises(HotKVError, match="the model has 32 layers"):
+        memory(LLAMA, H200, plan.with_(sparse=sparse(dense_layers=(32,))), Mode.DENSE)
+
+
 def test_dense_layers_stay_whole_on_the_device() -> None:
     plan = Plan(TOKENS_128K, sparse=sparse(sparse_topk=2048, dense_layers=(0, 1)))
     page_bytes, blocks = 64 * KIB, 8192
@@ -203,7 +219,7 @@ def test_a_config_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert (model.name, model.parameters) == (tmp_path.name, LLAMA.parameters)
     file.write_text(json.dumps({"text_config": CONFIG}))
     assert read_config(file).parameters == LLAMA.parameters
-    for contents in ("", "[]", "{"):
+    for contents in ("", "[]", "{", "[" * 100_000):
         file.write_text(contents)
         with pytest.raises(HotKVError, match="config"):
             read_config(tmp_path)

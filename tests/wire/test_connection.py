@@ -96,12 +96,14 @@ def test_a_cancelled_store_with_a_word_of_the_fence_ends_at_once(made: Connectio
     for call in (store, other, load):
         assert made.submit(_wire.ping(), call, None) is None
     futures = [call.future for call in (store, other)]
+    third = pending(transfer_id="t", fence_index=5)
+    assert made.submit(_wire.ping(), third, None) is None
     for name in ("s", "l"):
         made.cancel(name)
     assert [future.result(0).status for future in futures] == [TransferStatus.CANCELLED] * 2
-    assert not load.future.done() and made.num_pending == 3
+    assert not load.future.done() and not third.future.done() and made.num_pending == 4
     refused = made.submit(_wire.ping(), pending(transfer_id="unrevocable"), None)
-    assert refused is not None and refused.reason is Reason.OVERLOADED and made.num_pending == 3
+    assert refused is not None and refused.reason is Reason.OVERLOADED and made.num_pending == 4
 
 
 def test_a_store_of_a_connection_without_a_link_reads_no_memory(made: Connection) -> None:
@@ -306,6 +308,7 @@ def test_a_system_without_threads_still_ends_a_connections_calls(
 
     class NoThread(threading.Thread):
         def start(self) -> None:
+            assert self.daemon, "a process does not wait for a hung server when it ends"
             raise RuntimeError("can't start new thread")
 
     futures = [call(made, body, body) for body in TRANSFERS]
@@ -400,6 +403,16 @@ def target(tmp_path: Path) -> Iterator[str]:
     yield f"unix:{tmp_path}/grpc.sock"
 
 
+def test_a_stream_that_ends_before_the_memory_is_registered_is_no_session(
+    made: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made._memory = EngineMemory(Layout(0, 1, (), ()), {})
+    call = Mock(__iter__=lambda _: iter([opened(), answer("drain_notice", 0)]))
+    monkeypatch.setattr(connection._wire, "connect", lambda *_: call)
+    with pytest.raises(SessionLostError, match="before it had registered the memory"):
+        made.open(b"")
+
+
 def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate()}
 
@@ -481,37 +494,21 @@ def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
         assert isinstance(error, HotKVError) and error.reason is Reason.INTERNAL
 
 
-def test_a_server_that_reads_nothing_loses_the_session(
-    target: str, monkeypatch: pytest.MonkeyPatch
+def test_reports_that_a_server_leaves_unread_end_its_stream_once(
+    made: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Reports that it never reads take a bounded part of the engine's memory."""
-    monkeypatch.setattr(connection, "MAX_UNSENT", 50)
-    lost, reads = threading.Event(), threading.Event()
-
-    def hear(state: LinkState, reason: str) -> None:
-        if state is LinkState.ABSENT:
-            lost.set()
-
-    def hangs(packed: bytes) -> list[bytes]:
-        if session_pb2.ConnectRequest.FromString(packed).WhichOneof("body") != "open_session":
-            assert reads.wait(60)
-        return [opened().SerializeToString()]
-
-    session = session_to(target, on_state=hear)
-    with OddServer(target, hangs):
-        session.start()
-        assert session.wait_connected(60)
-        made, blocks = session._connection, [GroupHashes(0, [bytes(32)] * 10_000)]
-        assert made is not None
-        for _ in range(150):
-            session.lookup(blocks)
-        session.report_use(blocks)
-        assert not made._is_given_up, "calls that wait for answers do not count"
-        for _ in range(200):
-            session.report_use(blocks)
-        assert lost.wait(60) and made.outbox.qsize() <= 202
-        reads.set()
-    session.close()
+    """They take a bounded part of the engine's memory."""
+    monkeypatch.setattr(connection, "MAX_UNSENT", 3)
+    made.call = Mock()
+    assert made.submit(_wire.ping(), pending(), None) is None
+    for _ in range(3):
+        made.send_only(_wire.release("l"))
+    assert made.outbox.qsize() == 4 and not made.call.cancel.called
+    for _ in range(2):
+        made.send_only(_wire.release("l"))
+    assert made.outbox.qsize() == 4, "calls that wait for answers do not count"
+    made.call.cancel.assert_called_once_with()
+    assert caplog.text.count("requests unread") == 1
 
 
 def test_notices_that_come_before_the_memory_is_registered_are_heard(target: str) -> None:

@@ -80,8 +80,8 @@ def _node(target: str, connect: Callable[[str], AdminClient]) -> dict[str, Any]:
         "below_used_byte_count": sum(
             one["used_byte_count"] for one in tiers if one["name"] == "disk"
         ),
-        "found_block_count": counters.get("acquired_blocks_total", 0),
-        "missed_block_count": counters.get("missed_blocks_total", 0),
+        "found_block_count": counters["acquired_blocks_total"],
+        "missed_block_count": counters["missed_blocks_total"],
         "stored_byte_count": counters["stored_bytes_total"],
         "loaded_byte_count": counters["loaded_bytes_total"],
         "evicted_block_count": counters["evicted_blocks_total"],

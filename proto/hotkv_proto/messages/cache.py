@@ -177,16 +177,10 @@ def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunCon
     """Reads the token ids and extra keys of a run (consecutive blocks of one group). The result is
     empty for a run of representations (compact forms of blocks' keys), which have no token ids.
 
-    The caller has already checked the run's hashes, and that its group index is not too high.
-    Raises INVALID_FIELD if a count does not match the run's blocks, if the group index is negative,
-    or if an extra key is empty; TOO_LARGE if the LoRA name is too long.
+    The caller has already checked the run's hashes and group index. Raises INVALID_FIELD if a count
+    does not match the run's blocks, or if an extra key is empty; TOO_LARGE if the LoRA name is too
+    long.
     """
-    if message.group_index < 0:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"runs.group_index is {message.group_index}; this key space has "
-            f"{len(key_space.groups)} groups",
-        )
     if message.group_index >= len(key_space.groups):
         return RunContent(np.empty(0, np.int32))
     num_blocks = len(message.hashes) // key_space.hash_bytes

@@ -15,7 +15,6 @@ from hotkv_proto.messages import fields
 from hotkv_proto.order import MAX_MARKS, DeviceMark, DeviceOrder, OrderKind
 from hotkv_proto.v1 import cache_pb2, layout_pb2
 
-MAX_TENSORS = 1 << 16
 MAX_KEY_SPACE_BYTES = 32 << 10
 """Largest size of a key space on the wire, in bytes. Most of these bytes are layer names."""
 KEY_SPACE_TEXTS = (
@@ -183,10 +182,7 @@ def layout_message(value: Layout) -> layout_pb2.Layout:
 
 def read_layout(message: layout_pb2.Layout) -> Layout:
     """Reads a layout. Raises INVALID_LAYOUT for a memory handle without a valid source, TOO_LARGE
-    for too many tensors or handles, or a name that is too long, INVALID_FIELD for a name that can't
-    be printed."""
-    if len(message.tensors) > MAX_TENSORS or len(message.handles) > MAX_TENSORS:
-        raise HotKVError(Reason.TOO_LARGE, f"layout has more than {MAX_TENSORS} tensors or handles")
+    for a name that is too long, INVALID_FIELD for a name that can't be printed."""
     handles = []
     for index, handle in enumerate(message.handles):
         fields.identifier(f"layout.handles[{index}].handle_id", handle.handle_id)

@@ -215,7 +215,7 @@ def read_config(path: Path) -> Model:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise refuse("config", str(file), f"use a file of JSON ({error})") from None
     if not isinstance(config, dict):
         raise refuse("config", str(file), "use a JSON object")
