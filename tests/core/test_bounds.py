@@ -46,17 +46,3 @@ def test_accounts_share_a_bound_whose_room_is_what_the_rule_allows(
         for one, book in zip(accounts[1:], books[1:], strict=True):
             one.check({name: count for name, count in book.items() if count})
         bound.check({name: held(name) for name in "abcd" if held(name)})
-
-
-@given(capacity=st.integers(200, 5000), num_owners=st.integers(1, 9), at_once=st.integers(1, 30))
-def test_each_who_wants_everything_gets_half_of_what_is_left(
-    capacity: int, num_owners: int, at_once: int
-) -> None:
-    bound = FairBound(capacity)
-    for number in range(num_owners):
-        left = capacity - bound.total
-        while bound.room(str(number)):
-            bound.take(str(number), min(at_once, bound.room(str(number))))
-        assert bound.held(str(number)) >= min(left // 2, bound.floor)
-        assert abs(bound.held(str(number)) - left / 2) <= max(1, bound.floor)
-    assert bound.room("another one") >= min(bound.floor, capacity - bound.total)
