@@ -249,6 +249,7 @@ def test_closing_gives_threads_back(store: Store) -> None:
 
 @given(st.lists(st.integers(0, 3 * PART_BYTES // 2) | st.integers(0, 4096), max_size=300))
 @example([4096] * 150)
+@example([PART_BYTES // 2] * 6)
 def test_parts_are_all_rows_in_order_and_bounded(sizes: list[int]) -> None:
     num_bytes = np.array(sizes, np.int64)
     parts = list(cut(num_bytes))

@@ -2,6 +2,7 @@
 leave to reads. `test_remote_faults` has the others."""
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -187,6 +188,19 @@ def test_requests_that_were_given_up_have_ended_when_the_loop_is_closed() -> Non
         loop.close()
         loop.close()
         assert ended == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_has_died_shows(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bench_over(s3_server, new_prefix()) as bench:
+        assert bench.tier.is_alive()
+        monkeypatch.setattr(bench.tier._shared.lister, "_connect", sys.exit)
+        bench.read([1], [0], within_s=0.1)
+        wait_for(lambda: not bench.tier.is_alive(), "it does not show")
+    loop = Loop()
+    assert loop.is_alive()
+    loop._loop.call_soon_threadsafe(sys.exit)
+    wait_for(lambda: not loop.is_alive(), "it does not show")
 
 
 def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: FaultProxy) -> None:
