@@ -37,6 +37,7 @@ from hotkv_server.events.publisher import MESSAGE_BYTES, ZmqPublisher, _Item, _T
 from hotkv_server.events.wire import Translator
 from tests.core.support import hash_of, make_key_space, words_of
 from tests.support.routers import replay
+from tests.support.waiting import wait_for
 
 MIB = 1 << 20
 CLOCKS = {name: getattr(time, name) for name in ("time", "monotonic")}
@@ -92,7 +93,7 @@ def publisher(tmp_path: Path) -> Iterator[ZmqPublisher]:
     made = publishing(tmp_path)
     yield made
     made.close()
-    assert not made.is_alive()
+    wait_for(lambda: not made.is_alive(), "the thread does not end")
 
 
 @pytest.fixture

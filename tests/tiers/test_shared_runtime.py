@@ -460,7 +460,7 @@ async def test_a_flush_that_breaks_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_noted: bool
 ) -> None:
     """It says so if it can't be noted down, and notes it later."""
-    monkeypatch.setattr(tier_epochs, "TELL_S", 0.1)
+    monkeypatch.setattr(tier_epochs, "TELL_S", 60.0 if is_noted else 0.1)
     monkeypatch.setattr(tier_epochs, "SAVE_AGAIN_S", 0.1)
     async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
         flushed_here, broken = one.epochs._flush, list[int]()
