@@ -47,7 +47,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
     ) -> sparse_pb2.CreateSequenceResponse:
         async def call() -> sparse_pb2.CreateSequenceResponse:
             session = self._node.sessions.get(request.session_id)
-            return calls.create_sequence(self._sparse, session, request)
+            return await calls.create_sequence(self._sparse, session, request)
 
         return await answer(self._node, context, call)
 
@@ -56,7 +56,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
     ) -> sparse_pb2.AppendBlocksResponse:
         async def call() -> sparse_pb2.AppendBlocksResponse:
             session = self._node.sessions.get(request.session_id)
-            return calls.append_blocks(self._sparse, session, request)
+            return await calls.append_blocks(self._sparse, session, request)
 
         return await answer(self._node, context, call)
 
