@@ -5,7 +5,9 @@ import os
 import re
 import threading
 import time
+from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import numpy as np
@@ -18,6 +20,7 @@ from hotkv_client.wire.sparse import _select_message
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_server.sparse.calls import _config
+from hotkv_server.sparse.service import _while_open
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.selection import select_layer
@@ -319,6 +322,19 @@ def test_a_selection_of_a_closed_session_is_refused(sparse_engine: Make) -> None
         session.close()
         with pytest.raises(SessionLostError):
             stream.select("s", LAYERS[0], queries(1)[0], BLOCK_TOKENS, LOG_MASS)
+
+
+async def test_a_stream_whose_client_goes_on_ends_with_its_session() -> None:
+    session, seen = Mock(closing=False), list[int]()
+
+    async def requests() -> AsyncIterator[int]:
+        for number in range(1, 9):
+            yield number
+
+    async for number in _while_open(0, requests(), session):
+        session.closing = number == 2
+        seen.append(number)
+    assert seen == [0, 1, 2]
 
 
 def test_all_that_matters_to_a_selection_reaches_the_server() -> None:

@@ -145,9 +145,9 @@ async def _while_open(
     first: Any, requests: AsyncIterator[Any], session: LiveSession
 ) -> AsyncIterator[Any]:
     """Yields `first`, then the further requests of the stream, until the client ends the stream or
-    the session closes."""
+    the session closes. The first request after that is still yielded, so that it is refused."""
     yield first
-    while True:
+    while not session.closing:
         request = asyncio.ensure_future(anext(requests))
         try:
             while not (await asyncio.wait({request}, timeout=IDLE_CHECK_S))[0]:
