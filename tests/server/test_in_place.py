@@ -15,18 +15,23 @@ import numpy as np
 import pytest
 
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import Representation
 from hotkv_proto.table import Words, hash_words
 from hotkv_proto.v1 import cache_pb2, residency_pb2, session_pb2
-from hotkv_server.cache.values import HashList
+from hotkv_server.cache.values import HashList, Run
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.residency import calls as residency_calls
 from hotkv_server.residency.capability import ResidencyCapability
+from hotkv_server.sparse.book import SelectSpec
+from hotkv_server.sparse.drive import SparseDecode
 from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Pace
 from hotkv_server.wire.session import SessionCalls
+from tests.core.support import begin_store
 from tests.server.capable import capable
 from tests.server.nodes import PAGE, SPACE, live_node, store_in, worker
+from tests.server.sparse_support import CONFIG
 from tests.server.support import hashes
 from tests.support.waiting import eventually
 
@@ -204,6 +209,46 @@ async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
     assert [call.args for call in tiers.let_go.mock_calls] == [(tiers.bring_up.return_value,)] * 2
     assert np.frombuffer(absent, "<i8").tolist() == [-1] * NUM_BLOCKS
     assert again == before and absent != before
+
+
+async def test_a_sequence_covers_nothing_while_blocks_may_be_older_than_a_flush(
+    opened: Opened,
+) -> None:
+    async with opened() as place:
+        node, core, words = place.node, place.node.core, hash_words(PACKED, 32)
+        kinds = (Representation(0, "mean", 1, (64,)),)
+        session, other = [await node.sessions.open("e", "worker", SPACE, "t", kinds) for _ in "so"]
+        number, (kind,) = session.record.number, session.record.representations
+        begin_store(core, number, "t", "w", [Run(kind, words)], 0, 0.0, 1.0)
+        core.end_store(number, "t", True, 1.0)
+        epochs = Mock(wait_to_serve=AsyncMock(side_effect=[False, True, False]))
+        sparse = SparseDecode(core, node.memory.arena.array(), node.verifier, Mock(epochs=epochs))
+        spec = SelectSpec(CONFIG, kind, (0,), 1, 64, 16, 1)
+        made = await sparse.create(session, "s", 0, words, spec)
+        assert not made.lease_id and not len(made.slots)
+        lease_ids = set[str]()
+        for _ in range(2):
+            made = await sparse.append(session, "s", NUM_BLOCKS, words[:0])
+            assert len(made.slots) == NUM_BLOCKS
+            lease_ids.add(made.lease_id)
+        # A server that drains leaves the lease too, and keeps no sequence that it has refused.
+        epochs.wait_to_serve, core.draining = AsyncMock(return_value=True), True
+        for _ in range(2):
+            with pytest.raises(HotKVError, match="DRAINING"):
+                await sparse.create(session, "d", 0, words, spec)
+        lease_ids.add((await sparse.append(session, "s", NUM_BLOCKS, words[:0])).lease_id)
+        assert len(lease_ids) == 1
+        core.draining = False
+
+        async def ends(key_space_id: int) -> bool:
+            await node.sessions.close(other)
+            return key_space_id == 1
+
+        epochs.wait_to_serve = ends
+        with pytest.raises(HotKVError, match="UNKNOWN_SESSION"):
+            await sparse.create(other, "o", 0, hash_words(bytes(32), 32), spec)
+        assert len(sparse.sequences) == 1
+        sparse.close()
 
 
 async def test_blocks_make_room_for_a_residency_unless_the_server_drains(opened: Opened) -> None:

@@ -5,9 +5,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import numpy as np
@@ -22,6 +23,7 @@ from hotkv_proto.errors import HotKVError, NoAnswerError, Reason, SessionLostErr
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_proto.v1.sparse_pb2 import SelectBlocksResponse
 from hotkv_server.sparse.calls import _config
+from hotkv_server.sparse.service import _while_open
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.selection import select_layer
@@ -368,6 +370,19 @@ def test_a_selection_without_a_good_answer_fails(
     stream = Selects(SimpleNamespace(SelectBlocks=answers), "s")  # type: ignore[arg-type]
     with pytest.raises(error, match=words):
         stream.select("s", 0, queries(1)[0], BLOCK_TOKENS, LOG_MASS)
+
+
+async def test_a_stream_whose_client_goes_on_ends_with_its_session() -> None:
+    session, seen = Mock(closing=False), list[int]()
+
+    async def requests() -> AsyncIterator[int]:
+        for number in range(1, 9):
+            yield number
+
+    async for number in _while_open(0, requests(), session):
+        session.closing = number == 2
+        seen.append(number)
+    assert seen == [0, 1, 2]
 
 
 def test_all_that_matters_to_a_selection_reaches_the_server() -> None:

@@ -39,7 +39,7 @@ def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 # -------------------------------------------------------------------------------------------- calls
 
 
-def create_sequence(
+async def create_sequence(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.CreateSequenceRequest
 ) -> sparse_pb2.CreateSequenceResponse:
     """Creates a sequence: a context that the session decodes sparsely."""
@@ -70,19 +70,19 @@ def create_sequence(
         spec.check_slots(record.representation(spec.representation_group).shard_bytes)
     hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
     sequence_id = fields.identifier("sequence_id", request.sequence_id)
-    sequence = sparse.create(session, sequence_id, request.group_index, hashes, spec)
+    sequence = await sparse.create(session, sequence_id, request.group_index, hashes, spec)
     return sparse_pb2.CreateSequenceResponse(
         lease_id=sequence.lease_id, covered_block_count=len(sequence.slots)
     )
 
 
-def append_blocks(
+async def append_blocks(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.AppendBlocksRequest
 ) -> sparse_pb2.AppendBlocksResponse:
     """Appends blocks to a sequence."""
     hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
     sequence_id = fields.identifier("sequence_id", request.sequence_id)
-    sequence = sparse.append(session, sequence_id, request.first_position, hashes)
+    sequence = await sparse.append(session, sequence_id, request.first_position, hashes)
     return sparse_pb2.AppendBlocksResponse(
         block_count=len(sequence.hashes),
         lease_id=sequence.lease_id,

@@ -26,7 +26,8 @@ class SparseCapability(Capability):
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self.sparse = SparseDecode(node.core, node.memory.arena.array(), node.verifier)
+        arena = node.memory.arena.array()
+        self.sparse = SparseDecode(node.core, arena, node.verifier, node.tiers)
 
     def __repr__(self) -> str:
         return f"SparseCapability({self.sparse!r})"

@@ -25,6 +25,7 @@ from hotkv_server.cache.leases.leases import ReadLease, read_weight
 from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.values import BoolMask, HashList
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.node.capability import BlocksBelow
 from hotkv_server.node.session import LiveSession
 from hotkv_server.sparse.book import Selected, SelectRequest, SelectSpec, check_request, select
 from hotkv_server.sparse.sequences import HASH_BYTES, LiveSequence, SequenceBook
@@ -71,10 +72,18 @@ class SparseCounters:
 
 
 class SparseDecode:
-    """Manages the sequences of a node's sessions (see the module)."""
+    """Manages the sequences of a node's sessions (see the module). `tiers`: the tiers below host
+    memory; None without such tiers."""
 
-    def __init__(self, core: CacheCore, arena: NDArray[np.uint8], verifier: Verifier) -> None:
+    def __init__(
+        self,
+        core: CacheCore,
+        arena: NDArray[np.uint8],
+        verifier: Verifier,
+        tiers: BlocksBelow | None = None,
+    ) -> None:
         self.core = core
+        self._tiers = tiers
         self.sequences = SequenceBook(
             MAX_SEQUENCES,
             core.config.max_blocks_per_call // 2,
@@ -93,7 +102,7 @@ class SparseDecode:
 
     # Sequences
 
-    def create(
+    async def create(
         self,
         session: LiveSession,
         sequence_id: str,
@@ -102,12 +111,14 @@ class SparseDecode:
         spec: SelectSpec | None,
     ) -> LiveSequence:
         """Creates a sequence of these blocks. If `spec` is given, leases the leading blocks that
-        are ready. A repeated call returns the same sequence."""
+        are ready, unless they may be older than a flush on another node (`_may_cover`). A repeated
+        call returns the same sequence."""
+        may_cover = spec is not None and await self._may_cover(session)
         owner = self.core.sessions.owner(session.record)
         sequence, is_new = self.sequences.create(
             session.record.number, sequence_id, group_index, hashes, spec, owner
         )
-        if is_new and spec is not None:
+        if is_new and may_cover:
             try:
                 self._cover(session, sequence)
             except HotKVError:
@@ -116,18 +127,32 @@ class SparseDecode:
             self.selections.warm_up()
         return sequence
 
-    def append(
+    async def append(
         self, session: LiveSession, sequence_id: str, first_position: int, hashes: Words
     ) -> LiveSequence:
         """Appends blocks to a sequence. If the server selects blocks for the sequence, replaces the
         sequence's lease by a lease of all leading blocks that are ready now.
 
         If the server drains, the old lease stays, because a draining server grants no new leases.
+        It also stays if ready blocks may be older than a flush on another node (`_may_cover`).
         """
-        sequence = self.sequences.append(session.record.number, sequence_id, first_position, hashes)
-        if sequence.spec is not None and not self.core.draining:
+        number = session.record.number
+        is_selected = self.sequences.get(number, sequence_id).spec is not None
+        may_cover = is_selected and await self._may_cover(session)
+        sequence = self.sequences.append(number, sequence_id, first_position, hashes)
+        if sequence.spec is not None and may_cover and not self.core.draining:
             self._cover(session, sequence)
         return sequence
+
+    async def _may_cover(self, session: LiveSession) -> bool:
+        """Returns False if ready blocks of the session's key space may be older than a flush on
+        another node. Waits for a bounded time until the shared tiers have confirmed the key space's
+        epoch. Raises UNKNOWN_SESSION if the session closes meanwhile."""
+        key_space_id = session.record.key_space_id
+        serves = self._tiers is None or await self._tiers.epochs.wait_to_serve(key_space_id)
+        if session.closing:
+            raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
+        return serves
 
     async def delete(self, session: LiveSession, sequence_id: str) -> bool:
         """Ends a sequence and waits until its selections have ended. Returns False if the sequence

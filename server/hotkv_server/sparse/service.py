@@ -47,7 +47,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
     ) -> sparse_pb2.CreateSequenceResponse:
         async def call() -> sparse_pb2.CreateSequenceResponse:
             session = self._node.sessions.get(request.session_id)
-            return calls.create_sequence(self._sparse, session, request)
+            return await calls.create_sequence(self._sparse, session, request)
 
         return await answer(self._node, context, call)
 
@@ -56,7 +56,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
     ) -> sparse_pb2.AppendBlocksResponse:
         async def call() -> sparse_pb2.AppendBlocksResponse:
             session = self._node.sessions.get(request.session_id)
-            return calls.append_blocks(self._sparse, session, request)
+            return await calls.append_blocks(self._sparse, session, request)
 
         return await answer(self._node, context, call)
 
@@ -145,9 +145,9 @@ async def _while_open(
     first: Any, requests: AsyncIterator[Any], session: LiveSession
 ) -> AsyncIterator[Any]:
     """Yields `first`, then the further requests of the stream, until the client ends the stream or
-    the session closes."""
+    the session closes. The first request after that is still yielded, so that it is refused."""
     yield first
-    while True:
+    while not session.closing:
         request = asyncio.ensure_future(anext(requests))
         try:
             while not (await asyncio.wait({request}, timeout=IDLE_CHECK_S))[0]:
