@@ -10,12 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_vllm.costs.load_choice import (
+    CHANGED,
     COSTED,
     DEBT_HALF_LIFE_S,
     DEBT_TRIALS,
+    SLACK_S,
     TRIED_SHARE,
     USUAL_TRIALS,
     LoadChoice,
+    ServerCosts,
 )
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, RequestState, StoreState, Verdict
@@ -142,6 +145,22 @@ def test_hits_that_win_are_loaded() -> None:
     assert max(world.many(10, 1000)) < 0.05
     assert not world.count("left_requests") and not world.count("tried_requests")
     assert world.count("judged_choices") == world.count("right_choices") == 10
+
+
+def test_earlier_times_are_forgotten_once_the_server_has_changed() -> None:
+    costs, slow_s = ServerCosts(), 0.001 * CHANGED + SLACK_S
+    changed_s = slow_s + 1e-6
+    for seconds, known_s in (
+        (0.001, 0.001),
+        (0.001, 0.001),
+        (slow_s, 0.001),
+        (changed_s, changed_s),
+        (changed_s, changed_s),
+        (changed_s / CHANGED, changed_s),
+        (changed_s / CHANGED - 1e-6, changed_s / CHANGED - 1e-6),
+    ):
+        costs.note_answers(seconds)
+        assert costs.answers_s == known_s
 
 
 GOOD = {"fixed_s": 0.001, "token_s": 1e-5, "ask_s": 0.001}
