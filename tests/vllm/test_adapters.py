@@ -54,7 +54,9 @@ def test_an_identity_is_of_the_bytes_and_of_nothing_else() -> None:
     assert ask(AdapterWatch(Manager(files), settings="other"), lora()) != names[0]
 
 
-@pytest.mark.parametrize("place", ["rank", "scaling", "lora_a", "another"])
+@pytest.mark.parametrize(
+    "place", ["rank", "scaling", "lora_a", "lora_a in parts", "lora_a without bytes", "another"]
+)
 def test_whatever_a_read_gives_counts(place: str) -> None:
     class Other(Manager):
         def _load_adapter(self, request: LoRARequest) -> Any:
@@ -65,14 +67,18 @@ def test_whatever_a_read_gives_counts(place: str) -> None:
                 model.loras["k"] = model.loras["q"]
             else:
                 weights = model.loras["q"]
-                setattr(
-                    weights, place, 1.0 if place == "scaling" else weights.lora_a.to(torch.bfloat16)
-                )
+                others = {
+                    "scaling": 1.0,
+                    "lora_a": weights.lora_a.to(torch.bfloat16),
+                    "lora_a in parts": list(weights.lora_a),
+                    "lora_a without bytes": weights.lora_a.to("meta"),
+                }
+                setattr(weights, place.split()[0], others[place])
             return model
 
-    assert ask(AdapterWatch(Other({"/a": 1})), lora()) != ask(
-        AdapterWatch(Manager({"/a": 1})), lora()
-    )
+    found = ask(AdapterWatch(Other({"/a": 1})), lora())
+    assert found != ask(AdapterWatch(Manager({"/a": 1})), lora())
+    assert (found == UNKNOWN) == place.endswith("without bytes")
 
 
 @pytest.mark.parametrize("how", ["evicted", "in place", "asked"])

@@ -53,12 +53,18 @@ def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
 
 def test_weights_identity_of_damaged_files(tmp_path: Path) -> None:
     not_json = struct.pack("<Q", 20) + b"not json at all ...."
-    for data in (b"", b"\xff" * 9, not_json, b"x" * (9 << 20)):
-        (tmp_path / "model.safetensors").write_bytes(data)
-        seen = {files_identity(tmp_path)}
+    large = b"x" * (9 << 20)
+    for suffix, data in (
+        *((".safetensors", data) for data in (b"", b"\xff" * 9, not_json, large)),
+        (".safetensors", not_json + large),
+        (".bin", large),
+    ):
+        file = tmp_path / f"model{suffix}"
+        file.write_bytes(data)
+        seen = {files_identity(file)}
         for changed in (data + b"y", b"z" + data[1:]):
-            (tmp_path / "model.safetensors").write_bytes(changed)
-            seen.add(files_identity(tmp_path))
+            file.write_bytes(changed)
+            seen.add(files_identity(file))
         assert len(seen) == 3
 
 
@@ -159,6 +165,10 @@ def test_weights_from_elsewhere_are_not_named_by_the_models_files(
     assert model_weights.weights_identity(None)
     load.load_format = load_format
     with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
+        model_weights.weights_identity(None)
+    (tmp_path / "model.bin").unlink()
+    load.load_format, model.model = "auto", str(tmp_path)
+    with pytest.raises(Unsupported, match=r"no weights files.*set hotkv\.weights_identity"):
         model_weights.weights_identity(None)
 
 
