@@ -107,7 +107,7 @@ class SparseConfig:
     def _check_counts(self) -> None:
         for name, least in (
             ("sink_tokens", 0),
-            ("recent_tokens", 2),
+            ("recent_tokens", 1),
             ("max_correction_blocks", 0),
             ("min_context_tokens", 0),
         ):

@@ -11,6 +11,7 @@ from hotkv_sparse.config import SparseConfig
     [
         ("sparse_topk", 95),
         ("sparse_topk", 0),
+        ("sparse_topk", 0.0),
         ("sparse_topk", 1.5),
         ("sparse_topk", float("nan")),
         ("sparse_topk", True),
@@ -18,6 +19,7 @@ from hotkv_sparse.config import SparseConfig
         ("sparse_topk", 10**400),
         ("sink_tokens", (1 << 31) - 1),
         ("max_correction_blocks", (1 << 31) - 1),
+        ("adaptive_p", 0.0),
         ("adaptive_p", 1.0),
         ("scorer", "rot4u"),
         ("fusion", {"best": 1.0}),
@@ -80,6 +82,7 @@ def test_refused_for_a_model(
 @pytest.mark.parametrize("block_tokens", [16, 32, 64, 128])
 def test_the_default_fits(block_tokens: int) -> None:
     SparseConfig(max_correction_blocks=0, sink_tokens=0).check(30, block_tokens)
+    SparseConfig(sparse_topk=1 << 30, min_context_tokens=1 << 30).check(30, block_tokens)
     SparseConfig().check(30, block_tokens)
     SparseConfig(min_context_tokens=0, sparse_topk=4096).check(30, block_tokens)
 

@@ -99,5 +99,12 @@ def test_a_span_keeps_sinks_recent_and_the_partial_block(
     assert sorted(where.always.tolist() + others) == list(range(where.count))
 
 
+@pytest.mark.parametrize(("sinks", "recent"), [(0, 1), (1, 16), (20, 33), (32, 64), (16, 18)])
+def test_the_most_always_kept_blocks_occur(sinks: int, recent: int) -> None:
+    config = SparseConfig(sparse_topk=1000, sink_tokens=sinks, recent_tokens=recent)
+    most = max(span(config, context, 16).num_always for context in range(300))
+    assert most == config.max_always_blocks(16)
+
+
 def test_floor() -> None:
     assert [floor_blocks(size) for size in (16, 48, 128, 256)] == [8, 3, 1, 1]
