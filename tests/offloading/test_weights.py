@@ -255,16 +255,6 @@ class WeightsMachine(RuleBasedStateMachine):
 TestWeights = WeightsMachine.TestCase
 
 
-def test_a_write_that_only_the_second_rank_notices_is_heard():
-    """The first rank's report, to which vLLM joins the second's, has only jobs of vLLM's."""
-    engine = WeightsMachine()
-    engine.write("second", noticing={1})
-    engine.run()
-    engine.run()
-    assert not engine.tier.serves
-    engine.teardown()
-
-
 @pytest.mark.parametrize(("name", "is_in_doubt"), [("", True), ("mine", False)])
 def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
     monkeypatch, name, is_in_doubt
