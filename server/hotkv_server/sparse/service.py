@@ -147,7 +147,8 @@ async def _while_open(
     """Yields `first`, then the further requests of the stream, until the client ends the stream or
     the session closes. The first request after that is still yielded, so that it is refused."""
     yield first
-    while not session.closing:
+    is_open = True
+    while is_open:
         request = asyncio.ensure_future(anext(requests))
         try:
             while not (await asyncio.wait({request}, timeout=IDLE_CHECK_S))[0]:
@@ -158,3 +159,4 @@ async def _while_open(
             return
         finally:
             request.cancel()
+        is_open = not session.closing
