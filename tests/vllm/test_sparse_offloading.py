@@ -2,6 +2,8 @@
 only, and host memory is an array or a residency of a real hotkv-server."""
 
 import itertools
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -184,16 +186,21 @@ def loop(model: Model) -> None:
 
 
 @pytest.fixture
-def engine() -> Iterator[PagedEngine]:
-    """Yields an engine with its own server, and memory for 64 blocks on their way to it."""
+def server() -> Iterator[Server]:
     with (
         runtime_folder(64 << 20) as folder,
-        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as server,
+        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as one,
     ):
-        server.wait_ready()
-        one = PagedEngine(server.target, layers=len(LAYERS), num_blocks=64, page_bytes=PAGE)
-        yield one.connect()
-        one.close()
+        one.wait_ready()
+        yield one
+
+
+@pytest.fixture
+def engine(server: Server) -> Iterator[PagedEngine]:
+    """Yields an engine with its own server, and memory for 64 blocks on their way to it."""
+    one = PagedEngine(server.target, layers=len(LAYERS), num_blocks=64, page_bytes=PAGE)
+    yield one.connect()
+    one.close()
 
 
 def test_the_loop_of_the_rfc_over_a_residency(engine: PagedEngine) -> None:
@@ -233,6 +240,30 @@ def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> 
         residency.store(layer, blocks[1:], 2 * pages, blocks[1:])
     assert "1 blocks pinned, 0 staged" in repr(residency)
     assert np.array_equal(residency.read(LAYERS[0], blocks[1:]), 2 * pages[1:])
+
+
+def test_a_store_without_an_answer_never_has_the_pages_of_the_next_block(
+    server: Server, engine: PagedEngine
+) -> None:
+    residency = ResidencyPages(engine.session, engine.kv, LAYERS)
+    pages, blocks = np.ones((1, PAGE), np.uint8), np.zeros(1, np.int32)
+    for name in "abc":
+        residency.open(name, 1)
+    residency.name("a", 0, [b"1" * 32], blocks)
+    residency.name("b", 0, [b"2" * 32], blocks + 1)
+    residency.store(LAYERS[0], blocks, pages, blocks)
+    os.kill(server.pid, signal.SIGSTOP)
+    residency._timeout_s = 0.5
+    try:
+        with pytest.raises(TimeoutError):
+            residency.store(LAYERS[1], blocks, pages, blocks)
+        residency.close("a")
+        residency.store(LAYERS[0], blocks + 1, 2 * pages, blocks)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    wait_for(lambda: not engine.session._life.connection.num_pending)
+    found = engine.session.extend_residency("c", 0, 0, [b"1" * 32]).result(20).offsets
+    assert found.tolist() == [-1]
 
 
 def test_regions_of_hot_slots_are_used_again() -> None:

@@ -425,7 +425,8 @@ class ResidencyPages:
     def _send(self, blocks: list[int]) -> None:
         """Stores blocks that are neighbours in a sequence, and records where the server has pinned
         them. Waits for the server's answers, each for at most `timeout_s`. Raises HotKVError if the
-        server has not stored the blocks."""
+        server has not stored the blocks, TimeoutError without an answer. The store is then revoked:
+        the server never gets it from pages that are changed after this call."""
         sequence_id, first, _ = self._names[blocks[0]]
         names = [self._names[block][2] for block in blocks]
         places = np.array([self._staged[block].place for block in blocks], np.int32)
@@ -434,7 +435,12 @@ class ResidencyPages:
         stored = self._session.store(
             call, call, runs, self._timeout_s, StoreOptions(residency_id=sequence_id)
         )
-        stored.result(self._timeout_s)
+        try:
+            stored.result(self._timeout_s)
+        except BaseException:
+            # The server may read the pages later, when other blocks have their place.
+            self._session.cancel(call)
+            raise
         pinned = self._session.extend_residency(sequence_id, 0, first, names)
         offsets = pinned.result(self._timeout_s).offsets.tolist()
         for block, offset in zip(blocks, offsets, strict=True):
