@@ -122,7 +122,7 @@ def test_an_ended_request_stores_nothing_if_a_worker_is_absent_or_its_load_faile
     assert "a" not in one.parts.finder.failed_loads
 
 
-@pytest.mark.parametrize("how", ["ended", "computed", "loading"])
+@pytest.mark.parametrize("how", ["ended", "computed", "abandoned", "loading"])
 def test_a_trial_that_loads_nothing_costs_no_later_trial(desk: Any, how: str) -> None:
     one = desk()
     asks = one.load() if how == "loading" else request("a", LONG)
@@ -132,6 +132,9 @@ def test_a_trial_that_loads_nothing_costs_no_later_trial(desk: Any, how: str) ->
     if how == "computed":
         one.desk.allocated(asks, blocks([1, 2, 3, 4, 5]), 0)
         assert one.desk.states["a"].choice is None
+    if how == "abandoned":
+        one.desk.allocated(asks, blocks([1, 2, 3, 4, 5]), TOKENS)
+        one.desk.choice.end(one.desk.states["a"], has_failed=True)
     one.desk.finished(asks, [[1, 2, 3, 4, 5]])
     assert one.desk.choice._allowance_s == (how != "loading")
 

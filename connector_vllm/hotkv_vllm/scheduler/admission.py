@@ -279,6 +279,7 @@ class Admission:
         state = self.states.get(request_id)
         if state is not None and self._sharing.cache is not None:
             self._sharing.cache.finder.load_failed(state)
+            self.choice.drop(state, state.hit.server_s)
             self._sharing.cache.finder.give_back(state)
 
     def finished(self, request: Any, block_ids: Any) -> None:
