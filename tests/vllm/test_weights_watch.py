@@ -143,11 +143,25 @@ class Packed(torch.nn.Module):
         torch.manual_seed(seed)
         weight = torch.randn(64, 32).to(torch.bfloat16)
         self.linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.pack()
+
+    def pack(self) -> None:
         dispatch_cpu_unquantized_gemm(self.linear, remove_weight=True)
 
 
-def test_new_weights_that_can_not_be_read_have_a_digest_of_their_own() -> None:
-    one, two = Packed(0), Packed(0)
+class Quantized(Packed):
+    """As vLLM's `ZentorchWNA16LinearKernel` packs quantized weights, which have other names."""
+
+    def pack(self) -> None:
+        self.linear.weight_packed, packed = self.linear.weight, self.linear.weight.clone()
+        del self.linear.weight
+        self.linear._zentorch_woq_packed = packed.data
+        self.linear.weight_packed.data = torch.empty(0)
+
+
+@pytest.mark.parametrize("kind", [Packed, Quantized])
+def test_new_weights_that_can_not_be_read_have_a_digest_of_their_own(kind: type[Packed]) -> None:
+    one, two = kind(0), kind(0)
     watches = [WeightsWatch([model]) for model in (one, two)]
     assert [watch.digest() for watch in watches] == [watch.original for watch in watches]
     one.load_weights(1)

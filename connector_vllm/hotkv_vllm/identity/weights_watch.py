@@ -198,14 +198,15 @@ def watch_callers(in_doubt: bool = False) -> WeightsWatch | None:
 def _hides_weights(model: torch.nn.Module) -> bool:
     """Returns True if layers of the model keep weights where they can't be read.
 
-    Source: `dispatch_cpu_unquantized_gemm` and `CPUInt8ScaledMMLinearKernel` in vLLM 0.32: on CPUs
-    they hand a layer's weight to a kernel, and leave an empty parameter or None in its place.
+    Source: `dispatch_cpu_unquantized_gemm`, `CPUInt8ScaledMMLinearKernel` and
+    `ZentorchWNA16LinearKernel` in vLLM 0.32: on CPUs they hand a layer's weight to a kernel, and
+    leave an empty parameter or None in its place. The parameters of quantized weights have other
+    names than `weight`.
     """
     return all(one.device.type in ("cpu", "meta") for one in model.parameters()) and any(
-        weight is None or not weight.numel()
+        name == "weight" if weight is None else not weight.numel()
         for layer in model.modules()
         for name, weight in layer._parameters.items()
-        if name == "weight"
     )
 
 
