@@ -255,6 +255,25 @@ class WeightsMachine(RuleBasedStateMachine):
 TestWeights = WeightsMachine.TestCase
 
 
+def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopted():
+    one = WeightsMachine()
+    old = one.tier.session
+    old.connected = False
+    one.reset(is_device_empty=True, can_flush=False)
+    one.write("second", range(NUM_RANKS))
+    for _ in range(4):
+        one.run()
+    assert one.tier.session is old and not one.tier.serves
+    old.connected = old.can_flush = True
+    one.run()
+    assert one.tier.session is old and one.side._reset.under_way, "the flush is sent"
+    one.run()
+    assert not one.side._reset.under_way
+    one.run()
+    assert one.tier.session is not old and one.weights_of_space() == "second"
+    one.teardown()
+
+
 @pytest.mark.parametrize(("name", "is_in_doubt"), [("", True), ("mine", False)])
 def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
     monkeypatch, name, is_in_doubt

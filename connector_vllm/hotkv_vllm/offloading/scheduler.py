@@ -356,7 +356,10 @@ class DoorScheduler:
         now_s, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
         identity = self._weights.step(num_tokens > 0, now_s)
         transfers = self._tier.transfers
-        if identity is not None and transfers is not None and transfers.is_idle:
+        # A flush that the old key space owes is sent before the engine leaves this key space.
+        is_owed = self._reset.under_way and identity != self._weights.identity
+        is_idle = transfers is not None and transfers.is_idle
+        if identity is not None and is_idle and not is_owed:
             self._adopt(identity)
         self._reset.step(now_s)
         self._reports.send(now_s)
