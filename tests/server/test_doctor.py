@@ -164,6 +164,14 @@ def test_what_can_not_be_read_is_not_wrong(tmp_path: Path) -> None:
     assert found["NUMA"] == found["IOMMU"] == found["arenas"] == GOOD
 
 
+def test_names_of_other_users_files_are_printed_without_control_characters(made: Made) -> None:
+    made.arena(os.fsdecode(b"odd\xff\x1b[31m"), "78")
+    made.write("dev/shm/vllm_offload_\x1b.mmap", LARGE)
+    said = doctor.report([*made.findings().values()], as_json=False)
+    assert "odd??[31m" in said and "vllm_offload_?.mmap" in said
+    assert said.replace("\n", "").isprintable()
+
+
 def test_what_this_user_may_do_and_has_counts(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "HotKVOffloadingConnector" in made.findings()["connector"].says
     made.remove("dev/nvidia0")

@@ -385,9 +385,15 @@ def report(findings: list[Finding], *, as_json: bool) -> str:
     """Formats the findings: a table and below it the fixes, or JSON."""
     if as_json:
         return json.dumps([asdict(finding) for finding in findings], indent=2)
-    rows = [(one.check, one.state, one.says) for one in findings]
-    mends = [f"{one.check}:\n    {one.mend}" for one in findings if one.mend]
+    rows = [(one.check, one.state, _printable(one.says)) for one in findings]
+    mends = [f"{one.check}:\n    {_printable(one.mend)}" for one in findings if one.mend]
     return "\n\n".join([table(("check", "state", "what"), rows), *mends])
+
+
+def _printable(text: str) -> str:
+    """Returns `text` with question marks in place of unprintable characters, because it may have
+    names of files of other users."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
 
 
 def status_of(findings: list[Finding]) -> int:
