@@ -66,7 +66,7 @@ class Pending:
     lease_id: the lease that an `acquire` call names; empty for other calls.
     transfer_id: id of a load or store; empty for other calls.
     fence_index: index of the word in the fence (page shared with the server) that revokes this
-        store; 0 if the call can't be revoked.
+        store; 0 for other calls, and without a link.
     call: name of the call, a field of `ConnectRequest.body`; set when the call is sent.
     """
 

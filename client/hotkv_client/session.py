@@ -488,12 +488,11 @@ class Session:
         becomes ready when the shards of all ranks are committed.
 
         The first store under a `lease_id` reserves the slots. Other ranks store their shards of the
-        same blocks under the same `lease_id`, into these slots.
+        same blocks under the same `lease_id`, into these slots. Fails as OVERLOADED if stores in
+        flight use all words of the session's own fence.
 
         after: the server reads only after the engine's device has passed this mark (a point in the
             device's queue); `timeout_s` begins at that time. None: the server may read at once.
-        Fails as OVERLOADED if stores in flight use all words of the session's own fence.
-
         fence_index: index of the word of `EngineMemory.fence` that revokes the store. Raises
             ValueError if the fence has no word for stores with this index. Ignored without
             `EngineMemory.fence`.
