@@ -79,12 +79,19 @@ class SessionsMachine(RuleBasedStateMachine):
         self.real.end(name)
         self.naive.pop(name, None)
 
-    @rule(passed_s=st.sampled_from([1.0, RECENT_S + 1]))
+    @rule(passed_s=st.sampled_from([1.0, RECENT_S, RECENT_S + 1]))
     def wait(self, passed_s: float) -> None:
         self.now_s += passed_s
 
-    @rule(name=st.sampled_from(["", *"abcdef"]), space=st.integers(1, 2), chain=CHAINS)
-    def shared(self, name: str, space: int, chain: list[int]) -> None:
+    @rule(
+        name=st.sampled_from(["", *"abcdef"]),
+        space=st.integers(1, 2),
+        chain=CHAINS,
+        back=st.integers(1, 4),
+    )
+    def shared(self, name: str, space: int, chain: list[int], back: int) -> None:
+        for _, _, known in self.others[-back:][:1]:
+            chain = known + chain
         lengths = [
             common(chains[space], chain)
             for other, chains in self.naive.items()
