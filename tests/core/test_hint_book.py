@@ -8,7 +8,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from hotkv_proto.hints import Status
 from hotkv_proto.table import Words
@@ -73,12 +79,19 @@ class SessionsMachine(RuleBasedStateMachine):
         self.real.end(name)
         self.naive.pop(name, None)
 
-    @rule(passed_s=st.sampled_from([1.0, RECENT_S + 1]))
+    @rule(passed_s=st.sampled_from([1.0, RECENT_S, RECENT_S + 1]))
     def wait(self, passed_s: float) -> None:
         self.now_s += passed_s
 
-    @rule(name=st.sampled_from(["", *"abcdef"]), space=st.integers(1, 2), chain=CHAINS)
-    def shared(self, name: str, space: int, chain: list[int]) -> None:
+    @rule(
+        name=st.sampled_from(["", *"abcdef"]),
+        space=st.integers(1, 2),
+        chain=CHAINS,
+        back=st.integers(1, 4),
+    )
+    def shared(self, name: str, space: int, chain: list[int], back: int) -> None:
+        for _, _, known in self.others[-back:][:1]:
+            chain = known + chain
         lengths = [
             common(chains[space], chain)
             for other, chains in self.naive.items()
@@ -123,8 +136,8 @@ class TenantMachine(RuleBasedStateMachine):
     @rule(
         message=st.sampled_from(["", "m", "n"]),
         action=st.sampled_from("abc"),
-        chain=CHAINS,
-        start=st.integers(0, 12),
+        chain=st.lists(st.integers(0, 2), min_size=4, max_size=12),
+        start=st.integers(0, 5),
     )
     def act(self, message: str, action: str, chain: list[int], start: int) -> None:
         outcome = HintOutcome(message, action, "pin", "", self.now_s)
@@ -158,7 +171,8 @@ class TenantMachine(RuleBasedStateMachine):
             self.watched.remove((outcome, chain, start, seen))
             self.watch(outcome, chain + more, start, seen)
 
-    @rule(chain=CHAINS, like=st.integers(0, 5), first=st.integers(0, 6), stop=st.integers(0, 12))
+    @precondition(lambda self: self.watched)
+    @rule(chain=CHAINS, like=st.integers(0, 3), first=st.integers(0, 6), stop=st.integers(4, 12))
     def hit(self, chain: list[int], like: int, first: int, stop: int) -> None:
         """Reports a hit of a prompt that continues a watched prompt, or is unrelated."""
         for _, watched, _, _ in self.watched[like : like + 1]:
@@ -171,7 +185,8 @@ class TenantMachine(RuleBasedStateMachine):
             fresh = set(span) - seen
             seen |= fresh
             expected[id(outcome)] += len(fresh)
-        self.real.hit(1, words(chain), first, stop, 0.5)
+        for _ in range(2):
+            self.real.hit(1, words(chain), first, stop, 0.5)
         for outcome, _, _, _ in self.watched:
             assert outcome.reused_blocks == expected[id(outcome)]
             assert outcome.saved_s == pytest.approx(0.5 * outcome.reused_blocks)
