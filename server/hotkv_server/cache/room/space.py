@@ -195,7 +195,7 @@ class Room:
             )
             grew = self._pool.available_slots(slot_bytes) >= wanted
             pressure_bytes = share_bytes if grew else 0
-        if len(self._pressure_bytes) >= MAX_SIZES:
+        if slot_bytes not in self._pressure_bytes and len(self._pressure_bytes) >= MAX_SIZES:
             self._pressure_bytes.clear()
         self._pressure_bytes[slot_bytes] = pressure_bytes
 
