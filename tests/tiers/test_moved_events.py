@@ -26,6 +26,7 @@ from hotkv_server.node.health import Health
 from hotkv_server.node.removals import Effects, Removals
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
+from hotkv_server.tiers.protocol import NO_EPOCH
 from tests.core.support import begin_store, evict, flush, words_of
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, Setup, SharedNode
@@ -202,14 +203,19 @@ async def test_copies_in_a_shared_tier_are_told_of() -> None:
         assert len(stored(up, Medium.CPU)) == len(BLOCKS)
 
 
-async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only() -> None:
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(is_full: bool) -> None:
+    """A full store has no room for the new epoch: the flush removes the old one."""
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one) as ear, heard(other) as far:
         await one.share(BLOCKS)
         evict(one.core, 1, 0, words_of(BLOCKS))
         assert len(stored(ear.read(), Medium.REMOTE)) == len(BLOCKS) and not far.read()
-        assert not await other.flush()
+        if is_full:
+            store.epochs[one.epochs.fingerprint(1)] = NO_EPOCH
+        else:
+            assert not await other.flush()
         await eventually(lambda: bool(ear.listener.events), "readers are not told")
         assert ear.read() == [KeySpaceCleared(1)]
 

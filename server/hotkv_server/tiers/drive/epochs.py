@@ -463,13 +463,15 @@ class Epochs:
     async def _flush_here(self, fingerprint: str) -> None:
         """Flushes a key space on this node, and reports the end of the flush to the book. Skips the
         removal of blocks if this node does not know the key space, or if the key space has no
-        blocks and no caller has requested the flush."""
+        blocks and no caller has requested the flush: then calls `on_flushed`."""
         is_done = False
         try:
             number = self._number(fingerprint)
             is_asked = any(one.ticket.fingerprint == fingerprint for one in self._callers)
             is_wanted = number and (is_asked or self._has_blocks(number))
             num_blocks = await self._flush(number) if is_wanted else 0
+            if number and not is_wanted:
+                self._on_flushed(number)
             for caller in self._callers:
                 caller.num_blocks += num_blocks * (caller.ticket.fingerprint == fingerprint)
             is_done = True
