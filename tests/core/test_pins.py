@@ -10,7 +10,7 @@ from hotkv_server.cache.leases import retentions as holds_module
 from hotkv_server.cache.leases.retentions import RetentionPins
 from hotkv_server.cache.room.shares import TenantBook
 from hotkv_server.cache.table.index import BlockIndex
-from hotkv_server.cache.values import Entries
+from hotkv_server.cache.values import Entries, TenantShare
 from tests.core.support import make_table, words_of
 
 NUM_ENTRIES = 24
@@ -20,7 +20,8 @@ PLACES = st.lists(st.integers(0, NUM_ENTRIES - 1), max_size=14)
 
 class HoldsMachine(RuleBasedStateMachine):
     """Entries are held until the latest requested time, in the requested order as far as the budget
-    goes, with a single pin each."""
+    goes, with a single pin each. Two tenants share the budget; the first has a bound of its own.
+    Entries of each tenant have another size."""
 
     @initialize(
         budget_bytes=st.sampled_from([0, SLOT_ALIGN, 10 * SLOT_ALIGN + 7, 1 << 40]),
@@ -28,12 +29,16 @@ class HoldsMachine(RuleBasedStateMachine):
     )
     def start(self, budget_bytes: int, seed: int) -> None:
         index = BlockIndex(make_table(NUM_ENTRIES))
-        index.add_key_space(1, [11, 12])
+        self.bounds = [min(budget_bytes, 5 * SLOT_ALIGN), budget_bytes]
+        tenants = TenantBook({"a": TenantShare(0, 5 * SLOT_ALIGN)}, budget_bytes)
+        for tenant, name in enumerate("ab"):
+            index.add_key_space(tenant, [11])
+            tenants.add_key_space(tenant, name)
         each = np.arange(NUM_ENTRIES // len(SIZES))
         entries = np.concatenate(
             [
-                index.insert(1, group, words_of(each.tolist()), each * SLOT_ALIGN, size, each, 1)
-                for group, size in enumerate(SIZES)
+                index.insert(tenant, 0, words_of(each.tolist()), each * SLOT_ALIGN, size, each, 1)
+                for tenant, size in enumerate(SIZES)
             ]
         )
         index.publish(entries, index.mixed(entries), np.zeros(len(entries), np.uint64))
@@ -43,30 +48,42 @@ class HoldsMachine(RuleBasedStateMachine):
         # Other owners pin too.
         index.pin(self.numbers[: NUM_ENTRIES // 3], 1)
         self.others = index.pins.copy()
-        self.index, self.holds = index, RetentionPins(index, TenantBook({}, budget_bytes), 1.0)
+        self.index, self.holds = index, RetentionPins(index, tenants, 1.0)
         self.now_s = 0.0
         self.until_s: dict[int, float] = {}
 
     def entries(self, places: list[int]) -> Entries:
         return self.numbers[places].astype(np.uint32)
 
-    @rule(places=PLACES, ttl_s=st.sampled_from([0.5, 3.0, 20.0, 86_400.0]))
-    def hold(self, places: list[int], ttl_s: float) -> None:
-        """Holds entries, which may be listed twice. It ends at the first new entry that does not
-        fit: a chain is kept from its head on."""
+    def held_bytes(self, size: int = 0) -> int:
+        """Returns how many bytes are held, of entries of this size only if it is given."""
+        sizes = [self.size_of[held] for held in self.until_s]
+        return sum(one for one in sizes if size in (0, one))
+
+    @rule(
+        places=PLACES,
+        tenant=st.sampled_from([0, 1]),
+        ttl_s=st.sampled_from([0.5, 3.0, 20.0, 86_400.0]),
+    )
+    def hold(self, places: list[int], tenant: int, ttl_s: float) -> None:
+        """Holds entries of a tenant, which may be listed twice. It ends at the first new entry that
+        does not fit: a chain is kept from its head on."""
         until_s, num_held, full = self.now_s + ttl_s, 0, False
-        for entry in dict.fromkeys(self.entries(places).tolist()):
+        size = SIZES[tenant]
+        entries = [one for one in self.entries(places).tolist() if self.size_of[one] == size]
+        for entry in dict.fromkeys(entries):
             if entry in self.until_s:
                 self.until_s[entry] = max(self.until_s[entry], until_s)
                 num_held += 1
                 continue
-            full |= self.size_of[entry] > self.holds.budget_bytes - sum(
-                self.size_of[held] for held in self.until_s
+            full |= size > min(
+                self.holds.budget_bytes - self.held_bytes(),
+                self.bounds[tenant] - self.held_bytes(size),
             )
             if not full:
                 self.until_s[entry] = until_s
                 num_held += 1
-        assert self.holds.hold(self.entries(places), until_s) == num_held
+        assert self.holds.hold(np.array(entries, np.uint32), until_s) == num_held
 
     @rule(passed_s=st.sampled_from([0.0, 0.5, 3.0, 19.0, 1e5]))
     def expire(self, passed_s: float) -> None:
@@ -93,11 +110,7 @@ class HoldsMachine(RuleBasedStateMachine):
         assert self.holds.entries().tolist() == sorted(self.until_s) and len(self.holds) == len(
             self.until_s
         )
-        assert (
-            self.holds.held_bytes
-            == sum(self.size_of[entry] for entry in self.until_s)
-            <= self.holds.budget_bytes
-        )
+        assert self.holds.held_bytes == self.held_bytes() <= self.holds.budget_bytes
         pins = self.index.pins - self.others
         assert {int(entry): int(pins[entry]) for entry in np.flatnonzero(pins)} == dict.fromkeys(
             self.until_s, 1
@@ -111,7 +124,8 @@ def test_what_is_held_while_others_end_ends_in_its_time(monkeypatch: pytest.Monk
     monkeypatch.setattr(holds_module, "PART_ENTRIES", 2)
     machine = HoldsMachine()
     machine.start(1 << 40, 0)
-    machine.hold(list(range(8)), 0.5)
+    for tenant in (0, 1):
+        machine.hold(list(range(8)), tenant, 0.5)
     machine.now_s = 0.5
     ending = machine.holds.expire(machine.now_s)
     for _ in range(3):
