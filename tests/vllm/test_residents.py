@@ -512,6 +512,21 @@ def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -
     assert engine.count("failed_residencies") == 1
 
 
+def test_a_request_whose_room_others_got_after_a_restart_begins_anew() -> None:
+    engine = ResidentEngine("host", most_blocks=48, pool=60)
+    engine.server.residencies.can_grow = False
+    first, second = engine.arrive(1, 300), engine.arrive(684, 60)
+    engine.server.die(empty=False)
+    engine.run(10, stores=False)
+    engine.server.come_back()
+    engine.run(int(TIMEOUT_S / STEP_S) + 2)
+    assert engine.preempted == [first]
+    while second in engine.requests:
+        engine.run(1)
+    engine.run(340)
+    assert not engine.requests and not engine.count("failed_residencies")
+
+
 def test_a_store_whose_report_is_lost_costs_half_the_patience_of_its_request() -> None:
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)

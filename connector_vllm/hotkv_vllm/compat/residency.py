@@ -756,6 +756,11 @@ class DevicePool:
         """Returns True if the request has blocks on the device."""
         return self._manager is not None and request_id in self._manager.req_to_blocks
 
+    def is_running(self, request_id: str) -> bool:
+        """Returns True if the request is among vLLM's running requests."""
+        request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
+        return request is not None and request in self._scheduler.running
+
     def is_in_flight(self, request_id: str) -> bool:
         """Returns True if a step in progress computes tokens of the request."""
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)

@@ -102,7 +102,8 @@ class ResidencyCalls:
         the request no longer waits for room."""
         if one.opening is not None or one.opened is not None or one.was_refused:
             self._session.close_residency(one.residency_id)
-        one.opening, one.opened, one.room, one.is_held = None, None, 0, False
+        one.opening, one.opened, one.room = None, None, 0
+        one.is_held = one.has_lost_room = False
         self._refused.pop(one.request_id, None)
 
     def wait(self, one: Resident) -> None:
@@ -137,6 +138,8 @@ class ResidencyCalls:
         if isinstance(why, HotKVError):
             if why.reason is Reason.NO_ROOM_FOR_RESIDENCY and one.opened is None:
                 self._refused.setdefault(one.request_id, now_s)
+            elif why.reason is Reason.NO_ROOM_FOR_RESIDENCY:
+                one.has_lost_room = not self.is_open(one)
             elif not why.retryable and why.reason not in OF_THE_SESSION:
                 one.refusal = why
         if not one.was_refused:
@@ -149,6 +152,7 @@ class ResidencyCalls:
         residency anew, for example after a reconnect, asks the server to pin again the blocks that
         it had pinned before."""
         self._refused.pop(one.request_id, None)
+        one.has_lost_room = False
         has_grown = one.opened == opened and one.stream == one.asked_stream
         one.room, one.stream = one.asked_room, one.asked_stream
         if has_grown:

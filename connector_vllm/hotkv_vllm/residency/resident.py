@@ -65,6 +65,8 @@ class Resident:
         blocks at their old offsets.
     refusal: the server's error if the server will never reserve room; None otherwise.
     was_refused: True once a refusal was logged and counted.
+    has_lost_room: True if the request had room before a reconnect, and the server has none for it
+        now.
     ask_at_s: earliest time of the next reservation call.
 
     Waiting and losses:
@@ -96,6 +98,7 @@ class Resident:
     arrived_s: float = 0.0
     ask_at_s: float = 0.0
     was_refused: bool = False
+    has_lost_room: bool = False
     computed: int = 0
     kept: int = 0
     places: list[KeptBlocks] = field(default_factory=list)

@@ -226,6 +226,8 @@ class ResidentRequests:
         each step (`ResidentManager.step_starts`)."""
         held = []
         for one in self._residents.values():
+            if self._is_outwaited(one) and self._pool.is_running(one.request_id):
+                self._release_room(one)
             was_held, one.is_held = one.is_held, self._is_cramped(one)
             if one.is_held:
                 if not was_held:
@@ -292,16 +294,27 @@ class ResidentRequests:
         if now_s - self._stuck_since_s < PARK_S or self._pool.is_in_flight(last.request_id):
             return None
         self._stuck_since_s = None
+        self._release_room(last)
+        return last.request_id
+
+    def _release_room(self, one: Resident) -> None:
+        """Makes vLLM preempt a request, which then waits for room again and begins anew."""
         self._stats.add("parked_residencies")
         logger.info(
             "hotkv: request %s gives its room in host memory up to others, and waits until it can "
             "begin anew",
-            last.request_id,
+            one.request_id,
         )
-        self._pool.lose(last.request_id)
-        self._start_over(last)
-        self._reservations.wait(last)
-        return last.request_id
+        self._pool.lose(one.request_id)
+        self._start_over(one)
+        self._reservations.wait(one)
+        one.waited_s = 0.0
+
+    def _is_outwaited(self, one: Resident) -> bool:
+        """Returns True if others have got the request's room after a reconnect, and kept it for so
+        long that the request would fail if the server were the reason."""
+        is_long = one.waited_s >= self._timeout_s
+        return one.has_lost_room and is_long and self._reservations.is_connected
 
     # ---------------------------------------------------------------------------------------- names
 
@@ -480,7 +493,7 @@ class ResidentRequests:
             one.was_whole, one.waited_s = False, 0.0
         if one.refusal is not None:
             self._fail(one, f"the KV cache server has no room for it: {one.refusal.message}")
-        elif one.waited_s >= self._timeout_s:
+        elif one.waited_s >= self._timeout_s and not self._is_outwaited(one):
             why = "the KV cache server has not taken its blocks for hotkv.residency_timeout_s"
             self._fail(one, f"{why} = {self._timeout_s:.0f} s")
 
