@@ -85,4 +85,4 @@ def test_short_memory_leaves_no_staging_memory(monkeypatch: pytest.MonkeyPatch) 
     region = Region(0, SLOT_ALIGN, "arena")
     with pytest.raises(OSError, match="short"):
         Staged(region, UNITS * SLOT_ALIGN).open()
-    assert "hotkv-staging" not in Path("/proc/self/maps").read_text()
+    assert b"hotkv-staging" not in Path("/proc/self/maps").read_bytes()
