@@ -25,7 +25,7 @@ def file_of(content: bytes) -> Iterator[int]:
 
 def mapped_bytes() -> int:
     """Returns how many bytes of such files this process has mapped."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     ranges = [line.split()[0].split("-") for line in lines if "memfd:mapped" in line]
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
 

@@ -242,7 +242,7 @@ def test_bringing_memory_in_writes_none_of_it(
     mapping leaves no reserved addresses behind."""
 
     def regions() -> list[str]:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
         return [line for line in lines if "---p" in line or str(tmp_path) in line]
 
     before = regions()

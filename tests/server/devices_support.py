@@ -59,7 +59,7 @@ class DeviceServer(Server):
 
     def num_held(self) -> int:
         """Returns how many allocations and events of engines the server has open, by /proc."""
-        maps = Path(f"/proc/{self.pid}/maps").read_text()
+        maps = Path(f"/proc/{self.pid}/maps").read_text(errors="replace")
         return len({line.split()[4] for line in maps.splitlines() if "memfd:hotkv-device" in line})
 
     def kill(self) -> None:

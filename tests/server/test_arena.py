@@ -43,7 +43,7 @@ def mapped(session: Session) -> Arena:
 
 def mappings(arena: Arena) -> list[str]:
     """Returns the access rights of each mapping of the arena in this process, from /proc."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     rows = [line.split() for line in lines]
     return [row[1] for row in rows if row[4] == str(arena.file_id[1])]
 
@@ -84,7 +84,7 @@ def test_a_mapping_outlives_its_session(server: Server, engine: Callable[..., Pa
     assert np.array_equal(in_place(arena, held), expected(one, 3))
     inode = str(arena.file_id[1])
     del arena
-    assert inode not in Path("/proc/self/maps").read_text()
+    assert inode not in Path("/proc/self/maps").read_text(errors="replace")
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])

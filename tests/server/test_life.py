@@ -62,7 +62,8 @@ for i in range(1_000_000):
 
 def mapped_engine_memory(pid: int) -> int:
     return sum(
-        "hotkv-engine" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+        "hotkv-engine" in line
+        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     )
 
 

@@ -62,7 +62,7 @@ def held(pid: int | str = "self") -> Counter[str]:
         except FileNotFoundError:
             continue
         found["fd " + re.sub(r"[:\[\d].*", "", target.replace("memfd:", "memfd "))] += 1
-    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
         if match := re.search(r"memfd:(\S+)|/dev/shm/(hotkv|torch)", line):
             found[f"map {match[1] or match[2]}"] += 1
     if pid == "self":

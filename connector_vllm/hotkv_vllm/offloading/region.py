@@ -59,7 +59,7 @@ def _mapped_file(begin: int, end: int) -> tuple[int, int]:
     all mapped to one file in order."""
     found: tuple[int, int] | None = None
     at = begin
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", errors="replace") as maps:
         for line in maps:
             span, _, offset, _, inode, *_ = line.split()
             low, high = (int(part, 16) for part in span.split("-"))
