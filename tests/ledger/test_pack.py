@@ -60,6 +60,18 @@ def test_a_ledger_goes_on_where_it_was() -> None:
     assert (other.sums.total - before)[2] == 0
 
 
+def test_a_ledger_with_more_accounts_than_this_version_keeps_loses_no_sum() -> None:
+    accounts, forecast = filled()
+    for number in range(6):
+        who = Account("blue", "small", "00ff", f"engine {number}")
+        accounts.add(who, accounts.columns.values(Usage(requests=1)), MINUTE)
+    kept = pack.unpack(file_of(accounts, forecast))
+    back = Accounts(accounts.columns, MINUTE, max_accounts=4)
+    pack.put_back(kept, back, Forecast(POLICIES["lru"], MINUTE))
+    back.check_invariants()
+    assert len(back) <= 4 and np.array_equal(back.total.total, accounts.total.total)
+
+
 def test_tiers_may_come_and_go_between_two_servers() -> None:
     accounts, forecast = filled()
     kept = pack.unpack(file_of(accounts, forecast))

@@ -370,7 +370,10 @@ class Accounts:
 
     def put_back(self, account: Account, row: Buckets) -> None:
         """Restores an account of an earlier server. Call this method in order of use: the account
-        counts as used more recently than all accounts that were restored before it."""
+        counts as used more recently than all accounts that were restored before it. A server of
+        another version may have had more accounts; the first are then folded."""
+        while len(self._rows) >= self._max_accounts:
+            self._fold()
         self._rows[account] = row
         self.total.merge(row)
 
