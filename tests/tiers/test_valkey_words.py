@@ -258,8 +258,6 @@ OWN = b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$0\r\n\r\n:PORT\r\n$1\r\nx"
 WITH_REPLICA = OWN.replace(b"*3\r\n:0", b"*4\r\n:0") + b"\r\n*0"
 RAISED = {b"SET": b"_", b"GET": b"$2\r\n77", b"INCRBY": b":9223372036854775807"}
 NO_MAP, AWAY = "a map of slots that can't be", "is a cluster of which a server is away"
-
-
 OTHER = OWN + b"||" + OWN.replace(b"$0\r\n", b"$9\r\nlocalhost")
 NONE = OWN + b"||" + OWN.replace(b"16383", b"12316")
 
