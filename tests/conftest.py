@@ -6,6 +6,7 @@ shrinking.
 """
 
 import asyncio
+import gc
 import inspect
 import os
 import signal
@@ -36,6 +37,9 @@ settings.register_profile(
 # Shrinking for longer than a test's time limit would show a hanging test instead of the failure.
 engine.MAX_SHRINKING_SECONDS = 60
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "daily"))
+
+# Collection imports vLLM: half a million objects that stay. Garbage collections would visit them.
+gc.disable()
 
 # Workers of a run share the cores. More threads of torch would wait for each other in loops: a test
 # of two seconds took forty-five.
@@ -96,6 +100,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
     last = len(LONGEST)
     items.sort(key=lambda item: ranks.get(item.path, last + (item.path not in slow)))
+
+
+def pytest_collection_finish() -> None:
+    """Excludes all present objects from garbage collections: each of those that visit every object
+    would take half a second."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
