@@ -27,7 +27,8 @@ from tests.core.support import words_of
 from tests.tiers.nodes import SharedNode
 
 BLOCK_TOKENS = 4
-SPACES = st.sampled_from([b"a" * 32, b"b" * 32])
+KNOWN = [b"a" * 32, b"b" * 32]
+SPACES = st.sampled_from(KNOWN)
 NUMBERS, COUNTS = st.integers(0, 11), st.integers(1, 4)
 RING_BYTES = 4096
 NAMES = [words_of([number]).tobytes() for number in range(16)]
@@ -73,6 +74,7 @@ class Book(RuleBasedStateMachine):
         self.cached: set[Block] = set()
         self.is_crowded = False
         self.names: dict[bytes, list[str]] = {}
+        self.others: list[bytes] = []
         self.version = 0
         self.book = self.opened()
 
@@ -82,7 +84,7 @@ class Book(RuleBasedStateMachine):
         self.folder.cleanup()
 
     def opened(self) -> Contents:
-        return Contents(Path(self.folder.name, "contents"), RING_BYTES, self.present)
+        return Contents(Path(self.folder.name, "contents"), RING_BYTES, self.present, KNOWN)
 
     def present(self, fingerprint: bytes, group_index: int, hashes: Words) -> BoolMask:
         numbers = [NAMES.index(row.tobytes()) for row in hashes]
@@ -147,6 +149,15 @@ class Book(RuleBasedStateMachine):
         known = self.names.setdefault(fingerprint, [])
         self.book.add_name(fingerprint, name)
         known += [name] * (name not in known)
+
+    @rule(count=st.sampled_from([1, 60]))
+    def name_of_others(self, count: int) -> None:
+        """The names of key spaces that the server has forgotten leave a full ring."""
+        for _ in range(count):
+            self.others.append(len(self.others).to_bytes(32, "big"))
+            self.book.add_name(self.others[-1], "n" * 200)
+        named = sum(map(len, map(self.book.names, self.others)))
+        assert 0 < named <= RING_BYTES // 200
 
     @rule(is_killed=st.booleans())
     def restart(self, is_killed: bool) -> None:

@@ -300,6 +300,7 @@ ROWS = [
     Row("open_session.client_name", "c\x1b[2J", FIELD, "client_name"),
     Row("open_session.engine_name", "n\x1b[2J", FIELD, "engine_name"),
     Row("open_session.engine_name", "n" * 1000, LARGE, "engine_name"),
+    Row("open_session.model_names", ["m"] * 17, LARGE, "model_names has 17 entries"),
     Row("open_session.role", 0, FIELD, "role"),
     Row("open_session.role", 42, FIELD, "role"),
     Row(f"{KIND}.format", "mean\x1b", FIELD, f"{NAME_OF_KIND}.format is"),

@@ -47,7 +47,7 @@ class Listener:
         self.names.append(name)
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Events need no key space."""
+        self.names = list(names)
 
     def forget_key_space(self, number: int) -> None:
         """Events need no key space."""
@@ -277,11 +277,15 @@ async def test_a_key_space_that_is_forgotten_before_its_flush_ends_has_no_more_e
 
 
 def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture) -> None:
-    ear = Heard(Setup(0.0))
+    one = Setup(0.0)
+    ear, key_space = Heard(one), one.core.key_space(1)
     names = [f"name {number}" for number in range(MOST_NAMES)]
     for name in [*names, names[0], "one more"]:
         ear.events.model_named(1, name)
     assert ear.listener.names == names and "'one more'" in caplog.text
+    ear.events.key_space_forgotten(1)
+    ear.events.key_space_added(2, key_space, ["another"])
+    assert ear.listener.names == names and "'another'" in caplog.text
 
 
 @pytest.mark.parametrize("is_known", [False, True])
