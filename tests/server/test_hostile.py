@@ -326,8 +326,7 @@ def test_who_leaves_before_its_answer_comes_is_no_defect(server: Server) -> None
             before = num_left()
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
                 peer.connect(str(descriptor_socket(server.target)))
-                # The server may answer before this process closes the socket; it then has no
-                # reader.
+                # The server may answer before the socket is closed; it then has no reader.
                 peer.shutdown(socket.SHUT_RD)
                 socket.send_fds(peer, [request], fds)
             wait_for(lambda: num_left() > before)  # noqa: B023

@@ -142,8 +142,13 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
 def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full(
     publisher: ZmqPublisher, reader: Reader
 ) -> None:
-    last = reader.wait_subscribed(publisher)
+    """A flush of one of them is the removal of its blocks."""
+    last = reader.wait_subscribed(publisher) + 1
     publisher.add_key_space(2, KEY_SPACE)
+    publisher.publish(1.0, [KeySpaceCleared(2, (replace(removed([7]), key_space_id=2),))])
+    number, (event,) = reader.read()
+    assert isinstance(event, BlockRemoved) and event.block_hashes == [hash_of(7)]
+    assert number == last
     publisher.clear(2)
     assert reader.read() == (last + 1, [AllBlocksCleared()])
     publisher._put_bytes += MIB

@@ -85,7 +85,6 @@ def test_a_slow_watcher_is_told_what_it_missed(server: Server, engine: Make) -> 
     one, sent = engine(model="record-slow"), 0
     report = RequestReport(hashes(512), 512 * 16, 0, 0, 0.0)
     with AdminClient(server.target) as admin:
-        # Of all key spaces; in this module no other engine reports meanwhile.
         watch = admin.watch_requests(seconds=120)
         assert next(watch) == ([], 0)
         while not server.counter("watched_requests_lost_total"):

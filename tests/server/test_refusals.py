@@ -228,6 +228,7 @@ ROWS = [
     Row(f"{RUN}.parent_hash", bytes(64), HASH, "runs.parent_hash has 64 bytes"),
     Row("acquire_lease.ttl_ms", -1, FIELD, "ttl_ms"),
     Row(GROUP, [{"hashes": bytes(32)}], FIELD, "groups"),
+    Row(GROUP, [{}] * 1024, LARGE, "groups has 1025 entries"),
     Row(f"{GROUP}[0].group_index", 3, FIELD, "group_index"),
     Row("lookup.groups[0].group_index", -1, FIELD, "group_index"),
     Row("reserve_blocks.retention.priority", 9, FIELD, "priority is 9; allowed are -8 to 8"),
