@@ -243,7 +243,8 @@ def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     assert not any([*events.counters().values(), *events.gauges().values()])
     events._settings = EventSettings(identity="engine")
     key_space = node.core.key_space(1)
-    events.key_space_added(1, key_space)
+    events.key_space_added(1, key_space, ["m"])
+    assert "0 bytes" in repr(events), "names that nobody uses are kept"
     node.put([5])
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     for number in range(100, 120):

@@ -211,8 +211,10 @@ class EventsCapability(Capability):
             self.hub.add_name(number, name)
 
     def _add_name(self, number: int, name: str) -> bool:
-        """Records a name of a key space's model. Returns False if the name is known, or if the key
-        space has MOST_NAMES already."""
+        """Records a name of a key space's model. Returns False if the name is known, if the key
+        space has MOST_NAMES already, or if nobody uses names."""
+        if self.hub.publisher is None and not self._settings.answers:
+            return False
         fingerprint = self._fingerprints[number]
         known = self._contents.names(fingerprint)
         if name in known:
