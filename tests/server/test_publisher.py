@@ -238,6 +238,10 @@ def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_st
     # A reader that has all of them gets the messages.
     ((_, _, (only,)),) = replay(f"ipc://{tmp_path}/replay", last + 3)
     assert isinstance(only, BlockStored)
+    # The clear of a new topic counts for all; each has the state after it.
+    publisher.add_name(1, "late")
+    told = [event for _ in range(3) for event in reader.read()[1]]
+    assert [type(event) for event in told] == [AllBlocksCleared, BlockStored, BlockStored]
     publisher.close()
 
 

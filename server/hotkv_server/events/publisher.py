@@ -239,7 +239,9 @@ class ZmqPublisher:
         topic = self._add_topic(number, name)
         if topic is not None and self._state is not None:
             self._put(topic, time.time(), (KeySpaceCleared(number),))
-            self._queue.put(_Announcement((topic,)))
+            # Readers may apply a clear to the topics of the whole endpoint (see `_is_alone`).
+            topics = [topic] if self._of_endpoint is None else self._by_key_space[number]
+            self._queue.put(_Announcement(tuple(topics)))
 
     def _add_topic(self, number: int, model: str) -> _Topic | None:
         """Adds a key space to the topic for a name of its model. Returns the topic; None if the
