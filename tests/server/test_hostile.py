@@ -313,23 +313,19 @@ def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -
 
 def test_who_leaves_before_its_answer_comes_is_no_defect(server: Server) -> None:
     """It may come again, with the same descriptors."""
-    fd = memory_file(PAGE_BYTES)
-
-    def num_left() -> int:
-        return server.log.read_bytes().count(b"left before the answer")
-
+    fd, said = memory_file(PAGE_BYTES), b"left before the answer"
     with grpc.insecure_channel(server.target) as channel:
         session = raw_session(channel, server)
         ticket = session_pb2.LinkRequest(wants_ticket=True).SerializeToString()
         link = _wire.link_request(session.session_id, ["kv"])
         for request, fds in ((ticket, []), (link, [fd])):
-            before = num_left()
+            before = server.log.read_bytes().count(said)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
                 peer.connect(str(descriptor_socket(server.target)))
                 # The server may answer before the socket is closed; it then has no reader.
                 peer.shutdown(socket.SHUT_RD)
                 socket.send_fds(peer, [request], fds)
-            wait_for(lambda: num_left() > before)  # noqa: B023
+            wait_for(lambda: server.log.read_bytes().count(said) > before)  # noqa: B023
         assert session.link({"kv": fd}) == "answered"
         session.close()
     os.close(fd)
