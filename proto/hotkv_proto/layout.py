@@ -308,9 +308,7 @@ class Layout:
         numbers = (tensor.base_offset_bytes, tensor.block_stride_bytes, tensor.shard_offset_bytes)
         if min(numbers) < 0 or max(*numbers, tensor.run_bytes) >= 1 << 48:
             raise ValueError(f"{name} has a negative or absurdly large offset or stride")
-        if tensor.run_bytes <= 0 or any(
-            count <= 0 or not 0 <= stride < 1 << 48 for count, stride in tensor.dims
-        ):
+        if tensor.run_bytes <= 0 or any(count <= 0 or stride < 0 for count, stride in tensor.dims):
             raise ValueError(
                 f"{name}.run_byte_count and dims need positive counts and strides that are not "
                 "negative"

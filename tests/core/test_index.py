@@ -3,7 +3,7 @@ in the table."""
 
 import copy
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -343,8 +343,9 @@ def test_the_header_comes_back_and_the_table_has_room(
     capacity: int, epoch: int, arena_bytes: int
 ) -> None:
     geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
-    assert TableGeometry.unpack(geometry.pack(), geometry.file_bytes) == geometry
     assert geometry.num_buckets * table.WAYS > capacity
+    for one in (geometry, TableGeometry(1, 1, epoch, arena_bytes)):
+        assert TableGeometry.unpack(one.pack(), one.file_bytes) == one
 
 
 @given(data=st.data(), noise=st.binary(min_size=HEADER.size, max_size=HEADER.size))
@@ -352,7 +353,9 @@ def test_headers_that_are_none_are_refused(data: st.DataObject, noise: bytes) ->
     geometry = TableGeometry.for_capacity(20, 1, 1 << 20)
     good = geometry.pack()
     assume(not noise.startswith(table.MAGIC))
-    for header, file_bytes in ((good, geometry.file_bytes - 1), (noise, 1 << 30)):
+    fields = ("num_buckets", "capacity")
+    bad = [noise, *(replace(geometry, **{name: 0}).pack() for name in fields)]
+    for header, file_bytes in [(good, geometry.file_bytes - 1), *((one, 1 << 30) for one in bad)]:
         with pytest.raises(ValueError, match="block table"):
             TableGeometry.unpack(header, file_bytes)
     at = data.draw(st.integers(0, HEADER.size - 1))

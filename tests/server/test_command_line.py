@@ -296,6 +296,7 @@ def test_status_of_a_fleet_has_a_row_a_node_and_the_sum(
     assert first["block_count"] == third["block_count"] == host["block_count"] >= 4
     assert second["target"] == absent and second["error"].startswith("there is no such socket")
     assert fleet["sum"]["block_count"] == 2 * first["block_count"]
+    assert first["below_used_byte_count"] == 0 < first["host_used_byte_count"]
     assert cli.main(["status", "--target", f"{server.target},{server.target}"]) == 0
     assert "all answer " in capsys.readouterr().out
     assert cli.main(["status", "--target", f"{server.target},{absent}"]) == 1

@@ -27,7 +27,8 @@ from tests.core.support import words_of
 from tests.tiers.nodes import SharedNode
 
 BLOCK_TOKENS = 4
-SPACES = st.sampled_from([b"a" * 32, b"b" * 32])
+KNOWN = [b"a" * 32, b"b" * 32]
+SPACES = st.sampled_from(KNOWN)
 NUMBERS, COUNTS = st.integers(0, 11), st.integers(1, 4)
 RING_BYTES = 4096
 NAMES = [words_of([number]).tobytes() for number in range(16)]
@@ -73,16 +74,22 @@ class Book(RuleBasedStateMachine):
         self.cached: set[Block] = set()
         self.is_crowded = False
         self.names: dict[bytes, list[str]] = {}
+        self.known, self.others = [*KNOWN], list[bytes]()
         self.version = 0
         self.book = self.opened()
 
     def teardown(self) -> None:
+        # The names of many known key spaces leave room for new records.
+        for number in range(RING_BYTES // 200):
+            self.known.append(number.to_bytes(32, "little"))
+            self.book.add_name(self.known[-1], "n" * 200)
+            assert self.book.names(self.known[-1])
         contents.GROWTH_BYTES, contents.RUN_BLOCKS = self.growth, self.longest
         self.book.close()
         self.folder.cleanup()
 
     def opened(self) -> Contents:
-        return Contents(Path(self.folder.name, "contents"), RING_BYTES, self.present)
+        return Contents(Path(self.folder.name, "contents"), RING_BYTES, self.present, self.known)
 
     def present(self, fingerprint: bytes, group_index: int, hashes: Words) -> BoolMask:
         numbers = [NAMES.index(row.tobytes()) for row in hashes]
@@ -147,6 +154,15 @@ class Book(RuleBasedStateMachine):
         known = self.names.setdefault(fingerprint, [])
         self.book.add_name(fingerprint, name)
         known += [name] * (name not in known)
+
+    @rule(count=st.sampled_from([1, 60]))
+    def name_of_others(self, count: int) -> None:
+        """The names of key spaces that the server has forgotten leave a full ring."""
+        for _ in range(count):
+            self.others.append(len(self.others).to_bytes(32, "big"))
+            self.book.add_name(self.others[-1], "n" * 200)
+        named = sum(map(len, map(self.book.names, self.others)))
+        assert 0 < named <= RING_BYTES // 200
 
     @rule(is_killed=st.booleans())
     def restart(self, is_killed: bool) -> None:
@@ -232,7 +248,8 @@ def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     assert not any([*events.counters().values(), *events.gauges().values()])
     events._settings = EventSettings(identity="engine")
     key_space = node.core.key_space(1)
-    events.key_space_added(1, key_space)
+    events.key_space_added(1, key_space, ["m"])
+    assert "0 bytes" in repr(events), "names that nobody uses are kept"
     node.put([5])
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     for number in range(100, 120):

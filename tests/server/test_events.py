@@ -4,7 +4,6 @@ classes."""
 import contextlib
 import json
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -125,33 +124,6 @@ def test_extra_keys_and_adapters_are_passed_on(
     assert reader.events(1) == [
         stored(prompt, None, ids, 0, lora_name="adapter", extra_keys=decoded)
     ]
-
-
-def test_key_spaces_that_share_a_topic_do_not_clear_each_other(
-    published: tuple[Server, Path], engine: Make
-) -> None:
-    one, other = engine("events-shared"), engine("events-shared", FULL, WINDOW)
-    prompt = hashes(2)
-    reader = Router(published[1], topic("events-shared"))
-    try:
-        deadline_s = time.monotonic() + 60
-        while not reader.sub.poll(100):
-            # A flush of an empty cache makes no event, so blocks are stored and flushed until the
-            # event comes.
-            one.store(BlockRun(0, hashes(1), block_ids(1)))
-            one.session.flush().result(60)
-            assert time.monotonic() < deadline_s
-        reader.events()
-        one.store(BlockRun(0, prompt, block_ids(2)))
-        other.store(BlockRun(1, prompt[:1], block_ids(1)))
-        one.session.flush().result(60)
-        first, second, third = reader.events(3)
-        assert first == stored(prompt, None, [], 0)
-        assert second.group_idx == 1
-        assert isinstance(third, BlockRemoved)
-        assert (set(third.block_hashes), third.group_idx) == (set(map(external, prompt)), 0)
-    finally:
-        reader.close()
 
 
 def test_what_a_router_believes_is_what_the_server_holds(

@@ -266,6 +266,8 @@ NO_PROOF = '[[security.tenants]]\nname = "a"\n'
         ("[security]\nadmin_on_tcp = true", "admin_on_tcp needs"),
         ('[security]\nsocket_mode = "888"', "security.socket_mode"),
         ('[security]\nadmin_socket_mode = "rw"', "security.admin_socket_mode"),
+        ("[security]\nallowed_uids = [-1]", "security.allowed_uids.0"),
+        ("[events]\nanswers = true\n[http]\nport = -1", "events.answers needs http"),
         ('[security.tls]\ncertificate = "/x"', "certificate and key must be set together"),
         ('[security.tls]\nclient_ca = "/x"', "client_ca only with them"),
         ('[arena]\nbytes = "10Gx"', "arena.bytes"),

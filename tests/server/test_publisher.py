@@ -142,8 +142,13 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
 def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full(
     publisher: ZmqPublisher, reader: Reader
 ) -> None:
-    last = reader.wait_subscribed(publisher)
+    """A flush of one of them is the removal of its blocks."""
+    last = reader.wait_subscribed(publisher) + 1
     publisher.add_key_space(2, KEY_SPACE)
+    publisher.publish(1.0, [KeySpaceCleared(2, (replace(removed([7]), key_space_id=2),))])
+    number, (event,) = reader.read()
+    assert isinstance(event, BlockRemoved) and event.block_hashes == [hash_of(7)]
+    assert number == last
     publisher.clear(2)
     assert reader.read() == (last + 1, [AllBlocksCleared()])
     publisher._put_bytes += MIB
@@ -233,6 +238,10 @@ def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_st
     # A reader that has all of them gets the messages.
     ((_, _, (only,)),) = replay(f"ipc://{tmp_path}/replay", last + 3)
     assert isinstance(only, BlockStored)
+    # The clear of a new topic counts for all; each has the state after it.
+    publisher.add_name(1, "late")
+    told = [event for _ in range(3) for event in reader.read()[1]]
+    assert [type(event) for event in told] == [AllBlocksCleared, BlockStored, BlockStored]
     publisher.close()
 
 
@@ -278,6 +287,11 @@ def test_a_reader_whose_messages_are_gone_gets_the_present_state(
     assert numbers[-1] == last, "the state ends where the messages are"
     if per_endpoint:
         assert numbers == list(range(numbers[0], last + 1))
+    # A new topic of the same node may have had readers before the server's start.
+    publisher.add_name(2, "late")
+    wait_for(lambda: replay(f"ipc://{tmp_path}/replay", topic=b"late"))
+    first = replay(f"ipc://{tmp_path}/replay", topic=b"late")[0][2][0]
+    assert (first == AllBlocksCleared()) == (not per_endpoint)
     publisher.close()
 
 

@@ -303,25 +303,6 @@ def test_admins_over_tcp_prove_it(guarded: Guarded) -> None:
 # Floods
 
 
-def test_a_message_of_too_many_parts_is_refused_before_it_is_parsed(
-    guarded: Guarded, engine: Make
-) -> None:
-    one = engine("alpha")
-    bomb = session_pb2.ConnectRequest()
-    bomb.lookup.groups.extend([cache_pb2.GroupHashes()] * 40_000)
-    one.session._send_only(bomb)
-    with grpc.insecure_channel(guarded.target) as channel:
-        lookup = cache_pb2_grpc.CacheServiceStub(channel).Lookup
-        assert refused(lambda: lookup(bomb.lookup))[0] is Reason.TOO_LARGE
-    del bomb.lookup.groups[2000:]
-    assert refused(lambda: one.session._call(lambda: bomb).result(60))[0] is Reason.TOO_LARGE
-    many = [GroupHashes(0, [bytes(32)] * ((1 << 17) + 1))]
-    assert refused(lambda: one.session.acquire("all", many).result(60))[0] is Reason.TOO_LARGE
-    with AdminClient(guarded.target) as admin:
-        assert admin.info()["counters"]["refused_total"] > 0
-    store(one)
-
-
 def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Make) -> None:
     """The server refuses a flood of stores with a canonical code. The session and its neighbour go
     on."""

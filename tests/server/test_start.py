@@ -243,6 +243,7 @@ def test_help_lists_every_setting_with_its_default() -> None:
     part = shown.split("\n--arena.slab-bytes\n")[1].split("\n--")[0]
     assert "Default: 0. Variable: HOTKV_ARENA__SLAB_BYTES" in part
     assert "factory" not in shown and "Undefined" not in shown
+    assert shown == sources.listing(Settings), "each reload would say that it needs a restart"
 
 
 def test_a_container_ends_at_sigterm_while_its_server_starts(folder: Path) -> None:

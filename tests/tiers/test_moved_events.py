@@ -47,7 +47,7 @@ class Listener:
         self.names.append(name)
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Events need no key space."""
+        self.names = list(names)
 
     def forget_key_space(self, number: int) -> None:
         """Events need no key space."""
@@ -187,22 +187,6 @@ async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> N
         assert not stored(ear.read(), Medium.CPU) and not any(await one.leased(BLOCKS))
 
 
-async def test_copies_in_a_shared_tier_are_told_of() -> None:
-    store = MemoryStore(places=False)
-    one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
-    async with heard(one) as ear, heard(other) as far:
-        await one.share(BLOCKS)
-        copied = ear.read()
-        assert copied == stored(copied, Medium.REMOTE)
-        assert [
-            (numbers_of(event.hashes), event.tier) for event in stored(copied, Medium.REMOTE)
-        ] == [([n], "shared") for n in BLOCKS]
-        assert all(await other.leased(BLOCKS))
-        await asyncio.sleep(0.1)
-        up = far.read()
-        assert len(stored(up, Medium.CPU)) == len(BLOCKS)
-
-
 @pytest.mark.parametrize("is_full", [False, True])
 async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(is_full: bool) -> None:
     """A full store has no room for the new epoch: the flush removes the old one."""
@@ -210,11 +194,17 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(is_ful
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one) as ear, heard(other) as far:
         await one.share(BLOCKS)
+        copied = ear.read()
+        told = [(numbers_of(one.hashes), one.tier) for one in stored(copied, Medium.REMOTE)]
+        assert told == [([n], "shared") for n in BLOCKS] and len(copied) == len(told)
         evict(one.core, 1, 0, words_of(BLOCKS))
-        assert len(stored(ear.read(), Medium.REMOTE)) == len(BLOCKS) and not far.read()
+        assert ear.read() and not far.read()
         if is_full:
             store.epochs[one.epochs.fingerprint(1)] = NO_EPOCH
         else:
+            assert all(await other.leased(BLOCKS))
+            await eventually(lambda: len(far.listener.events) == len(BLOCKS), "not all come")
+            assert len(stored(far.read(), Medium.CPU)) == len(BLOCKS)
             assert not await other.flush()
         await eventually(lambda: bool(ear.listener.events), "readers are not told")
         assert ear.read() == [KeySpaceCleared(1)]
@@ -277,11 +267,15 @@ async def test_a_key_space_that_is_forgotten_before_its_flush_ends_has_no_more_e
 
 
 def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture) -> None:
-    ear = Heard(Setup(0.0))
+    one = Setup(0.0)
+    ear, key_space = Heard(one), one.core.key_space(1)
     names = [f"name {number}" for number in range(MOST_NAMES)]
     for name in [*names, names[0], "one more"]:
         ear.events.model_named(1, name)
     assert ear.listener.names == names and "'one more'" in caplog.text
+    ear.events.key_space_forgotten(1)
+    ear.events.key_space_added(2, key_space, ["another"])
+    assert ear.listener.names == names and "'another'" in caplog.text
 
 
 @pytest.mark.parametrize("is_known", [False, True])

@@ -213,6 +213,10 @@ def test_two_servers_of_one_name_are_told(
             assert write(other, [2]) == [Write.FAILED]
             assert "give each server another node" in caplog.text
         assert read(one, [1, 2]) == [Read.FOUND, Read.ABSENT]
+    # Servers without a name in their settings have different ones.
+    for number in (3, 4):
+        with bench_over(s3_server, prefix) as unnamed:
+            assert write(unnamed, [number]) == [Write.STORED]
 
 
 def test_other_objects_in_the_folder_do_no_harm(s3_server: Server) -> None:

@@ -30,6 +30,7 @@ LIMITS = {
     "blocks in a store or reservation": MAX_STORED_BLOCKS,
     "blocks in a load": MAX_LOADED_BLOCKS,
     "characters of an id or name": fields.MAX_IDENTIFIER,
+    "names of a session's model": session.MAX_MODEL_NAMES,
     "characters of a traceparent": traces.MAX_TRACEPARENT_CHARS,
     "bytes of a key space on the wire": MAX_KEY_SPACE_BYTES,
     "groups of a key space": keys.MAX_GROUPS,

@@ -220,7 +220,7 @@ class OpenSession(google.protobuf.message.Message):
     @property
     def model_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names by which requests address the model, for routers that read events and for people, who are
-        shown the first. They may differ between engines that share blocks.
+        shown the first. They may differ between engines that share blocks. At most 16.
         """
 
     def __init__(

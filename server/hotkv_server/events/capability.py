@@ -162,7 +162,7 @@ class EventsCapability(Capability):
         self._readers: dict[LiveSession, EngineReader] = {}
         path = node.memory.directory / CONTENTS_FILE if self.wants_token_ids else None
         try:
-            self._contents = Contents(path, settings.content_bytes, self._present)
+            self._contents = Contents(path, settings.content_bytes, self._present, self._numbers)
         except OSError as error:
             raise StartError(f"events: {path} can't be used: {error.strerror}") from error
         is_of_pool = settings.identity == "pool"
@@ -203,14 +203,22 @@ class EventsCapability(Capability):
         self._fingerprints[number] = key_space.fingerprint
         self._numbers[key_space.fingerprint] = number
         for name in model_names:
-            self._contents.add_name(key_space.fingerprint, name)
+            self._add_name(number, name)
         self.hub.add_key_space(number, key_space, self._contents.names(key_space.fingerprint))
 
     def model_named(self, number: int, name: str) -> None:
+        if self._add_name(number, name):
+            self.hub.add_name(number, name)
+
+    def _add_name(self, number: int, name: str) -> bool:
+        """Records a name of a key space's model. Returns False if the name is known, if the key
+        space has MOST_NAMES already, or if nobody uses names."""
+        if self.hub.publisher is None and not self._settings.answers:
+            return False
         fingerprint = self._fingerprints[number]
         known = self._contents.names(fingerprint)
         if name in known:
-            return
+            return False
         if len(known) >= MOST_NAMES:
             log.warning(
                 "events of key space %d are not published as %.80r: it has %d names",
@@ -218,9 +226,9 @@ class EventsCapability(Capability):
                 name,
                 MOST_NAMES,
             )
-            return
+            return False
         self._contents.add_name(fingerprint, name)
-        self.hub.add_name(number, name)
+        return True
 
     def key_space_forgotten(self, number: int) -> None:
         del self._numbers[self._fingerprints.pop(number)]

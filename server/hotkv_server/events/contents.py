@@ -15,26 +15,28 @@ A store only queues its contents, so the event loop does not wait. A thread writ
 ring some milliseconds later. A method that reads contents writes the queued contents first.
 
 If the ring is full, the oldest records are overwritten. Before an old record is overwritten, the
-contents of its blocks that are still cached are appended again as a new record; the number of such
-records per store is limited.
+contents of its blocks that are still cached are appended again as a new record, and so is a name of
+a key space that the server still knows; the number and bytes of such records per store are limited.
 
 Always true: the ring and the queue are bounded, and the file space of the ring is allocated before
 it is written. If the server is killed, the record that it is writing is not read later, and the
 queued contents are lost. Thread-safe.
 """
 
+import bisect
 import contextlib
 import itertools
 import json
 import logging
 import mmap
+import operator
 import os
 import struct
 import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -87,6 +89,7 @@ GATHER_S = 0.02
 MAX_QUEUED_BYTES = 8 << 20
 """If more bytes are queued, the store that queues them writes the oldest contents itself."""
 
+_position = operator.attrgetter("position")
 Present = Callable[[bytes, int, Words], BoolMask]
 """Returns a mask [n] of the blocks that are cached. Arguments: fingerprint of the key space, group,
 hashes as uint32 words [n, 8]."""
@@ -144,11 +147,16 @@ class Contents:
         200 further bytes for each block.
     `present`: tells which blocks are still cached (see `Present`). If the ring is full, the
         contents of cached blocks are kept longer than other contents.
+    `known`: has the fingerprints of the key spaces that the server knows. If the ring is full, only
+        their names are kept.
     """
 
-    def __init__(self, path: Path | None, max_bytes: int, present: Present) -> None:
+    def __init__(
+        self, path: Path | None, max_bytes: int, present: Present, known: Container[bytes] = ()
+    ) -> None:
         self._max_bytes = max(max_bytes // GROWTH_BYTES, 1) * GROWTH_BYTES
         self._present = present
+        self._known = known
         self._lock = threading.Lock()
         self._records: deque[_Record] = deque()
         # The records of runs by key space and depth, in the order of their positions. So `runs` can
@@ -234,13 +242,13 @@ class Contents:
     def add_name(self, fingerprint: bytes, name: str) -> None:
         """Records a name by which requests address the model of a key space, unless it was recorded
         before."""
-        with self._written():
+        with self._lock:
             if name not in self._names.get(fingerprint, ()):
                 self._add(_packed_name(fingerprint, name))
 
     def names(self, fingerprint: bytes) -> list[str]:
         """Returns the recorded names by which requests address the model of a key space."""
-        with self._written():
+        with self._lock:
             return list(self._names.get(fingerprint, ()))
 
     @property
@@ -289,13 +297,13 @@ class Contents:
     def _between(self, fingerprint: bytes, depth: int, begin: int, end: int) -> list[_Record]:
         """Returns the records of a key space's runs at one depth, with positions from `begin` to
         before `end`."""
-        found = []
-        for record in reversed(self._by_depth.get(fingerprint, {}).get(depth, ())):
-            if record.position < begin:
-                break
-            if record.position < end:
-                found.append(record)
-        return found[::-1]
+        kept = self._by_depth.get(fingerprint, {}).get(depth)
+        if not kept or kept[-1].position < begin:
+            return []
+        # A copy, because finding a place in the middle of a deque is slow.
+        records = list(kept)
+        places = (bisect.bisect_left(records, at, key=_position) for at in (begin, end))
+        return records[slice(*places)]
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the tables in memory do not have exactly the records of the
@@ -310,6 +318,9 @@ class Contents:
             assert all(self._index.values()), "an empty index is kept"
             places = [place for index in self._index.values() for place in index.values()]
             assert {place >> AT_BITS for place in places} <= runs.keys(), "a block has no record"
+            named = sorted((one.fingerprint, one.name) for one in self._records if one.name)
+            names = sorted((key, name) for key, names in self._names.items() for name in names)
+            assert named == names, "names and records differ"
 
     # The queue
 
@@ -355,30 +366,30 @@ class Contents:
         record larger than a quarter of `max_bytes`. `packed`: the bytes of the record."""
         if len(packed) > self._max_bytes // 4:
             return
-        moved: list[bytes] = []
-        while not self._fit([*moved, packed]):
+        if self._head <= self._size < self._head + len(packed):
+            self._grow(self._head + len(packed))
+        if not self._size:
+            return
+        moved, end = list[bytes](), self._head
+        while self._end_of(packed, end) - self._tail > self._size:
             if not self._records:
                 return
-            if len(moved) >= MOST_MOVES or sum(map(len, moved)) >= self._size // 8:
+            if len(moved) >= MOST_MOVES or end - self._head >= self._size // 8:
                 self._moves_from = self._head + self._size // 8
-            kept = self._still_of_use(self._records[0])
+            has_room = end - self._head < self._size // 2
+            kept = self._still_of_use(self._records[0]) if has_room else []
             self._drop_oldest()
+            for one in kept:
+                end = self._end_of(one, end)
             moved += kept
         for one in (*moved, packed):
             self._append(one)
 
-    def _fit(self, packed: list[bytes]) -> bool:
-        """Returns True if new records fit into the ring without dropping old records. Grows the
-        ring first, if this is necessary and possible. `packed`: the bytes of each new record."""
-        head = self._head
-        for one in packed:
-            if head <= self._size < head + len(one):
-                self._grow(head + len(one))
-            if not self._size:
-                return False
-            left = self._size - head % self._size
-            head += len(one) if left >= len(one) else left + len(one)
-        return head - self._tail <= self._size
+    def _end_of(self, packed: bytes, head: int) -> int:
+        """Returns the position behind a new record, if `head` is the position behind the newest
+        record. `packed`: the bytes of the record."""
+        left = self._size - head % self._size
+        return head + len(packed) + (0 if left >= len(packed) else left)
 
     def _grow(self, end: int) -> None:
         """Grows the ring to at least `end` bytes, or to its largest size, which a ring in private
@@ -443,7 +454,12 @@ class Contents:
 
     def _drop_oldest(self) -> None:
         record = self._records.popleft()
-        if not record.name:
+        if record.name:
+            names = self._names[record.fingerprint]
+            names.remove(record.name)
+            if not names:
+                del self._names[record.fingerprint]
+        else:
             depths = self._by_depth[record.fingerprint]
             depths[record.depth].popleft()
             if not depths[record.depth]:
@@ -461,11 +477,12 @@ class Contents:
         self._note()
 
     def _still_of_use(self, record: _Record) -> list[bytes]:
-        """Returns the records to append again when this record is dropped. A name is appended again
-        as it is. Of a run, the blocks that are still cached and are in no newer record are appended
-        again, with a record for each unbroken sequence of them."""
+        """Returns the records to append again when this record is dropped. The name of a known key
+        space is appended again as it is. Of a run, the blocks that are still cached and are in no
+        newer record are appended again, with a record for each unbroken sequence of them."""
         if record.name:
-            return [self._bytes_at(record.position)]
+            is_known = record.fingerprint in self._known
+            return [self._bytes_at(record.position)] if is_known else []
         if self._head < self._moves_from:
             return []
         packed = self._bytes_at(record.position)

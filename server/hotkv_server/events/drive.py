@@ -161,7 +161,8 @@ class EventPublisher(Protocol):
 
     def add_name(self, number: int, name: str) -> None:
         """Adds a name of a key space's model: the key space's events are also published under the
-        topic for this name."""
+        topic for this name. A new topic begins with a clear and the present state, if that is
+        known."""
 
     def clear(self, number: int) -> None:
         """Queues a clear (see `KeySpaceCleared`) of each topic of a key space. Such a clear also

@@ -32,7 +32,7 @@ import msgspec
 import zmq
 
 from hotkv_proto.keys import KeySpace
-from hotkv_server.events.drive import BlocksStored, Event
+from hotkv_server.events.drive import BlocksStored, Event, KeySpaceCleared
 from hotkv_server.events.wire import RANK, AllBlocksCleared, KVEventBatch, Translator
 
 log = logging.getLogger(__name__)
@@ -234,10 +234,14 @@ class ZmqPublisher:
 
     def add_name(self, number: int, name: str) -> None:
         """Adds a name of a key space's model: the key space's events are also published under the
-        topic for this name. If the topic is new for the key space, queues the present state for
-        it."""
-        if (topic := self._add_topic(number, name)) is not None:
-            self._queue.put(_Announcement((topic,)))
+        topic for this name. If the topic is new for the key space, queues a clear and the present
+        state for it, because readers may remember blocks from an earlier server."""
+        topic = self._add_topic(number, name)
+        if topic is not None and self._state is not None:
+            self._put(topic, time.time(), (KeySpaceCleared(number),))
+            # Readers may apply a clear to the topics of the whole endpoint (see `_is_alone`).
+            topics = [topic] if self._of_endpoint is None else self._by_key_space[number]
+            self._queue.put(_Announcement(tuple(topics)))
 
     def _add_topic(self, number: int, model: str) -> _Topic | None:
         """Adds a key space to the topic for a name of its model. Returns the topic; None if the

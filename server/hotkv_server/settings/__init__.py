@@ -120,6 +120,12 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _can_answer(self) -> "Settings":
+        if self.events.answers and self.http.port < 0:
+            raise ValueError("events.answers needs http: set http.port to 0 or more")
+        return self
+
+    @model_validator(mode="after")
     def _has_room(self) -> "Settings":
         promised = sum(tenant.guaranteed_bytes for tenant in self.security.tenants)
         in_slabs = self.arena.bytes // self.arena.slab_size * self.arena.slab_size

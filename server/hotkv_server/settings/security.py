@@ -91,11 +91,11 @@ class SecuritySettings(BaseModel, extra="forbid"):
         None, description="Path of the admin socket. Default: admin.sock in runtime_dir."
     )
     admin_socket_mode: str = Field("0600", description="Mode of the admin socket, octal.")
-    allowed_uids: list[int] = Field(
+    allowed_uids: list[Uid] = Field(
         [],
         description="User ids that may share memory with the server, besides its own and root's.",
     )
-    arena_writers: list[int] = Field(
+    arena_writers: list[Uid] = Field(
         [],
         description=(
             "User ids that get the arena writable, if they may map it at all. Most GPUs read host "

@@ -5,7 +5,6 @@ they are needed. Errors don't quote the given values.
 """
 
 import re
-import secrets
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 from urllib.parse import urlsplit
@@ -217,9 +216,9 @@ class S3Settings(BaseModel):
         15.0, description="Longest time for a batch of blocks, in seconds."
     )
     node: str = Field(
-        default_factory=lambda: secrets.token_hex(8),
-        pattern=r"^[0-9a-z]{1,32}$",
-        description="Name of this server in its objects' names. Default: random at each start.",
+        "",
+        pattern=r"^[0-9a-z]{0,32}$",
+        description="Name of this server in its objects' names. Empty: random at each start.",
     )
 
     @field_validator("bucket")

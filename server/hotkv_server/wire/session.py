@@ -509,6 +509,8 @@ class SessionStream:
 
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
+MAX_MODEL_NAMES = 16
+"""Most names of its model that an engine may report when it opens a session."""
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
@@ -567,6 +569,12 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         fields.name("engine_id", opening.engine_id)
         fields.name("client_name", opening.client_name)
         fields.name("engine_name", opening.engine_name)
+        if len(opening.model_names) > MAX_MODEL_NAMES:
+            raise HotKVError(
+                Reason.TOO_LARGE,
+                f"model_names has {len(opening.model_names)} entries; at most {MAX_MODEL_NAMES} "
+                "are accepted",
+            )
         for name in opening.model_names:
             fields.name("model_names", name)
         key_space, representations = (

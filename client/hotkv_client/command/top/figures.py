@@ -293,7 +293,7 @@ def _of(savings: Mapping[str, Any], engine: str | None) -> dict[str, Any]:
 def _hit_ratio(sums: Mapping[str, Any]) -> float | None:
     prompt = sums["prompt_token_count"]
     hit = sums["device_hit_token_count"] + sum(sums["hits"].values())
-    return hit / prompt if prompt > 0 else None
+    return hit / prompt if prompt else None
 
 
 def _activity(tier: Mapping[str, Any]) -> Mapping[str, Any]:

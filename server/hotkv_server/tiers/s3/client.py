@@ -8,6 +8,7 @@ removed from the index (`s3.index`).
 
 import itertools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -36,10 +37,14 @@ log = logging.getLogger(__name__)
 
 class Shared:
     """The state that all clients of a tier share: the bucket, the index of blocks, and the threads
-    that list packs and send requests. Thread-safe."""
+    that list packs and send requests. Thread-safe.
+
+    `node`: name of this server in the names of its packs.
+    """
 
     def __init__(self, settings: S3Settings) -> None:
         self.settings = settings
+        self.node = settings.node or secrets.token_hex(8)
         self.loop = Loop()
         self.index = PackIndex(settings.index_blocks)
         self.lister = Lister(
@@ -259,7 +264,7 @@ class S3Client:
         Returns None if the store is full. Raises UnusableError if an object of the pack's name
         already exists."""
         number = self._shared.next_number()
-        name = new_name(_now_us(), self._shared.settings.node, number, len(keys))
+        name = new_name(_now_us(), self._shared.node, number, len(keys))
         pack, body = packed(space, name, keys, slots)
         try:
             is_new = self._bucket.put(pack.path, body, until_s)
