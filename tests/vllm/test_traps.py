@@ -148,6 +148,22 @@ def test_failed_keys_are_hidden_until_stored_again_or_the_cache_is_another(
     assert len(hidden) == 0
 
 
+def test_a_load_that_fails_with_its_ranks_session_hides_no_key(engine: Any, server: Any) -> None:
+    answer = filled(engine)
+    one = engine()
+    server.hold, server.fail_loads = {"load"}, True
+    one.add("a", PROMPT, 4)
+    while not server.held:
+        one.step()
+    server.hold, server.refuse_workers = set(), "lost"
+    server.settle()
+    one.run()
+    server.fail_loads, server.refuse_workers = False, ""
+    one.generate("end", prompt(5, 10))
+    one.drop_local()
+    assert one.generate("b", PROMPT, 4) == (answer, 192)
+
+
 def test_engine_runs_without_a_server_and_with_one_that_comes_and_goes(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
