@@ -17,7 +17,6 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv_client.testing import PagedEngine
 from hotkv_server.cli import main
-from hotkv_server.memory import limits
 from hotkv_server.settings import Settings, sources
 from tests.server.certificates import Authority
 from tests.support.ports import free_port
@@ -193,22 +192,6 @@ def test_without_huge_pages_it_goes_on_and_says_so(tmp_path: Path) -> None:
         if server.counter("arena_huge_page_bytes"):
             pytest.skip("this kernel gives huge pages on the file system of the temporary folder")
         assert "no huge pages, so copies are slower: " in server.log.read_text()
-
-
-def test_limits_of_control_groups_count_from_all_levels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups = Path("/proc/self/cgroup").read_text().splitlines()
-    own = next((line[3:].strip("/") for line in groups if line.startswith("0::")), None)
-    if own is None:
-        pytest.skip("this machine has no control groups of version 2")
-    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
-    assert limits.cgroup_bytes() == limits.NO_LIMIT
-    (tmp_path / own).mkdir(parents=True, exist_ok=True)
-    (tmp_path / own / "memory.max").write_text("max\n")
-    assert limits.cgroup_bytes() == limits.NO_LIMIT
-    (tmp_path / "memory.max").write_text("1048576\n")
-    assert limits.cgroup_bytes() == 1 << 20
 
 
 # Settings
