@@ -146,24 +146,17 @@ def test_what_has_died_is_named(
 
 
 def test_a_server_that_gets_no_more_threads_goes_on(folder: Path) -> None:
-    """Covers the comparison of an earlier server's blocks, which pins them, and events."""
     flags = ("--events.endpoint", f"tcp://127.0.0.1:{free_port()}")
-    flags += ("--integrity.start-check-s", "0")
-    blocks, content = hashes(4), np.arange(4 * 16, dtype=np.int32)
-    for point in ("copy", "threading:Thread.start"):
-        with FaultyServer(folder, point, "refuse", *flags) as server:
-            server.wait_ready()
-            if point != "copy":
-                server.break_it()
-            engine = PagedEngine(server.target, layers=2, num_blocks=64, page_bytes=4096).connect()
-            if point != "copy":
-                assert load(engine, blocks, 30) is TransferStatus.DONE
-            run = BlockRun(0, blocks := hashes(4), block_ids(4), token_ids=content)
-            stored = engine.session.store("s", "s", [run], 10).result(20)
-            assert set(stored.results[0].tolist()) == {BlockResult.STORED}
-            engine.close()
-            wait_for(lambda: server.counter("sessions") == 0)
-            assert server.status()["problems"] == []
+    with FaultyServer(folder, "threading:Thread.start", "refuse", *flags) as server:
+        server.wait_ready()
+        server.break_it()
+        engine = PagedEngine(server.target, layers=2, num_blocks=64, page_bytes=4096).connect()
+        run = BlockRun(0, hashes(4), block_ids(4), token_ids=np.arange(64, dtype=np.int32))
+        stored = engine.session.store("s", "s", [run], 10).result(20)
+        assert set(stored.results[0].tolist()) == {BlockResult.STORED}
+        engine.close()
+        wait_for(lambda: server.counter("sessions") == 0)
+        assert server.status()["problems"] == []
 
 
 def test_sockets_that_are_gone_are_named(own_server: Server) -> None:

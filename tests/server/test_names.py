@@ -146,27 +146,17 @@ def test_a_worker_without_names_changes_none() -> None:
     assert book.model("0" * names.DIGITS, ARCHITECTURE) == ARCHITECTURE
 
 
-def test_memory_is_bounded_and_the_newest_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(names, "MAX_NAMES", 3)
-    book = Names(tmp_path)
-    for number in range(5):
-        book.tell(f"id-{number}", f"name-{number}", MODEL, SPACE, [])
-    again = Names(tmp_path)
-    assert [again.engine(f"id-{at}") for at in (1, 2, 4)] == ["id-1", "name-2", "name-4"]
-
-
-def test_the_longest_names_outlive_a_restart(tmp_path: Path) -> None:
+def test_the_newest_and_longest_names_outlive_a_restart(tmp_path: Path) -> None:
     waiting: list[Callable[[], None]] = []
     book, longest = Names(tmp_path, waiting.append), "\N{GRINNING FACE}" * (MAX_IDENTIFIER - 4)
-    for number in range(names.MAX_NAMES):
-        space = replace(SPACE, model=f"model-{number}")
-        one = f"{number:04}{longest}"
-        book.tell(one, one, one, space, [])
+    ids = [f"{number:04}{longest}" for number in range(names.MAX_NAMES + 1)]
+    for one in ids:
+        space = replace(SPACE, model=f"model-{one[:4]}")
+        book.tell(one, one[::-1], one, space, [])
     waiting[0]()
     again = Names(tmp_path)
-    assert again.engine(one) == one and again.model_of(space) == one
+    assert [again.engine(one)[::-1] for one in ids[1:]] == ids[1:] and again.model_of(space) == one
+    assert again.engine(ids[0]) == ids[0] and again.model_of(SPACE) == ARCHITECTURE, "forgotten"
 
 
 def test_one_write_waits_and_has_the_newest_names(tmp_path: Path) -> None:

@@ -14,12 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from demo.processes import Server, runtime_folder
+from demo.processes import Server
 from hotkv_client.testing import PagedEngine
 from hotkv_server.cli import main
 from hotkv_server.settings import Settings, sources
 from tests.server.certificates import Authority
+from tests.server.faulty import folder
 from tests.support.ports import free_port
+
+__all__ = ["folder"]
 
 ARENA = ["--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB", "--http.port", "-1"]
 
@@ -45,12 +48,6 @@ def left_in(folder: Path) -> set[str]:
     """Returns all files except the directory of the sockets and its lock."""
     found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     return found - {"run", "run/lock"}
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with runtime_folder(64 << 20) as made:
-        yield made
 
 
 @pytest.fixture

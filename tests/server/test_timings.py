@@ -136,11 +136,6 @@ def test_a_delay_counts_as_often_as_it_was_measured_for(
         timers.append((now_s + after_s, partial(tick, loop)))
         return mock.Mock()
 
-    def arm(after_s: float) -> None:
-        if is_refused:
-            raise RuntimeError("can't start new thread")
-        armed_s.append(now_s + after_s)
-
     loop: Any = SimpleNamespace(call_later=later)
     with (
         mock.patch.object(lag, "time", SimpleNamespace(monotonic=lambda: now_s)),
@@ -148,7 +143,8 @@ def test_a_delay_counts_as_often_as_it_was_measured_for(
         mock.patch.object(lag.threading, "Thread"),
         mock.patch.object(lag, "faulthandler") as handler,
     ):
-        handler.dump_traceback_later = arm
+        arms: Any = RuntimeError if is_refused else lambda after: armed_s.append(now_s + after)
+        handler.dump_traceback_later.side_effect = arms
         loop_lag = lag.LoopLag()
         loop_lag.start()
         for delay_s in [0.0] * 3 + delays:
