@@ -180,6 +180,17 @@ def await_server(session: CacheSession, wait_s: float, opening_s: float = 0.0) -
     return session.wait_connected(wait_s) or (wait_s > 0 and session.wait_opened(opening_s))
 
 
+def close_aside(session: CacheSession) -> None:
+    """Closes a session in another thread, because closing waits for the server. If the system
+    refuses a thread, closes it in this thread, which takes at most 5 seconds: an open session would
+    go on in its old key space, and its owner would open no other."""
+    thread = threading.Thread(target=session.close, name="hotkv-close", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        session.close()
+
+
 def say_on(session: CacheSession, target: str) -> None:
     """Logs that hotkv is on, and how many bytes of the key space the server has.
 

@@ -24,6 +24,7 @@ from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.start import CudaError, CudaPart, look_in_background, open_part
 from hotkv_server.memory.arena import ARENA_FILE, NodeMemory
+from hotkv_server.memory.clerk import full_pool
 from hotkv_server.memory.limits import allocated_bytes
 from hotkv_server.node.health import keep_checking
 from hotkv_server.node.node import STALLED_WORK_S, Node
@@ -50,6 +51,8 @@ STOP_S = 40.0
 """Longest time of a stop after the drain, in seconds: for ending transfers and sessions, and for
 writing files."""
 SAVE_WAIT_S = 5.0
+NUM_POOL_THREADS = min(32, 4 + (os.cpu_count() or 1))
+"""Number of threads for calls of the event loop that take long."""
 STOP_CALLS_S = 0.5
 """Longest time that the server waits, after the drain, for calls that it is still answering."""
 
@@ -267,6 +270,7 @@ async def serve(
     signal.signal(signal.SIGHUP, lambda number, _: asked_early.append(number))
     process.hear_sigterm()
     process.prepare()
+    asyncio.get_running_loop().set_default_executor(full_pool(NUM_POOL_THREADS, "hotkv-pool"))
     log.info(
         "starting version=%s runtime_dir=%s arena_bytes=%d",
         hotkv_proto.__version__,

@@ -218,6 +218,11 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(
             patch.setattr(owner, name, refuse)
             with pytest.raises(OSError, match="short"):
                 Start(tmp_path, prefault=True)
+            if name != "_open_own":
+                with pytest.raises(OSError, match="short"):
+                    Start(tmp_path / "large", prefault=True)
+        assert not (tmp_path / "table.new").exists()
+        assert {path.name for path in tmp_path.glob("large/*")} <= {"lock"}
     with pytest.raises(OSError, match=r"lower arena.bytes"):
         NodeMemory.open(tmp_path / "large", 1 << 50, SLAB, CAPACITY, 7)
     assert [path.name for path in (tmp_path / "large").iterdir()] == ["lock"]
@@ -227,6 +232,12 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(
     assert not (tmp_path / "state.json").stat().st_mode & 0o177
     assert start.memory.records.num_entries == start.core.space.index.limit >= 5
     assert start.found(KEY_SPACES[0], range(5)) == [True] * 5
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", refuse)
+        for write in (lambda: start.memory.save_use(np.zeros(9)), start.take_over):
+            with pytest.raises(OSError, match="short"):
+                write()
+    assert not list(tmp_path.glob("*.new")), "what could not be written takes no room"
     (tmp_path / "table").unlink()
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError):

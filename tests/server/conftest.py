@@ -9,6 +9,7 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv_client.testing import PagedEngine
+from hotkv_server.testing.device import FakeRuntime
 from hotkv_sparse.centre import Centres
 from tests.server.sparse_support import RepresentationEngine
 from tests.support.daemons import quick_servers
@@ -29,6 +30,14 @@ def server() -> Iterator[Server]:
     with runtime_folder(256 << 20) as folder, Server(folder, "64MiB", *SHARED_FLAGS) as running:
         running.wait_ready()
         yield running
+
+
+@pytest.fixture
+def runtime() -> Iterator[FakeRuntime]:
+    """Yields two made-up devices."""
+    made = FakeRuntime(3, num_devices=2)
+    yield made
+    made.close()
 
 
 @pytest.fixture

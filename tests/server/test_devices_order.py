@@ -32,13 +32,6 @@ PAGE = 4096
 
 
 @pytest.fixture
-def runtime() -> Iterator[FakeRuntime]:
-    made = FakeRuntime(3, num_devices=2)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def devices(runtime: FakeRuntime) -> Devices:
     return Devices(runtime, runtime.devices())
 

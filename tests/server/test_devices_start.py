@@ -32,13 +32,6 @@ Open = Callable[..., CudaPart]
 
 
 @pytest.fixture
-def runtime() -> Iterator[FakeRuntime]:
-    made = FakeRuntime(3, num_devices=2)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def memory(tmp_path: Path) -> Iterator[NodeMemory]:
     with runtime_folder(32 << 20) as folder:
         made = NodeMemory.open(folder / "arena", 16 << 20, 256 << 10, 100, 7)

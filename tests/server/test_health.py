@@ -1,15 +1,11 @@
-"""Health: every probe names a part that dies or stalls, a broken invariant ends the server, and a
-failed start names the remedy."""
+"""Health: every probe names a part that dies or stalls, and a broken invariant ends the server."""
 
 import asyncio
 import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,10 +23,9 @@ from hotkv_proto.errors import HotKVError, SessionLostError
 from hotkv_server.dataplane.engines import CopyJob
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import CopyPlan, Region
-from hotkv_server.memory import limits
 from hotkv_server.node.health import CHECK_S, STALLED_S, Health
 from hotkv_server.told.http_endpoint import HttpServer
-from tests.server.faulty import FLAGS, FaultyServer, folder
+from tests.server.faulty import FaultyServer, folder
 from tests.server.places import found, load, store
 from tests.server.support import block_ids, hashes
 from tests.support.ports import free_port
@@ -148,6 +143,20 @@ def test_what_has_died_is_named(
         assert len(dead) == 1 and dead[0] in name
         assert "hotkv_ready 0.0\n" in server.probe("metrics")[1]
         assert f"health problems={name}" in server.log.read_text()
+
+
+def test_a_server_that_gets_no_more_threads_goes_on(folder: Path) -> None:
+    flags = ("--events.endpoint", f"tcp://127.0.0.1:{free_port()}")
+    with FaultyServer(folder, "threading:Thread.start", "refuse", *flags) as server:
+        server.wait_ready()
+        server.break_it()
+        engine = PagedEngine(server.target, layers=2, num_blocks=64, page_bytes=4096).connect()
+        run = BlockRun(0, hashes(4), block_ids(4), token_ids=np.arange(64, dtype=np.int32))
+        stored = engine.session.store("s", "s", [run], 10).result(20)
+        assert set(stored.results[0].tolist()) == {BlockResult.STORED}
+        engine.close()
+        wait_for(lambda: server.counter("sessions") == 0)
+        assert server.status()["problems"] == []
 
 
 def test_sockets_that_are_gone_are_named(own_server: Server) -> None:
@@ -315,80 +324,3 @@ def test_draining_is_not_ready_but_alive(folder: Path) -> None:
         assert not any(line.startswith("hotkv_problem{") and line[-3:] != "0.0" for line in lines)
         wait_for(lambda: server.ping() == 1)
         assert server.ping("--live") == 0
-
-
-# A start that fails names the remedy
-
-
-def refused_start(folder: Path, *flags: str, before: tuple[str, ...] = ()) -> str:
-    """Starts a server that can't start; returns its errors."""
-    command = [*before, sys.executable, "-m", "hotkv_server.cli", "run", *FLAGS]
-    command += ["--arena.dir", str(folder / "arena"), "--runtime-dir", str(folder / "run")]
-    command += ["--http.port", "-1", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    return done.stderr
-
-
-def program_or_skip(name: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"{name} is not installed")
-    return path
-
-
-def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
-    """The file system has 8 MiB, in a mount namespace for this test."""
-    command = 'mount -t tmpfs -o size=8m,mode=700 tmpfs "$0" && exec "$@"'
-    mount = (program_or_skip("unshare"), "--mount", "/bin/sh", "-c", command, str(folder / "arena"))
-    (folder / "arena").mkdir(mode=0o700)
-    if os.geteuid() or subprocess.run([*mount, "true"], capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    said = refused_start(folder, before=mount)
-    assert "MiB free, arena and table need " in said
-    assert "lower arena.bytes (16 MiB), or enlarge the file system" in said
-
-
-def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
-    """Modes bind root if it has no capabilities."""
-    drop: tuple[str, ...] = ()
-    if os.geteuid() == 0:
-        drop = (program_or_skip("setpriv"), "--inh-caps=-all", "--bounding-set=-all")
-    (folder / "run").mkdir(mode=0o555)
-    said = refused_start(folder, before=drop)
-    assert "runtime_dir: [Errno 13] Permission denied" in said
-    assert "choose a directory this user may write" in said
-
-
-def test_what_is_granted_too_little_of_is_said(folder: Path) -> None:
-    # The address of events is tried when the arena is there.
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        taken = f"tcp://*:{holder.getsockname()[1]}"
-        limited = (program_or_skip("prlimit"), "--memlock=65536:65536")
-        said = refused_start(folder, "--events.endpoint", taken, before=limited)
-    assert "locked memory is limited to 65536 bytes: enough for engines on CPU, too little" in said
-
-
-def test_without_huge_pages_it_goes_on_and_says_so(tmp_path: Path) -> None:
-    """File systems on disks have no huge pages for shared writable mappings."""
-    with Server(tmp_path, "16MiB", "--arena.slab-bytes", "64KiB") as server:
-        server.wait_ready()
-        if server.counter("arena_huge_page_bytes"):
-            pytest.skip("this kernel gives huge pages on the file system of the temporary folder")
-        assert "no huge pages, so copies are slower: " in server.log.read_text()
-
-
-def test_limits_of_control_groups_count_from_all_levels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups = Path("/proc/self/cgroup").read_text().splitlines()
-    own = next((line[3:].strip("/") for line in groups if line.startswith("0::")), None)
-    if own is None:
-        pytest.skip("this machine has no control groups of version 2")
-    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
-    assert limits.cgroup_bytes() == limits.NO_LIMIT
-    (tmp_path / own).mkdir(parents=True, exist_ok=True)
-    (tmp_path / own / "memory.max").write_text("max\n")
-    assert limits.cgroup_bytes() == limits.NO_LIMIT
-    (tmp_path / "memory.max").write_text("1048576\n")
-    assert limits.cgroup_bytes() == 1 << 20

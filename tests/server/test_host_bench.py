@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hotkv_client.command import host_bench
-from hotkv_client.command.host_bench import BLOCK_BYTES, Times, timed
+from hotkv_client.command.host_bench import BLOCK_BYTES, BenchError, Times, timed
 from tests.support.waiting import wait_for
 
 
@@ -56,6 +57,15 @@ def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
     bench.wait(60)
     bench.stderr.close()
     wait_for(lambda: not left(prefix))
+
+
+def test_a_machine_without_room_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_bench, "COMMAND", ("true",))
+    for short, said in ((1, "has 4 MiB free; the benchmark takes 5 MiB"), (0, "it said nothing")):
+        usage = SimpleNamespace(free=(5 << 20) - short)
+        monkeypatch.setattr(host_bench.shutil, "disk_usage", lambda _, found=usage: found)
+        with pytest.raises(BenchError, match=said), host_bench.own_server(4 << 20):
+            pass
 
 
 def test_a_tier_that_does_not_work_is_said(tmp_path: Path) -> None:

@@ -170,6 +170,8 @@ def test_who_cuts_its_memory_short_ends_nothing_and_its_ids_are_no_lines(server:
             kept = error is None and store.result().status is TransferStatus.DONE
             assert session.lookup([GroupHashes(0, blocks)]).result(60)[0].any() == kept
             outcomes.add(kept)
+        refused = session.store("t", "l", runs, 20).exception(60)
+        assert isinstance(refused, HotKVError) and "truncated; register it again" in str(refused)
     assert False in outcomes
     assert not re.search("^ERROR forged", server.log.read_text(), re.MULTILINE)
 

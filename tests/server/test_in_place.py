@@ -127,6 +127,7 @@ async def test_others_are_served_while_blocks_are_compared(opened: Opened) -> No
         place.go.set()
         for call in waiting:
             answer = await call
+            assert 0 < answer.ttl_ms <= 30_000
             assert [at >= 0 for at in offsets(answer)] == all_but(5)
             assert list(map(bool, answer.groups[0].flags[:NUM_BLOCKS])) == all_but(5)
         assert place.num_compared == NUM_BLOCKS, "a lease is compared once"

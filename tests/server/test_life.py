@@ -96,16 +96,12 @@ def test_a_killed_engine_leaves_nothing(own_server: Server) -> None:
         wait_for(lambda: len(list(descriptors.iterdir())) <= before + 1)
 
 
-def server_in(folder: Path) -> Server:
-    """Returns another server in the same runtime directory."""
-    return Server(folder, "16MiB", "--arena.slab-bytes", "64KiB")
-
-
 @pytest.mark.parametrize("kind", ["load", "store"])
 def test_a_killed_server_settles_transfers_and_comes_back(kind: str) -> None:
     """A transfer in flight fails only when the server is dead."""
+    flags = ("16MiB", "--arena.slab-bytes", "64KiB")
     with runtime_folder(64 << 20) as folder:
-        server = server_in(folder)
+        server = Server(folder, *flags)
         server.wait_ready()
         engine = PagedEngine(server.target, layers=4, num_blocks=256, page_bytes=16384).connect()
         random, session, blocks = np.random.default_rng(3), engine.session, hashes(50)
@@ -132,7 +128,7 @@ def test_a_killed_server_settles_transfers_and_comes_back(kind: str) -> None:
         server.__exit__()
         for name in ("run", "arena"):
             (folder / name).rename(folder / f"old-{name}")
-        with server_in(folder) as again:
+        with Server(folder, *flags) as again:
             again.wait_ready()
             assert session.wait_connected(20) and session.epoch != epoch
             assert store_blocks(engine, blocks) <= {BlockResult.STORED, BlockResult.PRESENT}

@@ -32,13 +32,13 @@ OF_THREADS = {
     "hotkv-s3-": "the threads of the tier s3",
     "hotkv-epochs": "the threads of epochs",
     "hotkv-select": "selection threads",
-    "asyncio_": "",
-    "uvloop_": "",
-    "ThreadPoolExecutor": "",
+    "hotkv-contents": "the thread that keeps contents for events",
+    "hotkv-pool": "",
+    "hotkv-sums": "",
     "Thread-1 (_poll_wrapper)": "",
 }
 """The part of Health that watches each kind of thread, by the start of its name. Empty: the loop's
-own thread, Python's pools, and gRPC's poller, whose work is watched elsewhere."""
+own thread, pools, and gRPC's poller, whose work is watched elsewhere."""
 
 
 def told(server: Server, file: Path) -> dict[str, Any]:

@@ -91,33 +91,21 @@ def test_json_and_the_page_have_names_and_ids(running: tuple[Server, str]) -> No
         assert (found["model_name"], found["model"]) == (MODEL, ARCHITECTURE)
 
 
-def test_names_outlive_the_engine_and_the_server(place: Place) -> None:
-    server = place.start()
-    engine = connect(server)
-    use(engine)
-    engine.close()
-    place.stop(signal.SIGTERM)
-    server = place.start()
-    assert ENGINE in shown(server.target, "savings", "--by", "engine")
-    assert MODEL in shown(server.target, "status")
-
-
-def test_engines_of_one_name_are_told_apart_while_both_are_there(place: Place) -> None:
+def test_engines_of_one_name_are_told_apart_and_names_outlive_all(place: Place) -> None:
+    """An older client tells no names."""
     server = place.start()
     with contextlib.ExitStack() as stack:
-        for number in range(2):
-            engine = connect(server, engine_id=f"{ID}-{number}")
+        for number, (name, model) in enumerate(((ENGINE, ARCHITECTURE),) * 2 + (("", "old"),)):
+            engine = connect(server, name, engine_id=f"{ID}-{number}", model=model)
             stack.callback(engine.close)
+            use(engine)
         rows = json.loads(shown(server.target, "sessions", "--json"))
-        assert [row["engine_name"] for row in rows] == [ENGINE, f"{ENGINE}#2"]
-
-
-def test_an_older_client_is_shown_by_its_id(place: Place) -> None:
-    server = place.start()
-    place.engine = connect(server, name="")
-    use(place.engine)
-    assert ID in shown(server.target, "sessions")
-    assert ARCHITECTURE in shown(server.target, "savings")
+        assert [row["engine_name"] for row in rows] == [ENGINE, f"{ENGINE}#2", f"{ID}-2"]
+    place.stop(signal.SIGTERM)
+    said = shown(place.start().target, "savings", "--by", "engine")
+    assert f" {ENGINE} " in said and f"{ENGINE}#2" in said and f"{ID}-2" in said
+    said = shown(place.server.target, "savings") if place.server else ""
+    assert MODEL in said and "old" in said
 
 
 def test_an_older_server_tells_no_names() -> None:
@@ -145,12 +133,8 @@ def test_a_reconnecting_engine_keeps_its_name_until_another_has_it() -> None:
     assert book.engine("c") == ENGINE
     book.tell("d", f"{ENGINE}#2", MODEL, SPACE, ["b", "c"])
     assert book.engine("d") == f"{ENGINE}#2#2"
-
-
-def test_an_engine_can_not_take_the_id_of_another_as_its_name() -> None:
-    book = Names()
-    book.tell("a", "b", "", SPACE, ["b"])
-    assert book.engine("a") == "b#2" and book.engine("b") == "b"
+    book.tell("e", "f", "", SPACE, ["f"])
+    assert book.engine("e") == "f#2" and book.engine("f") == "f", "an id is no other's name"
 
 
 def test_a_worker_without_names_changes_none() -> None:
@@ -162,27 +146,17 @@ def test_a_worker_without_names_changes_none() -> None:
     assert book.model("0" * names.DIGITS, ARCHITECTURE) == ARCHITECTURE
 
 
-def test_memory_is_bounded_and_the_newest_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(names, "MAX_NAMES", 3)
-    book = Names(tmp_path)
-    for number in range(5):
-        book.tell(f"id-{number}", f"name-{number}", MODEL, SPACE, [])
-    again = Names(tmp_path)
-    assert [again.engine(f"id-{at}") for at in (1, 2, 4)] == ["id-1", "name-2", "name-4"]
-
-
-def test_the_longest_names_outlive_a_restart(tmp_path: Path) -> None:
+def test_the_newest_and_longest_names_outlive_a_restart(tmp_path: Path) -> None:
     waiting: list[Callable[[], None]] = []
     book, longest = Names(tmp_path, waiting.append), "\N{GRINNING FACE}" * (MAX_IDENTIFIER - 4)
-    for number in range(names.MAX_NAMES):
-        space = replace(SPACE, model=f"model-{number}")
-        one = f"{number:04}{longest}"
-        book.tell(one, one, one, space, [])
+    ids = [f"{number:04}{longest}" for number in range(names.MAX_NAMES + 1)]
+    for one in (*ids[:-1], ids[0], ids[-1]):
+        space = replace(SPACE, model=f"model-{one[:4]}")
+        book.tell(one, one[::-1], one, space, [])
     waiting[0]()
     again = Names(tmp_path)
-    assert again.engine(one) == one and again.model_of(space) == one
+    assert [again.engine(one)[::-1] for one in ids[2:]] == ids[2:] and again.model_of(space) == one
+    assert again.engine(ids[0]) != ids[0] and again.engine(ids[1]) == ids[1], "it is the oldest"
 
 
 def test_one_write_waits_and_has_the_newest_names(tmp_path: Path) -> None:

@@ -4,31 +4,36 @@ A failed start leaves no file behind."""
 import asyncio
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from demo.processes import Server, runtime_folder
+from demo.processes import Server
 from hotkv_client.testing import PagedEngine
 from hotkv_server.cli import main
 from hotkv_server.settings import Settings, sources
 from tests.server.certificates import Authority
+from tests.server.faulty import folder
 from tests.support.ports import free_port
+
+__all__ = ["folder"]
 
 ARENA = ["--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB", "--http.port", "-1"]
 
 
 def started(
-    folder: Path, *flags: str, check: bool = False, **environment: str
+    folder: Path, *flags: str, check: bool = False, before: Sequence[str] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a server that should refuse to start, with `--check` if `check` is set. Returns the
-    ended process."""
-    command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(folder / "run")]
+    """Runs a server that should refuse to start, with `--check` if `check` is set. `before`: a
+    command that runs it. Returns the ended process."""
+    command = [*before, sys.executable, "-m", "hotkv_server", "run"]
+    command += ["--runtime-dir", str(folder / "run")]
     command += ["--arena.dir", str(folder / "arena"), *ARENA, *flags]
     return subprocess.run(
         [*command, *(["--check"] if check else [])],
@@ -43,12 +48,6 @@ def left_in(folder: Path) -> set[str]:
     """Returns all files except the directory of the sockets and its lock."""
     found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     return found - {"run", "run/lock"}
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with runtime_folder(64 << 20) as made:
-        yield made
 
 
 @pytest.fixture
@@ -86,8 +85,8 @@ def mistakes(folder: Path, elsewhere: Path, port: int) -> dict[str, list[str]]:
     ("flags", "words"),
     [
         (["--tcp-address", "localhost:99999"], "port up to 65535"),
-        (["--tcp-address", f"{'h' * 64}:1"], "tcp_address: can't listen on hhh"),
-        (["--http.host", "h" * 64, "--http.port", "1"], "http.port: can't listen on hhh"),
+        (["--tcp-address", f"{'h' * 64}:0"], "tcp_address: can't listen on hhh"),
+        (["--http.host", "h" * 64, "--http.port", "0"], "http.port: can't listen on hhh"),
     ],
 )
 def test_addresses_that_can_not_be_are_named(folder: Path, flags: list[str], words: str) -> None:
@@ -126,10 +125,12 @@ def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_th
 ) -> None:
     """The server binds addresses after it has made the arena."""
     events = ("--events.endpoint", f"tcp://*:{taken}")
-    http = ("--http.port", "0", "--http.host", "192.0.2.1")
-    tcp = ("--tcp-address", "192.0.2.1:0", "--security.tcp-insecure", "true")
-    done = started(folder, *events)
+    port = str(free_port())
+    tcp = ("--tcp-address", f"127.0.0.1:{port}", "--security.tcp-insecure", "true")
+    limited = ("/bin/sh", "-c", 'ulimit -l 64 && exec "$@"', "sh")
+    done = started(folder, *events, before=limited)
     assert done.returncode == 1 and "in use" in done.stderr
+    assert "locked memory is limited to 65536 bytes: enough for engines on CPU" in done.stderr
     assert not left_in(folder)
     with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as server:
         server.wait_ready()
@@ -138,8 +139,8 @@ def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_th
     assert any(name.endswith("/arena") for name in before)
     for flags, words in (
         (events, "in use"),
-        (http, "http.port: can't"),
-        (tcp, "tcp_address: can't"),
+        (("--http.port", port, *tcp), "http.port: can't"),
+        (("--events.endpoint", f"tcp://*:{port}", *tcp), "tcp_address: can't"),
     ):
         done = started(folder, *flags)
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
@@ -149,6 +150,45 @@ def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_th
     (arena.parent / "ledger").write_bytes(b"counts")
     assert started(folder, *events, "--arena.bytes", "32MiB").returncode == 1
     assert (arena.parent / "ledger").read_bytes() == b"counts" and not arena.exists()
+
+
+def program_or_skip(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed")
+    return path
+
+
+def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
+    """The file system has 8 MiB, in a mount namespace for this test."""
+    command = 'mount -t tmpfs -o size=8m,mode=700 tmpfs "$0" && exec "$@"'
+    mount = (program_or_skip("unshare"), "--mount", "/bin/sh", "-c", command, str(folder / "arena"))
+    (folder / "arena").mkdir(mode=0o700)
+    if os.geteuid() or subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    said = started(folder, before=mount).stderr
+    assert "MiB free, arena and table need " in said
+    assert "lower arena.bytes (16 MiB), or enlarge the file system" in said
+
+
+def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
+    """Modes bind root if it has no capabilities."""
+    drop: tuple[str, ...] = ()
+    if os.geteuid() == 0:
+        drop = (program_or_skip("setpriv"), "--inh-caps=-all", "--bounding-set=-all")
+    (folder / "run").mkdir(mode=0o555)
+    said = started(folder, before=drop).stderr
+    assert "runtime_dir: [Errno 13] Permission denied" in said
+    assert "choose a directory this user may write" in said
+
+
+def test_without_huge_pages_it_goes_on_and_says_so(tmp_path: Path) -> None:
+    """File systems on disks have no huge pages for shared writable mappings."""
+    with Server(tmp_path, "16MiB", "--arena.slab-bytes", "64KiB") as server:
+        server.wait_ready()
+        if server.counter("arena_huge_page_bytes"):
+            pytest.skip("this kernel gives huge pages on the file system of the temporary folder")
+        assert "no huge pages, so copies are slower: " in server.log.read_text()
 
 
 # Settings

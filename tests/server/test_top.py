@@ -340,6 +340,11 @@ def test_the_widest_figures_fit_80_columns_and_more(
         assert screen.FULL * 10 in line and line.count(rates[tokens]) == 2
     assert any("x2x4b" in line or "and-a-long-tail" in line for line in many)
     assert sum("1023.0 GiB of 1023.0 GiB" in line for line in lines) == 3
+    for problem, colour in (("", "32"), ("no answer", "31")):
+        view.problem, drawn = problem, io.StringIO()
+        console = Console(file=drawn, width=width, force_terminal=True, color_system="standard")
+        console.print(screen.draw(busy(readings), view, console))
+        assert f"\x1b[1;{colour}mready" in drawn.getvalue()
 
 
 def test_rows_are_models_then_their_engines_then_one(readings: tuple[Reading, Reading]) -> None:

@@ -24,6 +24,7 @@ from hotkv_proto.table import hash_words
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.node import transfers as transfer_module
+from hotkv_server.node.capability import Capability
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession, SessionMemory
 from tests.server.nodes import live_node, store_in, worker
@@ -207,6 +208,17 @@ async def test_the_event_loop_does_not_wait_while_engine_memory_is_freed(
 def check_clean(node: Node, session: LiveSession) -> None:
     node.core.check_invariants()
     assert (len(node.core.leases), len(node.core.transfers), session.jobs) == (0, 0, {})
+
+
+async def test_a_store_is_answered_although_a_capability_breaks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Capability, "bytes_moved", lambda *_: 1 / 0)
+    async with live_node(tmp_path) as node:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        node.capabilities.append(Capability())
+        storing = store_in(node, await worker(node), hashes(1))
+        assert await asyncio.wait_for(storing, 20) == [BlockResult.STORED]
 
 
 @pytest.mark.parametrize("good", [True, False])

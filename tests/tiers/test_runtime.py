@@ -55,6 +55,16 @@ async def test_others_are_told_of_what_is_evicted_for_blocks_that_come_up() -> N
         assert len(gone) >= len(BLOCKS) and gone == set(one.removed)
 
 
+async def test_a_move_ends_although_who_hears_of_it_breaks() -> None:
+    one = Setup(1.0)
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    one.tiers.start(Health(), one.tell, one.flushed_here, lambda *_: 1 // 0)
+    await one.lie_below(BLOCKS)
+    assert all(await one.leased(BLOCKS))
+    await one.tiers.close()
+    one.check_end()
+
+
 async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
     """With compression a disk has places of two sizes; comparing them looks at all places."""
     monkeypatch.setattr(room, "EVICTED_PER_PART", 1)

@@ -2,8 +2,10 @@
 writes and lost reports."""
 
 import contextlib
+import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -174,9 +176,9 @@ def test_requests_wait_once_however_often_the_ranks_are_asked() -> None:
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
-@pytest.mark.parametrize("told", ["noticed", "reset", "owed", "paused"])
+@pytest.mark.parametrize("told", ["noticed", "no thread", "reset", "owed", "paused"])
 def test_engines_with_other_weights_never_meet(
-    updated: Any, server: Any, model: Any, pipelined: bool, told: str
+    updated: Any, server: Any, monkeypatch: Any, model: Any, pipelined: bool, told: str
 ) -> None:
     """The harness fails at the first KV value of other weights. Both know the prompt from
     before."""
@@ -185,7 +187,10 @@ def test_engines_with_other_weights_never_meet(
     one.generate("end", OTHER, 2)
     assert two.generate("b", PROMPT, 4)[1] == 192
     one.drop_local()
-    if told == "noticed":
+    if told == "no thread":
+        refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    if told in ("noticed", "no thread"):
         load(one, 7)
     else:
         # The change bypasses all watched calls: a reset or a pause finds it.

@@ -111,16 +111,24 @@ def test_without_a_table_lookups_begin_when_the_request_arrives(engine: Any, ser
     assert one.external["a"] == 192 and server.count("lookup") == 1
 
 
-def test_an_engine_that_stores_nothing_offers_failed_keys_again(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", ["stores nothing", "lost its session"])
+def test_keys_of_failed_loads_are_offered_again(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
+    """After a minute in an engine that stores nothing; soon if the rank has lost its session."""
     monkeypatch.setattr(hits, "HIDDEN_FOR_S", 1e-6)
-    answer = filled(engine)
-    one = engine(within=lambda ours: ours | {"kv_role": "kv_consumer"})
-    server.fail_loads = True
-    assert one.generate("a", PROMPT, 4)[0] == answer
+    answer, role = filled(engine), "kv_consumer" if why == "stores nothing" else "kv_both"
+    one = engine(within=lambda ours: ours | {"kv_role": role})
+    server.hold, server.fail_loads = {"load"}, True
+    one.add("a", PROMPT, 4)
+    while not server.held:
+        one.step()
+    server.hold, server.refuse_workers = set(), "lost" * (why == "lost its session")
+    server.settle()
+    one.run()
+    server.fail_loads, server.refuse_workers = False, ""
+    one.generate("end", prompt(5, 10))
     one.drop_local()
-    server.fail_loads = False
     assert one.generate("b", PROMPT, 4) == (answer, 192)
 
 

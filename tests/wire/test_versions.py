@@ -22,7 +22,7 @@ FLAGS = ("--arena.slab-bytes", "64KiB")
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,))
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 32, (4096,), 64)
 SPACE = KeySpace("m", "w", "bfloat16", (FULL, WINDOW), 16)
-KIND = Representation(1, "mean", 3, (64,))
+KINDS = tuple(Representation(group, "mean", 3, (64,)) for group in range(2))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,8 @@ def test_a_version_that_is_agreed_on_is_spoken_by_both(oldest: int, newest: int)
 
 
 def open_with(server: Server, **changes: Any) -> session_pb2.SessionOpened:
-    config = SessionConfig(server.target, "e", Role.TOOL, SPACE, (KIND,))
+    config = SessionConfig(server.target, "e", Role.TOOL, SPACE, KINDS)
+    assert [*map(config.representation_group, KINDS)] == [2, 3], "the places of their salts"
     request = _wire.open_session(config)
     for name, value in changes.items():
         if isinstance(value, list):
@@ -69,7 +70,7 @@ def test_only_features_that_both_know_are_used(
 
 
 def test_salts_are_those_that_the_server_writes_the_table_with(server: Server) -> None:
-    salts = [*map(SPACE.group_salt, range(2)), SPACE.representation_salt(KIND)]
+    salts = [*map(SPACE.group_salt, range(2)), *map(SPACE.representation_salt, KINDS)]
     assert [unsigned_salt(salt) for salt in open_with(server).salts] == salts
 
 

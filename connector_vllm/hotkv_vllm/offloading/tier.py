@@ -19,7 +19,6 @@ determines the key space, and the tier can't distinguish requests with LoRA adap
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
@@ -281,7 +280,7 @@ class HotKVTier(SecondaryTierManager):
         if transfers is not None:
             self._left += transfers.take_ended()
         if session is not None:
-            threading.Thread(target=session.close, name="hotkv-close", daemon=True).start()
+            link.close_aside(session)
 
     @property
     def _is_usable(self) -> bool:

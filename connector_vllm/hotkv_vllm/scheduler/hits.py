@@ -553,15 +553,17 @@ class HitFinder:
         state.hit.failed_loads += 1
         self.failed_loads.add(state.request.request_id)
 
-    def end_load(self, state: RequestState, failed: bool, late: bool = False) -> tuple[int, ...]:
+    def end_load(
+        self, state: RequestState, failed: bool, is_excused: bool = False
+    ) -> tuple[int, ...]:
         """Handles the end of a load and releases its lease. Returns, per group, how many leading
         blocks of the request need not be stored because the server has them; empty for a failed
         load.
 
         failed: True if the load failed. The keys of its blocks are then hidden (`HiddenKeys`),
-            unless something else than the blocks was the reason: the time limit (`late`), a cancel
-            by this engine, or a lost connection.
-        late: True if the load failed because it reached its time limit.
+            unless something else than the blocks was the reason: a cancel by this engine, a lost
+            connection, or what `is_excused` says.
+        is_excused: True if the load reached its time limit, or if a worker has lost its session.
         """
         hit = state.hit
         if hit.phase is not Phase.LOADING:
@@ -569,7 +571,7 @@ class HitFinder:
         stored: tuple[int, ...] = ()
         if failed:
             self.load_failed(state)
-            is_fault = not late and not hit.is_cancelled and self._session.connected
+            is_fault = not is_excused and not hit.is_cancelled and self._session.connected
             for index, blocks in enumerate(hit.leased if is_fault else ()):
                 hashes = self.groups.hashes(state.request, index)
                 self.hidden.hide(index, hashes[blocks.start : blocks.stop])

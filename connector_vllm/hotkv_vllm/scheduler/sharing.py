@@ -17,7 +17,6 @@ handshakes) and `Assembly` (the scheduler side's objects for one key space).
 """
 
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -660,9 +659,7 @@ class Sharing:
         # After a change of weights the step waits a moment, so that the first request can hit.
         # Without a server it does not wait.
         wait_s = min(self._engine.config.startup_wait_s, RECONNECT_S) if self.is_connected else 0.0
-        # Closing waits for the server.
-        close = self.cache.session.close
-        threading.Thread(target=close, name="hotkv-close", daemon=True).start()
+        link.close_aside(self.cache.session)
         space = replace(agreement.space, weights_identity=identity)
         self._handshakes = [replace(h, key_space=space) for h in self._handshakes]
         self._start(replace(agreement, space=space), wait_s)

@@ -177,7 +177,8 @@ class HotKVScheduler:
             if state is not None:
                 late = self.requests.choice.end(state, request_id in failed)
                 cache.reports.load_ended(state, request_id in failed)
-                ended = cache.finder.end_load(state, request_id in failed, late)
+                is_excused = late or not sharing.links.are_complete
+                ended = cache.finder.end_load(state, request_id in failed, is_excused)
                 cache.planner.loaded(state, ended)
         cache.planner.reported(report)
         if report.adapters is not None:

@@ -13,7 +13,6 @@ Always true:
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -264,7 +263,7 @@ class RankSession:
         if session is None:
             return False
         # The client still resolves the futures of transfers in flight.
-        threading.Thread(target=session.close, name="hotkv-close", daemon=True).start()
+        link.close_aside(session)
         return True
 
     def follow(self, order: WeightsOrder | None) -> bool:

@@ -170,7 +170,6 @@ class Contents:
         self._put_bytes = self._taken_bytes = 0
         self._has_work = threading.Event()
         self._is_closed = False
-        self._thread: threading.Thread | None = None
         self.unknown_blocks = 0
         """Number of blocks whose contents `find` did not know."""
         self._fd = (
@@ -179,6 +178,8 @@ class Contents:
         self._map = self._mapped()
         if path is not None:
             self._read()
+        self._thread = threading.Thread(target=self._run, name="hotkv-contents", daemon=True)
+        self._thread.start()
 
     def __repr__(self) -> str:
         return f"Contents({len(self._records)} runs, {self._head - self._tail} bytes)"
@@ -188,8 +189,7 @@ class Contents:
         nothing."""
         self._is_closed = True
         self._has_work.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         with self._written():
             self._map.close()
             if self._fd >= 0:
@@ -208,13 +208,10 @@ class Contents:
             self._write_one()
         if not self._has_work.is_set():
             self._has_work.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hotkv-contents", daemon=True)
-            self._thread.start()
 
     def is_alive(self) -> bool:
         """Returns False if the thread has died."""
-        return self._thread is None or self._thread.is_alive()
+        return self._thread.is_alive()
 
     def find(
         self, fingerprint: bytes, group_index: int, hashes: list[bytes]

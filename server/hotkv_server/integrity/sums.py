@@ -6,7 +6,6 @@ Reads bytes without the GIL, and writes only its results.
 import itertools
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from hotkv_proto import native
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.check_values import Int64s, Sums, agree, strides_of
 from hotkv_server.integrity.evidence import Evidence
+from hotkv_server.memory.clerk import full_pool
 
 MAX_SUM_THREADS = 8
 PART_BYTES = 32 << 20
@@ -60,7 +60,7 @@ class SumThreads:
         self._num_threads = num_threads or min(
             MAX_SUM_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)
         )
-        self._threads = ThreadPoolExecutor(self._num_threads, "hotkv-sums")
+        self._threads = full_pool(self._num_threads, "hotkv-sums")
 
     def __repr__(self) -> str:
         return f"SumThreads({self._num_threads})"

@@ -7,20 +7,15 @@ Always true: the file is replaced as a whole.
 import os
 from pathlib import Path
 
+from hotkv_server.memory.state import replace_file
+
 LEDGER_FILE = "ledger"
 
 
 def save_ledger(directory: Path, content: bytes) -> None:
     """Replaces the content of the ledger's file. Blocks the calling thread. Raises OSError and
     leaves the old file unchanged if the new file can't be written."""
-    scratch = directory / f"{LEDGER_FILE}.new"
-    scratch.unlink(missing_ok=True)
-    fd = os.open(
-        scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-    )
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
-    scratch.replace(directory / LEDGER_FILE)
+    replace_file(directory / LEDGER_FILE, [content])
 
 
 def read_ledger(directory: Path, max_bytes: int) -> bytes | None:

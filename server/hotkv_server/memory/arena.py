@@ -27,7 +27,13 @@ from hotkv_proto.table import RECORD_WORDS, BlockTable, TableGeometry
 from hotkv_proto.words import WORD_BYTES, file_bytes, words_offset_bytes
 from hotkv_server.memory.filling import Filling, read_note
 from hotkv_server.memory.mapping import FileMapping
-from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
+from hotkv_server.memory.state import (
+    ServerState,
+    StateError,
+    read_state,
+    replace_file,
+    write_state,
+)
 
 # ----------------------------------------------------------------------- Records of the block table
 # The records of the table get memory in pieces, from the first record on. The start of the server
@@ -245,10 +251,13 @@ class NodeMemory:
         """
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         lock_fd = _locked(directory)
-        (directory / NEW_TABLE_FILE).unlink(missing_ok=True)
+        # The files that are removed if the start fails: those that it makes.
+        own_files: tuple[str, ...] = (NEW_TABLE_FILE,)
         try:
+            _remove_files(directory, own_files)
             leftover, old_table, why_empty = _usable(directory, arena_bytes, slab_bytes)
             if leftover is None:
+                own_files = FILES
                 _remove_files(directory)
             epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
             geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
@@ -267,6 +276,7 @@ class NodeMemory:
             words = map_words(arena.fd, arena_bytes)
             table_file = FileMapping.create(table_path, table_bytes, mode)
         except BaseException:
+            _remove_files(directory, own_files)
             os.close(lock_fd)
             raise
         view, header = table_file.array(), geometry.pack()
@@ -302,6 +312,7 @@ class NodeMemory:
                 records.back(FIRST_ENTRIES)
                 filling.fill_for(FIRST_FILL_S, FIRST_FILL_BYTES)
         except BaseException:
+            _remove_files(directory, own_files)
             memory.release()
             raise
         return memory
@@ -339,15 +350,10 @@ class NodeMemory:
 
         last_used_s: float64 by entry number, seconds of the monotonic clock; nan if unknown.
         """
-        scratch = self.directory / f"{USE_FILE}.new"
-        with open(scratch, "wb") as file:
-            file.write(
-                USE_HEADER.pack(
-                    USE_MAGIC, self.table.geometry.epoch, time.monotonic(), len(last_used_s)
-                )
-            )
-            file.write((last_used_s - time.monotonic()).astype("<f4").data)
-        scratch.replace(self.directory / USE_FILE)
+        epoch, now_s = self.table.geometry.epoch, time.monotonic()
+        header = USE_HEADER.pack(USE_MAGIC, epoch, now_s, len(last_used_s))
+        ages = (last_used_s - now_s).astype("<f4").data
+        replace_file(self.directory / USE_FILE, [header, ages])
 
     def open_for_engine(self, writes_arena: bool = False) -> tuple[int, int]:
         """Opens new descriptors of the files of arena and block table, read-only. The caller sends
@@ -421,8 +427,8 @@ def _remove_all(directory: Path, lock_fd: int) -> None:
     os.close(lock_fd)
 
 
-def _remove_files(directory: Path) -> None:
-    for name in FILES:
+def _remove_files(directory: Path, names: tuple[str, ...] = FILES) -> None:
+    for name in names:
         (directory / name).unlink(missing_ok=True)
 
 

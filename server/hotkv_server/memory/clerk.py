@@ -1,15 +1,15 @@
-"""`Clerk`: a thread that reads and writes the files of one place, such as a disk. A system call on
-a file may hang, so it must not run on an event loop.
+"""The threads that make calls for an event loop: `Clerk` and `full_pool`.
 
-Always true: each clerk has a daemon thread of its own. So a call that hangs delays only the later
-calls of the same clerk. It does not delay calls on other places, an event loop, or the end of the
-process.
+A `Clerk` is a thread that reads and writes the files of one place, such as a disk. A system call on
+a file may hang, so it must not run on an event loop. Always true: each clerk has a daemon thread of
+its own. So a call that hangs delays only the later calls of the same clerk. It does not delay calls
+on other places, an event loop, or the end of the process.
 """
 
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -47,3 +47,18 @@ class Clerk:
             except Exception as error:  # noqa: BLE001 - the caller has the future
                 future.set_exception(error)
             del future, call
+
+
+def full_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Returns a pool whose threads all run already. A pool that starts its threads at need would
+    raise when the system refuses a thread, in the middle of a transfer or of a session's end.
+
+    name: prefix of the threads' names. Raises RuntimeError if the system refuses the threads now.
+    """
+    pool, started = ThreadPoolExecutor(num_threads, name), threading.Barrier(num_threads)
+    try:
+        wait([pool.submit(started.wait) for _ in range(num_threads)])
+    except RuntimeError:
+        started.abort()
+        raise
+    return pool

@@ -64,24 +64,30 @@ def write_state(path: Path, state: ServerState, *, sync: bool = False) -> None:
     replace_file(path, itertools.chain([begin], entries, ["]}"]), sync=sync)
 
 
-def replace_file(path: Path, pieces: Iterable[str], *, sync: bool = False) -> None:
-    """Replaces the file at `path` as a whole by a file with the text in `pieces`. If it raises
-    OSError, the old file is unchanged; only if the sync of its directory has failed, it may be
-    replaced already.
+def replace_file(
+    path: Path, pieces: Iterable[str | bytes | memoryview], *, sync: bool = False
+) -> None:
+    """Replaces the file at `path` as a whole by a file with the text or bytes in `pieces`. If it
+    raises OSError, the old file is unchanged, and no part of the new file takes room; only if the
+    sync of its directory has failed, it may be replaced already.
 
-    sync: if True, returns only after the text has reached the disk.
+    sync: if True, returns only after the content has reached the disk.
     """
     scratch = path.with_name(f"{path.name}.new")
     scratch.unlink(missing_ok=True)
     fd = os.open(
         scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
     )
-    with os.fdopen(fd, "w") as file:
-        file.writelines(pieces)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    scratch.replace(path)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.writelines(piece.encode() if isinstance(piece, str) else piece for piece in pieces)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
     if sync:
         # Sync the new name, too: otherwise the old file may come back after a power loss.
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -2,6 +2,7 @@
 measures how late the loop is."""
 
 import asyncio
+import contextlib
 import faulthandler
 import itertools
 import sys
@@ -189,7 +190,9 @@ class LoopLag:
             self._held.append((now_s, lag_s, seen))
         if now_s > self._armed_s + ARM_S and sys.stderr is not None:
             self._armed_s = now_s
-            faulthandler.dump_traceback_later(HUNG_S + ARM_S)
+            # The system may refuse another thread.
+            with contextlib.suppress(RuntimeError):
+                faulthandler.dump_traceback_later(HUNG_S + ARM_S)
         self._wait(loop)
 
     def _look(self) -> None:

@@ -178,9 +178,11 @@ class Deadline:
 
 BlockIds = Sequence[NDArray[np.int64]]
 """Ids of the blocks in the engine's memory, int64, an array for each run."""
-Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
-"""Function that ends a transfer in the core. Its arguments are the outcome and the number of bytes
-moved. It returns the blocks' `BlockResult` values, an array for each run."""
+CoreEnd = tuple[list[NDArray[np.uint8]], Callable[[], None]]
+"""The end of a transfer in the core: the blocks' `BlockResult` values, an array for each run, and a
+function that notifies the capabilities."""
+Finish = Callable[[Outcome, int], CoreEnd]
+"""Function that ends a transfer in the core, given the outcome and the number of bytes moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +287,7 @@ class Transfer:
             plans = self._plans()
         except BaseException:
             # The core has begun the transfer, so it must also be ended there.
-            self._finish(Outcome.FAILED, 0)
+            self._finish(Outcome.FAILED, 0)[1]()
             raise
         self._job = job = CopyJob(plans, self._copied, call.gate, self._owner)
         call.session.jobs[call.transfer_id] = job
@@ -359,8 +361,7 @@ class Transfer:
         self._means.timings.moved(
             outcome, moved, self._began_s, job.waited_s, to_engine=self._to_engine
         )
-        results = self._finish(outcome, moved)
-        self._means.run_effects()
+        results, tell = self._finish(outcome, moved)
         if not self._future.cancelled():
             self._future.set_result(
                 TransferEnd(
@@ -373,6 +374,9 @@ class Transfer:
                     copy_ended_s,
                 )
             )
+        # After the result: if a capability raises, the client still gets its answer.
+        tell()
+        self._means.run_effects()
 
     def _verdict(self, outcome: Outcome, message: str) -> tuple[Outcome, str]:
         """Returns the final outcome and message of the transfer, given the outcome and message of
@@ -479,13 +483,16 @@ class Transfers:
         call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
         slots = self._core.begin_load(session.record.number, transfer_id, lease_id, runs)
 
-        def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
+        def finish(outcome: Outcome, num_bytes: int) -> CoreEnd:
             self._core.end_load(session.record.number, transfer_id, outcome is Outcome.DONE)
             session.loaded_bytes += num_bytes
             self.loaded_bytes += num_bytes
-            for one in self._capabilities:
-                one.bytes_moved(session, num_bytes, 0)
-            return []
+
+            def tell() -> None:
+                for one in self._capabilities:
+                    one.bytes_moved(session, num_bytes, 0)
+
+            return [], tell
 
         return Transfer(self._means, call, finish, to_engine=True).start(slots)
 
@@ -544,15 +551,18 @@ class Transfers:
         )
         slots = await in_slices(beginning, after_slice)
 
-        def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
+        def finish(outcome: Outcome, num_bytes: int) -> CoreEnd:
             kept = outcome is Outcome.DONE and not session.is_revoked(fence_index)
             results = self._core.end_store(number, transfer_id, kept, time.monotonic(), sums)
             session.stored_bytes += num_bytes
             self.stored_bytes += num_bytes
-            for one in self._capabilities:
-                one.bytes_moved(session, 0, num_bytes)
-                one.blocks_stored(session, runs, contents, results)
-            return results
+
+            def tell() -> None:
+                for one in self._capabilities:
+                    one.bytes_moved(session, 0, num_bytes)
+                    one.blocks_stored(session, runs, contents, results)
+
+            return results, tell
 
         take_sums = partial(self._take_sums, session.record.key_space_id, shard_index, slots, sums)
         try:
@@ -561,7 +571,7 @@ class Transfers:
                 self._check_room(session, call.kept_bytes)
                 _usable_memory(session, block_ids, groups)
         except HotKVError:
-            finish(Outcome.FAILED, 0)
+            finish(Outcome.FAILED, 0)[1]()
             raise
         return Transfer(self._means, call, finish, take_sums, to_engine=False).start(slots)
 

@@ -10,7 +10,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +24,7 @@ from hotkv_server.cache.leases.leases import ReadLease, read_weight
 from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.values import BoolMask, HashList
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.memory.clerk import full_pool
 from hotkv_server.node.capability import BlocksBelow
 from hotkv_server.node.session import LiveSession
 from hotkv_server.sparse.book import Selected, SelectRequest, SelectSpec, check_request, select
@@ -292,7 +292,7 @@ class Selections:
         self._count_used = count_used
         self.num_served = 0
         self.latency = Histogram(LATENCY_BOUNDS_S)
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "hotkv-select")
+        self._threads = full_pool(NUM_THREADS, "hotkv-select")
         # Selections that wait or run, each with the time of its request.
         self._running: dict[asyncio.Task[Selected], float] = {}
 

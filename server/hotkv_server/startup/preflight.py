@@ -223,7 +223,7 @@ def check_devices(settings: Settings) -> None:
 
 def check_http(settings: Settings) -> None:
     """Raises StartError if HTTP can't bind its address."""
-    if settings.http.port > 0:
+    if settings.http.port >= 0:
         _bind("http.port", settings.http.host, settings.http.port)
 
 
@@ -236,8 +236,7 @@ def check_tcp(settings: Settings) -> None:
         raise StartError(
             f"tcp_address is {settings.tcp_address!r}; write host:port, with a port up to 65535"
         )
-    if int(port):
-        _bind("tcp_address", host.strip("[]") or "0.0.0.0", int(port))
+    _bind("tcp_address", host.strip("[]") or "0.0.0.0", int(port))
 
 
 def _bind(setting: str, host: str, port: int) -> None:

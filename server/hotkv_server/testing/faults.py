@@ -56,11 +56,12 @@ def break_function(point: str, how: str, file: str) -> None:
     """Makes the function at `point` fail once `file` exists.
 
     point: `module:Class.name`, or a name in `crashing.POINTS`.
-    how: `assert` (the function raises AssertionError), `die` (it ends its thread or task) or `hang`
-        (it never returns). Raises ValueError for another value.
+    how: `assert` (the function raises AssertionError), `refuse` (RuntimeError, as if the system
+        refused a thread), `die` (it ends its thread or task) or `hang` (it never returns). Raises
+        ValueError for another value.
     """
-    if how not in ("assert", "die", "hang"):
-        raise ValueError(f"HOW is {how!r}; allowed are assert, die and hang")
+    if how not in ("assert", "refuse", "die", "hang"):
+        raise ValueError(f"HOW is {how!r}; allowed are assert, refuse, die and hang")
     module_name, _, path = POINTS.get(point, point).partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -74,6 +75,8 @@ def break_function(point: str, how: str, file: str) -> None:
         if trigger.exists():
             if how == "assert":
                 raise AssertionError(f"injected at {point}")
+            if how == "refuse":
+                raise RuntimeError(f"injected at {point}")
             if how == "die":
                 raise Death(point)
             time.sleep(HANG_S)

@@ -374,14 +374,14 @@ class Tiers:
         if self._tasks.is_closing or self._core.draining:
             return
         move = source.begin_up(key_space_id, groups, time.monotonic())
+        if move is not None:
+            blocks = source.blocks(move)
+            coming = self._coming[move.number] = Coming(source, move, future())
+            self._count(coming, blocks.total_bytes)
+            source.reads.queued_bytes += blocks.total_bytes
+            self._tasks.spawn(self._read(coming, blocks))
+        # Last, so that a begun move is read even if a capability raises.
         self._tell()
-        if move is None:
-            return
-        blocks = source.blocks(move)
-        coming = self._coming[move.number] = Coming(source, move, future())
-        self._count(coming, blocks.total_bytes)
-        source.reads.queued_bytes += blocks.total_bytes
-        self._tasks.spawn(self._read(coming, blocks))
 
     async def _read(self, coming: Coming, blocks: Blocks) -> None:
         source, move = coming.source, coming.move
@@ -405,15 +405,17 @@ class Tiers:
         num_lost = source.end_up(move, codes, checks, time.monotonic())
         self._count(coming, int(self._core.space.index.slot_bytes(move.kept).sum()))
         self._core.space.origins[move.kept] = 1 + self._sources.index(source)
-        self._on_ready(move.kept, Medium.CPU, "")
-        if source is self.below:
-            for one in self.shared:
-                one.out.offer_old(move.key_space_id, move.kept)
-        if num_lost:
-            log.error("tier=%s lost blocks=%d", source.tier.facts().name, num_lost)
-        coming.done.set_result(None)
-        if not coming.num_waiting:
-            self._end_up(coming)
+        try:
+            self._on_ready(move.kept, Medium.CPU, "")
+            if source is self.below:
+                for one in self.shared:
+                    one.out.offer_old(move.key_space_id, move.kept)
+            if num_lost:
+                log.error("tier=%s lost blocks=%d", source.tier.facts().name, num_lost)
+        finally:
+            coming.done.set_result(None)
+            if not coming.num_waiting:
+                self._end_up(coming)
 
     def _end_up(self, coming: Coming) -> None:
         del self._coming[coming.move.number]
