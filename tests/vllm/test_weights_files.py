@@ -167,6 +167,10 @@ def test_weights_from_elsewhere_are_not_named_by_the_models_files(
     with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
         model_weights.weights_identity(None)
     (tmp_path / "model.bin").unlink()
+    load.load_format = "dummy"
+    monkeypatch.setenv("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "1")
+    with pytest.raises(Unsupported, match=r"other replicas; set hotkv\.weights_identity"):
+        model_weights.weights_identity(None)
     load.load_format, model.model = "auto", str(tmp_path)
     with pytest.raises(Unsupported, match=r"no weights files.*set hotkv\.weights_identity"):
         model_weights.weights_identity(None)
