@@ -15,10 +15,14 @@ import pytest
 import torch
 import vllm.config
 from vllm import envs
+from vllm.config.kernel import IrOpPriorityConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.multimodal import MultiModalConfig
+from vllm.config.quantization import QuantizationConfigArgs
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MambaSpec
@@ -40,6 +44,7 @@ from tests.vllm.harness import Engine
 from tests.vllm.resident_engine import spec_of
 from tests.vllm.specs import full_spec
 from tests.vllm.tiny import engine_args, transfer_config, write_model
+from tests.vllm.vision import write_vision_model
 
 SPEC = {"layer.0": full_spec()}
 
@@ -69,7 +74,11 @@ def factors(config: Any) -> Any:
 
 
 def test_every_name_of_the_allow_lists_is_vllms() -> None:
+    online = OnlineQuantizationConfig(QuantizationConfigArgs(linear="fp8_per_tensor"))
     for name, harmless in HARMLESS.items():
+        if name == type(online).__name__:
+            assert harmless <= vars(online).keys()
+            continue
         specs = {"KVCacheSpec": [FullAttentionSpec, MambaSpec], "ResidentSpec": [ResidentSpec]}
         kinds = specs.get(name) or [getattr(vllm.config, name)]
         fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
@@ -291,5 +300,36 @@ def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.Mo
     assert factors(config) != own
 
 
-def test_settings_of_adapters_do_not_split_the_base_model(config: Any) -> None:
-    assert factors(changed(config, "", lora_config=LoRAConfig(max_lora_rank=8))) == factors(config)
+def test_loading_quantized_weights_leaves_the_key_space_as_it_is(config: Any) -> None:
+    """vLLM measures the time, and makes lists of names of sets, whose order each start changes."""
+
+    def of(quantization: Any) -> Any:
+        return factors(changed(config, "", quant_config=quantization))
+
+    online = OnlineQuantizationConfig(QuantizationConfigArgs(linear="fp8_per_tensor"))
+    before = of(online)
+    online.online_quantization_time += 2.5
+    assert of(online) == before != factors(config)
+    one, same, other = (
+        of(AutoAWQConfig(4, 128, True, False, list(names))) for names in ("ab", "ba", "ac")
+    )
+    assert one == same != other
+
+
+def test_producers_and_consumers_of_images_share(tmp_path: Path) -> None:
+    arguments = engine_args(write_vision_model(tmp_path), dtype="float32")
+    del arguments["disable_log_stats"], arguments["skip_tokenizer_init"]
+    roles = ("kv_both", "kv_producer", "kv_consumer")
+    engines = [
+        EngineArgs(**arguments, kv_transfer_config=transfer_config() | {"kv_role": role})
+        for role in roles
+    ]
+    assert len({factors(engine.create_engine_config()) for engine in engines}) == 1
+
+
+def test_adapters_and_compilation_do_not_split_the_base_model(config: Any) -> None:
+    """A GPU engine that is not compiled has other kernels for the same operations."""
+    eager = IrOpPriorityConfig(rms_norm=["vllm_c", "native"])
+    with_adapters = changed(config, "", lora_config=LoRAConfig(max_lora_rank=8))
+    not_compiled = changed(config, "kernel_config", ir_op_priority=eager)
+    assert factors(with_adapters) == factors(not_compiled) == factors(config)

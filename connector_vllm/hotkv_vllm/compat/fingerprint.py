@@ -71,7 +71,9 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         enable_cumem_allocator
     """),
     "MultiModalConfig": _names("""
-        limit_per_prompt enable_mm_embeds mm_processor_cache_gb mm_processor_cache_type
+        # vLLM derives the second from kv_role: it is False in a producer, True in a consumer.
+        enable_mm_embeds allow_missing_mm_embeddings
+        limit_per_prompt mm_processor_cache_gb mm_processor_cache_type
         mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_fp8_scale_save_path
         mm_encoder_fp8_scale_save_margin skip_mm_profiling mm_tensor_ipc mm_ipc_gpu_memory_gb
     """),
@@ -110,6 +112,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     "KernelConfig": _names("""
         enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup
         enable_jit_warmup
+        # Which kernel computes the same operation. vLLM's default depends on the compilation.
+        ir_op_priority
     """),
     "SpeculativeConfig": _names("""
         # The draft model's own config objects are walked; its weights have an identity.
@@ -134,6 +138,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         "max_lora_rank max_lora_cls_labels max_loras max_cpu_loras default_mm_loras "
         "specialize_active_lora fully_sharded_loras"
     ),
+    # A time that vLLM measures while it loads the weights.
+    "OnlineQuantizationConfig": _names("online_quantization_time"),
 }
 """By name of a class of vLLM (a config class or KV cache spec, or a base class of it) or of
 `ResidentSpec`: the fields that do not change the bytes of KV."""
@@ -327,7 +333,7 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
         return [name, canonical([value.func, value.args, value.keywords], within)]
     attributes = getattr(value, "__dict__", None)
     if attributes is not None and type(value).__module__ != "torch":
-        return [name, canonical(attributes, within)]
+        return [name, canonical(_counted(value, attributes), within)]
     # The text (`str`) of a dtype, device, number or pattern identifies the object. If the text
     # contains the object's address, only the class name is used.
     text = str(value)
@@ -335,18 +341,26 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Returns the fields of a config object by name, without those that `HARMLESS` lists for its
-    class or a base class."""
-    harmless = frozenset[str]().union(
-        *(HARMLESS.get(kind.__name__, frozenset()) for kind in type(value).__mro__)
-    )
+    """Returns the fields of a config object by name, without the harmless fields."""
     # Fields that vLLM declares but never sets have no value, and are left out.
-    names = [
-        field.name
-        for field in dataclasses.fields(value)
-        if field.name not in harmless and hasattr(value, field.name)
-    ]
-    return {name: getattr(value, name) for name in names}
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return _counted(value, {name: getattr(value, name) for name in names})
+
+
+def _counted(value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the attributes of an object by name, without those that `HARMLESS` lists for its
+    class or a base class. In a quantization config, lists of names are sorted, because vLLM makes
+    them from sets, whose order differs in every process. Source: `maybe_update_config` of
+    `AutoAWQConfig` and `AutoGPTQConfig` in vLLM 0.32.
+    """
+    kinds = [kind.__name__ for kind in type(value).__mro__]
+    harmless = frozenset[str]().union(*(HARMLESS.get(kind, frozenset()) for kind in kinds))
+    found = {name: entry for name, entry in attributes.items() if name not in harmless}
+    if "QuantizationConfig" in kinds:
+        for name, entry in found.items():
+            if isinstance(entry, list) and all(isinstance(one, str) for one in entry):
+                found[name] = sorted(entry)
+    return found
 
 
 def _model_settings(config: Any) -> Any:
