@@ -25,7 +25,12 @@ from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from hotkv_client.testing import FakeServer
 from hotkv_proto.groups import GroupKind
@@ -165,9 +170,10 @@ def test_variables_and_versions_that_are_not_known_to_be_harmless_keep_engines_a
         assert name in HARMLESS_ENVIRONMENT
         monkeypatch.setenv(name, "3")
     assert factors(config) == before
-    with monkeypatch.context() as patch:
-        patch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
-        assert factors(config) != before
+    for name in ("VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_VIDEO_LOADER_BACKEND", "VLLM_MEDIA_CONNECTOR"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "other")
+            assert factors(config) != before
     for version in ("hotkv_vllm.versions.VERSION", "transformers.__version__"):
         with monkeypatch.context() as patch:
             patch.setattr(version, "9.9.9")
@@ -267,6 +273,26 @@ def test_an_engine_that_finds_its_own_scales_runs_without_the_cache(config: Any)
         key_space.key_space(one, kv, fingerprint, (), (), 1, "")
 
 
+class Packed:
+    """A layer that packs KV by the backend of this name."""
+
+    def __init__(self, name: str, module: str = "vllm.attention") -> None:
+        own = {"get_name": lambda: name, "__module__": module}
+        self.get_attn_backend = lambda: type("Backend", (), own)
+
+
+def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Packed) -> str:
+    """Returns how a group of these layers is packed; a group of another stage is before it."""
+    one = changed(config, "compilation_config", static_forward_context=layers)
+    kv = SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(layer_names=list(names), kv_cache_spec=spec) for names in ((), layers)
+        ]
+    )
+    groups = tuple(CacheGroup(number, GroupKind.FULL_ATTENTION, 32) for number in range(2))
+    return key_space.packing(one, kv, groups, device)
+
+
 @pytest.mark.parametrize(
     ("kv_dtype", "mode"), [("fp8", 0), ("auto", 0), ("auto", KVQuantMode.FP8_PER_TENSOR)]
 )
@@ -275,29 +301,41 @@ def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
 ) -> None:
     """AMD's MI300 writes e4m3fnuz, its MI350 e4m3fn, by the same backend and settings."""
     one = changed(config, "cache_config", cache_dtype=kv_dtype)
-    groups = tuple(CacheGroup(number, GroupKind.FULL_ATTENTION, 32) for number in range(2))
     spec = replace(SPEC["layer.0"], kv_quant_mode=KVQuantMode(mode))
-    kv = SimpleNamespace(
-        kv_cache_groups=[
-            SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names in ([], ["a"])
-        ]
-    )
-    monkeypatch.setattr(key_space, "_backend_name", lambda *_: "TRITON_ATTN")
     seen = set()
     for form in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
         monkeypatch.setattr(type(current_platform), "fp8_dtype", lambda *_, form=form: form)
-        seen.add(key_space.packing(one, kv, groups, "cuda"))
+        seen.add(packing_of(one, spec, a=Packed("TRITON_ATTN")))
     of_mode = f"TRITON_ATTN+quant={KVQuantMode(mode)}" if mode else "TRITON_ATTN"
     forms = ("+float8_e4m3fn", "+float8_e4m3fnuz") if mode or kv_dtype == "fp8" else ("",)
     assert seen == {of_mode + form for form in forms}
 
 
+def test_engines_that_pack_any_layer_otherwise_do_not_share(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has no kernel for AMX for heads of 80, so there the first layer alone is packed alike
+    on all CPUs."""
+    heads = {name: replace(full_spec(), head_size=size) for name, size in (("a", 80), ("b", 64))}
+    spec = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=heads)
+    seen = set()
+    for has_amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        seen.add(packing_of(config, spec, "cpu", a=Packed("CPU_ATTN"), b=Packed("CPU_ATTN")))
+    plugins = [Packed("CUSTOM", "one"), Packed("CUSTOM", "two"), Packed("OTHER")]
+    seen |= {packing_of(config, spec, a=Packed("CPU_ATTN"), b=layer) for layer in plugins}
+    assert len(seen) == 5
+
+
 def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin may replace the class with which vLLM computes an architecture."""
-    own = factors(config)
+    """A plugin may replace a class of vLLM, also the class of a part: a text model, a drafter."""
+    seen = {factors(config)}
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
-    ModelRegistry.register_model(config.model_config.architecture, "plugin.models:Other")
-    assert factors(config) != own
+    for architecture in (config.model_config.architecture, "Qwen2ForCausalLM"):
+        for name in ("plugin.models:One", "plugin.models:Other"):
+            ModelRegistry.register_model(architecture, name)
+            seen.add(factors(config))
+    assert len(seen) == 5
 
 
 def test_loading_quantized_weights_leaves_the_key_space_as_it_is(config: Any) -> None:

@@ -190,6 +190,11 @@ HARMLESS_ENVIRONMENT = _names("""
 """Environment variables of vLLM that do not change the bytes of KV. All other variables of vLLM are
 part of the key space, if they are set."""
 
+MEDIA_ENVIRONMENT = ("VLLM_MEDIA_CONNECTOR", "VLLM_VIDEO_LOADER_BACKEND")
+"""Environment variables of vLLM that decide which frames a video has. `compile_factors` leaves them
+out, although vLLM may hash the file in place of the frames. Source:
+`MultiModalHasher.serialize_item` in vLLM 0.32."""
+
 
 # ------------------------------------------------------------------------------ settings that count
 
@@ -226,8 +231,8 @@ def _parts(vllm_config: Any, layer_specs: Mapping[str, Any]) -> dict[str, Any]:
     parts = {name: value for name, value in _fields(vllm_config).items() if value is not None}
     if draft_model(vllm_config) is not None:
         parts["speculative_config"] = vllm_config.speculative_config
-    if model_class := plugin_class(vllm_config.model_config):
-        parts["model_class"] = model_class
+    if classes := plugin_classes():
+        parts["model_classes"] = classes
     return parts | {"layers": dict(layer_specs), "environment": environment()}
 
 
@@ -252,24 +257,27 @@ def draft_model(vllm_config: Any) -> Any | None:
     )
 
 
-def plugin_class(model: Any) -> str:
-    """Returns the name of the class that a plugin has registered for the model's architecture;
-    empty if the model uses a class of vLLM.
+def plugin_classes() -> dict[str, str]:
+    """Returns the names of the model classes that plugins have registered, by architecture. All
+    count, because a plugin can replace a class of vLLM, and vLLM builds models from such classes: a
+    multimodal model from a text model, a drafter beside the model.
 
-    Source: `_ModelRegistry.register_model` in vLLM 0.32; a plugin can also replace vLLM's own
-    classes by it.
+    Source: `_ModelRegistry.register_model` in vLLM 0.32.
     """
-    found = ModelRegistry.models.get(getattr(model, "architecture", ""))
-    loaded = getattr(found, "model_cls", None)
-    module = getattr(found, "module_name", "") if loaded is None else loaded.__module__
-    name = getattr(found, "class_name", "") if loaded is None else loaded.__qualname__
-    return "" if not module or module.startswith("vllm.") else f"{module}:{name}"
+    found = {}
+    for architecture, registered in ModelRegistry.models.items():
+        loaded = getattr(registered, "model_cls", None)
+        module = getattr(registered, "module_name", "") if loaded is None else loaded.__module__
+        name = getattr(registered, "class_name", "") if loaded is None else loaded.__qualname__
+        if not module.startswith("vllm."):
+            found[architecture] = f"{module}:{name}"
+    return found
 
 
 def environment() -> dict[str, str]:
     """Returns, by name, the values of vLLM's environment variables that are set and not listed in
     HARMLESS_ENVIRONMENT."""
-    known = envs.compile_factors()
+    known = {*envs.compile_factors(), *MEDIA_ENVIRONMENT}
     return {
         name: os.environ[name]
         for name in sorted(known)

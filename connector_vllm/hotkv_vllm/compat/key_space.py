@@ -133,26 +133,32 @@ def packing(
         if not names:
             # The layers of this group are in another pipeline stage.
             continue
-        parts.append(_backend_name(vllm_config, names))
-        spec = next(
-            iter(iter_layer_specs(kv_cache_config.kv_cache_groups[group.vllm_group].kv_cache_spec))
-        )
-        quant = getattr(spec, "kv_quant_mode", None)
-        if quant:
-            parts.append(f"quant={quant}")
-        if quant or "fp8" in str(vllm_config.cache_config.cache_dtype):
-            # With the same setting some GPUs of a platform write the format e4m3fn and other GPUs
-            # e4m3fnuz.
-            parts.append(str(current_platform.fp8_dtype()).removeprefix("torch."))
-        if device_type == "cpu" and hasattr(spec, "head_size"):
-            parts.append(_isa(vllm_config, spec))
+        parts += [_backend_name(vllm_config, name) for name in names]
+        for spec in iter_layer_specs(
+            kv_cache_config.kv_cache_groups[group.vllm_group].kv_cache_spec
+        ):
+            quant = getattr(spec, "kv_quant_mode", None)
+            if quant:
+                parts.append(f"quant={quant}")
+            if quant or "fp8" in str(vllm_config.cache_config.cache_dtype):
+                # With the same setting some GPUs of a platform write the format e4m3fn and other
+                # GPUs e4m3fnuz.
+                parts.append(str(current_platform.fp8_dtype()).removeprefix("torch."))
+            if device_type == "cpu" and hasattr(spec, "head_size"):
+                parts.append(_isa(vllm_config, spec))
     return "+".join(dict.fromkeys(parts))
 
 
-def _backend_name(vllm_config: Any, layer_names: list[str]) -> str:
-    layer = vllm_config.compilation_config.static_forward_context.get(layer_names[0])
+def _backend_name(vllm_config: Any, layer_name: str) -> str:
+    """Returns the name of a layer's attention backend, and its class too if the class is a
+    plugin's, because any plugin's backend may have the same name."""
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
     backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
-    return backend.get_name() if backend is not None else "unknown"
+    if backend is None:
+        return "unknown"
+    name, module = str(backend.get_name()), backend.__module__
+    is_ours = module.startswith(("vllm.", "hotkv_vllm."))
+    return name if is_ours else f"{name}={module}:{backend.__qualname__}"
 
 
 def _isa(vllm_config: Any, spec: Any) -> str:
