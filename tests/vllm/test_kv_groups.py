@@ -186,14 +186,3 @@ def test_hits_are_multiples_of_vllms_granularity_and_of_every_block() -> None:
     for given, alignment in ((0, 45), (1, 45), (10, 90)):
         found = kv_groups.hit_alignment_tokens(kv_config(alignment=given), groups)
         assert found == alignment
-
-
-def test_each_layer_has_its_own_spec() -> None:
-    wide = replace(window_spec(), sliding_window=2 * WINDOW)
-    both = one_group(window_spec(), wide)
-    config = kv_config(group(both, "layer.0", "layer.1"), group(full_spec(), "layer.2"))
-    assert kv_groups.layer_specs(config) == {
-        "layer.0": window_spec(),
-        "layer.1": wide,
-        "layer.2": full_spec(),
-    }

@@ -45,8 +45,10 @@ def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
         safetensors(tmp_path / name / "model.safetensors", **big | tuned)
     one, two, tuned = (files_identity(tmp_path / name) for name in ("one", "two", "tuned"))
     assert one == two != tuned
-    (tmp_path / "two" / "config.json").write_text('{"a": 1}')
-    assert files_identity(tmp_path / "two") != one
+    for side in ("config.json", "preprocessor_config.json"):
+        before = files_identity(tmp_path / "two")
+        (tmp_path / "two" / side).write_text('{"a": 1}')
+        assert files_identity(tmp_path / "two") != before
     with pytest.raises(ValueError, match="no weights files"):
         files_identity(tmp_path)
 

@@ -1,11 +1,10 @@
 """Computes the key space of an engine: the identity of everything that decides the bytes of a
 block.
 
-Reads the model's name and dtype, `CacheConfig.prefix_caching_hash_algo`, `cache_dtype` and
-`calculate_kv_scales`, the parallel sizes, `KVCacheConfig.hash_block_size`, and through
-`fingerprint` every field of every config object. How K and V are packed comes from the attention
-backend of each layer in `static_forward_context`, from `current_platform`, and on CPU from
-`_get_attn_isa`.
+Reads the model's name and dtype, `CacheConfig.prefix_caching_hash_algo` and `cache_dtype`, the
+parallel sizes, `KVCacheConfig.hash_block_size`, and through `fingerprint` every field of every
+config object. How K and V are packed comes from the attention backend of each layer in
+`static_forward_context`, from `current_platform`, and on CPU from `_get_attn_isa`.
 """
 
 from pathlib import Path
@@ -51,11 +50,6 @@ def key_space(
     )
     algorithm = cache.prefix_caching_hash_algo
     hash_bytes = _hash_bytes(algorithm)
-    if getattr(cache, "calculate_kv_scales", False):
-        raise Unsupported(
-            "calculate_kv_scales finds scales of its own at every start, so no other engine "
-            "could read its KV; leave it out"
-        )
     names = [tuple(kv_cache_config.kv_cache_groups[g.vllm_group].layer_names) for g in groups]
     return KeySpace(
         model=_model_name(model),
