@@ -29,6 +29,7 @@ from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
 from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.stats import HookClock, HotKVStats
+from tests.vllm.test_exactness import admission
 from tests.vllm.test_rekeying import FakeWatch
 
 NUM_RANKS = 2
@@ -393,22 +394,10 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
     the block stores nothing either."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: SparseRows())
-    for name, own_tokens, blocks, fresh in (("a", 0, [1, 2], {1, 2}), ("b", 16, [1, 3], {3})):
+    for name, own_tokens, fresh in (("a", 0, {1, 2}), ("b", 16, {2})):
         monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_, fresh=fresh: fresh)
-        new = SimpleNamespace(req_id=name, num_computed_tokens=16, block_ids=(blocks,))
-        step = SimpleNamespace(
-            kv_connector_block_state=SimpleNamespace(
-                get_block_ids=lambda _, new=new: new.block_ids
-            ),
-            kv_cache_block_copies=None,
-            scheduled_new_reqs=[new],
-            scheduled_cached_reqs=SimpleNamespace(
-                resumed_req_ids=(), req_ids=(), num_computed_tokens=()
-            ),
-            num_scheduled_tokens={name: 16},
-        )
         status = SimpleNamespace(max_offload_tokens=None)
         side.matched(SimpleNamespace(request_id=name), own_tokens, 0)
         side.allocated(SimpleNamespace(request_id=name), 0)
-        side.tell_written(step, SimpleNamespace(_req_status={name: status}))
+        side.tell_written(admission(name, 16, 16), SimpleNamespace(_req_status={name: status}))
         assert not side.edge.broken and status.max_offload_tokens == 0

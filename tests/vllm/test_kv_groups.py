@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    MambaSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, CrossAttentionSpec, MambaSpec
 
 from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat import Unsupported, kv_groups
 from hotkv_vllm.compat.kv_groups import CacheGroup
-from tests.vllm.specs import CHUNK, WINDOW, full_spec, window_spec
+from tests.vllm.specs import CHUNK, WINDOW, full_spec, one_group, window_spec
 from tests.vllm.tiny import BLOCK_TOKENS
 
 CHUNKED = ChunkedLocalAttentionSpec(
@@ -68,12 +63,6 @@ def vllm_config(*, drops: bool | None = None, stages: int = 1, dcp: int = 1, pcp
 CROSS = CrossAttentionSpec(
     block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16
 )
-
-
-def one_group(*layers: Any) -> Any:
-    """Returns the spec of a group whose layers differ."""
-    specs = {f"layer.{at}": one for at, one in enumerate(layers)}
-    return UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs)
 
 
 def groups_of(*groups: Any, **engine: Any) -> tuple[CacheGroup, ...]:
