@@ -29,14 +29,16 @@ from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
 from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.stats import HookClock, HotKVStats
+from tests.vllm.test_exactness import admission
+from tests.vllm.test_rekeying import FakeWatch
 
 NUM_RANKS = 2
-NAMES = ("first", "second", "third")
+WEIGHTS = range(3)
+"""Weights are numbers; each engine starts with 0."""
 
 
-def _identity(name):
-    """Returns the identity of weights whose digest is `name` in every rank."""
-    digests = "\0".join([name] * NUM_RANKS)
+def _identity(weights):
+    digests = "\0".join([f"digest of {weights}"] * NUM_RANKS)
     return f"updated:{hashlib.sha256(digests.encode()).hexdigest()}"
 
 
@@ -88,17 +90,6 @@ class Tier:
     @property
     def serves(self):
         return self.space and not (self.is_held or self.transfers.is_held or self.makes_wait())
-
-
-class Watch:
-    """A rank's weights: `digest` names the weights in memory."""
-
-    def __init__(self):
-        self.touched, self.now, self.original = False, "first", "first"
-
-    def digest(self):
-        self.touched = False
-        return self.now
 
 
 def rank_of(number, weights):
@@ -161,7 +152,7 @@ def made(patch):
 class WeightsMachine(RuleBasedStateMachine):
     """An engine that steps, while its weights are written and its caches are reset.
 
-    cached: names of the weights that computed blocks on the device or in the primary tier.
+    cached: the weights that computed blocks on the device or in the primary tier.
     computed: the weights of blocks that wait to be stored.
     """
 
@@ -169,26 +160,27 @@ class WeightsMachine(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.side, self.tier = made(self.patch)
-        self.watches = [Watch() for _ in range(NUM_RANKS)]
+        self.watches = [FakeWatch() for _ in range(NUM_RANKS)]
         self.ranks = [RankWeights(watch, "") for watch in self.watches]
         self.connectors = [rank_of(number, rank) for number, rank in enumerate(self.ranks)]
-        self.cached: set[str] = set()
-        self.computed: str | None = None
-        self.identities = {"files": "first"} | {_identity(name): name for name in NAMES}
+        self.cached: set[int] = set()
+        self.computed: int | None = None
+        self.identities = {"files": 0} | {_identity(weights): weights for weights in WEIGHTS}
         """By identity of a key space: the weights that it stands for."""
 
     def teardown(self):
         self.patch.undo()
 
     @rule(
-        name=st.sampled_from(NAMES), noticing=st.sets(st.sampled_from(range(NUM_RANKS)), min_size=1)
+        weights=st.sampled_from(WEIGHTS),
+        noticing=st.sets(st.sampled_from(range(NUM_RANKS)), min_size=1),
     )
-    def write(self, name, noticing):
+    def write(self, weights, noticing):
         for number, watch in enumerate(self.watches):
-            watch.now, watch.touched = name, watch.touched or number in noticing
+            watch.write(weights, quietly=number not in noticing)
 
     def step(self, num_tokens):
-        now = self.watches[0].now
+        now = self.watches[0].weights
         self.side.begin_step(SimpleNamespace(total_num_scheduled_tokens=num_tokens))
         self.check()
         orders = DoorMetadata({}, {}, weights=self.side.order)
@@ -244,7 +236,7 @@ class WeightsMachine(RuleBasedStateMachine):
         write is not known before the next step."""
         if not self.tier.serves or any(watch.touched for watch in self.watches):
             return
-        now = self.watches[0].now
+        now = self.watches[0].weights
         assert self.weights_of_space() == now, "loaded under other weights"
         assert self.cached <= {now}, "blocks of other weights are cached"
 
@@ -260,7 +252,7 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
     old = one.tier.session
     old.connected = False
     one.reset(is_device_empty=True, can_flush=False)
-    one.write("second", range(NUM_RANKS))
+    one.write(1, range(NUM_RANKS))
     for _ in range(4):
         one.run()
     assert one.tier.session is old and not one.tier.serves
@@ -270,7 +262,7 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
     one.run()
     assert not one.side._reset.under_way
     one.run()
-    assert one.tier.session is not old and one.weights_of_space() == "second"
+    assert one.tier.session is not old and one.weights_of_space() == 1
     one.teardown()
 
 
@@ -398,22 +390,14 @@ def test_without_a_server_no_request_waits_for_the_ranks(monkeypatch):
 
 
 def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatch):
-    """It may be KV of a sparse answer, where an engine decodes sparsely."""
+    """It may be KV of a sparse answer, where an engine decodes sparsely. A later request that hits
+    the block stores nothing either."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: SparseRows())
-    monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 2})
-    new = SimpleNamespace(req_id="a", num_computed_tokens=16, block_ids=([1, 2],))
-    step = SimpleNamespace(
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: new.block_ids),
-        kv_cache_block_copies=None,
-        scheduled_new_reqs=[new],
-        scheduled_cached_reqs=SimpleNamespace(
-            resumed_req_ids=(), req_ids=(), num_computed_tokens=()
-        ),
-        num_scheduled_tokens={"a": 16},
-    )
-    status = SimpleNamespace(max_offload_tokens=None)
-    side.matched(SimpleNamespace(request_id="a"), 0, 0)
-    side.allocated(SimpleNamespace(request_id="a"), 0)
-    side.tell_written(step, SimpleNamespace(_req_status={"a": status}))
-    assert not side.edge.broken and status.max_offload_tokens == 0
+    for name, own_tokens, fresh in (("a", 0, {1, 2}), ("b", 16, {2})):
+        monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_, fresh=fresh: fresh)
+        status = SimpleNamespace(max_offload_tokens=None)
+        side.matched(SimpleNamespace(request_id=name), own_tokens, 0)
+        side.allocated(SimpleNamespace(request_id=name), 0)
+        side.tell_written(admission(name, 16, 16), SimpleNamespace(_req_status={name: status}))
+        assert not side.edge.broken and status.max_offload_tokens == 0

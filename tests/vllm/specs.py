@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from tests.vllm.tiny import BLOCK_TOKENS
@@ -29,6 +30,12 @@ def full_spec() -> FullAttentionSpec:
 
 def window_spec() -> SlidingWindowSpec:
     return SlidingWindowSpec(**SIZES, sliding_window=WINDOW)
+
+
+def one_group(*layers: KVCacheSpec) -> UniformTypeKVCacheSpecs:
+    """Returns the spec of a group whose layers differ."""
+    specs = {f"layer.{at}": one for at, one in enumerate(layers)}
+    return UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs)
 
 
 def full_model() -> dict[str, KVCacheSpec]:

@@ -15,17 +15,20 @@ import pytest
 import torch
 import vllm.config
 from vllm import envs
+from vllm.config.kernel import IrOpPriorityConfig
 from vllm.config.lora import LoRAConfig
-from vllm.config.multimodal import MultiModalConfig
+from vllm.config.quantization import QuantizationConfigArgs
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MambaSpec
 
 from hotkv_client.testing import FakeServer
 from hotkv_proto.groups import GroupKind
-from hotkv_vllm.compat import Unsupported, fingerprint, key_space, model_weights
+from hotkv_vllm.compat import key_space, model_weights
 from hotkv_vllm.compat.fingerprint import (
     HARMLESS,
     HARMLESS_ENVIRONMENT,
@@ -38,17 +41,23 @@ from hotkv_vllm.compat.residency import ResidentSpec
 from tests.vllm.config_walk import config_objects
 from tests.vllm.harness import Engine
 from tests.vllm.resident_engine import spec_of
-from tests.vllm.specs import full_spec
-from tests.vllm.tiny import engine_args, transfer_config, write_model
+from tests.vllm.specs import full_spec, one_group
+from tests.vllm.tiny import engine_args, transfer_config
+from tests.vllm.vision import write_vision_model
 
 SPEC = {"layer.0": full_spec()}
 
 
+def config_of(model: Path, role: str = "kv_both") -> Any:
+    arguments = engine_args(write_vision_model(model), dtype="float32")
+    del arguments["disable_log_stats"], arguments["skip_tokenizer_init"]
+    transfer = transfer_config() | {"kv_role": role}
+    return EngineArgs(**arguments, kv_transfer_config=transfer).create_engine_config()
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    arguments = engine_args(write_model(tmp_path_factory.mktemp("config") / "model"))
-    arguments.pop("disable_log_stats")
-    return EngineArgs(**arguments, kv_transfer_config=transfer_config()).create_engine_config()
+    return config_of(tmp_path_factory.mktemp("config"))
 
 
 def changed(config: Any, part: str, **fields: Any) -> Any:
@@ -69,7 +78,11 @@ def factors(config: Any) -> Any:
 
 
 def test_every_name_of_the_allow_lists_is_vllms() -> None:
+    online = OnlineQuantizationConfig(QuantizationConfigArgs(linear="fp8_per_tensor"))
     for name, harmless in HARMLESS.items():
+        if name == type(online).__name__:
+            assert harmless <= vars(online).keys()
+            continue
         specs = {"KVCacheSpec": [FullAttentionSpec, MambaSpec], "ResidentSpec": [ResidentSpec]}
         kinds = specs.get(name) or [getattr(vllm.config, name)]
         fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
@@ -110,24 +123,7 @@ def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
             seen += 1
             if changes == (inside_harmless or field.name in harmless(value)):
                 unlike.append(path + field.name)
-    assert not unlike and seen > 250
-
-
-def test_a_field_that_a_later_version_adds_is_in_the_key_space(config: Any) -> None:
-    added = [("kv_rounding", str, "nearest")]
-    later = dataclasses.make_dataclass("CacheConfig", added, bases=(type(config.cache_config),))
-    seen = [factors(config)]
-    for rounding in ("nearest", "stochastic"):
-        one = changed(config, "cache_config", kv_rounding=rounding)
-        one.cache_config.__class__ = later
-        assert factors(one) not in seen
-        seen.append(factors(one))
-
-
-def test_parts_of_the_key_space_say_what_differs(config: Any) -> None:
-    other = changed(config, "model_config", max_model_len=config.model_config.max_model_len + 1)
-    unlike = set(factors(config)) ^ set(factors(other))
-    assert {part.split("=")[0] for part in unlike} == {"model_config"}
+    assert not unlike and seen > 270
 
 
 def test_fields_of_each_kind_of_layer_but_outer_strides_are_in_the_key_space(config: Any) -> None:
@@ -156,9 +152,10 @@ def test_variables_and_versions_that_are_not_known_to_be_harmless_keep_engines_a
         assert name in HARMLESS_ENVIRONMENT
         monkeypatch.setenv(name, "3")
     assert factors(config) == before
-    with monkeypatch.context() as patch:
-        patch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
-        assert factors(config) != before
+    for name in ("VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_VIDEO_LOADER_BACKEND", "VLLM_MEDIA_CONNECTOR"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "other")
+            assert factors(config) != before
     for version in ("hotkv_vllm.versions.VERSION", "transformers.__version__"):
         with monkeypatch.context() as patch:
             patch.setattr(version, "9.9.9")
@@ -219,20 +216,6 @@ def test_only_settings_that_change_kv_keep_engines_apart(
     assert len({plain, *found}) == 1 + len(apart) and spaces("here", *apart) == found
 
 
-def test_what_a_processor_makes_of_an_image_is_in_the_key_space(
-    config: Any, tmp_path: Path
-) -> None:
-    plain, other_pixels, other_cache = (
-        factors(changed(config, "model_config", multimodal_config=MultiModalConfig(**more)))
-        for more in ({}, {"mm_processor_kwargs": {"size": 1}}, {"mm_processor_cache_gb": 1})
-    )
-    assert plain == other_cache != other_pixels
-    (tmp_path / "model.bin").write_bytes(b"weights")
-    before = model_weights.files_identity(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text('{"size": 224}')
-    assert model_weights.files_identity(tmp_path) != before
-
-
 @pytest.mark.parametrize("other", [{"model": "another/place"}, {"revision": "another"}], ids=str)
 def test_a_drafters_model_is_in_the_key_space_and_drafting_without_one_is_not(
     config: Any, other: dict[str, str]
@@ -249,13 +232,22 @@ def test_a_drafters_model_is_in_the_key_space_and_drafting_without_one_is_not(
         assert plain == ngram != eagle
 
 
-def test_an_engine_that_finds_its_own_scales_runs_without_the_cache(config: Any) -> None:
-    """vLLM 0.32 has no such setting any more; in a version that has it, its KV fits this run
-    only."""
-    one = changed(config, "cache_config", calculate_kv_scales=True)
-    kv = SimpleNamespace(kv_cache_groups=[], hash_block_size=32)
-    with pytest.raises(Unsupported, match="calculate_kv_scales"):
-        key_space.key_space(one, kv, fingerprint, (), (), 1, "")
+def packed(name: str, module: str = "vllm.attention") -> Any:
+    """Returns a layer that packs KV by the backend of this name."""
+    own = {"get_name": lambda: name, "__module__": module}
+    return SimpleNamespace(get_attn_backend=lambda: type("Backend", (), own))
+
+
+def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> str:
+    """Returns how a group of these layers is packed; a group of another stage is before it."""
+    one = changed(config, "compilation_config", static_forward_context=layers)
+    kv = SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(layer_names=list(names), kv_cache_spec=spec) for names in ((), layers)
+        ]
+    )
+    groups = tuple(CacheGroup(number, GroupKind.FULL_ATTENTION, 32) for number in range(2))
+    return key_space.packing(one, kv, groups, device)
 
 
 @pytest.mark.parametrize(
@@ -266,30 +258,65 @@ def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
 ) -> None:
     """AMD's MI300 writes e4m3fnuz, its MI350 e4m3fn, by the same backend and settings."""
     one = changed(config, "cache_config", cache_dtype=kv_dtype)
-    groups = tuple(CacheGroup(number, GroupKind.FULL_ATTENTION, 32) for number in range(2))
     spec = replace(SPEC["layer.0"], kv_quant_mode=KVQuantMode(mode))
-    kv = SimpleNamespace(
-        kv_cache_groups=[
-            SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names in ([], ["a"])
-        ]
-    )
-    monkeypatch.setattr(key_space, "_backend_name", lambda *_: "TRITON_ATTN")
     seen = set()
     for form in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
         monkeypatch.setattr(type(current_platform), "fp8_dtype", lambda *_, form=form: form)
-        seen.add(key_space.packing(one, kv, groups, "cuda"))
+        seen.add(packing_of(one, spec, a=packed("TRITON_ATTN")))
     of_mode = f"TRITON_ATTN+quant={KVQuantMode(mode)}" if mode else "TRITON_ATTN"
     forms = ("+float8_e4m3fn", "+float8_e4m3fnuz") if mode or kv_dtype == "fp8" else ("",)
     assert seen == {of_mode + form for form in forms}
 
 
+def test_engines_that_pack_any_layer_otherwise_do_not_share(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With heads of 80, vLLM packs the first layer alike on all CPUs."""
+    spec = one_group(*(replace(full_spec(), head_size=size) for size in (80, 64)))
+    config, seen = changed(config, "model_config", dtype=torch.bfloat16), set()
+    for has_amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        seen.add(packing_of(config, spec, "cpu", a=packed("CPU_ATTN"), b=packed("CPU_ATTN")))
+    plugins = [packed("CUSTOM", "one"), packed("CUSTOM", "two"), packed("OTHER")]
+    seen |= {packing_of(config, spec, a=packed("CPU_ATTN"), b=layer) for layer in plugins}
+    assert len(seen) == 5
+
+
 def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin may replace the class with which vLLM computes an architecture."""
-    own = factors(config)
+    """A plugin may replace a class of vLLM, also the class of a part: a text model, a drafter."""
+    seen = {factors(config)}
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
-    ModelRegistry.register_model(config.model_config.architecture, "plugin.models:Other")
-    assert factors(config) != own
+    for architecture in (config.model_config.architecture, "Qwen2ForCausalLM"):
+        for name in ("plugin.models:One", "plugin.models:Other"):
+            ModelRegistry.register_model(architecture, name)
+            seen.add(factors(config))
+    assert len(seen) == 5
 
 
-def test_settings_of_adapters_do_not_split_the_base_model(config: Any) -> None:
-    assert factors(changed(config, "", lora_config=LoRAConfig(max_lora_rank=8))) == factors(config)
+def test_loading_quantized_weights_leaves_the_key_space_as_it_is(config: Any) -> None:
+    """vLLM measures the time, and makes lists of names of sets, whose order each start changes."""
+
+    def of(quantization: Any) -> Any:
+        return factors(changed(config, "", quant_config=quantization))
+
+    online = OnlineQuantizationConfig(QuantizationConfigArgs(linear="fp8_per_tensor"))
+    before = of(online)
+    online.online_quantization_time += 2.5
+    assert of(online) == before != factors(config)
+    one, same, other = (
+        of(AutoAWQConfig(4, 128, True, False, list(names))) for names in ("ab", "ba", "ac")
+    )
+    assert one == same and {part.split("=")[0] for part in {*one} ^ {*other}} == {"quant_config"}
+
+
+def test_producers_and_consumers_of_images_share(config: Any, tmp_path: Path) -> None:
+    engines = [config, *(config_of(tmp_path, role) for role in ("kv_producer", "kv_consumer"))]
+    assert len({factors(engine) for engine in engines}) == 1
+
+
+def test_adapters_and_compilation_do_not_split_the_base_model(config: Any) -> None:
+    """A GPU engine that is not compiled has other kernels for the same operations."""
+    eager = IrOpPriorityConfig(rms_norm=["vllm_c", "native"])
+    with_adapters = changed(config, "", lora_config=LoRAConfig(max_lora_rank=8))
+    not_compiled = changed(config, "kernel_config", ir_op_priority=eager)
+    assert factors(with_adapters) == factors(not_compiled) == factors(config)

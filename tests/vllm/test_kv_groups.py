@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    MambaSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, CrossAttentionSpec, MambaSpec
 
 from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat import Unsupported, kv_groups
 from hotkv_vllm.compat.kv_groups import CacheGroup
-from tests.vllm.specs import CHUNK, WINDOW, full_spec, window_spec
+from tests.vllm.specs import CHUNK, WINDOW, full_spec, one_group, window_spec
 from tests.vllm.tiny import BLOCK_TOKENS
 
 CHUNKED = ChunkedLocalAttentionSpec(
@@ -68,12 +63,6 @@ def vllm_config(*, drops: bool | None = None, stages: int = 1, dcp: int = 1, pcp
 CROSS = CrossAttentionSpec(
     block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16
 )
-
-
-def one_group(*layers: Any) -> Any:
-    """Returns the spec of a group whose layers differ."""
-    specs = {f"layer.{at}": one for at, one in enumerate(layers)}
-    return UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs)
 
 
 def groups_of(*groups: Any, **engine: Any) -> tuple[CacheGroup, ...]:
@@ -186,14 +175,3 @@ def test_hits_are_multiples_of_vllms_granularity_and_of_every_block() -> None:
     for given, alignment in ((0, 45), (1, 45), (10, 90)):
         found = kv_groups.hit_alignment_tokens(kv_config(alignment=given), groups)
         assert found == alignment
-
-
-def test_each_layer_has_its_own_spec() -> None:
-    wide = replace(window_spec(), sliding_window=2 * WINDOW)
-    both = one_group(window_spec(), wide)
-    config = kv_config(group(both, "layer.0", "layer.1"), group(full_spec(), "layer.2"))
-    assert kv_groups.layer_specs(config) == {
-        "layer.0": window_spec(),
-        "layer.1": wide,
-        "layer.2": full_spec(),
-    }

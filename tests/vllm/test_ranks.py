@@ -13,7 +13,7 @@ from torch.distributed import HashStore, distributed_c10d
 
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
-from hotkv_vllm.compat import Unsupported, checks, key_space
+from hotkv_vllm.compat import Unsupported, checks
 from hotkv_vllm.compat.checks import RankPlace
 from hotkv_vllm.identity import ranks
 from hotkv_vllm.identity.ranks import RankNote
@@ -217,13 +217,3 @@ def test_what_no_rank_can_do_is_refused_without_asking_the_others(
     checks.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**shape)))
     with pytest.raises(Unsupported, match=words):
         checks.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**shape | parallel)))
-
-
-def test_engines_of_other_shapes_do_not_share() -> None:
-    names = "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"
-    shapes = [(2, 1, 1), (1, 1, 1), (2, 2, 1), (2, 1, 2)]
-    found = {
-        key_space._parallel_shape(SimpleNamespace(**dict(zip(names, shape, strict=True))))
-        for shape in shapes
-    }
-    assert len(found) == len(shapes)

@@ -21,14 +21,14 @@ from vllm.distributed.aux_output_connector.store import BlockObjectStore, BlockO
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import CpuArchEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
-from vllm.v1.kv_cache_interface import KVQuantMode, RSWASpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import KVQuantMode, RSWASpec
 
 from hotkv_vllm.compat import reuse
 from tests.support.waiting import wait_for
 from tests.vllm.feature_runs import Starter, requests, same
 from tests.vllm.processes import EngineProcess
 from tests.vllm.runs import settled
-from tests.vllm.specs import full_spec, window_spec
+from tests.vllm.specs import full_spec, one_group, window_spec
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 from tests.vllm.tokenizer import write_tokenizer
 
@@ -154,17 +154,6 @@ def test_every_kind_of_model_and_pooling_is_answered_as_by_vllm() -> None:
             answers_as_vllm(model)
             found.add(model.is_prefix_caching_supported)
     assert found == {False, True}
-
-
-def test_a_user_who_turns_prefix_caching_off_is_served() -> None:
-    for caches, chunks in itertools.product((False, True), repeat=2):
-        assert reuse.why_forbidden(*engine(caches=caches, chunks=chunks)) == ""
-
-
-def one_group(*layers: Any) -> Any:
-    """Returns the spec of a group whose layers differ."""
-    specs = {f"layer.{at}": one for at, one in enumerate(layers)}
-    return UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs)
 
 
 NON_CAUSAL = replace(full_spec(), non_causal=True)

@@ -192,20 +192,42 @@ def test_a_decode_step_reads_as_many_block_ids_however_long_the_context(
 def test_chunks_of_windows_have_each_block_in_its_place(
     window: int, ids: list[int], stored: list[int]
 ) -> None:
+    assert without_holes(window, ids) == stored
+
+
+def without_holes(
+    window: int, ids: list[int], first: int = 0, aligned_chunks: int = 1, ended: bool = False
+) -> list[int]:
+    """Returns the block ids of a request of which `first` chunks of four blocks are stored."""
     group = SimpleNamespace(
         kv_cache_spec=replace(window_spec(), sliding_window=window),
         tokens_per_block=BLOCK_TOKENS,
         tokens_per_chunk=4 * BLOCK_TOKENS,
     )
     config = SimpleNamespace(
-        blocks_per_chunk=4, kv_group_configs=(group,), alignment_tokens=4 * BLOCK_TOKENS
+        blocks_per_chunk=4,
+        kv_group_configs=(group,),
+        alignment_tokens=aligned_chunks * 4 * BLOCK_TOKENS,
     )
-    state = SimpleNamespace(block_ids=[*ids], next_stored_chunk_idx=0)
+    state = SimpleNamespace(block_ids=[*ids], next_stored_chunk_idx=first)
     offloading = SimpleNamespace(
         config=config,
         _sliding_window_groups=(0,),
         _req_status={"a": SimpleNamespace(group_states=[state])},
     )
-    step = SimpleNamespace(num_scheduled_tokens={"a": 1}, finished_req_ids=set())
+    scheduled, finished = ({}, {"a"}) if ended else ({"a": 1}, set())
+    step = SimpleNamespace(num_scheduled_tokens=scheduled, finished_req_ids=finished)
     steps.leave_out_holes(offloading, step)
-    assert state.block_ids == stored
+    return state.block_ids
+
+
+def test_chunks_that_vllm_stores_at_a_requests_end_have_no_holes() -> None:
+    """At its end vLLM considers the chunks behind the last possible hit once more."""
+    ids, rest = [1, 0, 3, 4, 5, 0, 7, 8], [9, 10, 11, 12]
+    for aligned_chunks, ended, stored in (
+        (2, False, ids),
+        (1, True, ids),
+        (2, True, [1, 0, 3, 4, 0, 0, 7, 8]),
+        (8, True, [0, 0, 3, 4, 5, 0, 7, 0]),
+    ):
+        assert without_holes(40, ids + rest, 2, aligned_chunks, ended) == stored + rest

@@ -45,8 +45,10 @@ def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
         safetensors(tmp_path / name / "model.safetensors", **big | tuned)
     one, two, tuned = (files_identity(tmp_path / name) for name in ("one", "two", "tuned"))
     assert one == two != tuned
-    (tmp_path / "two" / "config.json").write_text('{"a": 1}')
-    assert files_identity(tmp_path / "two") != one
+    for side in ("config.json", "preprocessor_config.json"):
+        before = files_identity(tmp_path / "two")
+        (tmp_path / "two" / side).write_text('{"a": 1}')
+        assert files_identity(tmp_path / "two") != before
     with pytest.raises(ValueError, match="no weights files"):
         files_identity(tmp_path)
 
@@ -167,6 +169,10 @@ def test_weights_from_elsewhere_are_not_named_by_the_models_files(
     with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
         model_weights.weights_identity(None)
     (tmp_path / "model.bin").unlink()
+    load.load_format = "dummy"
+    monkeypatch.setenv("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "1")
+    with pytest.raises(Unsupported, match=r"other replicas; set hotkv\.weights_identity"):
+        model_weights.weights_identity(None)
     load.load_format, model.model = "auto", str(tmp_path)
     with pytest.raises(Unsupported, match=r"no weights files.*set hotkv\.weights_identity"):
         model_weights.weights_identity(None)

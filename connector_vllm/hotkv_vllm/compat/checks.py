@@ -346,13 +346,9 @@ def others_state_a_layout(connector: type, outer: tuple[Any, ...]) -> bool:
     if len(outer) != 1 or outer[0] is None:
         # With nested MultiConnectors the question would come back to hotkv's connector.
         return True
-    children = getattr(
-        sys.modules[MULTI_CONNECTOR].MultiConnector, "_get_connector_classes_and_configs", None
-    )
-    if children is None:
-        return True
+    multi = sys.modules[MULTI_CONNECTOR].MultiConnector
     return any(
         child.get_required_kvcache_layout(config) is not None
-        for child, config in children(outer[0])
+        for child, config in multi._get_connector_classes_and_configs(outer[0])
         if child is not connector
     )

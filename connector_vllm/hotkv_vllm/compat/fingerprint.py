@@ -71,7 +71,9 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         enable_cumem_allocator
     """),
     "MultiModalConfig": _names("""
-        limit_per_prompt enable_mm_embeds mm_processor_cache_gb mm_processor_cache_type
+        # vLLM derives the second from kv_role: it is False in a producer, True in a consumer.
+        enable_mm_embeds allow_missing_mm_embeddings
+        limit_per_prompt mm_processor_cache_gb mm_processor_cache_type
         mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_fp8_scale_save_path
         mm_encoder_fp8_scale_save_margin skip_mm_profiling mm_tensor_ipc mm_ipc_gpu_memory_gb
     """),
@@ -110,6 +112,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     "KernelConfig": _names("""
         enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup
         enable_jit_warmup
+        # Which kernel computes the same operation. vLLM's default depends on the compilation.
+        ir_op_priority
     """),
     "SpeculativeConfig": _names("""
         # The draft model's own config objects are walked; its weights have an identity.
@@ -134,6 +138,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         "max_lora_rank max_lora_cls_labels max_loras max_cpu_loras default_mm_loras "
         "specialize_active_lora fully_sharded_loras"
     ),
+    # A time that vLLM measures while it loads the weights.
+    "OnlineQuantizationConfig": _names("online_quantization_time"),
 }
 """By name of a class of vLLM (a config class or KV cache spec, or a base class of it) or of
 `ResidentSpec`: the fields that do not change the bytes of KV."""
@@ -184,6 +190,11 @@ HARMLESS_ENVIRONMENT = _names("""
 """Environment variables of vLLM that do not change the bytes of KV. All other variables of vLLM are
 part of the key space, if they are set."""
 
+MEDIA_ENVIRONMENT = ("VLLM_MEDIA_CONNECTOR", "VLLM_VIDEO_LOADER_BACKEND")
+"""Environment variables of vLLM that decide which frames a video has. `compile_factors` leaves them
+out, although vLLM may hash the file in place of the frames. Source:
+`MultiModalHasher.serialize_item` in vLLM 0.32."""
+
 
 # ------------------------------------------------------------------------------ settings that count
 
@@ -220,8 +231,8 @@ def _parts(vllm_config: Any, layer_specs: Mapping[str, Any]) -> dict[str, Any]:
     parts = {name: value for name, value in _fields(vllm_config).items() if value is not None}
     if draft_model(vllm_config) is not None:
         parts["speculative_config"] = vllm_config.speculative_config
-    if model_class := plugin_class(vllm_config.model_config):
-        parts["model_class"] = model_class
+    if classes := plugin_classes():
+        parts["model_classes"] = classes
     return parts | {"layers": dict(layer_specs), "environment": environment()}
 
 
@@ -246,24 +257,27 @@ def draft_model(vllm_config: Any) -> Any | None:
     )
 
 
-def plugin_class(model: Any) -> str:
-    """Returns the name of the class that a plugin has registered for the model's architecture;
-    empty if the model uses a class of vLLM.
+def plugin_classes() -> dict[str, str]:
+    """Returns the names of the model classes that plugins have registered, by architecture. All
+    count, because a plugin can replace a class of vLLM, and vLLM builds models from such classes: a
+    multimodal model from a text model, a drafter beside the model.
 
-    Source: `_ModelRegistry.register_model` in vLLM 0.32; a plugin can also replace vLLM's own
-    classes by it.
+    Source: `_ModelRegistry.register_model` in vLLM 0.32.
     """
-    found = ModelRegistry.models.get(getattr(model, "architecture", ""))
-    loaded = getattr(found, "model_cls", None)
-    module = getattr(found, "module_name", "") if loaded is None else loaded.__module__
-    name = getattr(found, "class_name", "") if loaded is None else loaded.__qualname__
-    return "" if not module or module.startswith("vllm.") else f"{module}:{name}"
+    found = {}
+    for architecture, registered in ModelRegistry.models.items():
+        loaded = getattr(registered, "model_cls", None)
+        module = getattr(registered, "module_name", "") if loaded is None else loaded.__module__
+        name = getattr(registered, "class_name", "") if loaded is None else loaded.__qualname__
+        if not module.startswith("vllm."):
+            found[architecture] = f"{module}:{name}"
+    return found
 
 
 def environment() -> dict[str, str]:
     """Returns, by name, the values of vLLM's environment variables that are set and not listed in
     HARMLESS_ENVIRONMENT."""
-    known = envs.compile_factors()
+    known = {*envs.compile_factors(), *MEDIA_ENVIRONMENT}
     return {
         name: os.environ[name]
         for name in sorted(known)
@@ -327,7 +341,7 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
         return [name, canonical([value.func, value.args, value.keywords], within)]
     attributes = getattr(value, "__dict__", None)
     if attributes is not None and type(value).__module__ != "torch":
-        return [name, canonical(attributes, within)]
+        return [name, canonical(_counted(value, attributes), within)]
     # The text (`str`) of a dtype, device, number or pattern identifies the object. If the text
     # contains the object's address, only the class name is used.
     text = str(value)
@@ -335,18 +349,26 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Returns the fields of a config object by name, without those that `HARMLESS` lists for its
-    class or a base class."""
-    harmless = frozenset[str]().union(
-        *(HARMLESS.get(kind.__name__, frozenset()) for kind in type(value).__mro__)
-    )
+    """Returns the fields of a config object by name, without the harmless fields."""
     # Fields that vLLM declares but never sets have no value, and are left out.
-    names = [
-        field.name
-        for field in dataclasses.fields(value)
-        if field.name not in harmless and hasattr(value, field.name)
-    ]
-    return {name: getattr(value, name) for name in names}
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return _counted(value, {name: getattr(value, name) for name in names})
+
+
+def _counted(value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the attributes of an object by name, without those that `HARMLESS` lists for its
+    class or a base class. In a quantization config, lists of names are sorted, because vLLM makes
+    them from sets, whose order differs in every process. Source: `maybe_update_config` of
+    `AutoAWQConfig` and `AutoGPTQConfig` in vLLM 0.32.
+    """
+    kinds = [kind.__name__ for kind in type(value).__mro__]
+    harmless = frozenset[str]().union(*(HARMLESS.get(kind, frozenset()) for kind in kinds))
+    found = {name: entry for name, entry in attributes.items() if name not in harmless}
+    if "QuantizationConfig" in kinds:
+        for name, entry in found.items():
+            if isinstance(entry, list) and all(isinstance(one, str) for one in entry):
+                found[name] = sorted(entry)
+    return found
 
 
 def _model_settings(config: Any) -> Any:

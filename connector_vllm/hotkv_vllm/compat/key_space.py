@@ -1,11 +1,10 @@
 """Computes the key space of an engine: the identity of everything that decides the bytes of a
 block.
 
-Reads the model's name and dtype, `CacheConfig.prefix_caching_hash_algo`, `cache_dtype` and
-`calculate_kv_scales`, the parallel sizes, `KVCacheConfig.hash_block_size`, and through
-`fingerprint` every field of every config object. How K and V are packed comes from the attention
-backend of each layer in `static_forward_context`, from `current_platform`, and on CPU from
-`_get_attn_isa`.
+Reads the model's name and dtype, `CacheConfig.prefix_caching_hash_algo` and `cache_dtype`, the
+parallel sizes, `KVCacheConfig.hash_block_size`, and through `fingerprint` every field of every
+config object. How K and V are packed comes from the attention backend of each layer in
+`static_forward_context`, from `current_platform`, and on CPU from `_get_attn_isa`.
 """
 
 from pathlib import Path
@@ -51,11 +50,6 @@ def key_space(
     )
     algorithm = cache.prefix_caching_hash_algo
     hash_bytes = _hash_bytes(algorithm)
-    if getattr(cache, "calculate_kv_scales", False):
-        raise Unsupported(
-            "calculate_kv_scales finds scales of its own at every start, so no other engine "
-            "could read its KV; leave it out"
-        )
     names = [tuple(kv_cache_config.kv_cache_groups[g.vllm_group].layer_names) for g in groups]
     return KeySpace(
         model=_model_name(model),
@@ -133,26 +127,32 @@ def packing(
         if not names:
             # The layers of this group are in another pipeline stage.
             continue
-        parts.append(_backend_name(vllm_config, names))
-        spec = next(
-            iter(iter_layer_specs(kv_cache_config.kv_cache_groups[group.vllm_group].kv_cache_spec))
-        )
-        quant = getattr(spec, "kv_quant_mode", None)
-        if quant:
-            parts.append(f"quant={quant}")
-        if quant or "fp8" in str(vllm_config.cache_config.cache_dtype):
-            # With the same setting some GPUs of a platform write the format e4m3fn and other GPUs
-            # e4m3fnuz.
-            parts.append(str(current_platform.fp8_dtype()).removeprefix("torch."))
-        if device_type == "cpu" and hasattr(spec, "head_size"):
-            parts.append(_isa(vllm_config, spec))
+        parts += [_backend_name(vllm_config, name) for name in names]
+        for spec in iter_layer_specs(
+            kv_cache_config.kv_cache_groups[group.vllm_group].kv_cache_spec
+        ):
+            quant = getattr(spec, "kv_quant_mode", None)
+            if quant:
+                parts.append(f"quant={quant}")
+            if quant or "fp8" in str(vllm_config.cache_config.cache_dtype):
+                # With the same setting some GPUs of a platform write the format e4m3fn and other
+                # GPUs e4m3fnuz.
+                parts.append(str(current_platform.fp8_dtype()).removeprefix("torch."))
+            if device_type == "cpu" and hasattr(spec, "head_size"):
+                parts.append(_isa(vllm_config, spec))
     return "+".join(dict.fromkeys(parts))
 
 
-def _backend_name(vllm_config: Any, layer_names: list[str]) -> str:
-    layer = vllm_config.compilation_config.static_forward_context.get(layer_names[0])
+def _backend_name(vllm_config: Any, layer_name: str) -> str:
+    """Returns the name of a layer's attention backend, and its class too if the class is a
+    plugin's, because any plugin's backend may have the same name."""
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
     backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
-    return backend.get_name() if backend is not None else "unknown"
+    if backend is None:
+        return "unknown"
+    name, module = str(backend.get_name()), backend.__module__
+    is_ours = module.startswith(("vllm.", "hotkv_vllm."))
+    return name if is_ours else f"{name}={module}:{backend.__qualname__}"
 
 
 def _isa(vllm_config: Any, spec: Any) -> str:

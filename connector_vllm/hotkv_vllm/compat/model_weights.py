@@ -2,7 +2,8 @@
 weights.
 
 Reads `ModelConfig.model`, `model_weights`, `revision`, `hf_config` and `seed`,
-`LoadConfig.load_format`, `SpeculativeConfig.draft_load_config` and `envs.VLLM_USE_MODELSCOPE`.
+`LoadConfig.load_format`, `SpeculativeConfig.draft_load_config`, `envs.VLLM_USE_MODELSCOPE` and
+`envs.VLLM_ELASTIC_EP_SCALE_UP_LAUNCH`.
 """
 
 import hashlib
@@ -258,6 +259,11 @@ def _weights_path(model: Any) -> Path:
 
 def _model_identity(model: Any, load: Any) -> str:
     if load.load_format == "dummy":
+        if envs.VLLM_ELASTIC_EP_SCALE_UP_LAUNCH:
+            raise Unsupported(
+                "elastic expert parallelism has added this replica, and its weights come from "
+                "other replicas; set hotkv.weights_identity"
+            )
         return f"dummy:{digest(model.hf_config)}:{model.seed}"
     if load.load_format not in FROM_FILES:
         raise Unsupported(

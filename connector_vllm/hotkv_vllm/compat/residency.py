@@ -768,8 +768,9 @@ class DevicePool:
 
     def num_freed(self, request_id: str) -> int:
         """Returns the position at which the request's freed blocks end; they begin after the sinks
-        (first blocks). 0 if no block was freed."""
-        return 0 if self._manager is None else self._manager.freed_blocks.get(request_id, 0)
+        (first blocks). 0 if no block was freed. Only with residency."""
+        assert self._manager is not None
+        return self._manager.freed_blocks.get(request_id, 0)
 
     def has_away(self, request_id: str) -> bool:
         """Returns True if some blocks of the request are only in host memory."""

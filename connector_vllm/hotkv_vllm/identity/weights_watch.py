@@ -9,7 +9,7 @@ Always true:
   it reads all weights too; otherwise it returns the earlier digest. So it misses only a write that
   was not noticed and that changed no sample.
 - Unless such a write was missed, equal digests mean equal weights, in any process with the same
-  tensor- and pipeline-parallel sizes. CPU engines pack weights into memory that can't be read
+  tensor- and pipeline-parallel sizes. Some engines pack weights into memory that can't be read
   (`_hides_weights`). There a changed digest is a random number, which no other process has.
 
 A step without a check of the weights costs nothing here.
@@ -46,6 +46,8 @@ WRITERS = (
     "load_model",
 )
 """Methods of vLLM's worker and model runner that may change weights."""
+EXPERTS = frozenset({"w13_weight", "w2_weight"})
+"""Names of the parameters that hold a layer's experts."""
 MAX_FRAMES = 40
 
 
@@ -201,8 +203,11 @@ def _hides_weights(model: torch.nn.Module) -> bool:
     Source: `dispatch_cpu_unquantized_gemm`, `CPUInt8ScaledMMLinearKernel` and
     `ZentorchWNA16LinearKernel` in vLLM 0.32: on CPUs they hand a layer's weight to a kernel, and
     leave an empty parameter or None in its place. The parameters of quantized weights have other
-    names than `weight`.
+    names than `weight`. `Mxfp4MoEMethod`: on GPUs it replaces the parameters of experts by tensors
+    of Triton's kernels.
     """
+    if any(EXPERTS & vars(layer).keys() for layer in model.modules()):
+        return True
     return all(one.device.type in ("cpu", "meta") for one in model.parameters()) and any(
         name == "weight" if weight is None else not weight.numel()
         for layer in model.modules()
