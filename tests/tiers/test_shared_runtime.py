@@ -3,6 +3,7 @@ for bit, finds no block from before a flush, and does not wait for a dead store.
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,19 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
         await a.share(BLOCKS)
         assert await b.looked_up(BLOCKS) == [False, True, True, True, True, False]
         assert len(b.shared._found) == 4
+        monkeypatch.undo()
+        # A hit needs blocks of all groups: the first list does not use up the bound.
+        monkeypatch.setattr(tier_shared, "MAX_PROBED", 5)
+        asked, probe = list[list[bytes]](), b.tier.probe
+
+        def probed(keys: Sequence[bytes], *arguments: Any) -> None:
+            asked.append([key.split(b"/")[4] for key in keys])
+            probe(keys, *arguments)
+
+        monkeypatch.setattr(b.tier, "probe", probed)
+        lists = [HashList(group, words_of(range(50, 55))) for group in (0, 1)]
+        await b.tiers.lookups.find(1, lists)
+        assert asked == [[b"0", b"0", b"1", b"1"]]
 
 
 class Counted(dict[bytes, float]):

@@ -173,11 +173,16 @@ class TierShared:
             return
         if not await self._epochs.confirm(self.name, key_space_id, until_s):
             return
-        keys: list[bytes] = []
-        asked: list[tuple[bytes, list[bytes]]] = []
+        lists: list[tuple[bytes, Words]] = []
         for head, one, at in self._named(key_space_id, groups):
             hashes = rows(one.hashes, at)
-            hashes = hashes[~self._found.among(head, hashes, until_s)][: MAX_PROBED - len(keys)]
+            lists.append((head, hashes[~self._found.among(head, hashes, until_s)]))
+        num_blocks = max(MAX_PROBED, sum(len(hashes) for _, hashes in lists))
+        keys: list[bytes] = []
+        asked: list[tuple[bytes, list[bytes]]] = []
+        for head, hashes in lists:
+            # Ask for the same share of each list: a hit needs blocks of all groups.
+            hashes = hashes[: len(hashes) * MAX_PROBED // num_blocks]
             if len(hashes):
                 asked.append((head, [words.tobytes() for words in hashes]))
                 keys += [b"%s/%s" % (head, block_hash) for block_hash in asked[-1][1]]
