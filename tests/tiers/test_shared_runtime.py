@@ -187,6 +187,30 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
     await node.tiers.close()
 
 
+async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_away() -> None:
+    """The disk may not: its blocks may be older than a flush that the other store knows of."""
+    node = SharedNode(
+        MemoryStore(places=False),
+        10.0,
+        disk=MemoryStore(places=True),
+        other=MemoryStore(places=False),
+    )
+    async with running(node):
+        await node.share(BLOCKS)
+        await node.until_down(6)
+        node.others[0].faults.problem = "gone"
+        await eventually(lambda: not node.epochs.are_all_confirmed(1), "it stays confirmed")
+        evict(node.core, 1, 0, words_of(BLOCKS))
+        assert all(await node.looked_up(BLOCKS))
+        node.tier.faults.is_hung = True
+        leasing = asyncio.create_task(node.leased(BLOCKS))
+        await eventually(lambda: len(node.books.moves) > 0, "nothing is read")
+        assert node.tiers.shared[1].breaker.take_turn()
+        assert all(await node.looked_up(BLOCKS)), "blocks on their way up are no hits"
+        node.tier.faults.is_hung = False
+        assert all(await leasing) and node.shared.num_fetched == 6
+
+
 async def test_a_dead_store_is_a_miss_at_once_and_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

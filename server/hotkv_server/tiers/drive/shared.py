@@ -246,11 +246,13 @@ class TierShared:
 
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Returns, for each list in `groups`, the positions of the blocks that are neither in host
-        memory nor on the disk. While lookups skip the disk, blocks on the disk count as absent
-        too."""
+        memory nor on the disk. While blocks can't be loaded from the disk, blocks on the disk count
+        as absent too: while lookups skip the disk, or while a shared store has not confirmed the
+        key space's epoch (this tier may have the blocks, and needs only its own confirmation)."""
         absent = self._books.arrivals.absent(key_space_id, groups)
-        lower = self._books.lower
-        if lower is None or (self.below is not None and not self.below.lets_pass):
+        lower, breaker = self._books.lower, self.below
+        skips_disk = breaker is not None and not breaker.lets_pass
+        if lower is None or skips_disk or not self._epochs.are_all_confirmed(key_space_id):
             return absent
         return [
             at[lower.up.find(key_space_id, one, at) == 0] if len(at) else at
