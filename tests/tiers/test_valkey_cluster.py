@@ -25,7 +25,7 @@ from hotkv_server.testing.flush_contract import (
 )
 from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, key
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
-from hotkv_server.tiers.valkey.cluster import ClusterPipe, slot_of
+from hotkv_server.tiers.valkey.cluster import NUM_SLOTS, ClusterPipe, slot_of
 from tests.server.certificates import Authority
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_for
@@ -334,12 +334,18 @@ def test_a_server_that_hangs_is_given_up_after_its_time(cluster: Cluster) -> Non
         wait_for(lambda: (bench.read(numbers, numbers) == Read.FOUND).all(), "it did not come back")
 
 
+@pytest.mark.parametrize("has_old_map", [False, True])
 def test_a_server_that_has_left_the_cluster_hides_no_other(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, has_old_map: bool
 ) -> None:
-    """It was replaced, and starts again without its file of the cluster."""
-    left = Node(tmp_path / "left", *free_ports(2), "")
+    """It was replaced, and starts again without its file of the cluster; or it was cut off, and
+    still names a server that is gone."""
+    gone, *ports = free_ports(3)
+    left = Node(tmp_path / "left", *ports, "")
     try:
+        if has_old_map:
+            left.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, NUM_SLOTS - 1)
+            left.client.config_set("cluster-announce-port", gone)
         with bench_over(f"127.0.0.1:{left.port},{cluster.address}", cluster=True) as bench:
             bench.fill([1], [1])
             assert bench.write([1], [1]).tolist() == [Write.STORED]
