@@ -391,6 +391,16 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
     assert set(book.due("store", idle, 101.0 + IDLE_EVERY_S)) & set(idle)
     book.rest(set(idle), 101.0 + USED_S + IDLE_EVERY_S)
     assert book.due("store", (), 200.0) == []
+    # A flush waits for no store of earlier settings, and is remembered for it.
+    book = EpochBook(("store",), {FP: Record(stores={"removed": EpochStanding()})})
+    book.flush(FP, 300.0)
+    assert book.begin_raise("store", 300.0)
+    book.raised("store", FP, 9, 300.0)
+    assert book.begin_flush(300.0) == FP
+    book.flushed(FP, 300.0)
+    book.rest((), 300.0 + USED_S)
+    assert book.due("store", (), 400.0) == []
+    assert book.records[FP].stores["removed"].is_untold
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])

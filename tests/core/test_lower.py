@@ -139,7 +139,7 @@ def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
 
 
 def test_why_a_block_is_in_no_tier_any_more() -> None:
-    """Flushes a block that was only below, and a block that a hint demoted to the tier."""
+    """A block was lost below. Flushes a block that a hint demoted to the tier."""
     tiered = Tiered()
     core, down = tiered.core, tiered.down
     tiered.add([1, 2, 3])
@@ -153,8 +153,12 @@ def test_why_a_block_is_in_no_tier_any_more() -> None:
         return [Cause(cause) for cause in causes.tolist()]
 
     assert why() == [Cause.ROOM, Cause.HINT, Cause.NONE]
+    up = tiered.lower.up.begin(1, [HashList(0, words_of([1]))], 4.0)
+    assert up is not None
+    tiered.lower.up.end(up, np.zeros(1, np.bool_), np.ones(1, np.bool_), None, 5.0)
+    assert why() == [Cause.DAMAGE, Cause.HINT, Cause.NONE]
     flush(core, 1)
-    assert why() == [Cause.FLUSH] * 3
+    assert why() == [Cause.DAMAGE, Cause.FLUSH, Cause.FLUSH]
 
 
 def test_a_block_that_a_call_lists_twice_moves_up_once() -> None:
@@ -231,17 +235,3 @@ def test_a_block_that_is_replaced_between_two_parts_is_left_out(*, is_shared: bo
     # The new block has the number of the old one, and is in the disk's queue.
     others = tiered.entries([1, 2] if is_shared else [1, 2, 9])
     assert np.array_equal(finished(taking), others)
-
-
-def test_a_block_that_the_tier_gave_back_damaged_did_not_make_room() -> None:
-    tiered = Tiered()
-    core, lists = tiered.core, [HashList(0, words_of([1]))]
-    tiered.add([1])
-    (down,) = tiered.down.begin(core.space.index.ready_blocks())
-    tiered.down.end(down, np.ones(1, np.bool_), np.ones(1, np.uint64), 1.0)
-    core.space.removal.evict(core.space.index.ready_blocks())
-    assert inspect.prompt_blocks(core, 1, 0, words_of([1])).causes.tolist() == [Cause.ROOM]
-    up = tiered.lower.up.begin(1, lists, 2.0)
-    assert up is not None
-    tiered.lower.up.end(up, np.zeros(1, np.bool_), np.ones(1, np.bool_), None, 3.0)
-    assert inspect.prompt_blocks(core, 1, 0, words_of([1])).causes.tolist() == [Cause.DAMAGE]

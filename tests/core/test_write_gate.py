@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 
 from hotkv_server.cache.values import BoolMask
-from hotkv_server.tiers.book import write_gate
 from hotkv_server.tiers.book.write_gate import DAY_S, EARLY_TOKENS, SLOT_S, Offered, WriteGate
 
 BLOCK_TOKENS, BLOCK_BYTES = 512, 4096
@@ -37,10 +36,10 @@ def writes_all(gate: WriteGate, part: Offered, now_s: float) -> bool:
     return bool(admitted.all())
 
 
-def busy(capacity: int = 1 << 16) -> WriteGate:
+def busy() -> WriteGate:
     """Returns a gate that admits a small share, because far more than the budget was offered until
     400 seconds."""
-    gate = WriteGate(20_000 * BLOCK_BYTES, capacity)
+    gate = WriteGate(20_000 * BLOCK_BYTES)
     for at in range(400):
         gate.admit(offered(range((1 << 40) + 30 * at, (1 << 40) + 30 * at + 30)), float(at))
     return gate
@@ -50,7 +49,7 @@ def busy(capacity: int = 1 << 16) -> WriteGate:
 def test_without_a_budget_all_is_written_and_with_none_left_nothing(
     budget_bytes: int | None, writes: bool
 ) -> None:
-    gate = WriteGate(budget_bytes, 10)
+    gate = WriteGate(budget_bytes)
     for now_s in (0.0, 1.0):
         assert writes_all(gate, offered(range(100), has_gap=True), now_s) == writes
         assert writes_all(gate, offered([200, 201]), now_s) == writes
@@ -70,12 +69,12 @@ def test_a_day_has_no_more_than_the_budget_and_one_chain(
     budget: int, offers: list[tuple[float, int, int, int, bool, bool, bool]]
 ) -> None:
     """Holds however often the server restarts, with another clock."""
-    gate, now_s, began_s = WriteGate(budget * BLOCK_BYTES, 16), 0.0, 0.0
+    gate, now_s, began_s = WriteGate(budget * BLOCK_BYTES), 0.0, 0.0
     written: deque[tuple[float, int]] = deque()
     for passed_s, number, count, depth, follows, has_gap, starts_anew in offers:
         if starts_anew:
             noted, began_s = gate.written(now_s - began_s), now_s
-            gate = WriteGate(budget * BLOCK_BYTES, 16)
+            gate = WriteGate(budget * BLOCK_BYTES)
             gate.recall(noted, 0.0)
         now_s += passed_s
         part = offered(list(range(number, number + count)), depth, follows=follows, has_gap=has_gap)
@@ -92,21 +91,21 @@ def test_a_day_has_no_more_than_the_budget_and_one_chain(
 
 def test_what_seems_to_be_written_later_counts_from_now_on() -> None:
     """Covers a clock that was set back, and a clock that was set forward by more than a day."""
-    gate = WriteGate(10 * BLOCK_BYTES, 16)
+    gate = WriteGate(10 * BLOCK_BYTES)
     gate.recall([(2 * DAY_S, BLOCK_BYTES), (-7 * DAY_S, 4 * BLOCK_BYTES)], 50.0)
     assert gate.left_bytes(50.0 + DAY_S) == 6 * BLOCK_BYTES
     assert gate.left_bytes(50.0 + DAY_S + SLOT_S) == 10 * BLOCK_BYTES
 
 
 def test_what_is_left_comes_back_after_a_day() -> None:
-    gate = WriteGate(10 * BLOCK_BYTES, 16)
+    gate = WriteGate(10 * BLOCK_BYTES)
     assert writes_all(gate, offered(range(10), EARLY, follows=True), 0.0)
     assert gate.left_bytes(DAY_S) == 0
     assert gate.left_bytes(DAY_S + SLOT_S) == 10 * BLOCK_BYTES
 
 
 def test_a_share_of_the_chains_is_written_and_what_was_refused_when_it_comes_again() -> None:
-    gate = busy(1 << 20)
+    gate = busy()
     assert 0.0 < gate.share(400.0) < 0.3
     refused = [
         first
@@ -121,7 +120,7 @@ def test_a_share_of_the_chains_is_written_and_what_was_refused_when_it_comes_aga
 
 
 def test_a_block_is_written_only_after_the_one_before_it() -> None:
-    gate = WriteGate(20_000 * BLOCK_BYTES, 1 << 16)
+    gate = WriteGate(20_000 * BLOCK_BYTES)
     assert not writes_all(gate, offered([1, 2], 5, has_gap=True), 0.0)
     gate, late = busy(), range(1 << 45, (1 << 45) + 40)
     assert writes_all(gate, offered(late[:20], EARLY, follows=True), 400.0)
@@ -137,7 +136,7 @@ def test_chains_that_part_late_go_together() -> None:
 
 def test_a_steady_load_spends_most_of_the_budget() -> None:
     """Offers five times the budget for three days."""
-    budget, gate = 2000, WriteGate(2000 * BLOCK_BYTES, 1 << 12)
+    budget, gate = 2000, WriteGate(2000 * BLOCK_BYTES)
     written = np.zeros(3 * 24)
     for at in range(3 * 1000):
         now_s = at * DAY_S / 1000
@@ -149,15 +148,8 @@ def test_a_steady_load_spends_most_of_the_budget() -> None:
     assert np.convolve(written, np.ones(6), "valid").min() > 0
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    gate = WriteGate(1, 1 << 40)
-    assert len(gate._refused) == write_gate.MAX_REMEMBERED
-    assert len(WriteGate(1, 1 << 12)._refused) == 1 << 13
-    assert gate.admit(offered([0]), 0.0).size == 1
-
-
 def test_another_budget_holds_from_now_on() -> None:
-    gate = WriteGate(None, 100)
+    gate = WriteGate(None)
     gate.admit(offered(list(range(10))), 0.0)
     assert gate.budget_bytes == 0
     gate.set_budget(12 * BLOCK_BYTES)

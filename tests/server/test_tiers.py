@@ -114,11 +114,6 @@ def test_what_was_written_today_counts_after_a_restart(place: Tiered) -> None:
         place.stop(how)
         place.start_tiered(*budget, *flags)
         assert place.counter("tier_budget_left_bytes") == left
-    place.stop(signal.SIGTERM)
-    (place.folder / "disk" / "written.json").write_text("[[1e999, 3]]")
-    place.start_tiered(*budget)
-    assert place.server is not None
-    assert "the disk's write budget begins anew" in place.server.log.read_text()
 
 
 def test_bytes_that_changed_on_the_disk_are_a_miss(shared: Tiered) -> None:

@@ -247,7 +247,9 @@ async def test_blocks_of_several_prompts_keep_their_depths(
     monkeypatch.setattr(hottest, "PART_ENTRIES", 2)
     async with tier_nodes() as (one, other):
         await one.share([0, 1, 2, 10, 11])
-        prompts = [HashList(0, words_of(numbers)) for numbers in ([0, 1, 2], [0, 10, 11])]
+        prompts = [HashList(0, words_of(numbers)) for numbers in ([0, 1, 2], [0, 10, 11, 99])]
+        late = await WarmStart(other.core, other.tiers).prefetch(1, prompts, 0.0)
+        assert (late.num_lower, late.num_absent) == (5, 1), "there was no time to ask for them"
         fetched = await WarmStart(other.core, other.tiers).prefetch(1, prompts, 10.0)
         assert fetched.num_fetched == 5
         index = other.core.space.index

@@ -134,7 +134,7 @@ class SharedNode(Node):
     """A node with a shared tier.
 
     `folder`: keeps its notes over restarts. `left`: the blocks of an earlier server, if any.
-    `disk`: the store of a tier below.
+    `disk`: the store of a tier below. `other`: the store of a second shared tier.
     """
 
     def __init__(
@@ -144,6 +144,7 @@ class SharedNode(Node):
         folder: Path | None = None,
         left: list[int] | None = None,
         disk: MemoryStore | None = None,
+        other: MemoryStore | None = None,
     ) -> None:
         super().__init__(disk is not None)
         relay = EpochRelay()
@@ -155,13 +156,22 @@ class SharedNode(Node):
             index.unverified[index.ready_blocks()] = True
         most_bytes = moving_bytes(self.core)
         folders = [] if folder is None else [NotesFolder(folder, left is not None)]
-        self.epochs = epochs = Epochs(self.core, [(self.tier, relay)], EpochNotes(folders))
+        self.others = [
+            SharedMemoryTier(self.arena, one, name="other") for one in [other] if one is not None
+        ]
+        stores = [(self.tier, relay), *((one, EpochRelay()) for one in self.others)]
+        self.epochs = epochs = Epochs(self.core, stores, EpochNotes(folders))
         below = None
         if disk is not None:
             tier = MemoryTier(self.arena, disk)
             below = TierBelow(self.core, tier, self.verifier, epochs, most_bytes)
         self.shared = TierShared(self.core, self.tier, self.verifier, epochs, most_bytes)
-        self.tiers = Tiers(self.core, self.arena, lookup_wait_s, epochs, below, [self.shared])
+        shared = [
+            TierShared(self.core, one, self.verifier, epochs, most_bytes) for one in self.others
+        ]
+        self.tiers = Tiers(
+            self.core, self.arena, lookup_wait_s, epochs, below, [self.shared, *shared]
+        )
         if left is None:
             self.open()
 

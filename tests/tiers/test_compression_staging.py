@@ -27,10 +27,12 @@ class StagedMachine(RuleBasedStateMachine):
         region = Region(self.arena.ctypes.data, SLOT_ALIGN, "arena")
         self.staged = Staged(region, UNITS * SLOT_ALIGN)
         self.parts: list[tuple[int, int, bool]] = []
+        self.is_open = False
 
     @rule(units=st.integers(1, UNITS + 2), is_write=st.booleans())
     def take(self, units: int, is_write: bool) -> None:
         size = units * SLOT_ALIGN
+        self.is_open |= units <= UNITS
         place = self.staged.take(size, 0.0, is_write=is_write)
         writing = sum(size for _, size, writes in self.parts if writes)
         if is_write and writing + size > max(self.staged.num_bytes // 2, size):
@@ -67,6 +69,7 @@ class StagedMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         assert self.used().max() <= 1
+        assert self.staged.held_bytes == self.is_open * self.staged.num_bytes
         if not self.parts:
             self.staged.check_invariants()
 

@@ -1,5 +1,4 @@
-"""The disk tier works on real files, direct and buffered: the contract, files cut short, full file
-systems."""
+"""The disk tier works on real files, direct and buffered: the contract, files cut short."""
 
 import contextlib
 import errno
@@ -19,9 +18,9 @@ from hotkv_server.testing.tier_contract import (
     check_tier,
 )
 from hotkv_server.tiers.protocol import Read, Write
-from tests.tiers.disks import disk, shm_folder, small_tmpfs
+from tests.tiers.disks import disk, shm_folder
 
-STORED, FULL, FAILED = int(Write.STORED), int(Write.FULL), int(Write.FAILED)
+STORED, FAILED = int(Write.STORED), int(Write.FAILED)
 
 
 @pytest.mark.parametrize("num_threads", [1, 8])
@@ -41,12 +40,6 @@ def test_contract(tmp_path: Path, direct: bool, num_threads: int) -> None:
             yield made.rig()
 
     check_tier(rig, seed=num_threads)
-
-
-def fill_up(folder: Path) -> None:
-    with open(folder / "other", "wb", buffering=0) as other, contextlib.suppress(OSError):
-        while True:
-            other.write(bytes(1 << 16))
 
 
 def test_what_was_written_outlives_the_tier(tmp_path: Path) -> None:
@@ -75,19 +68,6 @@ def test_a_file_that_is_cut_short_loses_what_lay_beyond_and_is_used_on(
         bench.fill([2], [5])
         assert bench.write([2], [5]).tolist() == [STORED]
         bench.check_read([1, 2], [8, 9])
-
-
-def test_a_full_file_system_is_full_where_blocks_have_no_room(tmp_path: Path) -> None:
-    with small_tmpfs(tmp_path, ARENA_BYTES + (1 << 20)) as folder, disk(folder) as made:
-        bench = made.stored([1, 2])
-        os.truncate(made.file.path, 2 * SLOT_BYTES)
-        fill_up(folder)
-        bench.fill([2], [2])
-        assert bench.write([2], [2]).tolist() == [FULL]
-        assert not made.tier.problem() and not made.tier.figures().failed_blocks
-        bench.check_read([1], [5])
-        (folder / "other").unlink()
-        assert bench.write([2], [2]).tolist() == [STORED]
 
 
 def test_blocks_outside_arena_and_file_fail_and_others_do_not(tmp_path: Path) -> None:

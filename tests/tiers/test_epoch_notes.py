@@ -62,7 +62,14 @@ def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
     assert record.local == 3
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 2, "key_spaces": 3}'])
+DEEP, HUGE = "[" * 100_000, '{"format": 2, "key_spaces": {}, "base": 1e999, "last": 0}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"format": 1}', '{"format": 2, "key_spaces": 3}', DEEP, HUGE],
+    ids=range(7),
+)
 def test_a_file_that_can_not_be_read_says_nothing(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:

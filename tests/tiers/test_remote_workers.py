@@ -9,7 +9,7 @@ import pytest
 
 from hotkv_server.tiers.remote import workers
 from hotkv_server.tiers.remote.calls import Part, PartQueue, RemoteCall
-from hotkv_server.tiers.remote.client import LateError, UnusableError
+from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 from hotkv_server.tiers.remote.workers import (
     FIRST_WAIT_S,
     LONGEST_WAIT_S,
@@ -126,16 +126,25 @@ def test_questions_go_before_reads() -> None:
 
 
 def test_no_part_waits_for_a_connection_while_there_is_another() -> None:
-    world = World(2, connects_first=True)
+    world, begins = World(2, connects_first=True), threading.Barrier(3)
+
+    def lost_by_first(client: Client, until_s: float) -> None:
+        begins.wait(60)
+        if threading.current_thread().name.endswith("-0"):
+            raise LostError("closed the connection")
+        wait_for(lambda: world.num_tries > 3, "it does not connect again")
+
     try:
         # Two connections for blocks, and one for control.
         wait_for(lambda: len(world.clients) == 3, "it does not connect")
         world.opens.clear()
-        world.ask("late", waits_until([], threading.Event()), within_s=0.2)
-        world.wait_for("late")
-        for number in range(20):
-            world.ask(f"{number}")
-        world.wait_for(*map(str, range(20)))
+        names = ["one", "other", *map(str, range(20))]
+        for name in names[:2]:
+            world.ask(name, lost_by_first)
+        for name in names[2:]:
+            world.ask(name)
+        begins.wait(60)
+        world.wait_for(*names)
         assert len(world.clients) == 3 and not world.workers.stalled_s(time.monotonic() + 9)
     finally:
         world.close()

@@ -202,6 +202,23 @@ async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> Non
         one.tiers.let_go(other)
 
 
+async def test_a_prefetch_of_many_blocks_leaves_room_for_stores() -> None:
+    """It loads an eighth of the arena at a time."""
+    many = list(range(NUM_SLOTS // 2))
+    async with made() as one:
+        await one.lie_below(many)
+        one.tier.faults.is_hung = True
+        lists = [HashList(0, words_of(many))]
+        prefetching = asyncio.create_task(one.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        await eventually(lambda: len(one.books.moves) > 0, "nothing comes up")
+        others = list(range(100, 100 + NUM_SLOTS * 7 // 8))
+        one.put(others)
+        assert one.core.lookup(1, [HashList(0, words_of(others))])[0].all()
+        one.tier.faults.is_hung = False
+        await prefetching
+        assert one.core.lookup(1, lists)[0].all()
+
+
 async def test_a_lease_waits_for_its_own_blocks_only() -> None:
     async with made(60.0) as one:
         await one.lie_below([*BLOCKS, 30])

@@ -314,22 +314,6 @@ def test_new_packs_that_can_not_be_read_do_no_harm_to_known_ones(
     wait_for(lambda: ask(lister) or index.find([key(1)]) != [None])
 
 
-def test_a_pack_that_can_not_be_read_is_remembered_once(
-    bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the clock has jumped, a listing skips no packs."""
-    ahead_s = 0.0
-    clock = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic)
-    monkeypatch.setattr(lister_module, "time", clock)
-    name = bucket.add(1, 10**15)
-    bucket.lost.add(name)
-    bucket.add(2, 10**15 + 1)
-    ask(lister)
-    ahead_s, looks = 86_400.0, len(bucket.looks)
-    wait_for(lambda: ask(lister) or len(bucket.looks) > looks + 2)
-    assert lister._folders[SPACE].unread == [name]
-
-
 def test_packs_that_the_store_forbids_are_read_again_in_turn(
     bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
 ) -> None:

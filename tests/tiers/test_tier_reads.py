@@ -8,6 +8,12 @@ from hotkv_server.tiers.drive.reads import READ_BOUNDS_S, RECENT, TierReads
 def test_quantiles_and_the_rate_are_of_the_last_reads_and_sums_of_all() -> None:
     reads = TierReads()
     assert (reads.quantile_s(0.5), reads.bytes_per_s()) == (0.0, 0.0)
+    # A read that found nothing says nothing about the rate.
+    reads.add(5.0, 0)
+    assert (reads.quantile_s(1.0), reads.bytes_per_s()) == (5.0, 0.0)
+    reads.add(0.5, 500)
+    assert reads.bytes_per_s() == 1000.0
+    reads = TierReads()
     for _ in range(RECENT):
         reads.add(20.0, 1)
     for at in range(RECENT):
@@ -20,11 +26,3 @@ def test_quantiles_and_the_rate_are_of_the_last_reads_and_sums_of_all() -> None:
     assert reads.times_s.sum > 20 * RECENT
     reads.add(31.0, 0)
     assert reads.times_s.counts[-1] == 1
-
-
-def test_a_read_that_found_nothing_says_nothing_about_the_rate() -> None:
-    reads = TierReads()
-    reads.add(5.0, 0)
-    assert reads.bytes_per_s() == 0.0 and reads.quantile_s(1.0) == 5.0
-    reads.add(0.5, 500)
-    assert reads.bytes_per_s() == 1000.0

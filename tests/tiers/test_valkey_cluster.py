@@ -25,7 +25,7 @@ from hotkv_server.testing.flush_contract import (
 )
 from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, key
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
-from hotkv_server.tiers.valkey.cluster import ClusterPipe, slot_of
+from hotkv_server.tiers.valkey.cluster import NUM_SLOTS, ClusterPipe, slot_of
 from tests.server.certificates import Authority
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_for
@@ -180,12 +180,21 @@ def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
         for at in moving:
             old.client.execute_command("MIGRATE", "127.0.0.1", new.port, key(at), 0, 5000)
         bench.check_read(numbers, numbers)
-        for one in (new, old):
+        for one in (new, old, *cluster.nodes):
             for slot in slots:
                 one.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
-        for _ in range(3):
-            bench.check_read(numbers, numbers)
-        assert not bench.tier.problem()
+        bench.check_read(numbers, numbers)
+        bench.check_read(numbers, numbers)
+        # By now the tier knows the new map, and asks for it no more.
+        before = maps_and_redirects(cluster)
+        bench.check_read(numbers, numbers)
+        assert maps_and_redirects(cluster) == before and not bench.tier.problem()
+
+
+def maps_and_redirects(cluster: Cluster) -> list[tuple[object, object]]:
+    """Returns how often each server was asked for its map of slots, and has answered MOVED."""
+    said = [one.client.info("all") | one.client.info("errorstats") for one in cluster.nodes]
+    return [(one.get("cmdstat_cluster|slots"), one.get("errorstat_MOVED")) for one in said]
 
 
 def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> None:
@@ -334,12 +343,18 @@ def test_a_server_that_hangs_is_given_up_after_its_time(cluster: Cluster) -> Non
         wait_for(lambda: (bench.read(numbers, numbers) == Read.FOUND).all(), "it did not come back")
 
 
+@pytest.mark.parametrize("has_old_map", [False, True])
 def test_a_server_that_has_left_the_cluster_hides_no_other(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, has_old_map: bool
 ) -> None:
-    """It was replaced, and starts again without its file of the cluster."""
-    left = Node(tmp_path / "left", *free_ports(2), "")
+    """It was replaced, and starts again without its file of the cluster; or it was cut off, and
+    still names a server that is gone."""
+    gone, *ports = free_ports(3)
+    left = Node(tmp_path / "left", *ports, "")
     try:
+        if has_old_map:
+            left.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, NUM_SLOTS - 1)
+            left.client.config_set("cluster-announce-port", gone)
         with bench_over(f"127.0.0.1:{left.port},{cluster.address}", cluster=True) as bench:
             bench.fill([1], [1])
             assert bench.write([1], [1]).tolist() == [Write.STORED]

@@ -327,10 +327,11 @@ class SharedMemoryTier(MemoryTier):
         *,
         on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
         is_manual: bool = False,
+        name: str = "shared",
     ) -> None:
         assert not store.places, "a shared tier places by itself"
         self._on_epoch = on_epoch
-        super().__init__(arena, store, medium=Medium.REMOTE, is_manual=is_manual, name="shared")
+        super().__init__(arena, store, medium=Medium.REMOTE, is_manual=is_manual, name=name)
 
     def probe(
         self,

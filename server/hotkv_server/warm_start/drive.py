@@ -77,6 +77,10 @@ class WarmStart:
             return Fetched(num_present, 0, 0, num_blocks - num_present)
         await self._below.prefetch(key_space_id, groups, time.monotonic() + wait_s)
         self._core.key_space(key_space_id)
+        if _count(self._core.lookup(key_space_id, groups)) < num_blocks:
+            # Ask the shared tiers: the prefetch may have had no time to ask for all blocks.
+            await self._below.lookups.find(key_space_id, groups)
+            self._core.key_space(key_space_id)
         masks = self._core.lookup(key_space_id, groups)
         num_ready = _count(masks)
         lower = self._below.lookups.lies_elsewhere(key_space_id, groups, masks)

@@ -134,11 +134,6 @@ class Record:
     asked_at_s: float = NEVER_S
     used_s: float = NEVER_S
 
-    @property
-    def is_waiting(self) -> bool:
-        """True if a flush of this node has not ended, or a store must still raise its epoch."""
-        return self.ended < self.need or any(one.is_untold for one in self.stores.values())
-
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
@@ -192,7 +187,9 @@ class EpochBook:
         self.last = max([base, last, *(one.local for one in self.records.values())])
         self.revision = self.saved = self._sealed_at = 0
         # Key spaces that are in use, or that still wait for a flush or a raise.
-        self._active = dict.fromkeys(name for name, one in self.records.items() if one.is_waiting)
+        self._active = dict.fromkeys(
+            name for name, one in self.records.items() if self._is_waiting(one)
+        )
 
     def __repr__(self) -> str:
         untold = sum(s.is_untold for one in self.records.values() for s in one.stores.values())
@@ -472,6 +469,11 @@ class EpochBook:
         in stores of earlier settings."""
         return [record.stores[name] for name in self.stores]
 
+    def _is_waiting(self, record: Record) -> bool:
+        """Returns True if a flush of this node has not ended, or if a store of the present settings
+        must still raise its epoch."""
+        return record.ended < record.need or any(one.is_untold for one in self._mine(record))
+
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
@@ -483,11 +485,12 @@ class EpochBook:
         """
         for fingerprint in list(self._active):
             record = self.records[fingerprint]
-            if now_s >= record.used_s + USED_S and not record.is_waiting:
+            if now_s >= record.used_s + USED_S and not self._is_waiting(record):
                 del self._active[fingerprint]
         for fingerprint in list(self.records) if len(self.records) > MAX_RECORDS else ():
-            if fingerprint not in known and fingerprint not in self._active:
-                record = self.records[fingerprint]
+            record = self.records[fingerprint]
+            is_untold = any(one.is_untold for one in record.stores.values())
+            if fingerprint not in known and fingerprint not in self._active and not is_untold:
                 del self.records[fingerprint]
                 # If a power loss brings old blocks back, they must not match the number of a new
                 # record.

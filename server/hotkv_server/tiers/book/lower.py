@@ -51,7 +51,7 @@ class LowerTier:
         self.moves = moves
         moves.host.room.may_keep = space.room.may_keep = False
         self.counters = MoveCounters()
-        gate = WriteGate(write_bytes_per_day, space.index.capacity)
+        gate = WriteGate(write_bytes_per_day)
         sizes = PlaceSizes(encoded_bytes)
         self.down = Demotion(moves, space, gate, sizes, self.counters)
         self.up = Promotion(moves, arrivals, space, sizes, self.counters)

@@ -45,7 +45,7 @@ EARLY_TOKENS = 8192
 In a shorter chain, the hash of the last block decides. So chains that differ only after token 8192
 and its block get the same answer."""
 MAX_REMEMBERED = 1 << 22
-"""Most refused blocks that the gate remembers, at 4 bytes each."""
+"""Most refused blocks that a gate with a budget remembers, at 4 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +81,20 @@ class WriteGate:
     """Decides which blocks are written to the disk; see the module.
 
     `bytes_per_day`: the budget; None: no limit, so all blocks are admitted.
-    `capacity`: most blocks that the disk can hold.
     """
 
-    def __init__(self, bytes_per_day: int | None, capacity: int) -> None:
+    def __init__(self, bytes_per_day: int | None) -> None:
         self._written = _Day()
         # Rates of two kinds of offered bytes. Sampled: bytes of blocks on whose admission a hash
         # decided. Sure: bytes of blocks that were admitted whatever the hash.
         self._sampled, self._sure = _Rate(), _Rate()
-        self._num_remembered = min(MAX_REMEMBERED, 1 << max(10, (2 * capacity - 1).bit_length()))
         self.set_budget(bytes_per_day)
 
     def set_budget(self, bytes_per_day: int | None) -> None:
         """Changes the budget; None for no limit. The writes of the last 24 hours count in the new
         budget. The gate forgets which blocks it has refused."""
         self._budget = math.inf if bytes_per_day is None else bytes_per_day
-        size = 1 if bytes_per_day is None else self._num_remembered
+        size = 1 if bytes_per_day is None else MAX_REMEMBERED
         self._refused = np.zeros(size, np.uint32)
 
     def __repr__(self) -> str:

@@ -192,7 +192,6 @@ class TierBelow:
         if self.memory is not None:
             self.memory.changed(going)
         self._on_ready(going, Medium.DISK, DISK_TIER)
-        tell()
         moves = await self._begin(again, tell, is_plain=True) if len(again) else []
         for plain in moves:
             await self._write(plain, tell)

@@ -133,7 +133,15 @@ def _read(path: Path) -> _Content | None:
         return _Content(int(content["base"]), int(content["last"]), records)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         log.error(
             "%s can't be used: flushes that stores were not told of are forgotten, and blocks that "
             "are here are flushed when a store that nodes share is reached: %s %s",

@@ -168,8 +168,8 @@ class TierLookups:
         """Returns, for each list in `groups`, a mask of the blocks outside host memory that count
         as hits for a lookup: blocks that a tier is known to have, and blocks that are being moved
         up to host memory. Omits the blocks of a tier if loading them takes longer than computing
-        them, and while lookups skip the tier. While lookups skip any tier, also omits all blocks
-        that are being moved up.
+        them, and while lookups skip the tier. While any tier hangs, also omits all blocks that are
+        being moved up.
 
         `ready`: for each list, a mask of the blocks in host memory.
         `tokens_per_s`: speed at which the engine computes prompts; 0 if unknown. Then the blocks of
@@ -178,8 +178,8 @@ class TierLookups:
         if all(mask.all() for mask in ready):
             return [np.zeros(len(mask), np.bool_) for mask in ready]
         # If a tier hangs, its moves may never end.
-        is_well = any(move.is_up for move in self._books.moves) and all(
-            one.breaker.lets_pass for one in self._sources
+        is_well = any(move.is_up for move in self._books.moves) and not any(
+            one.breaker.hangs for one in self._sources
         )
         masks = [
             self._books.arrivals.is_coming(key_space_id, one.group_index, one.hashes)

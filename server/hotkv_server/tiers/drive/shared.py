@@ -173,11 +173,16 @@ class TierShared:
             return
         if not await self._epochs.confirm(self.name, key_space_id, until_s):
             return
-        keys: list[bytes] = []
-        asked: list[tuple[bytes, list[bytes]]] = []
+        lists: list[tuple[bytes, Words]] = []
         for head, one, at in self._named(key_space_id, groups):
             hashes = rows(one.hashes, at)
-            hashes = hashes[~self._found.among(head, hashes, until_s)][: MAX_PROBED - len(keys)]
+            lists.append((head, hashes[~self._found.among(head, hashes, until_s)]))
+        num_blocks = max(MAX_PROBED, sum(len(hashes) for _, hashes in lists))
+        keys: list[bytes] = []
+        asked: list[tuple[bytes, list[bytes]]] = []
+        for head, hashes in lists:
+            # Ask for the same share of each list: a hit needs blocks of all groups.
+            hashes = hashes[: len(hashes) * MAX_PROBED // num_blocks]
             if len(hashes):
                 asked.append((head, [words.tobytes() for words in hashes]))
                 keys += [b"%s/%s" % (head, block_hash) for block_hash in asked[-1][1]]
@@ -241,11 +246,13 @@ class TierShared:
 
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Returns, for each list in `groups`, the positions of the blocks that are neither in host
-        memory nor on the disk. While lookups skip the disk, blocks on the disk count as absent
-        too."""
+        memory nor on the disk. While blocks can't be loaded from the disk, blocks on the disk count
+        as absent too: while lookups skip the disk, or while a shared store has not confirmed the
+        key space's epoch (this tier may have the blocks, and needs only its own confirmation)."""
         absent = self._books.arrivals.absent(key_space_id, groups)
-        lower = self._books.lower
-        if lower is None or (self.below is not None and not self.below.lets_pass):
+        lower, breaker = self._books.lower, self.below
+        skips_disk = breaker is not None and not breaker.lets_pass
+        if lower is None or skips_disk or not self._epochs.are_all_confirmed(key_space_id):
             return absent
         return [
             at[lower.up.find(key_space_id, one, at) == 0] if len(at) else at

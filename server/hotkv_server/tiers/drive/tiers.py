@@ -251,14 +251,26 @@ class Tiers:
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Loads the blocks of these lists from tiers, as many as there is room for. Waits until
-        the loaded blocks are in host memory, at most until `until_s`, a time of time.monotonic."""
-        await self._begin_up(key_space_id, groups, tries=False)
+        the loaded blocks are in host memory, at most until `until_s`, a time of time.monotonic.
+        Loads part after part, each no larger than MOVING_SHARE of the arena."""
+        record = self._core.catalog.record(key_space_id)
+        slot_bytes = max((record.shape(one.group_index).slot_bytes for one in groups), default=1)
+        for part in _parts(groups, min(MOVE_BLOCKS, max(1, self._most_bytes // slot_bytes))):
+            await self._prefetch_part(key_space_id, part, groups, until_s)
+            if time.monotonic() >= until_s:
+                return
+
+    async def _prefetch_part(
+        self, key_space_id: int, part: list[HashList], groups: list[HashList], until_s: float
+    ) -> None:
+        """Loads the blocks of `part` as `prefetch` does. Evicts no block of `groups` for them."""
+        await self._begin_up(key_space_id, part, groups, tries=False)
         await self.epochs.settle(key_space_id, until_s)
-        await self._look(key_space_id, groups, until_s)
+        await self._look(key_space_id, part, until_s)
         while not self._tasks.is_closing:
             has_room = self._up_bytes < self._most_bytes
-            await self._begin_up(key_space_id, groups)
-            waits = [one.done for one in self._under_way(key_space_id, groups)]
+            await self._begin_up(key_space_id, part, groups)
+            waits = [one.done for one in self._under_way(key_space_id, part)]
             left_s = until_s - time.monotonic()
             if waits and left_s > 0:
                 await asyncio.wait(waits, timeout=left_s)
@@ -358,7 +370,7 @@ class Tiers:
             if not source.breaker.take_turn():
                 continue
             breaks = Breaks()
-            for part in _parts(groups):
+            for part in _parts(groups, MOVE_BLOCKS):
                 self._begin_move(source, key_space_id, part)
                 if held is not None:
                     self._hold(held, key_space_id, part)
@@ -428,20 +440,20 @@ class Tiers:
         coming.num_bytes = num_bytes
 
 
-def _parts(groups: list[HashList]) -> Iterator[list[HashList]]:
-    """Splits lists of more than MOVE_BLOCKS blocks into parts for separate moves. If the lists have
-    at most MOVE_BLOCKS blocks together, yields them as one part.
+def _parts(groups: list[HashList], most_blocks: int) -> Iterator[list[HashList]]:
+    """Splits lists of more than `most_blocks` blocks into parts for separate moves. If the lists
+    have at most `most_blocks` blocks together, yields them as one part.
 
     A part begins with the last block of the part before it, so that the move links its first block
     to that block.
     """
-    if sum(len(one.hashes) for one in groups) <= MOVE_BLOCKS:
+    if sum(len(one.hashes) for one in groups) <= most_blocks:
         yield groups
         return
     for one in groups:
         depths = np.arange(len(one.hashes)) if one.depths is None else one.depths
-        for start in range(0, len(one.hashes), MOVE_BLOCKS):
-            at = slice(max(0, start - 1), start + MOVE_BLOCKS)
+        for start in range(0, len(one.hashes), most_blocks):
+            at = slice(max(0, start - 1), start + most_blocks)
             yield [HashList(one.group_index, one.hashes[at], depths[at])]
 
 

@@ -160,23 +160,27 @@ class ClusterPipe:
         return reply
 
     def _find(self, until_s: float) -> None:
-        """Reads the map of hash slots from the first server in the settings that answers and knows
-        servers with hash slots. Each server gets an equal share of the remaining time, so that the
-        next server is tried even if a server hangs."""
+        """Reads the map of hash slots from the first server in the settings that answers, knows
+        servers with hash slots, and names only servers that can be reached: the map of a server
+        that is cut off from the cluster may be out of date. Each server gets an equal share of the
+        remaining time, so that the next server is tried even if a server hangs. If all fail, raises
+        an UnusableError of one of them, or the last error."""
+        failed: StoreError | None = None
         seeds = self._settings.hosts_and_ports
-        for at, address in enumerate(seeds, 1):
+        for at, address in enumerate(seeds):
             now_s = time.monotonic()
-            seed_until_s = now_s + (until_s - now_s) / (len(seeds) - at + 1)
+            seed_until_s = now_s + (until_s - now_s) / (len(seeds) - at)
             try:
-                seed = ValkeyConnection(self._settings, address, seed_until_s)
-            except StoreError:
-                if at == len(seeds):
-                    raise
-                continue
-            self._detours[address] = seed
-            self._learn(seed, until_s)
+                self._detours[address] = ValkeyConnection(self._settings, address, seed_until_s)
+                self._learn(self._detours[address], seed_until_s)
+            except StoreError as error:
+                failed = failed if isinstance(failed, UnusableError) else error
+                if address in self._detours:
+                    self._detours.pop(address).close()
             if self._owners:
                 return
+        if failed is not None:
+            raise failed
 
     def _learn(self, teller: ValkeyConnection, until_s: float) -> None:
         """Reads the map of hash slots from the server `teller`. Connects to servers that are new in
