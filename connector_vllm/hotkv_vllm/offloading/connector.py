@@ -49,6 +49,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
     configuration is wrong."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        checks.check_pooling(vllm_config)
         transfer = vllm_config.kv_transfer_config
         settings = complete(transfer.kv_connector_extra_config)
         is_child = bool(checks.outer_configs())
