@@ -49,9 +49,9 @@ class HotKVOffloadingConnector(OffloadingConnector):
     configuration is wrong."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        checks.check_pooling(vllm_config)
         transfer = vllm_config.kv_transfer_config
         settings = complete(transfer.kv_connector_extra_config)
+        checks.check_pooling(vllm_config)
         is_child = bool(checks.outer_configs())
         super().__init__(vllm_config, role, kv_cache_config)
         self._door: DoorScheduler | None = None
