@@ -73,10 +73,12 @@ def test_what_an_arrival_found_is_used_once_and_for_a_moment(
 
 
 def test_a_miss_is_remembered_for_a_moment_and_counted_once() -> None:
-    parts = Parts()
+    parts = Parts([FULL, WINDOW])
     state = parts.state(request("a", LONG))
     assert parts.match(state) == NO_HIT
-    parts.put("a", range(4))
+    assert parts.server.count("probe") == 1, "no hit has a block of the window without the first"
+    for group in (0, 1):
+        parts.put("a", range(4), group)
     parts.clock += MISS_MEMORY_S / 2
     probes = parts.server.count("probe")
     assert parts.match(state) == NO_HIT and parts.server.count("probe") == probes
