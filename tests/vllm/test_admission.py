@@ -40,6 +40,7 @@ def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has_media:
     asks = request("a", LONG)
     asks.mm_features = [object()] * has_media
     one.arrive(asks)
+    assert bool(one.parts.server.count("probe")) == (not has_media), "the lookup begins at once"
     assert one.hit(asks) == (0 if has_media else 4 * TOKENS)
     assert one.parts.server.count("acquire") == (not has_media)
     one.desk.allocated(asks, blocks([1, 2, 3, 4, 5]), 0)
