@@ -467,7 +467,8 @@ class HitFinder:
         if self._overdue is not None and self._overdue.done():
             self._overdue = None
         until_s, hit.hint_until_s = hit.hint_until_s, 0.0
-        if 0 < until_s <= now_s and hit.answer is not None and hit.answer.done():
+        is_old = until_s and now_s >= until_s
+        if is_old and hit.answer is not None and hit.answer.done():
             # The request has waited in vLLM's queue since its lookup. The server may have further
             # blocks by now.
             self.give_back(state)
