@@ -49,8 +49,8 @@ def check_pooling(vllm_config: Any) -> None:
     """Raises ConfigError if the engine would end at its first request because it has a KV
     connector, whichever one.
 
-    Source: `KVOutputAggregator.aggregate` in vLLM 0.32 needs an output of each rank. With pooling,
-    the V1 runner returns an output in the last pipeline stage only.
+    Source: `KVOutputAggregator.aggregate` in vLLM 0.32 and 0.33 needs an output of each rank. With
+    pooling, the V1 runner returns an output in the last pipeline stage only.
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if (
