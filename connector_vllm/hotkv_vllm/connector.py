@@ -89,6 +89,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        checks.check_pooling(vllm_config)
         transfer = vllm_config.kv_transfer_config
         config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
         is_scheduler = role is KVConnectorRole.SCHEDULER

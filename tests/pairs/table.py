@@ -90,6 +90,7 @@ _OUTLIVES = "test_engines_share_answers_too_and_outlive_the_server"
 _DOOR_REFUSES = f"{_DOOR}test_a_setting_that_this_door_can_not_serve"
 
 REFUSALS: dict[tuple[str, str], str] = {
+    ("pipeline", "pooling"): "pooling with pipeline_parallel_size = 2: vLLM's model runner V1 ends",
     ("sparse", "pipeline"): "hotkv.sparse: it does not work with pipeline or context parallelism",
     ("sparse", "speculation"): "hotkv.sparse: it does not work with speculative decoding; leave "
     "out speculative_config",

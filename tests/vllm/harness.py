@@ -336,15 +336,21 @@ class Engine:
 
     def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
         """Runs a step through vLLM's mixin, which calls the hooks. The V1 runner calls the first
-        hook earlier (`GPUModelRunner.execute_model`)."""
+        hook earlier (`GPUModelRunner.execute_model`) and, with a drafter, the last hook later
+        (`sample_tokens`)."""
         _TRANSFER_GROUP[:] = [self.worker]
         self.worker.handle_preemptions(scheduled.kv_connector_metadata)
         self._zero_blocks(scheduled)
+        has_drafter = self.vllm_config.speculative_config is not None
+        defers = has_drafter and scheduled.total_num_scheduled_tokens > 0
         with (
             set_forward_context(None, self.vllm_config),
-            KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled) as output,
+            KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled, defers) as output,
         ):
             sampled, point = self._computed(scheduled)
+        if defers:
+            self.worker.wait_for_save()
+            self.worker.clear_connector_metadata()
         meta = pickle.dumps(output.kv_connector_worker_meta)
         output.kv_connector_worker_meta = pickle.loads(meta)
         return output, sampled, point

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from hotkv_client.types import BlockResult
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitChoice, Phase, Verdict
 from hotkv_vllm.scheduler.sharing import JOINING_PATIENCE_S, LINKS_PATIENCE_S, Joining
 from tests.vllm.desks import LONG, Memory, blocks, desk, ended
-from tests.vllm.parts import TOKENS, request
+from tests.vllm.parts import TOKENS, report, request, stored
 
 __all__ = ["desk"]
 
@@ -39,6 +40,7 @@ def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has_media:
     asks = request("a", LONG)
     asks.mm_features = [object()] * has_media
     one.arrive(asks)
+    assert bool(one.parts.server.count("probe")) == (not has_media), "the lookup begins at once"
     assert one.hit(asks) == (0 if has_media else 4 * TOKENS)
     assert one.parts.server.count("acquire") == (not has_media)
     one.desk.allocated(asks, blocks([1, 2, 3, 4, 5]), 0)
@@ -120,6 +122,20 @@ def test_an_ended_request_stores_nothing_if_a_worker_is_absent_or_its_load_faile
         one.parts.finder.failed_loads.add("a")
     assert ended(one, asks) == []
     assert "a" not in one.parts.finder.failed_loads
+
+
+def test_a_preempted_request_stores_again_what_the_server_lacks(desk: Any) -> None:
+    """vLLM has given its blocks to other requests, before they were copied."""
+    one = desk()
+    one.arrive(asks := request("a", LONG))
+    for _ in range(2):
+        assert not one.hit(asks)
+        due = one.parts.planner.due(one.desk.states, {"a": LONG}, (), {})
+        (job,), _ = one.parts.planner.plan(due, lambda _: ([1, 2, 3, 4, 5],), {}, lambda: ())
+        assert stored([job]) == [(0, [1, 2, 3, 4])]
+        one.parts.planner.reported(report((job.store_id, [BlockResult.ABORTED] * 4)))
+    one.desk.states["a"].store.may_store = False
+    assert not one.hit(asks) and not one.parts.planner.due(one.desk.states, {"a": LONG}, (), {})
 
 
 @pytest.mark.parametrize("how", ["ended", "computed", "abandoned", "loading"])

@@ -55,21 +55,30 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
         assert state.hit.leased == [range(1, 4)]
 
 
-@pytest.mark.parametrize("age, probes", [(0.5, False), (1, True), (2, True)])
-def test_the_hint_of_an_arrival_is_used_once_and_for_a_moment(age: float, probes: bool) -> None:
+@pytest.mark.parametrize("kind", ["probe", "lookup"])
+@pytest.mark.parametrize("age, asks", [(0.5, False), (1, True), (2, True)])
+def test_what_an_arrival_found_is_used_once_and_for_a_moment(
+    kind: str, age: float, asks: bool
+) -> None:
+    """Blocks that come while a request waits in vLLM's queue are hit."""
     parts, state = asking()
-    parts.server.hold.add("acquire")
+    parts.server.table = kind == "probe"
+    parts.drop("a", [3])
     parts.finder.arrive(state, parts.clock)
-    before = parts.server.count("probe")
-    assert parts.finder.match(state, 0, parts.clock + age * HINT_MEMORY_S) == ASK_AGAIN
-    assert (parts.server.count("probe") > before) == probes and state.hit.hint is None
+    parts.put("a", [3])
+    before = parts.server.count(kind)
+    parts.clock += age * HINT_MEMORY_S
+    assert parts.hit(state) == (4 if asks else 3) * TOKENS
+    assert (parts.server.count(kind) > before) == asks and state.hit.hint is None
 
 
 def test_a_miss_is_remembered_for_a_moment_and_counted_once() -> None:
-    parts = Parts()
+    parts = Parts([FULL, WINDOW])
     state = parts.state(request("a", LONG))
     assert parts.match(state) == NO_HIT
-    parts.put("a", range(4))
+    assert parts.server.count("probe") == 1, "no hit has a block of the window without the first"
+    for group in (0, 1):
+        parts.put("a", range(4), group)
     parts.clock += MISS_MEMORY_S / 2
     probes = parts.server.count("probe")
     assert parts.match(state) == NO_HIT and parts.server.count("probe") == probes

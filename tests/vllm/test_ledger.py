@@ -46,6 +46,7 @@ def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: st
     one.generate("hit", PROMPT, 2)
     hit = reports_to(server)[-1]
     assert hit.hit_tokens == 192 and hit.saved_s == speed.seconds(0, 192) > 0
+    assert (server.prefill_tokens_per_s > 0) == (load == "auto")
     assert one.counters.get("judged_choices", 0) == (load == "auto")
     one.generate("elsewhere", prompt(3, 40), 2)
     assert reports_to(server)[-1].saved_s == 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.harness import Engine, prompt
-from tests.vllm.specs import HYBRIDS
+from tests.vllm.specs import HYBRIDS, hybrid_model
 
 LONGEST = 505
 MODELS = pytest.mark.parametrize("model", HYBRIDS)
@@ -38,6 +38,18 @@ def stored(
 def steps(one: Engine, count: int) -> None:
     for _ in range(count):
         one.step()
+
+
+@pytest.mark.parametrize("num_tokens", [91, 92, 93])
+def test_a_request_needs_the_blocks_that_vllm_would_reserve(engine: Any, num_tokens: int) -> None:
+    """vLLM counts right before the request holds blocks. Drafts need room, too."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    one = engine(specs=hybrid_model(), blocks=96, speculative_config=ngram)
+    room = one.connector._scheduler.requests.room
+    request = one.add("a", prompt(1, num_tokens))
+    room.comes(request)
+    room.admitted("a", one.scheduler.kv_cache_manager.empty_kv_cache_blocks)
+    assert room.holders["a"].need == one.scheduler._request_remaining_blocks(request)
 
 
 @MODELS

@@ -74,12 +74,6 @@ def test_two_reports_are_joined_and_stay_as_they_are() -> None:
     assert one.aggregate(object()) is one  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", FULL)
-def test_a_report_that_has_anything_is_not_empty(name: str) -> None:
-    assert HotKVWorkerMetadata().is_empty()
-    assert not HotKVWorkerMetadata(**{name: FULL[name]}).is_empty()
-
-
 NAMES, RANKS = st.sampled_from("ab"), st.integers(0, 2)
 WHOLE = st.integers(0, 9).map(float)
 """Sums of whole numbers are the same in any order."""

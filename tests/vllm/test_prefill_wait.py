@@ -87,12 +87,6 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
         assert {name: parts.count(name) for name in names} == names
 
 
-def test_an_engine_that_does_not_know_its_speed_lets_nothing_wait() -> None:
-    parts = Parts()
-    wait = PrefillWait(PrefillSpeed(HotKVStats()), parts.stats, decodes_only=True)
-    assert not wait.goes_on(parts.finder, parts.state(request("a", PROMPT_TOKENS)), 0, parts.clock)
-
-
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
 def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, role: str

@@ -40,7 +40,7 @@ def test_original_weights_after_a_second_start_are_not_those_before(updated: Any
     one.model.load_weights(two.model.state_dict())
     twice(one, prompt(4, 200))
     spaces = [each.connector._scheduler.cache.session.config.key_space for each in (one, two)]
-    assert spaces[0] == spaces[1]
+    assert spaces[0] == spaces[1] and spaces[0].page_format.startswith("H2N32C64:2;")
     assert two.generate("d", prompt(4, 200), 4)[1] == 192
 
 

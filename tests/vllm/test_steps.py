@@ -121,13 +121,6 @@ def test_extra_keys_of_blocks() -> None:
     assert len(found) == 2 and found[0] and found[1] and found[0] != found[1]
 
 
-@pytest.mark.parametrize("given, tokens", [({}, 0), ({"shared_prefix_boundary": 48}, 48)])
-def test_the_boundary_of_a_shared_prefix_is_none_where_vllm_names_none(
-    given: dict[str, int], tokens: int
-) -> None:
-    assert steps.shared_prefix_boundary(SimpleNamespace(**given)) == tokens
-
-
 ENDS = st.integers(-5, 5) | st.none()
 
 

@@ -100,17 +100,6 @@ def test_a_hit_that_is_not_taken_leaves_no_lease(engine: Any, server: Any, how: 
     assert not server.leases
 
 
-def test_without_a_table_lookups_begin_when_the_request_arrives(engine: Any, server: Any) -> None:
-    server.table = False
-    filled(engine)
-    one = engine()
-    server.calls.clear()
-    one.add("a", PROMPT)
-    assert server.count("lookup") == 1 and server.count("acquire") == 0
-    one.run()
-    assert one.external["a"] == 192 and server.count("lookup") == 1
-
-
 @pytest.mark.parametrize("why", ["stores nothing", "lost its session"])
 def test_keys_of_failed_loads_are_offered_again(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, why: str
@@ -181,14 +170,6 @@ def test_engine_runs_without_a_server_and_with_one_that_comes_and_goes(
         server.sessions[-1].tell(LinkState.ABSENT, "still not")
     # Each change of the state is logged once.
     assert len(lines) == 5, lines
-
-
-def test_nothing_per_layer(engine: Any) -> None:
-    one = engine()
-    one.worker.wait_for_layer_load("layer.0")
-    one.worker.save_kv_layer("layer.0", one.tensors["layer.0"], None)
-    assert not one.worker.requires_piecewise_for_cudagraph({})
-    assert not {"wait_for_layer_load", "save_kv_layer"} & set(one.worker.clock.by_hook)
 
 
 @pytest.mark.parametrize("seed_set", [True, False])

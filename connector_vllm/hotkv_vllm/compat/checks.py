@@ -1,7 +1,8 @@
 """Answers questions about an engine from vLLM's configuration, the process's environment and the
 call stack. Changes the few settings of vLLM that hotkv must change.
 
-Reads `ParallelConfig` (context-parallel sizes, `nnodes_within_dp`, `distributed_executor_backend`),
+Reads `ParallelConfig` (context-parallel sizes, `nnodes_within_dp`, `distributed_executor_backend`,
+`pipeline_parallel_size`), `ModelConfig.runner_type`,
 `KVCacheConfig.needs_kv_cache_zeroing`, `VllmConfig.use_v2_model_runner`,
 `KVCacheConfig.kv_tp_replicas`, vLLM's process groups, `MultiModalConfig.mm_processor_cache_gb`,
 `CacheConfig.enable_prefix_caching`, `current_platform`, and functions on the call stack
@@ -18,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from hotkv_vllm.compat import Unsupported
-from hotkv_vllm.config import cuda_settings
+from hotkv_vllm.config import ConfigError, cuda_settings
 from hotkv_vllm.link import logger
 
 # --------------------------------------------------------------------------------------- the engine
@@ -41,6 +42,25 @@ def check_ranks(vllm_config: Any) -> None:
         raise Unsupported(
             "with the external launcher each rank has a scheduler of its own, and their hits "
             "could differ"
+        )
+
+
+def check_pooling(vllm_config: Any) -> None:
+    """Raises ConfigError if the engine would end at its first request because it has a KV
+    connector, whichever one.
+
+    Source: `KVOutputAggregator.aggregate` in vLLM 0.32 and 0.33 needs an output of each rank. With
+    pooling, the V1 runner returns an output in the last pipeline stage only.
+    """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if (
+        vllm_config.model_config.runner_type == "pooling"
+        and stages > 1
+        and not getattr(vllm_config, "use_v2_model_runner", False)
+    ):
+        raise ConfigError(
+            f"pooling with pipeline_parallel_size = {stages}: vLLM's model runner V1 ends at the "
+            "first request if there is a KV connector; leave out kv_transfer_config"
         )
 
 

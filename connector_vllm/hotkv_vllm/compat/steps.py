@@ -140,7 +140,7 @@ def event_extra_keys(
 def shared_prefix_boundary(request: Any) -> int:
     """Returns the length, in tokens, of the prefix for which vLLM keeps a recurrent state because
     several requests share it; 0 without such a prefix."""
-    return int(getattr(request, "shared_prefix_boundary", 0))
+    return int(request.shared_prefix_boundary)
 
 
 def written_tokens(request: Any) -> int:

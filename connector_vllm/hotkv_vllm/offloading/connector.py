@@ -51,6 +51,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         transfer = vllm_config.kv_transfer_config
         settings = complete(transfer.kv_connector_extra_config)
+        checks.check_pooling(vllm_config)
         is_child = bool(checks.outer_configs())
         super().__init__(vllm_config, role, kv_cache_config)
         self._door: DoorScheduler | None = None

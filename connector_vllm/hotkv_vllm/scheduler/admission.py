@@ -158,6 +158,7 @@ class Admission:
             return ASK_AGAIN
         if state is None or cache is None or self._sharing.joining is not None:
             return NO_HIT
+        cache.planner.comes(state)
         cache.reports.matched(state, num_computed_tokens)
         answer = self._ask(cache, state, num_computed_tokens, now_s)
         cache.reports.answered(state, answer[0] is None, self._may_read(request))

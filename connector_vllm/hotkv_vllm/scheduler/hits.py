@@ -379,7 +379,7 @@ MISS_MEMORY_S = 0.05
 """After a miss, a request is not looked up again for this time, seconds."""
 HINT_MEMORY_S = 0.02
 """The hint (which blocks are ready, according to the block table) that was read at a request's
-arrival may be used for this time, seconds."""
+arrival, or the answer to the lookup that was sent then, may be used for this time, seconds."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
 """A load may begin only during this first share of its lease's lifetime, so that the lease does not
 expire before the load ends."""
@@ -440,9 +440,8 @@ class HitFinder:
             return
         self.hidden.set_epoch(self._session.epoch, now_s)
         hint = state.hit.hint = self.table.ready(state.request, 0)
-        if hint is not None and not self.table.may_lie_below(state.request, hint, 0):
-            state.hit.hint_until_s = now_s + HINT_MEMORY_S
-        else:
+        state.hit.hint_until_s = now_s + HINT_MEMORY_S
+        if hint is None or self.table.may_lie_below(state.request, hint, 0):
             self._ask(state, now_s)
 
     def match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
@@ -467,6 +466,12 @@ class HitFinder:
         self.hidden.set_epoch(self._session.epoch, now_s)
         if self._overdue is not None and self._overdue.done():
             self._overdue = None
+        until_s, hit.hint_until_s = hit.hint_until_s, 0.0
+        is_old = until_s and now_s >= until_s
+        if is_old and hit.answer is not None and hit.answer.done():
+            # The request has waited in vLLM's queue since its lookup. The server may have further
+            # blocks by now.
+            self.give_back(state)
         if hit.phase in (Phase.ASKED, Phase.LEASING):
             return self._after_call(state, computed_tokens, now_s)
         if hit.phase is Phase.GRANTED:
@@ -479,7 +484,7 @@ class HitFinder:
         if now_s < hit.miss_until_s or self._overdue is not None:
             return NO_HIT
         # The hint was computed as if the engine held no blocks itself.
-        is_good = now_s < hit.hint_until_s and not computed_tokens
+        is_good = now_s < until_s and not computed_tokens
         masks = hit.hint if is_good else self.table.ready(state.request, computed_tokens)
         hit.hint = None
         if masks is None or self.table.may_lie_below(state.request, masks, computed_tokens):

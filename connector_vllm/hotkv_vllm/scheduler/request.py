@@ -62,7 +62,9 @@ class HitState:
     offer_until_s: vLLM is offered the hit before this time. Later the request is looked up anew.
     has_expired: True once a lease has expired before its grant was read.
     hint: masks of the blocks that were ready when the request arrived, per group; None if not
-        known. Valid until `hint_until_s`.
+        known.
+    hint_until_s: the hint, or the answer to the lookup that was sent at the arrival, is valid until
+        this time; 0 once vLLM has asked for the hit.
     miss_until_s: the request is not looked up again before this time, because it has missed.
     unproved_loads: number of loads that have begun and whose end has not been handled.
     is_cancelled: True if this engine has cancelled the load, because its weights or an adapter may

@@ -498,6 +498,13 @@ class StorePlanner:
         block_tokens = min(group.block_tokens for group in self._cache_groups)
         return StoreState([0] * len(self._cache_groups), block_tokens)
 
+    def comes(self, state: RequestState) -> None:
+        """Considers all blocks of a request for storing once more, because the request holds no
+        blocks on the device: it is new, was preempted (stores of its blocks may have been revoked),
+        or its load has failed. Does nothing for a resident request."""
+        if not self._is_resident(state):
+            state.store = replace(self.new_state(), may_store=state.store.may_store)
+
     def loaded(self, state: RequestState, stored_blocks: Sequence[int]) -> None:
         """Records a successful load, so that the loaded blocks are not stored again.
 
@@ -520,7 +527,7 @@ class StorePlanner:
         elif state.request.num_computed_tokens:
             state.store.may_store = False
         else:
-            state.store = replace(self.new_state(), may_store=state.store.may_store)
+            self.comes(state)
 
     def finish(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int

@@ -66,7 +66,7 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
         raise Unsupported(
             f"CUDA does not share this memory with other processes ({_first_line(error)}); {why}"
         ) from error
-    if len(counter) >= 2 and counter[0]:
+    if counter and counter[0]:
         # torch counts the receivers of a handle, to keep the memory alive for them. The server is
         # not such a receiver, so its count is released.
         torch.UntypedStorage._release_ipc_counter_cuda(counter[0], counter[1])
