@@ -183,6 +183,25 @@ async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
         await asyncio.gather(*closing)
 
 
+async def test_a_store_that_waits_for_room_during_a_flush_is_aborted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with live_node(tmp_path) as node:
+        session, flushed = await worker(node), list[int]()
+
+        async def waits(*_: object) -> bool:
+            flushed.append(await node.flush(1))
+            return True
+
+        blocks = hashes(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(node.growth, "await_room", waits)
+            assert await store_in(node, session, blocks) == [BlockResult.ABORTED]
+        assert flushed == [0] and not node.core.space.index.num_entries
+        check_clean(node, session)
+        assert await store_in(node, session, blocks) == [BlockResult.STORED]
+
+
 async def test_the_event_loop_does_not_wait_while_engine_memory_is_freed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
