@@ -10,7 +10,10 @@ from tests.vllm.device import ToldDevice
 from tests.vllm.engine_core import Core, Executor
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of, check_stored
+from tests.vllm.rekeyed import updated
 from tests.vllm.specs import full_model, hybrid_model, mixed_model
+
+__all__ = ["updated"]
 
 PROMPT = prompt(1, 200)
 WAYS = pytest.mark.parametrize("way", ["pause", "sleep"])
@@ -138,6 +141,7 @@ def begin(one: Any, server: Any, what: str) -> None:
         ("a hung store", "reset", 0),
         ("a tail", "reset", 0),
         ("a load", "reset", 0),
+        ("a load", "broken reset", 0),
         ("a lease", "reset", 6),
         ("a store", "sleep", 0),
         ("a store of runner V2", "sleep", 0),
@@ -151,7 +155,12 @@ def begin(one: Any, server: Any, what: str) -> None:
     ],
 )
 def test_what_is_under_way_brings_nothing_wrong(
-    engine: Any, server: Any, what: str, event: str, num_stored: int
+    engine: Any,
+    server: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    event: str,
+    num_stored: int,
 ) -> None:
     """Checks answers and both caches. `num_stored`: blocks of the request that are found after its
     end."""
@@ -164,6 +173,11 @@ def test_what_is_under_way_brings_nothing_wrong(
     if event == "reset":
         is_done = one.scheduler.reset_prefix_cache(reset_connector=True)
         assert is_done == (what != "a load") and not server.blocks
+    elif event == "broken reset":
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "reset_cache", lambda: 1 // 0)
+            assert not one.scheduler.reset_prefix_cache(reset_connector=True)
+        one.step()
     elif what == "a tail":
         core = Core(one)
         core.sleep()
@@ -207,6 +221,43 @@ def test_what_is_under_way_brings_nothing_wrong(
         assert answer == answer_of(PROMPT, 4) and hit in (None, external)
         one.generate("end", prompt(2, 10), 3)
         one.drop_local()
+
+
+def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> None:
+    """After the wake-up the ranks are in doubt about their weights, so their handshakes differ."""
+    one = updated()
+    one.generate("a", PROMPT, 4)
+    one.generate("end", prompt(2, 10), 2)
+    core = Core(one)
+    server.die(empty=False)
+    assert one.scheduler.reset_prefix_cache(reset_connector=True)
+    core.sleep()
+    one.model.load_weights(one.model.state_dict())
+    core.wake_up()
+    server.come_back()
+    one.generate("next", prompt(3, 10), 3)
+    assert one.generate("b", PROMPT, 4)[1] == 0 and server.flushes == 1
+
+
+def test_a_reset_that_broke_begins_no_load_that_vllm_has_put_off(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load's lease still pins blocks of before."""
+    engine().generate("a", PROMPT, 4)
+    one, late = engine(), list[Any]()
+    with monkeypatch.context() as patch:
+        patch.setattr(one.connector, "update_state_after_alloc", lambda *those: late.append(those))
+        one.add("b", PROMPT, 4)
+        for _ in range(4):
+            one.step()
+        patch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
+        assert not one.scheduler.reset_prefix_cache(reset_connector=True)
+    for _ in range(3):
+        one.step()
+    one.connector.update_state_after_alloc(*late[0])
+    one.run()
+    assert server.flushes == 1 and one.outputs["b"] == answer_of(PROMPT, 4)
+    assert not server.count("load") and not server.leases
 
 
 def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(

@@ -581,9 +581,11 @@ class Sharing:
         self.joining = None
         # Stream 0, because handshakes are made before the scheduler has a session.
         self.links.told({h.rank: h.absent for h in handshakes}, time.monotonic(), stream=0)
+        owing = None
         if self.cache is not None:
             if not self.replaces(handshakes):
                 return
+            owing = self._agreement if self.cache.reset.under_way else None
             self.turn_off()
         self._handshakes = _without_links(handshakes)
         try:
@@ -598,6 +600,9 @@ class Sharing:
             in_doubt = any(h.weights_in_doubt for h in handshakes)
             self.weights = Rekeying(self._num_ranks, identity, in_doubt)
         self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
+        if owing is not None and self.cache is not None and owing.space == agreement.space:
+            # The next steps send the flush that the key space owes, before anything is loaded.
+            self.cache.reset.hold()
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
         """Creates the objects for the agreed key space (`assemble`), and waits for the server
