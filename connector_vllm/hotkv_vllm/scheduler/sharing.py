@@ -558,9 +558,7 @@ class Sharing:
         was created from handshakes with other contents. Returns False if there is no cache or no
         handshake."""
         return (
-            bool(handshakes)
-            and self.cache is not None
-            and _without_links(handshakes) != self._handshakes
+            bool(handshakes) and self.cache is not None and _lasting(handshakes) != self._handshakes
         )
 
     def connect(self, handshakes: list[HotKVHandshake]) -> None:
@@ -581,13 +579,13 @@ class Sharing:
         self.joining = None
         # Stream 0, because handshakes are made before the scheduler has a session.
         self.links.told({h.rank: h.absent for h in handshakes}, time.monotonic(), stream=0)
-        owing = None
         if self.cache is not None:
             if not self.replaces(handshakes):
+                if any(h.weights_in_doubt for h in handshakes):
+                    self.weights.suspect()
                 return
-            owing = self._agreement if self.cache.reset.under_way else None
             self.turn_off()
-        self._handshakes = _without_links(handshakes)
+        self._handshakes = _lasting(handshakes)
         try:
             agreement = agree(handshakes, self._engine.vllm_config, self._engine.kv_cache_config)
         except Unsupported as why:
@@ -600,9 +598,6 @@ class Sharing:
             in_doubt = any(h.weights_in_doubt for h in handshakes)
             self.weights = Rekeying(self._num_ranks, identity, in_doubt)
         self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
-        if owing is not None and self.cache is not None and owing.space == agreement.space:
-            # The next steps send the flush that the key space owes, before anything is loaded.
-            self.cache.reset.hold()
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
         """Creates the objects for the agreed key space (`assemble`), and waits for the server
@@ -694,7 +689,8 @@ class Sharing:
             self._engine.traces.flush()
 
 
-def _without_links(handshakes: list[HotKVHandshake]) -> list[HotKVHandshake]:
-    """Returns the handshakes with the field `absent` cleared. The field says why a rank has no
-    session at the moment, so it may differ between handshakes that are otherwise equal."""
-    return [replace(h, absent="") for h in handshakes]
+def _lasting(handshakes: list[HotKVHandshake]) -> list[HotKVHandshake]:
+    """Returns the handshakes without the fields that may differ between handshakes of the same
+    engine: why a rank has no session at the moment (`absent`), and whether its weights must be
+    checked (`weights_in_doubt`, always after a wake-up)."""
+    return [replace(h, absent="", weights_in_doubt=False) for h in handshakes]
