@@ -246,6 +246,10 @@ async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_mean
         while not isinstance(told.pop(0), KeySpaceCleared):
             """What was told before is cleared."""
         assert told == [new] * (not of_pool)
+        # A key space that is forgotten before its flush ends has no more events.
+        ear.events.key_space_forgotten(1)
+        ear.events.key_space_flushed(1)
+        assert not ear.read()
 
 
 async def test_a_key_space_that_makes_room_for_another_stays_in_the_pool(
@@ -259,25 +263,6 @@ async def test_a_key_space_that_makes_room_for_another_stays_in_the_pool(
         key_space = one.core.key_spaces[1].key_space
         await Removals(one.core, [ear.events], ear.effects.run).forget_for(key_space, ())
         assert not one.core.space.index.num_entries and not ear.read()
-
-
-async def test_a_key_space_that_is_forgotten_before_its_flush_ends_has_no_more_events(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
-    one = Setup(10.0)
-    ear = Heard(one, of_pool=True)
-    one.put(BLOCKS)
-    one.core.close_session(one.number, 0.0)
-    removals, flushed = Removals(one.core, [ear.events], ear.effects.run), one.core.flush
-
-    def flushing(number: int) -> Iterator[int]:
-        yield from flushed(number)
-        # Another task may do this between two slices.
-        assert removals._forget(number)
-
-    monkeypatch.setattr(one.core, "flush", flushing)
-    assert await removals.flush(1) == len(BLOCKS) and not ear.read()
 
 
 def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture) -> None:

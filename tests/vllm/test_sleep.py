@@ -239,46 +239,36 @@ def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> Non
     assert one.generate("b", PROMPT, 4)[1] == 0 and server.flushes == 1
 
 
-def test_a_reset_that_broke_begins_no_load_that_vllm_has_put_off(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, is_reset: bool
 ) -> None:
-    """The load's lease still pins blocks of before."""
-    engine().generate("a", PROMPT, 4)
+    """0.33 may call `update_state_after_alloc` steps after it admitted a load
+    (`Scheduler.deferred_loads`), or never. `is_reset`: after a reset whose hook broke, the load's
+    lease still pins blocks of before."""
+    answer, _ = engine().generate("a", PROMPT, 4)
     one, late = engine(), list[Any]()
+    kept = dict(server.blocks)
     with monkeypatch.context() as patch:
         patch.setattr(one.connector, "update_state_after_alloc", lambda *those: late.append(those))
         one.add("b", PROMPT, 4)
         for _ in range(4):
             one.step()
-        patch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
-        assert not one.scheduler.reset_prefix_cache(reset_connector=True)
-    for _ in range(3):
-        one.step()
-    one.connector.update_state_after_alloc(*late[0])
-    one.run()
-    assert server.flushes == 1 and one.outputs["b"] == answer_of(PROMPT, 4)
-    assert not server.count("load") and not server.leases
-
-
-def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """0.33 may call `update_state_after_alloc` steps after it admitted a load
-    (`Scheduler.deferred_loads`), or never."""
-    answer, _ = engine().generate("a", PROMPT, 4)
-    one = engine()
-    kept = dict(server.blocks)
-    monkeypatch.setattr(one.connector, "update_state_after_alloc", lambda *_: None)
-    one.add("b", PROMPT, 4)
-    for _ in range(4):
-        one.step()
-    assert one.requests["b"].num_computed_tokens == 192
+        assert one.requests["b"].num_computed_tokens == 192
+        if is_reset:
+            patch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
+            assert not one.scheduler.reset_prefix_cache(reset_connector=True)
     # As if the server had lost them, so that they would be stored.
     server.blocks.clear()
-    one.abort("b")
+    if not is_reset:
+        one.abort("b")
     one.add("c", prompt(2, 10), 3)
     for _ in range(5):
         one.step()
+    if is_reset:
+        one.connector.update_state_after_alloc(*late[0])
+        one.run()
+        assert server.flushes == 1 and one.outputs["b"] == answer and not server.count("load")
     assert one.outputs["c"] and not server.blocks and not server.leases
     server.blocks.update(kept)
     assert engine().generate("d", PROMPT, 4) == (answer, 192)
