@@ -232,6 +232,7 @@ async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_mean
         await one.share(BLOCKS)
         assert len(stored(ear.read(), Medium.REMOTE)) == len(BLOCKS)
         flushed, new = one.core.flush, BlocksStored(1, 0, words_of([20]), None, 0, NO_CONTENT)
+        key_space = one.core.key_space(1)
 
         def flushing(number: int) -> Iterator[int]:
             yield from flushed(number)
@@ -246,23 +247,15 @@ async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_mean
         while not isinstance(told.pop(0), KeySpaceCleared):
             """What was told before is cleared."""
         assert told == [new] * (not of_pool)
+        # A key space that makes room for another is cleared on this node, not in the pool.
+        monkeypatch.setattr(one.core, "flush", flushed)
+        monkeypatch.setattr(one.core.catalog, "surplus", lambda *_: 1)
+        await Removals(one.core, [ear.events], ear.effects.run).forget_for(key_space, ())
+        assert not one.core.space.index.num_entries and bool(ear.read()) != of_pool
         # A key space that is forgotten before its flush ends has no more events.
         ear.events.key_space_forgotten(1)
         ear.events.key_space_flushed(1)
         assert not ear.read()
-
-
-async def test_a_key_space_that_makes_room_for_another_stays_in_the_pool(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    one = SharedNode(MemoryStore(places=False), 10.0)
-    async with heard(one, of_pool=True) as ear:
-        await one.share(BLOCKS)
-        ear.read()
-        monkeypatch.setattr(one.core.catalog, "surplus", lambda *_: 1)
-        key_space = one.core.key_spaces[1].key_space
-        await Removals(one.core, [ear.events], ear.effects.run).forget_for(key_space, ())
-        assert not one.core.space.index.num_entries and not ear.read()
 
 
 def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture) -> None:
