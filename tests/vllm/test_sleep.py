@@ -105,6 +105,7 @@ UNDER_WAY = {
     "a late store": {},
     "a hung store": {"extra": {"store_timeout_s": 0.05}},
     "a tail": {"pipelined": True},
+    "a lone tail": {},
     "a store behind the device": {"device": ToldDevice()},
     "a load": {},
     "an ended load": {},
@@ -116,7 +117,7 @@ UNDER_WAY = {
 def begin(one: Any, server: Any, what: str) -> None:
     """Makes an engine begin `what` for a request "a"."""
     server.ack_cancels = what != "a hung load"
-    if what == "a tail":
+    if what.endswith("tail"):
         one.add("a", prompt(3, 60), 5)
         while not one.connector._scheduler.cache.planner.tails.waiting:
             one.step()
@@ -140,6 +141,7 @@ def begin(one: Any, server: Any, what: str) -> None:
         ("a late store", "reset", 0),
         ("a hung store", "reset", 0),
         ("a tail", "reset", 0),
+        ("a lone tail", "reset", 0),
         ("a load", "reset", 0),
         ("a load", "broken reset", 0),
         ("a lease", "reset", 6),

@@ -206,8 +206,8 @@ class HotKVScheduler:
         cache = self.sharing.cache
         if cache is None:
             return True
+        # Until the ranks have answered, steps store nothing, and drop the tails of ended requests.
         self.sharing.weights.suspect()
-        cache.planner.tails.forget()
         self.requests.cancel_loads()
         for state in self.requests.states.values():
             cache.finder.forget(state)
