@@ -190,7 +190,6 @@ class WeightsMachine(RuleBasedStateMachine):
             watch.now, watch.touched = name, watch.touched or number in noticing
 
     def step(self, num_tokens, is_lost=False):
-        """Runs a step. `is_lost`: the ranks' reports do not arrive."""
         now = self.watches[0].now
         self.side.begin_step(SimpleNamespace(total_num_scheduled_tokens=num_tokens))
         self.check()

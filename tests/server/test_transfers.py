@@ -158,14 +158,13 @@ async def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
 async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: Reason | None
 ) -> None:
-    """None: its key space was flushed meanwhile."""
     async with live_node(tmp_path) as node:
         session = await worker(node)
 
         async def waits(*_: object) -> bool:
             if reason is Reason.OVERLOADED:
                 monkeypatch.setattr(transfer_module, "MAX_TRANSFERS_OF_SESSION", 0)
-            elif reason is None:
+            elif reason is None:  # Its key space is flushed.
                 await node.flush(1)
             else:
                 # A read of the arena keeps the session from being closed at once.

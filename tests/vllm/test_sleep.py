@@ -157,12 +157,7 @@ def begin(one: Any, server: Any, what: str) -> None:
     ],
 )
 def test_what_is_under_way_brings_nothing_wrong(
-    engine: Any,
-    server: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    what: str,
-    event: str,
-    num_stored: int,
+    engine: Any, server: Any, what: str, event: str, num_stored: int
 ) -> None:
     """Checks answers and both caches. `num_stored`: blocks of the request that are found after its
     end."""
@@ -176,7 +171,7 @@ def test_what_is_under_way_brings_nothing_wrong(
         is_done = one.scheduler.reset_prefix_cache(reset_connector=True)
         assert is_done == (what != "a load") and not server.blocks
     elif event == "broken reset":
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scheduler, "reset_cache", lambda: 1 // 0)
             assert not one.scheduler.reset_prefix_cache(reset_connector=True)
         one.step()
@@ -226,8 +221,9 @@ def test_what_is_under_way_brings_nothing_wrong(
 
 
 def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> None:
-    """After the wake-up the ranks are in doubt about their weights, so their handshakes differ."""
+    """After the wake-up the ranks are in doubt about their weights, but their session stays."""
     one = updated()
+    session = one.connector._scheduler.cache.session
     one.generate("a", PROMPT, 4)
     one.generate("end", prompt(2, 10), 2)
     core = Core(one)
@@ -236,6 +232,7 @@ def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> Non
     core.sleep()
     one.model.load_weights(one.model.state_dict())
     core.wake_up()
+    assert one.connector._scheduler.cache.session is session
     server.come_back()
     one.generate("next", prompt(3, 10), 3)
     assert one.generate("b", PROMPT, 4)[1] == 0 and server.flushes == 1
