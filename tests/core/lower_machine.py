@@ -217,12 +217,11 @@ class LowerMachine(RuleBasedStateMachine):
         for offset, place, good in zip(offsets, places, found.tolist(), strict=True):
             if good:
                 self.slots[offset] = self.places[place]
-        is_void = bool(move.is_void.any())
         self.lower.up.end(move, found.astype(np.bool_), ~holds, None, self.now_s)
         self.waiting.append(move)
         for space, group, words in [k for k, good in zip(keys, holds, strict=True) if not good]:
             hashes = np.frombuffer(words, np.uint32).reshape(1, 8)
-            assert is_void or not self.lower.up.find(space, HashList(group, hashes))[0], (
+            assert not self.lower.up.find(space, HashList(group, hashes))[0], (
                 "a lost block is there"
             )
 
@@ -279,7 +278,9 @@ class LowerMachine(RuleBasedStateMachine):
         self.num_flushes[space] += 1
         for _ in parts:
             pass
-        assert not len(self.core.space.index.ready_blocks(space))
+        for group in (0, 1):
+            # Neither ready nor reserved, so that the next store of each block is stored.
+            assert not self.core.space.index.find(space, group, words_of(range(NUM_HASHES))).any()
         assert not len(self.lower.space.index.ready_blocks(space))
 
     # Invariants

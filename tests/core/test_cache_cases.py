@@ -146,6 +146,7 @@ def test_key_spaces_that_cannot_be_served_are_refused(size: int, num_shards: int
     refused(
         world.core, lambda: world.open(sizes=sizes, num_shards=num_shards), Reason.INVALID_FIELD
     )
+    world.open(sizes=(SLOT_ALIGN, 6 * SLAB), num_shards=1)
 
 
 def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:

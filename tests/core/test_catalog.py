@@ -165,6 +165,8 @@ def test_heavy_key_spaces_count_by_their_weight() -> None:
         replace(named("one"), extra=texts),
     ):
         assert weight_bytes(key_space) > sum(map(sys.getsizeof, texts))
+    long = weight_bytes(replace(named("one"), extra=("x" * 100_000,)))
+    assert 300_000 < long < 310_000
     world = make_world(most=100)
     core = world.core
     light, heavy = weight_bytes(named("one")), weight_bytes(named("one"), KINDS[:4])

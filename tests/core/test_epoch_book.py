@@ -429,9 +429,10 @@ def test_records_are_bounded_and_their_seals_do_not_come_back(
         book.flushed(name, TELL_S)
     highest = book.local(names[-1])
     for _ in range(2):
-        book.rest(set(names[:5]), 1000.0)
-    assert set(book.records) == set(names[:5])
+        book.rest({*names[:5], "never flushed"}, 1000.0)
+    assert set(book.records) == {*names[:5], "never flushed"}
     assert book.local(names[-1]) >= highest and book.local(names[0]) == 1
+    assert not book.local("never flushed"), "its blocks on the disk could not be read any more"
     assert book.local("new") >= highest
 
 

@@ -163,6 +163,7 @@ def test_what_was_ready_comes_back_unverified_with_its_check_value() -> None:
         assert index.checks(now).all()
         assert np.array_equal(index.checks(now), old.space.index.checks(was))
         assert index.unverified[now].all()
+        assert core.space.chains.ancestors(int(now[-1]), 100).tolist() == now[:-1].tolist()
         assert core.space.policy.last_used_s(now) == pytest.approx(3.0, abs=0.001)
     evict_all(core, 1)
     assert int(index.unverified.sum()) == 0

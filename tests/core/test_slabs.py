@@ -175,14 +175,6 @@ class SlabMachine(AnyRuns):
         assert not figures.shares or math.isclose(of_used, 1)
 
 
-def test_a_size_that_is_too_large_for_the_arena_strands_no_slab() -> None:
-    """Sessions whose blocks do not fit are refused; nobody waits for slots of their size."""
-    pool = SlabPool(10 * SLAB, SLAB)
-    assert pool.capacity_slots(11 * SLAB) == 0
-    assert pool.figures().stranded_bytes == 0
-    assert pool.capacity_slots(3 * SLAB) == 3
-
-
 def check_apart(slots: set[Slot], arena_bytes: int) -> None:
     """Checks that slots lie in the arena and do not overlap."""
     ordered = sorted(slots)

@@ -22,6 +22,7 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.identity import rekeying
 from hotkv_vllm.identity.rekeying import RankWeights
 from hotkv_vllm.offloading import scheduler, worker
 from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
@@ -159,6 +160,7 @@ class WeightsMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(rekeying, "ASK_AGAIN_S", 0.0)
         self.side, self.tier = made(self.patch)
         self.watches = [FakeWatch() for _ in range(NUM_RANKS)]
         self.ranks = [RankWeights(watch, "") for watch in self.watches]
@@ -179,7 +181,7 @@ class WeightsMachine(RuleBasedStateMachine):
         for number, watch in enumerate(self.watches):
             watch.write(weights, quietly=number not in noticing)
 
-    def step(self, num_tokens):
+    def step(self, num_tokens, is_lost=False):
         now = self.watches[0].weights
         self.side.begin_step(SimpleNamespace(total_num_scheduled_tokens=num_tokens))
         self.check()
@@ -188,17 +190,18 @@ class WeightsMachine(RuleBasedStateMachine):
             rank.obey(orders.weights)
         if num_tokens:
             self.cached.add(now)
-        before = self.tier.stats.data.get("hook_errors", 0)
-        self.side.update(joined(self.connectors), ())
-        assert self.tier.stats.data["hook_errors"] == before + sum(range(NUM_RANKS))
+        before, report = self.tier.stats.data.get("hook_errors", 0), joined(self.connectors)
+        if not is_lost:
+            self.side.update(report, ())
+            assert self.tier.stats.data["hook_errors"] == before + sum(range(NUM_RANKS))
         # Blocks of the previous step have arrived in the primary tier.
         if self.computed is not None and self.tier.serves:
             assert self.weights_of_space() == self.computed, "stored under other weights"
         self.computed = now if num_tokens else None
 
-    @rule()
-    def run(self):
-        self.step(100)
+    @rule(is_lost=st.booleans())
+    def run(self, is_lost=False):
+        self.step(100, is_lost)
 
     @rule()
     def run_nothing(self):
@@ -213,6 +216,14 @@ class WeightsMachine(RuleBasedStateMachine):
         if is_device_empty:
             self.cached.clear()
         assert not self.tier.serves or can_flush
+
+    @rule(weights=st.sampled_from(WEIGHTS))
+    def write_after_a_lost_check(self, weights):
+        """The first answer after a reset is lost, so the ranks are asked again after a write."""
+        self.reset(is_device_empty=True, can_flush=True)
+        self.run(is_lost=True)
+        self.write(weights, range(NUM_RANKS))
+        self.run()
 
     @rule()
     def share_again(self):

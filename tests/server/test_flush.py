@@ -9,17 +9,14 @@ import pytest
 
 from demo.processes import Server
 from hotkv_client import (
-    BlockResult,
     BlockRun,
     Evicted,
     GroupHashes,
     LoadRun,
-    Retention,
     TransferStatus,
 )
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
-from hotkv_proto.blocks import StoreOptions
 from tests.server.places import store
 from tests.server.support import block_ids, hashes, number_of
 
@@ -33,26 +30,6 @@ def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
     looked_up = engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
     assert probe.tolist() == looked_up.tolist()
     return int(probe.sum())
-
-
-def test_a_flush_reaches_every_engine_of_the_key_space_and_no_other(engine: Make) -> None:
-    told: list[Evicted] = []
-    one, other = engine(model="flush-one"), engine(model="flush-one", on_evicted=told.append)
-    stranger = engine(model="flush-other")
-    blocks = hashes(20)
-    pinned = StoreOptions(Retention(pin=True, ttl_s=60))
-    for each in (one, stranger):
-        runs = [BlockRun(0, blocks, block_ids(20))]
-        each.session.store("s", "s", runs, 20, pinned).result(60)
-    assert other.session.flush().result(60) == 20
-    assert ready(one, blocks) == ready(other, blocks) == 0
-    assert ready(stranger, blocks) == 20
-    other.session.ping(10)
-    assert {h for notice in told for group in notice.groups for h in group.hashes} == set(blocks)
-    assert other.session.flush().result(60) == 0
-    # Blocks that are stored again are ready.
-    assert store(one, blocks) == {BlockResult.STORED}
-    assert ready(other, blocks) == 20
 
 
 def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> None:
@@ -124,6 +101,12 @@ def test_the_command_line_flushes(server: Server, engine: Make) -> None:
     one.session.release("lease")
     one.session.ping(10)
     assert "flushed" not in server.cli("blocks", "--key-space", str(number))
-    assert server.counter("flushed_blocks_total") >= 2
+    told = list[Evicted]()
+    other = engine(model="flush-cli", on_evicted=told.append)
+    store(one, blocks)
+    assert other.session.flush().result(60) == 2
+    other.session.ping(10)
+    assert {h for notice in told for group in notice.groups for h in group.hashes} == set(blocks)
+    assert server.counter("flushed_blocks_total") >= 4
     with pytest.raises(Exception, match="key_space_id 4000 is unknown"):
         server.cli("flush", "--key-space", "4000")

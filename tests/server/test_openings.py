@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from hotkv_proto.errors import HotKVError
-from hotkv_proto.keys import Representation
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import KeySpace, Representation
 from hotkv_server.cache import sessions as key_spaces
 from hotkv_server.cache.values import Run
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.drive import KeySpaceCleared
 from hotkv_server.memory import arena
 from hotkv_server.memory.state import ServerState, read_state, write_state
+from hotkv_server.node import event_loop
 from hotkv_server.node.node import Node
 from tests.core.support import begin_store, words_of
 from tests.server.capable import capable
@@ -120,6 +121,14 @@ async def test_a_write_that_fails_is_tried_again_with_the_next_session(
         assert written(tmp_path) == ["m 0"]
 
 
+async def leave_blocks(node: Node, space: KeySpace) -> None:
+    session = await node.sessions.open("e", "tool", space, "test")
+    number, run = session.record.number, [Run(0, words_of(range(3)))]
+    begin_store(node.core, number, "t", "l", run, 0, 0.0, 0.0)
+    node.core.end_store(number, "t", True, 0.0)
+    await node.sessions.close(session)
+
+
 async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
     tmp_path: Path, disk: Disk
 ) -> None:
@@ -129,12 +138,7 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
         node.core.catalog.max_of_tenant = 2
         spaces = [replace(SPACE, model=name) for name in "mnop"]
         with node.capability(EventsCapability).hub.feeds.reader() as feed:
-            first = await node.sessions.open("e", "tool", spaces[0], "test")
-            begin_store(
-                node.core, first.record.number, "t", "l", [Run(0, words_of(range(3)))], 0, 0.0, 0.0
-            )
-            node.core.end_store(first.record.number, "t", True, 0.0)
-            await node.sessions.close(first)
+            await leave_blocks(node, spaces[0])
             for space in spaces[1:3]:
                 await node.sessions.open("e", "tool", space, "test")
             assert written(tmp_path) == ["n 0", "o 0"]
@@ -145,8 +149,31 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
             told = [item.event for item in (await feed.get(100))[0]]
         cleared = [event for event in told if isinstance(event, KeySpaceCleared)]
         assert [event.key_space_id for event in cleared] == [1, 2, 1, 3]
-        # On a busy machine the removed blocks are told of too, before their key space is cleared.
-        assert told[-2] is cleared[-2] and told[-1] is cleared[-1]
+        # On a busy machine the removed blocks are told of too, after their key space is cleared.
+        assert told[-1] is cleared[-1]
+        node.core.check_invariants()
+
+
+async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All empty the same key space. The third is one too many."""
+    monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
+    async with node_in(tmp_path) as node:
+        disk.go.set()
+        node.core.catalog.max_of_tenant = 3
+        for name in "mno":
+            await leave_blocks(node, replace(SPACE, model=name))
+
+        def check() -> None:
+            if len(node.sessions) >= 2:
+                raise HotKVError(Reason.OVERLOADED, "as many as are allowed")
+
+        new = (replace(SPACE, model=name) for name in "pqr")
+        opening = [node.sessions.open("e", "tool", one, "test", check=check) for one in new]
+        opened = await asyncio.gather(*opening, return_exceptions=True)
+        (refused,) = (one for one in opened if isinstance(one, HotKVError))
+        assert "as many" in str(refused) and len(node.sessions) == 2
         node.core.check_invariants()
 
 

@@ -22,6 +22,7 @@ from hotkv_server.events.drive import (
     KeySpaceCleared,
     moved_events,
 )
+from hotkv_server.node import event_loop
 from hotkv_server.node.health import Health
 from hotkv_server.node.removals import Effects, Removals
 from hotkv_server.settings.outlets import EventSettings
@@ -210,60 +211,39 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(is_ful
         assert ear.read() == [KeySpaceCleared(1)]
 
 
-@pytest.mark.parametrize("is_stored_meanwhile", [False, True])
-async def test_a_flush_clears_the_pool_and_tells_of_no_block_of_this_node(
-    monkeypatch: pytest.MonkeyPatch, is_stored_meanwhile: bool
+@pytest.mark.parametrize("of_pool", [False, True])
+async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, of_pool: bool
 ) -> None:
+    """A pool is told of no block of this node."""
+    monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = SharedNode(MemoryStore(places=False), 10.0)
-    async with heard(one, of_pool=True) as ear:
+    async with heard(one, of_pool=of_pool) as ear:
         await one.share(BLOCKS)
         assert len(stored(ear.read(), Medium.REMOTE)) == len(BLOCKS)
-        flushed = one.core.flush
+        flushed, new = one.core.flush, BlocksStored(1, 0, words_of([20]), None, 0, NO_CONTENT)
+        key_space = one.core.key_space(1)
 
         def flushing(number: int) -> Iterator[int]:
-            for count in flushed(number):
-                one.core.counters.stored_blocks += is_stored_meanwhile
-                yield count
+            yield from flushed(number)
+            # Another task stores a block between two slices.
+            one.put([20])
+            ear.hub.publish([new])
 
         monkeypatch.setattr(one.core, "flush", flushing)
         await Removals(one.core, [ear.events], ear.effects.run).flush(1)
-        assert ear.read() == [KeySpaceCleared(1)]
-
-
-async def test_a_key_space_that_makes_room_for_another_stays_in_the_pool(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    one = SharedNode(MemoryStore(places=False), 10.0)
-    async with heard(one, of_pool=True) as ear:
-        await one.share(BLOCKS)
-        ear.read()
+        told = ear.read()
+        while not isinstance(told.pop(0), KeySpaceCleared):
+            """What was told before is cleared."""
+        assert told == [new] * (not of_pool)
+        monkeypatch.setattr(one.core, "flush", flushed)
         monkeypatch.setattr(one.core.catalog, "surplus", lambda *_: 1)
-        key_space = one.core.key_spaces[1].key_space
         await Removals(one.core, [ear.events], ear.effects.run).forget_for(key_space, ())
-        assert not one.core.space.index.num_entries and not ear.read()
-
-
-async def test_a_key_space_that_is_forgotten_before_its_flush_ends_has_no_more_events(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    one = Setup(10.0)
-    ear = Heard(one)
-    one.put(BLOCKS)
-    one.core.close_session(one.number, 0.0)
-    removals, flushed = Removals(one.core, [ear.events], ear.effects.run), one.core.flush
-
-    def flushing(number: int) -> Iterator[int]:
-        yield from flushed(number)
-        # Another task may do this between two slices.
-        ear.effects.run()
-        assert removals._forget(number)
-        yield 0
-
-    monkeypatch.setattr(one.core, "flush", flushing)
-    with ear.hub.feeds.reader():
-        assert await removals.flush(1) == len(BLOCKS)
-    assert removed(ear.listener.events, Medium.CPU) == set(BLOCKS)
-    assert KeySpaceCleared not in map(type, ear.read())
+        assert not one.core.space.index.num_entries and bool(ear.read()) != of_pool
+        # A key space that is forgotten before its flush ends has no more events.
+        ear.events.key_space_forgotten(1)
+        ear.events.key_space_flushed(1)
+        assert not ear.read()
 
 
 def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,10 @@ from tests.vllm.device import ToldDevice
 from tests.vllm.engine_core import Core, Executor
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of, check_stored
+from tests.vllm.rekeyed import updated
 from tests.vllm.specs import full_model, hybrid_model, mixed_model
+
+__all__ = ["updated"]
 
 PROMPT = prompt(1, 200)
 WAYS = pytest.mark.parametrize("way", ["pause", "sleep"])
@@ -102,6 +105,7 @@ UNDER_WAY = {
     "a late store": {},
     "a hung store": {"extra": {"store_timeout_s": 0.05}},
     "a tail": {"pipelined": True},
+    "a lone tail": {},
     "a store behind the device": {"device": ToldDevice()},
     "a load": {},
     "an ended load": {},
@@ -113,7 +117,7 @@ UNDER_WAY = {
 def begin(one: Any, server: Any, what: str) -> None:
     """Makes an engine begin `what` for a request "a"."""
     server.ack_cancels = what != "a hung load"
-    if what == "a tail":
+    if what.endswith("tail"):
         one.add("a", prompt(3, 60), 5)
         while not one.connector._scheduler.cache.planner.tails.waiting:
             one.step()
@@ -137,7 +141,9 @@ def begin(one: Any, server: Any, what: str) -> None:
         ("a late store", "reset", 0),
         ("a hung store", "reset", 0),
         ("a tail", "reset", 0),
+        ("a lone tail", "reset", 0),
         ("a load", "reset", 0),
+        ("a load", "broken reset", 0),
         ("a lease", "reset", 6),
         ("a store", "sleep", 0),
         ("a store of runner V2", "sleep", 0),
@@ -164,6 +170,11 @@ def test_what_is_under_way_brings_nothing_wrong(
     if event == "reset":
         is_done = one.scheduler.reset_prefix_cache(reset_connector=True)
         assert is_done == (what != "a load") and not server.blocks
+    elif event == "broken reset":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "reset_cache", lambda: 1 // 0)
+            assert not one.scheduler.reset_prefix_cache(reset_connector=True)
+        one.step()
     elif what == "a tail":
         core = Core(one)
         core.sleep()
@@ -209,25 +220,54 @@ def test_what_is_under_way_brings_nothing_wrong(
         one.drop_local()
 
 
+def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> None:
+    """After the wake-up the ranks are in doubt about their weights, but their session stays."""
+    one = updated()
+    session = one.connector._scheduler.cache.session
+    one.generate("a", PROMPT, 4)
+    one.generate("end", prompt(2, 10), 2)
+    core = Core(one)
+    server.die(empty=False)
+    assert one.scheduler.reset_prefix_cache(reset_connector=True)
+    core.sleep()
+    one.model.load_weights(one.model.state_dict())
+    core.wake_up()
+    assert one.connector._scheduler.cache.session is session
+    server.come_back()
+    one.generate("next", prompt(3, 10), 3)
+    assert one.generate("b", PROMPT, 4)[1] == 0 and server.flushes == 1
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
 def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, is_reset: bool
 ) -> None:
     """0.33 may call `update_state_after_alloc` steps after it admitted a load
-    (`Scheduler.deferred_loads`), or never."""
+    (`Scheduler.deferred_loads`), or never. `is_reset`: after a reset whose hook broke, the load's
+    lease still pins blocks of before."""
     answer, _ = engine().generate("a", PROMPT, 4)
-    one = engine()
+    one, late = engine(), list[Any]()
     kept = dict(server.blocks)
-    monkeypatch.setattr(one.connector, "update_state_after_alloc", lambda *_: None)
-    one.add("b", PROMPT, 4)
-    for _ in range(4):
-        one.step()
-    assert one.requests["b"].num_computed_tokens == 192
+    with monkeypatch.context() as patch:
+        patch.setattr(one.connector, "update_state_after_alloc", lambda *those: late.append(those))
+        one.add("b", PROMPT, 4)
+        for _ in range(4):
+            one.step()
+        assert one.requests["b"].num_computed_tokens == 192
+        if is_reset:
+            patch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
+            assert not one.scheduler.reset_prefix_cache(reset_connector=True)
     # As if the server had lost them, so that they would be stored.
     server.blocks.clear()
-    one.abort("b")
+    if not is_reset:
+        one.abort("b")
     one.add("c", prompt(2, 10), 3)
     for _ in range(5):
         one.step()
+    if is_reset:
+        one.connector.update_state_after_alloc(*late[0])
+        one.run()
+        assert server.flushes == 1 and one.outputs["b"] == answer and not server.count("load")
     assert one.outputs["c"] and not server.blocks and not server.leases
     server.blocks.update(kept)
     assert engine().generate("d", PROMPT, 4) == (answer, 192)

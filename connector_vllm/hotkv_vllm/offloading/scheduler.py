@@ -94,7 +94,12 @@ class DoorScheduler:
         self._exactness = Exactness(self._block_tokens, kv_cache_config.num_blocks)
         self._weights = Rekeying(self._num_ranks, "")
         self._is_clean = True
-        self._was_emptied = True
+        # True from a reset that has emptied the caches until a check of the weights begins. The
+        # ranks answer a check before the step computes blocks.
+        self._is_empty = True
+        # The present check of the weights, and whether the caches were empty when it began.
+        self._question = 0
+        self._was_empty = True
         self._said_unclean = False
         self.wants_formats = True
         self.spoilt: set[Any] = set()
@@ -355,6 +360,9 @@ class DoorScheduler:
             return 0
         now_s, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
         identity = self._weights.step(num_tokens > 0, now_s)
+        order = self._weights.order()
+        if order is not None and order.question != self._question:
+            self._question, self._was_empty, self._is_empty = order.question, self._is_empty, False
         transfers = self._tier.transfers
         # A flush that the old key space owes is sent before the engine leaves this key space.
         is_owed = self._reset.under_way and identity != self._weights.identity
@@ -406,8 +414,8 @@ class DoorScheduler:
         identity: identifies the weights by their content.
         """
         assert self._space is not None
-        if self._weights.were_written and not self._was_emptied:
-            # The check began with a reset that has left blocks on the device.
+        if self._weights.were_written and not self._was_empty:
+            # There are blocks from before the check, so from before the write.
             self._become_unclean()
         is_other = identity != self._weights.identity
         self._weights.adopt(identity)
@@ -484,7 +492,7 @@ class DoorScheduler:
         """
         self._weights.suspect()
         self._tier.is_held = self._space is not None
-        self._was_emptied = is_device_empty
+        self._is_empty = is_device_empty
         # vLLM has forgotten all stores.
         self.spoilt.clear()
         if is_device_empty:

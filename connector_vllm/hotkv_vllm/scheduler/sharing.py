@@ -557,9 +557,7 @@ class Sharing:
         was created from handshakes with other contents. Returns False if there is no cache or no
         handshake."""
         return (
-            bool(handshakes)
-            and self.cache is not None
-            and _without_links(handshakes) != self._handshakes
+            bool(handshakes) and self.cache is not None and _lasting(handshakes) != self._handshakes
         )
 
     def connect(self, handshakes: list[HotKVHandshake]) -> None:
@@ -582,9 +580,11 @@ class Sharing:
         self.links.told({h.rank: h.absent for h in handshakes}, time.monotonic(), stream=0)
         if self.cache is not None:
             if not self.replaces(handshakes):
+                if any(h.weights_in_doubt for h in handshakes):
+                    self.weights.suspect()
                 return
             self.turn_off()
-        self._handshakes = _without_links(handshakes)
+        self._handshakes = _lasting(handshakes)
         try:
             agreement = agree(handshakes, self._engine.vllm_config, self._engine.kv_cache_config)
         except Unsupported as why:
@@ -686,7 +686,8 @@ class Sharing:
             self._engine.traces.flush()
 
 
-def _without_links(handshakes: list[HotKVHandshake]) -> list[HotKVHandshake]:
-    """Returns the handshakes with the field `absent` cleared. The field says why a rank has no
-    session at the moment, so it may differ between handshakes that are otherwise equal."""
-    return [replace(h, absent="") for h in handshakes]
+def _lasting(handshakes: list[HotKVHandshake]) -> list[HotKVHandshake]:
+    """Returns the handshakes without the fields that may differ between handshakes of the same
+    engine: why a rank has no session at the moment (`absent`), and whether its weights must be
+    checked (`weights_in_doubt`, always after a wake-up)."""
+    return [replace(h, absent="", weights_in_doubt=False) for h in handshakes]

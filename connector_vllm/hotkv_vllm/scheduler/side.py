@@ -27,6 +27,7 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
 from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.events import SharedEvents
+from hotkv_vllm.scheduler.hits import NEVER_AGAIN
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.stats import HotKVStats
@@ -206,8 +207,8 @@ class HotKVScheduler:
         cache = self.sharing.cache
         if cache is None:
             return True
+        # Until the ranks have answered, steps store nothing, and drop the tails of ended requests.
         self.sharing.weights.suspect()
-        cache.planner.tails.forget()
         self.requests.cancel_loads()
         for state in self.requests.states.values():
             cache.finder.forget(state)
@@ -245,16 +246,20 @@ class HotKVScheduler:
 
     def reset_broke(self) -> bool:
         """Handles a reset if `reset_cache` raised: stops all loads and stores until the server has
-        confirmed a flush, and never stores the blocks of running requests, nor the blocks that are
-        on the device.
+        confirmed a flush, and never stores the blocks of present requests, nor the blocks that are
+        on the device. Present requests get no hits any more.
 
         Returns False, so that vLLM reports that the reset has failed. Returns True if the engine
         pauses or sleeps, because with False vLLM's pause would fail.
         """
         if self.sharing.cache is not None:
             self.sharing.cache.reset.hold()
-        for state in self.requests.states.values():
-            state.hit.hint = None
+        for request_id, state in self.requests.states.items():
+            if state.is_loading:
+                self.requests.loads.cancelled.append(request_id)
+            # A lease of before the reset may still pin old blocks: its load never begins.
+            state.hit.failed_loads = NEVER_AGAIN
+            state.hit.lease_ends_s = 0.0
             state.store.may_store = False
         self._exactness.distrust_all()
         return checks.is_pausing()

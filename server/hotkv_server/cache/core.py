@@ -458,30 +458,33 @@ class CacheCore(CacheBooks):
         """Removes, in parts, all blocks of a key space that exist when the generator starts. Yields
         for each part how many of the removed blocks were ready.
 
-        After the last part, a lookup no longer finds these blocks. The write leases are aborted
-        first. A block that is reserved when the generator starts may become ready only until its
-        lease is aborted, and is then removed with the others. A block that is stored while the
-        flush runs may be removed too.
+        After the last part, a lookup no longer finds these blocks. From the first part on, no move
+        between tiers makes one of them ready. The write leases are aborted first. A block that is
+        reserved when the generator starts may become ready only until its lease is aborted, and is
+        then removed with the others. A block that is stored while the flush runs may be removed
+        too.
         """
-        self.key_space(key_space_id)
+        record = self.catalog.record(key_space_id)
+        self.catalog.records[key_space_id] = replace(record, num_flushes=record.num_flushes + 1)
         writing = [
             lease
             for lease in self.leases.all()
             if isinstance(lease, WriteLease) and lease.key_space_id == key_space_id
         ]
-        # Abort all leases before the first block is removed: the scan below finds a block that
-        # becomes ready before its lease is aborted.
-        for part in _portions(writing):
-            for lease in part:
-                if (
-                    isinstance(lease, WriteLease)
-                    and self.leases.get(lease.engine_id, lease.lease_id) is lease
-                ):
-                    self._stores.abort(lease)
-            yield 0
         with ExitStack() as while_flushed:
             for one in self.below:
                 while_flushed.enter_context(one.stopped(key_space_id))
+            # Abort all leases before the first block is removed: the scan below finds a block that
+            # becomes ready before its lease is aborted.
+            for part in _portions(writing):
+                for lease in part:
+                    if (
+                        isinstance(lease, WriteLease)
+                        and self.leases.get(lease.engine_id, lease.lease_id) is lease
+                    ):
+                        self._stores.abort(lease)
+                yield 0
+            for one in self.below:
                 for _ in one.flush(key_space_id, SCANNED_ENTRIES):
                     yield 0
             for entries in self._ready_blocks(key_space_id):

@@ -309,12 +309,9 @@ class Catalog:
             self._check_fits(f"{name}: that of a block", kind.slot_bytes)
 
     def _check_fits(self, what: str, slot_bytes: int) -> None:
-        pool = self._books.pool
-        if pool.capacity_slots(slot_bytes) == 0:
-            raise _invalid(
-                f"{what} of {slot_bytes} bytes does not fit the arena of "
-                f"{pool.num_slabs * pool.slab_bytes}"
-            )
+        arena_bytes = self._books.pool.num_slabs * self._books.pool.slab_bytes
+        if slot_bytes > arena_bytes:
+            raise _invalid(f"{what} of {slot_bytes} bytes does not fit the arena of {arena_bytes}")
 
     def check_invariants(self, in_sessions: list[int]) -> None:
         """Raises AssertionError if the catalog's counts, numbers and rows disagree. `in_sessions`:

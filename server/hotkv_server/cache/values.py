@@ -248,12 +248,17 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceRecord:
-    """A key space and its number in this server. `representations`: kinds of representations that
-    sessions have declared; their group indices start at MAX_GROUPS."""
+    """A key space and its number in this server.
+
+    representations: kinds of representations that sessions have declared; their group indices start
+        at MAX_GROUPS.
+    num_flushes: number of flushes of the key space that have begun.
+    """
 
     number: int
     key_space: KeySpace
     representations: tuple[Representation, ...] = field(default=())
+    num_flushes: int = 0
 
     def has(self, group_index: int) -> bool:
         """Returns True if the key space has a group, or a kind of representation, with this

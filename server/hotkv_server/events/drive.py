@@ -362,7 +362,7 @@ def removed_events(
     `KeySpaceCleared`, which follows the other events.
 
     `notices`: blocks that were removed from host memory.
-    `flushed_key_space_id`: the key space that was flushed; 0 if no key space was flushed.
+    `flushed_key_space_id`: the key space whose flush has begun; 0 if no flush has begun.
     `below`: blocks that were removed from the disk tier.
     """
     removed = [BlocksRemoved(one.key_space_id, one.group_index, one.hashes) for one in notices]

@@ -413,8 +413,8 @@ class Capability:
 
         notices: blocks removed from host memory.
         below: blocks removed from the disk.
-        flushed_key_space_id: the key space of which a flush has just removed all blocks; 0 if no
-            flush has ended, or if blocks were stored during the flush.
+        flushed_key_space_id: the key space of which a flush has begun to remove all blocks; 0 if no
+            flush has begun. Later calls name the blocks that the flush then removes.
         """
 
     def key_space_flushed(self, number: int) -> None:

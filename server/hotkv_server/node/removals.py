@@ -52,7 +52,7 @@ class Effects:
     def run(self, flushed_key_space_id: int = 0) -> None:
         """Fetches the effects from the core and carries them out.
 
-        flushed_key_space_id: the key space of which a flush has just removed all blocks; 0 for
+        flushed_key_space_id: the key space of which a flush has begun to remove all blocks; 0 for
             none.
         """
         notices = [piece for notice in self._core.take_effects() for piece in _pieces(notice)]
@@ -100,7 +100,7 @@ class Removals:
     """Evicts and flushes blocks, forgets key spaces, and keeps tenants within their bounds.
 
     run_effects: `Effects.run`, which carries out the effects of the core's decisions. Its argument
-        is the key space of which a flush has just removed all blocks, or 0.
+        is the key space of which a flush has begun to remove all blocks, or 0.
     """
 
     def __init__(
@@ -174,17 +174,12 @@ class Removals:
         """Removes all blocks of a key space from host memory. Returns the number of removed
         blocks."""
         self._run_effects(0)
-        num_stored, num_blocks = self._core.counters.stored_blocks, 0
-        async for counts, has_more in slices(self._core.flush(key_space_id)):
+        num_blocks, cleared = 0, key_space_id
+        async for counts, _ in slices(self._core.flush(key_space_id)):
             num_blocks += sum(counts)
-            # Report removals before any session can store the blocks again. Another task may have
-            # forgotten the empty key space.
-            is_clear = (
-                not has_more
-                and self._core.counters.stored_blocks == num_stored
-                and key_space_id in self._core.key_spaces
-            )
-            self._run_effects(key_space_id if is_clear else 0)
+            # Report removals before any session can store the blocks again.
+            self._run_effects(cleared)
+            cleared = 0
         return num_blocks
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
@@ -229,14 +224,17 @@ class Removals:
         May forget too few key spaces, because at most MAX_FORGOTTEN are forgotten and the other key
         spaces may be in use. Registering `key_space` then raises OVERLOADED.
         """
+        tried = 0
         for _ in range(0 if self._core.draining else MAX_FORGOTTEN):
             number = self._core.catalog.surplus(key_space, representations)
-            if not number:
+            if number in (0, tried):
+                # The key space that was tried can't be emptied now: a tier still uses its slots.
                 return
+            tried = number
             if self._core.catalog.has_blocks(number):
                 await self._empty(number)
-            if not self._forget(number):
-                return
+            # Another task may have forgotten the key space meanwhile, or opened a session of it.
+            self._forget(number)
 
     def forget_outlived(self, now_s: float) -> None:
         """Forgets key spaces that have no blocks and have had no session for FORGET_S (ten

@@ -103,6 +103,7 @@ class Sessions:
         hears_evictions: bool = True,
         engine_name: str = "",
         model_names: Sequence[str] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> LiveSession:
         """Opens a session and saves its key space. The result has a secret id: any client that
         presents it may use the session.
@@ -115,10 +116,14 @@ class Sessions:
         engine_name: name by which the engine is shown to people; empty if the engine has no name.
         model_names: names by which requests address the model; the first is shown to people.
         hears_evictions: True if the session gets eviction notices.
+        check: function that raises if the caller may not open another session now. Called before
+            and after the wait for room in the catalog, since other sessions may open meanwhile.
 
         Raises OVERLOADED, and the errors of `CacheCore.open_session`.
         """
+        check()
         await self._removals.forget_for(key_space, representations)
+        check()
         if len(self._open) >= MAX_SESSIONS:
             raise HotKVError(
                 Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first"

@@ -511,7 +511,8 @@ class Transfers:
         message_bytes: int = 0,
     ) -> "asyncio.Future[TransferEnd]":
         """Makes room for the blocks of a store, then starts it. The result, a future, is done when
-        the blocks are ready or refused, after the last read of the engine's memory.
+        the blocks are ready or refused, after the last read of the engine's memory. The blocks are
+        aborted if a flush of their key space begins after this call.
 
         transfer_id: id that the client chooses for the store, unique in the session.
         lease_id: id of the write lease. The first store with this id opens the lease; stores of
@@ -529,9 +530,10 @@ class Transfers:
         session.check_fence(fence_index)
         _check_lengths(runs, block_ids)
         ttl_s, shard_index = timeout_s * 2, call.memory.layout.shard_index
-        number = session.record.number
+        number, key_space_id = session.record.number, session.record.key_space_id
+        num_flushes = self._core.catalog.record(key_space_id).num_flushes
         sums: list[Sums] = []
-        has_waited = await self._growth.await_room(session.record.key_space_id, runs)
+        has_waited = await self._growth.await_room(key_space_id, runs)
         num_slices = 0
 
         def after_slice() -> None:
@@ -552,7 +554,9 @@ class Transfers:
         slots = await in_slices(beginning, after_slice)
 
         def finish(outcome: Outcome, num_bytes: int) -> CoreEnd:
-            kept = outcome is Outcome.DONE and not session.is_revoked(fence_index)
+            # A flush aborts the leases that it finds. The store may have got its lease later.
+            is_old = self._core.catalog.record(key_space_id).num_flushes != num_flushes
+            kept = outcome is Outcome.DONE and not is_old and not session.is_revoked(fence_index)
             results = self._core.end_store(number, transfer_id, kept, time.monotonic(), sums)
             session.stored_bytes += num_bytes
             self.stored_bytes += num_bytes
@@ -564,7 +568,7 @@ class Transfers:
 
             return results, tell
 
-        take_sums = partial(self._take_sums, session.record.key_space_id, shard_index, slots, sums)
+        take_sums = partial(self._take_sums, key_space_id, shard_index, slots, sums)
         try:
             if has_waited or num_slices > 1:
                 # Other tasks ran while room was made: check again.

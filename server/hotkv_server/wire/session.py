@@ -582,7 +582,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             read_representations(opening.representations),
         )
         tenant = self._edge.access.admit(peer, key_space.tenant)
-        self._check_sessions(tenant, opening.engine_id if tenant is None else tenant.name)
+        owner = opening.engine_id if tenant is None else tenant.name
         engine_id, engine_name = (
             text if tenant is None or not text else f"{tenant.name}/{text}"
             for text in (opening.engine_id, opening.engine_name)
@@ -592,6 +592,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             hears_evictions=not opening.without_eviction_notices,
             engine_name=engine_name,
             model_names=opening.model_names,
+            check=partial(self._check_sessions, tenant, owner),
         )  # fmt: skip
         if tenant is not None:
             session.peer, session.maps_arena = peer, False

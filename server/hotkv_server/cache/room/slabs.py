@@ -442,15 +442,6 @@ class SlabPool:
         lent = np.flatnonzero(np.concatenate(([True], self._owner != FREE, [True])))
         return np.diff(lent) - 1
 
-    def capacity_slots(self, slot_bytes: int) -> int:
-        """Returns how many slots of this size the whole arena could hold, once all of the arena has
-        memory. This call does not make the size known to `figures`; a call of another method for
-        the size does."""
-        size = aligned(slot_bytes)
-        c = self._classes.get(size) or _SlabClass(size, self.slab_bytes, self.num_slabs)
-        num_runs, rest = divmod(self.num_slabs, c.run_slabs)
-        return num_runs * c.slots_per_run + rest * self.slab_bytes // c.slot_bytes
-
     def run_of(self, slot_bytes: int) -> tuple[int, int]:
         """Returns the number of slabs and of slots in a run of full length for this slot size."""
         c = self._class(slot_bytes)

@@ -139,18 +139,17 @@ class Arrivals:
             self._host.index.pin(forsaken, -1)
             self._host.removal.reap(forsaken)
             return move.kept
-        good = is_found & ~move.is_void
-        came = move.entries[good]
-        self._host.publish(came, now_s, checks=None if checks is None else checks[good])
-        self._host.removal.drop(move.entries[~good])
+        came = move.entries[is_found]
+        self._host.publish(came, now_s, checks=None if checks is None else checks[is_found])
+        self._host.removal.drop(move.entries[~is_found])
         self._host.index.pin(came, 1)
         move.kept, move.entries = came, move.entries[:0]
         return came
 
     def forsake(self, move: Move) -> None:
-        """Abandons a move up whose tier hangs. Engines may then store its blocks again, in other
-        slots, and other tiers may move them up. The move's slots stay reserved until `end`, because
-        the tier may still write to them."""
+        """Abandons a move up whose tier hangs, or whose blocks are flushed. Engines may then store
+        its blocks again, in other slots, and other tiers may move them up. The move's slots stay in
+        use until `end`, because the tier may still write to them."""
         self._host.index.pin(move.entries, 1)
         self._host.removal.forsake(move.entries)
         move.forsaken, move.entries = joined([move.forsaken, move.entries]), move.entries[:0]

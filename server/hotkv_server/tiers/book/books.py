@@ -87,6 +87,10 @@ class TierBooks:
         return found
 
     def stopped(self, key_space_id: int) -> AbstractContextManager[None]:
+        for move in self.moves:
+            if move.is_up and move.key_space_id == key_space_id:
+                # The tier may go on writing; blocks that are stored from now on get other slots.
+                self.arrivals.forsake(move)
         return self.moves.stopped(key_space_id)
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:

@@ -487,7 +487,12 @@ class EpochBook:
             record = self.records[fingerprint]
             if now_s >= record.used_s + USED_S and not self._is_waiting(record):
                 del self._active[fingerprint]
-        for fingerprint in list(self.records) if len(self.records) > MAX_RECORDS else ():
+        if len(self.records) <= MAX_RECORDS:
+            return
+        for fingerprint in known:
+            # Records of the key spaces that are here keep the numbers of their blocks on the disk.
+            self._record(fingerprint)
+        for fingerprint in list(self.records):
             record = self.records[fingerprint]
             is_untold = any(one.is_untold for one in record.stores.values())
             if fingerprint not in known and fingerprint not in self._active and not is_untold:

@@ -30,8 +30,8 @@ class Move:
     `is_void`: mask [n] of the blocks that were flushed during the move.
     `kept`: entries of the blocks that have arrived in host memory. They stay pinned until all
         waiting callers have leased them or given up.
-    `forsaken`: entries of a move up that was abandoned because the tier hangs. Their slots stay
-        reserved until the tier answers.
+    `forsaken`: entries of a move up that was abandoned, because the tier hangs or the blocks were
+        flushed. Their slots stay in use until the tier answers.
     """
 
     number: int

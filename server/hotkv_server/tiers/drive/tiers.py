@@ -184,7 +184,7 @@ class Tiers:
             for source in self._sources:
                 source.breaker.say()
             for coming in self._coming.values():
-                if coming.source.breaker.hangs and len(coming.move.entries):
+                if coming.source.breaker.hangs and coming.num_bytes and not coming.done.done():
                     self._arrivals.forsake(coming.move)
                     self._count(coming, 0)
                     self._tell()
