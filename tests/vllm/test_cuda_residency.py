@@ -266,6 +266,8 @@ def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
     prefill(engine, one)
     engine.step({"a": 1})
     assert engine.is_away(one) and not engine.lost
+    engine.worker.begin_resident(ResidentStep(lost=("a", "unknown")), SparseRows())
+    assert engine.worker.take_lost() == {one.table[0]}
 
 
 def test_a_batch_that_cannot_be_planned_loses_all_its_requests(
