@@ -132,8 +132,8 @@ def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
     """Returns the number of hot slots (device blocks for selected blocks) of a request: the most
     that a layer's hot set can use, plus SPARE_SLOTS."""
     endless = 1 << 40
-    budget = config.budget_blocks(endless, block_tokens)
-    return USUAL_SETS * max(budget, config.max_always_blocks(block_tokens)) + SPARE_SLOTS
+    # The budget is larger than what is always kept (`SparseConfig.check`).
+    return USUAL_SETS * config.budget_blocks(endless, block_tokens) + SPARE_SLOTS
 
 
 def _blocks(num_tokens: int, block_tokens: int) -> int:
