@@ -1,12 +1,9 @@
 """A configuration refuses bad settings, and names field, value and fix."""
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.selection import span
 
 
 @pytest.mark.parametrize(
@@ -90,26 +87,6 @@ def test_the_default_fits(block_tokens: int) -> None:
     SparseConfig(sparse_topk=1 << 30, min_context_tokens=1 << 30).check(30, block_tokens)
     SparseConfig().check(30, block_tokens)
     SparseConfig(min_context_tokens=0, sparse_topk=4096).check(30, block_tokens)
-
-
-@given(
-    topk=st.integers(96, 300) | st.floats(0.05, 1.0),
-    tokens=st.tuples(st.integers(0, 40), st.integers(1, 56)),
-    least=st.integers(0, 400) | st.integers(401, 4000),
-    block_tokens=st.sampled_from([16, 32]),
-)
-def test_every_context_has_a_budget_for_a_candidate(
-    topk: float, tokens: tuple[int, int], least: int, block_tokens: int
-) -> None:
-    config = SparseConfig(topk, None, "rot2u", *tokens, min_context_tokens=least)
-    try:
-        config.check(30, block_tokens)
-    except HotKVError:
-        assume(False)
-    for context_tokens in range(least, least + 400):
-        where = span(config, context_tokens, block_tokens)
-        budget = config.budget_blocks(context_tokens, block_tokens)
-        assert budget > where.num_always or where.first == where.last
 
 
 def test_budgets() -> None:
