@@ -156,8 +156,8 @@ def attention(
 def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
     vllm_config: VllmConfig,
 ) -> None:
-    """Runs a batch of a long decode that begins a block, a prefill chunk, a short decode, a long decode with a full
-    last block, and a row that the scheduler has not named."""
+    """Runs a batch of a long decode that begins a block, a prefill chunk, a short decode, a long
+    decode with a full last block, and a row that the scheduler has not named."""
     cache = Cache(40, HEAD_SIZE, torch.float32)
     layer = cache.layer()
     worker = Chosen(SparseConfig(min_context_tokens=256), [layer])
