@@ -581,6 +581,9 @@ def test_a_store_whose_report_is_lost_costs_half_the_patience_of_its_request() -
     assert engine.books.kept_tokens(name) == kept
     engine.run(int(TIMEOUT_S / STEP_S * 0.15), stores=False)
     assert engine.books.kept_tokens(name) > kept
+    assert engine.books.is_freeing(engine.now_s), "vLLM waits for the store"
+    engine.device.lose(name)
+    assert not engine.books.is_freeing(engine.now_s), "the request is preempted anyway"
 
 
 def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:
