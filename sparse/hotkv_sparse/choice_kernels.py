@@ -202,7 +202,8 @@ def _exps(
     """
     num_blocks = scores.shape[1]
     runs, rest = num_blocks // 16, num_blocks % 16
-    row, words_at = scores.ctypes.data + head * num_blocks * 4, words.ctypes.data
+    row_bytes = num_blocks * 4
+    row, words_at = scores.ctypes.data + head * row_bytes, words.ctypes.data
     weights_at, sums_at = weights.ctypes.data, sums.ctypes.data
     # Copies the scores behind the last whole run to `tail`, padded to a run.
     for i in range(rest):
@@ -214,7 +215,7 @@ def _exps(
     PEAK(tail.ctypes.data, 1, words_at)
     own = np.float32(np.exp(log_mass - words[0]))
     words[1] = own
-    EXP(row, words_at, weights_at, runs, words_at + 4, num_blocks * 4, words_at + 8, sums_at)
+    EXP(row, words_at, weights_at, runs, words_at + 4, row_bytes, words_at + 8, sums_at)
     EXP(
         tail.ctypes.data,
         words_at,

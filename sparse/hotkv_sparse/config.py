@@ -176,10 +176,8 @@ class SparseConfig:
                     f"the model has {num_layers} layers; use numbers from 0 to {num_layers - 1}",
                 )
         least = self.max_always_blocks(block_tokens) + 1
-        if (
-            self.budget_blocks(self.min_context_tokens, block_tokens) >= least
-            or self.min_context_tokens <= least * block_tokens
-        ):
+        shortest = max(self.min_context_tokens, least * block_tokens)
+        if self.budget_blocks(shortest, block_tokens) >= least:
             return
         fix = (
             f"sinks, recent window, the partial block and one more take {least} blocks of "

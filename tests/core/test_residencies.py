@@ -270,6 +270,10 @@ def test_positions_numbers_and_memory_of_residencies_are_bounded() -> None:
     granted = list(takewhile(lambda name: is_granted(place, session, name), names))
     assert 5 < len(granted) < 40
     assert residencies(place.core).book.num_opened == len(granted)
+    place.store(place.open("f", "wide", (SLAB, SLOT_ALIGN)), range(NUM_SLABS))
+    for _ in residencies(place.core).make_room(session.number, "another", {0: 8}):
+        pass
+    assert not place.core.take_effects(), "blocks are evicted for what is refused"
     for first, is_refused in ((-1, True), (MAX_POSITION - 2, True), (MAX_POSITION - 3, False)):
         call = partial(place.extend, session, granted[0], [1, 2], first)
         assert call() == [-1, -1] if not is_refused else reason_of(call) is Reason.INVALID_FIELD

@@ -235,6 +235,16 @@ def test_slots_that_were_freed_last_are_used_first() -> None:
     assert (pool.allocate(SLOT_ALIGN, 9) // SLOT_ALIGN).tolist() == [4, 0, *range(6, 13)]
 
 
+def test_a_short_run_behind_a_longer_one_grows() -> None:
+    pool, size = SlabPool(60 * SLAB, SLAB), 3 * SLOT_ALIGN
+    pool.allocate(2 * SLAB + SLOT_ALIGN, 1)
+    others = pool.allocate(SLAB, 57)
+    for slab in (3, 4):
+        pool.free(SLAB, others[others == slab * SLAB])
+        assert pool.allocate(size, 1).tolist() == [3 * SLAB + (slab - 3) * size]
+    pool.check_invariants()
+
+
 @pytest.mark.parametrize(
     ("arena_bytes", "slab_bytes"),
     [(SLAB, 0), (SLAB, SLOT_ALIGN + 1), (SLAB - 1, SLAB), (SLAB, -SLOT_ALIGN)],

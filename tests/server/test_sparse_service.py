@@ -194,11 +194,16 @@ def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Ser
     assert (of_first["mean_selected_blocks"], of_first["swap_bytes"]) == (25.0, 2048)
     shown = server.cli("sparse")
     assert re.search(r"figures-one +0 +10 +95.0% +75.0% +95.0% +25.0 +2.0 KiB +200.0 +0", shown)
-    metrics = get(http_port(server), "/metrics").text
-    (selects,) = re.findall(r'\nhotkv_sparse_layer_selects_total\{layer="0"\} (\S+)', metrics)
-    assert float(selects) >= 40
+
+    def selects() -> float:
+        metrics = get(http_port(server), "/metrics").text
+        (shown,) = re.findall(r'\nhotkv_sparse_layer_selects_total\{layer="0"\} (\S+)', metrics)
+        return float(shown)
+
+    before = selects()
+    assert before >= 40
     two.session.close()
-    assert {row["engine_id"] for row in rows()} == {"figures-one"}
+    assert {row["engine_id"] for row in rows()} == {"figures-one"} and selects() == before
 
 
 def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Place) -> None:

@@ -70,6 +70,8 @@ def test_a_share_of_mass_needs_a_scorer_that_estimates_it() -> None:
         ({"sparse_topk": 256}, 30, 128, "sparse.sparse_topk is 256; .* use at least 512"),
         ({"sparse_topk": 5e-324}, 30, 128, "5e-324; .* set min_context_tokens to 1073741824"),
         ({"sparse_topk": 0.05}, 30, 128, "0.05; .* set min_context_tokens to 10240 or more"),
+        ({"min_context_tokens": 0}, 30, 16, "0.1; .* set min_context_tokens to 1280 or more"),
+        ({"sparse_topk": 96, "min_context_tokens": 0}, 30, 16, "is 96; .* use at least 128"),
     ],
 )
 def test_refused_for_a_model(

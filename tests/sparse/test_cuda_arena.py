@@ -2,6 +2,7 @@
 
 import mmap
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -85,12 +86,20 @@ def test_the_mapping_stays_until_all_is_unregistered(monkeypatch: pytest.MonkeyP
     gone, arena = weakref.ref(mapping), MappedArena(np.frombuffer(mapping, np.uint8), 1, PAGE)
     del mapping
     held: list[bool] = []
-    unregister = cuda.hostUnregister
+    # Nothing is registered before somebody waits for it.
+    waits, join = threading.Event(), threading.Thread.join
+    register, unregister = cuda.hostRegister, cuda.hostUnregister
 
     def watched(address: int) -> None:
         held.append(gone() is not None)
         unregister(address)
 
+    def joined(thread: threading.Thread, timeout_s: float | None = None) -> None:
+        waits.set()
+        join(thread, timeout_s)
+
+    monkeypatch.setattr(threading.Thread, "join", joined)
+    monkeypatch.setattr(cuda, "hostRegister", lambda *call: (waits.wait(), register(*call)))
     monkeypatch.setattr(cuda, "hostUnregister", watched)
     arena.start()
     assert arena.wait()

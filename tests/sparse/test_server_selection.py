@@ -11,7 +11,6 @@ from hypothesis import given, settings
 
 import hotkv_sparse
 from hotkv_proto.errors import HotKVError
-from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.sparse.book import (
     KeptHotSet,
@@ -21,7 +20,6 @@ from hotkv_server.sparse.book import (
     check_request,
     select,
 )
-from hotkv_server.sparse.told import LayerFigures, LayerGrowth
 from hotkv_sparse.centre import TOKEN_FORMATS
 from hotkv_sparse.selection import Source, select_layer
 from tests.sparse.support import F32, UNCALIBRATED
@@ -235,17 +233,3 @@ def test_the_work_of_a_selection_is_bounded() -> None:
         check_request(spec, SelectRequest(0, 0, many[:1], (1 << 22) + 1), 50)
     # As many scores, and as long a context, as a selection may have.
     assert check_request(spec, SelectRequest(0, 0, many[:128], 1 << 22), 1 << 18).count == 1 << 18
-
-
-def test_figures_are_per_engine_and_totals_never_fall() -> None:
-    figures, size = LayerFigures(), len(SPARSE_COUNTERS)
-    for engine, layer, amount in (("a", 3, 1.0), ("b", 3, 2.0), ("a", 0, 4.0), ("a", 3, 8.0)):
-        figures.add(engine, LayerGrowth(layer, np.full(size, amount)))
-    assert [(engine, row.layer_index, row.values[0]) for engine, row in figures.rows()] == [
-        ("a", 0, 4.0),
-        ("a", 3, 9.0),
-        ("b", 3, 2.0),
-    ]
-    figures.drop("a")
-    assert [engine for engine, _ in figures.rows()] == ["b"]
-    assert [(row.layer_index, row.values[-1]) for row in figures.totals()] == [(0, 4.0), (3, 11.0)]

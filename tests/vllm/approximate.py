@@ -14,7 +14,7 @@ from hotkv_vllm.sparse import rank
 from tests.vllm.harness import Engine, _layer
 from tests.vllm.other_connectors import ours
 
-SPARSE = {"sparse": {"sparse_topk": 96, "min_context_tokens": 96}}
+SPARSE = {"sparse": {"sparse_topk": 4096, "min_context_tokens": 96}}
 INEXACT = 0x2A5A
 
 

@@ -14,6 +14,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hotkv_client.testing import FakeServer
+from hotkv_client.testing.fake_books import FakeResidency
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import SparseConfig
 from hotkv_vllm.compat.residency import DevicePool, ResidentManager, ResidentSpec
@@ -75,12 +76,15 @@ class Waiting(list[Any]):
 
 
 class Store(NamedTuple):
-    """A store in flight: the names and contents of its blocks. `incarnation` differs after a
-    preemption, a new start of the request, and whenever the device is distrusted."""
+    """A store in flight: the names and contents of its blocks, which begin at position `first`.
+    `incarnation` differs after a preemption, a new start of the request, and whenever the device is
+    distrusted."""
 
     request_id: str
+    residency_id: str
     store_id: int
     incarnation: tuple[str, int, int]
+    first: int
     names: list[bytes]
     contents: list[bytes]
 
@@ -305,7 +309,7 @@ class ResidentEngine:
         )
         for one, new in planned.values():
             if not self.device.holds_whole(one) and not self.device.stays_whole(one):
-                room = self.server.residencies.open.get(("engine", self._residency(one)))
+                room = self.pinned(one)
                 assert room is None or room.asked[0] * TOKENS >= one.num_computed_tokens + new
         tables: dict[str, Any] = {
             name: ([block.block_id for block in self.manager.req_to_blocks[name]],)
@@ -347,9 +351,16 @@ class ResidentEngine:
         memory = self.server.residencies.arena.memory
         for row in step.rows:
             one, known = self.requests[row.request_id], self.workers.offsets[row.request_id]
+            pin, pinned = self.workers.pins.get(row.request_id), self.pinned(one)
             for block in range(self.spec.sink_blocks, row.num_freed):
                 found = memory[known[block] : known[block] + 32].tobytes()
                 assert found == self.content(one, block), (one.request_id, block)
+                if pinned is not None and pinned.opened == pin:
+                    assert pinned.offsets.get((0, block)) == known[block], "the pin lacks it"
+
+    def pinned(self, one: Any) -> FakeResidency | None:
+        """Returns the request's open residency in the server."""
+        return self.server.residencies.open.get(("engine", self._residency(one)))
 
     def _plan(self) -> dict[str, tuple[Any, int]]:
         """Returns the requests of a step with their new tokens."""
@@ -429,7 +440,7 @@ class ResidentEngine:
             count += 1
         if not count or not self.server.up:
             return 0
-        keeps = self.books.keeps_hit(one, count * TOKENS, self.now_s)
+        keeps = self.books.keeps_hit(one, count * TOKENS)
         return None if keeps is None else count * TOKENS * keeps
 
     def has(self, name: bytes) -> bool:
@@ -483,7 +494,8 @@ class ResidentEngine:
         )
         state.store.stored_blocks[0] = until
         self.books.stores(name, job)
-        self.stores.append(Store(name, number, incarnation, names, contents))
+        residency_id = self.books.residency_of(name)
+        self.stores.append(Store(name, residency_id, number, incarnation, first, names, contents))
 
     def end_stores(self, are_taken: bool = True, are_reported: bool = True) -> None:
         """Ends all stores. The server has their blocks if it runs and takes them."""
@@ -493,9 +505,22 @@ class ResidentEngine:
                 assert self.contents.setdefault(block, content) == content, "a name of two contents"
                 if are_taken and self.server.up:
                     self.server.blocks[self.parts.space, 0, block] = {0: content}
+            if are_taken and self.server.up:
+                self._pin_stored(store)
             ended: Any = SimpleNamespace(request_id=store.request_id, store_id=store.store_id)
             if are_reported:
                 self.books.stored(ended)
+
+    def _pin_stored(self, store: Store) -> None:
+        """Pins the blocks of a store for the residency that it names, as the server does."""
+        residency = self.server.residencies.open.get(("engine", store.residency_id))
+        if residency is None:
+            return
+        for place, block in enumerate(store.names, store.first):
+            if (0, place) not in residency.names and len(residency.names) < residency.asked[0]:
+                residency.names[0, place] = block
+                shards = self.server.blocks[self.parts.space, 0, block]
+                residency.offsets[0, place] = self._slot(shards)
 
     def run(self, steps: int, *, stores: bool = True) -> None:
         """Runs steps. With `stores`, the server takes all blocks at once."""

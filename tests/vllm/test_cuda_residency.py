@@ -20,9 +20,11 @@ from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.cuda.hotsets import SELECTED
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.residency import ResidentSpec
+from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.residency import cuda_backend, cuda_setup
 from hotkv_vllm.residency.cuda_backend import HotFlashBuilder, HotFlashImpl
 from hotkv_vllm.residency.step import ResidentStep
+from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.sparse.rows import SparseRows
 from tests.sparse.cuda_support import CpuTensors, needs_compiler
 from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, QUERIES, Engine, FakeArena, Request
@@ -250,6 +252,22 @@ def test_a_broken_layer_loses_who_needs_the_arena(
     engine.step({"a": 1}, checks=False)
     assert engine.lost == {one.table[0]}
     assert engine.worker.take_counters()["sparse_faults"] == 1
+
+
+def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
+    engine = make()
+    one = prefilled(engine, "a", 450, 40)
+    edge: Any = None
+    rank = SparseRank(engine.vllm_config, engine.kv_config, ConnectorConfig(), None, edge)
+    rank.cuda = engine.worker
+    assert rank.distrust() and rank.take_lost() == {one.table[0]}
+    engine.preempt("a")
+    engine.ended.clear()
+    prefill(engine, one)
+    engine.step({"a": 1})
+    assert engine.is_away(one) and not engine.lost
+    engine.worker.begin_resident(ResidentStep(lost=("a", "unknown")), SparseRows())
+    assert engine.worker.take_lost() == {one.table[0]}
 
 
 def test_a_batch_that_cannot_be_planned_loses_all_its_requests(

@@ -3,11 +3,16 @@ the device's blocks."""
 
 import numpy as np
 import pytest
+import torch
 
+from hotkv_sparse import SparseConfig
 from hotkv_sparse.axes import Axes
-from hotkv_vllm.residency.pages import PageCopier
+from hotkv_vllm.residency.pages import PageCopier, slot_places
 from hotkv_vllm.residency.sequences import FIRST_ROWS, KeptRows, num_rows_for
+from hotkv_vllm.residency.step import ResidentRow, ResidentStep
+from hotkv_vllm.residency.worker import ResidentWorker
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
+from tests.vllm.sparse_parts import Cache
 
 HEADS, TOKENS, SIZE = 2, 32, 32
 ROT = "rot2u"
@@ -17,11 +22,8 @@ def addresses(pages: np.ndarray, chosen: list[int]) -> np.ndarray:
     return pages.ctypes.data + np.array(chosen, np.int64) * pages.shape[1]
 
 
-@pytest.mark.parametrize("has_kernels", [True, False])
-def test_pages_of_changing_counts_and_sizes_are_copied(has_kernels: bool) -> None:
+def test_pages_of_changing_counts_and_sizes_are_copied() -> None:
     copier = PageCopier()
-    if not has_kernels:
-        copier._kernels = None
     dice = np.random.default_rng(1)
     for count, page_bytes in ((3, 64), (200, 64), (5, 4096), (2, 64), (700, 16384), (0, 64)):
         source = dice.integers(0, 256, (count + 7, page_bytes), np.uint8)
@@ -76,6 +78,19 @@ def test_sources_are_those_of_the_pool_also_after_it_was_calibrated() -> None:
     later = kept.sources(0)["mix2"]
     assert later.axes is built.sources(0)["mix2"].axes is not None
     assert np.array_equal(later.mu, mu)
+
+
+def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
+    """Its blocks are reported as lost once, and no message says that it was preempted."""
+    layer = Cache(8, 64, torch.float32).layer()
+    config = SparseConfig(residency="host", sparse_topk=256, dense_layers=())
+    worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
+    rows = ResidentRow("a", 7, 3, True, 5), ResidentRow("b", 6, 4, True, 0)
+    worker.begin_resident(ResidentStep(rows))
+    worker.start_over()
+    assert worker.residents.take_lost() == {3}
+    worker.begin_resident(ResidentStep((ResidentRow("a", 5, 2, True, 0),)))
+    assert not worker.residents.is_lost("a") and worker.residents.is_lost("b")
 
 
 def some_axes() -> Axes:

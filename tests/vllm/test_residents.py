@@ -176,6 +176,15 @@ class Residents(RuleBasedStateMachine):
         self.engine.reset_running()
 
     @rule()
+    def resets_the_cache(self) -> None:
+        """Blocks of requests that have none on the device are from before the reset."""
+        for name, one in self.engine.requests.items():
+            if self.engine.books.is_resident(name):
+                self.engine.books.reset(name)
+                pinned = self.engine.pinned(one)
+                assert pinned is None or not pinned.names or self.engine.device.has_blocks(name)
+
+    @rule()
     def distrusts_the_device(self) -> None:
         self.engine.distrust()
 
@@ -384,20 +393,53 @@ def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
-@pytest.mark.parametrize("steps_in_queue", [0, 3])
-def test_a_preempted_request_uses_no_block_of_before_a_reset(steps_in_queue: int) -> None:
+@pytest.mark.parametrize(("num_steps", "steps_in_queue"), [(60, 0), (60, 3), (1, 0), (1, 3)])
+def test_a_preempted_request_uses_no_block_of_before_a_reset(
+    num_steps: int, steps_in_queue: int
+) -> None:
+    """After a step, a store has pinned blocks, and the engine does not know their offsets yet."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
-    engine.run(60)
-    assert engine.books.kept_tokens(name)
+    engine.run(num_steps)
+    assert bool(engine.books.kept_tokens(name)) == (num_steps > 1)
     engine.reset_running()
     engine.scheduler.max_num_active_reqs = 0
     engine.run(steps_in_queue)
     engine.books.reset(name)
-    assert not engine.books.kept_tokens(name)
+    assert engine.pinned(engine.requests[name]) is None
     engine.scheduler.max_num_active_reqs = 8
     engine.run(400)
     assert not engine.requests and not engine.count("failed_residencies")
+
+
+def test_blocks_stored_before_a_preemption_do_not_stop_blocks_of_other_names() -> None:
+    """The server has pinned blocks of which the engine does not know, and vLLM loads no hit."""
+    engine = ResidentEngine("host")
+    engine._hit = lambda one: 0  # type: ignore[method-assign]
+    engine.arrive(400, 200)
+    engine.run(4)
+    engine.reset_running()
+    engine.run(2, stores=False)
+    engine.distrust()
+    engine.run(400)
+    assert not engine.requests and not engine.count("failed_residencies")
+
+
+def test_an_answer_of_before_a_restart_says_nothing_about_the_new_residency() -> None:
+    engine = ResidentEngine("host")
+    engine.arrive(640, 1)
+    engine.run(25)
+    name = engine.arrive(660, 9)
+    engine.server.hold = {"extend_residency"}
+    engine.run(1)
+    engine.server.hold = set()
+    engine.server.settle()
+    engine.die(empty=False)
+    engine.server.come_back()
+    engine.run(1)
+    pinned = engine.pinned(engine.requests[name])
+    assert pinned is not None
+    assert len(pinned.names) * TOKENS >= engine.books.kept_tokens(name)
 
 
 def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
@@ -539,6 +581,9 @@ def test_a_store_whose_report_is_lost_costs_half_the_patience_of_its_request() -
     assert engine.books.kept_tokens(name) == kept
     engine.run(int(TIMEOUT_S / STEP_S * 0.15), stores=False)
     assert engine.books.kept_tokens(name) > kept
+    assert engine.books.is_freeing(engine.now_s), "vLLM waits for the store"
+    engine.device.lose(name)
+    assert not engine.books.is_freeing(engine.now_s), "the request is preempted anyway"
 
 
 def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:

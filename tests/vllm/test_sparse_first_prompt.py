@@ -87,6 +87,8 @@ def test_all_but_the_first_tokens_of_contexts_count(
         one.see(3, batch_of(rows), keys, queries)
     assert one.waiting[3].num_tokens == expected.num_tokens and not given_axes
     keys, queries = tokens(dice, FIRST_TOKENS + ENOUGH_TOKENS)
+    # In a prompt whose numbers overflow no token counts.
+    one.see(3, batch_of([(FIRST_TOKENS + ENOUGH_TOKENS,) * 2]), keys * np.nan, queries)
     where = np.arange(FIRST_TOKENS, FIRST_TOKENS + ENOUGH_TOKENS)
     expected.add_moved(
         keys[FIRST_TOKENS:], queries[FIRST_TOKENS:], where, turning.frequencies, 5000

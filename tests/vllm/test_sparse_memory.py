@@ -283,18 +283,6 @@ def test_a_sequence_ends_with_the_last_selections_of_its_request() -> None:
     assert side.step() == () and not side.known()
 
 
-def test_last_selections_that_never_come_do_not_keep_a_sequence() -> None:
-    side = Side()
-    side.arrive("a", 1, 20)
-    side.step()
-    side.step("a")
-    side.end("a")
-    assert side.step() == ("a",) and len(side.known()) == 1
-    side.now_s += memory_module.ENDING_S
-    side.step()
-    assert not side.known() and side.step() == ()
-
-
 def test_a_refused_sequence_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side()
 

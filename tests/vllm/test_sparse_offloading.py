@@ -226,13 +226,20 @@ def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> 
         residency.open("large", 1 << 24)
     residency.open("a", 1)
     pages, blocks = np.ones((2, PAGE), np.uint8), np.arange(2, dtype=np.int32)
-    residency.name("a", 0, [b"0" * 32, b"1" * 32], blocks)
-    for layer in LAYERS[:1]:
-        residency.store(layer, blocks, pages, blocks)
-    with pytest.raises(HotKVError):
-        residency.store(LAYERS[1], blocks, pages, blocks)
-    assert np.array_equal(residency.read(LAYERS[1], blocks[:1]), pages[:1])
-    # The host block that was not stored is another sequence's next.
+    residency.name("a", 0, [b"0" * 32], blocks[:1])
+    residency.name("a", 2, [b"1" * 32], blocks[1:])
+    residency.store(LAYERS[0], blocks, pages, blocks)
+    # The first of the two is stored, and another block takes its place.
+    for _ in range(2):
+        with pytest.raises(HotKVError):
+            residency.store(LAYERS[1], blocks, 2 * pages, blocks)
+        residency.name("a", 3, [b"3" * 32], blocks[:1] + 2)
+        residency.store(LAYERS[0], blocks[:1] + 2, 3 * pages, blocks[:1])
+    for layer, times in zip(LAYERS, (1, 2), strict=True):
+        assert np.array_equal(residency.read(layer, blocks[:1]), times * pages[:1])
+    # The host block that was not stored has another hash next, and then is another sequence's.
+    residency.name("a", 2, [b"4" * 32], blocks[1:])
+    residency.store(LAYERS[1], blocks[1:], pages, blocks[1:])
     residency.close("a")
     residency.open("b", 1)
     residency.name("b", 0, [b"2" * 32], blocks[1:])

@@ -156,8 +156,8 @@ def attention(
 def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
     vllm_config: VllmConfig,
 ) -> None:
-    """Runs a batch of a long decode, a prefill chunk, a short decode, a long decode with a full
-    last block, and a row that the scheduler has not named."""
+    """Runs a batch of a long decode that begins a block, a prefill chunk, a short decode, a long
+    decode with a full last block, and a row that the scheduler has not named."""
     cache = Cache(40, HEAD_SIZE, torch.float32)
     layer = cache.layer()
     worker = Chosen(SparseConfig(min_context_tokens=256), [layer])
@@ -168,7 +168,7 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
         [19, 20, 22, 23, 24, 25, 26, 27],
         [28, 29, 31, 32, 33, 34, 35, 36, 37],
     ]
-    seq_lens = [8 * BLOCK + 5, 9 * BLOCK, 40, 8 * BLOCK, 9 * BLOCK]
+    seq_lens = [8 * BLOCK + 1, 9 * BLOCK, 40, 8 * BLOCK, 9 * BLOCK]
     worker.begin_step(SparseRows((11, 27), ("a", "d")))
     worker.chosen = {("layer", "a"): [0, 2, 5, 8], ("layer", "d"): [1, 7]}
     given = metadata(tables, seq_lens, [1, 3, 1, 1, 1], cache)

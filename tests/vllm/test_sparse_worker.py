@@ -88,8 +88,9 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
     engine = Engine(recall_steps=3)
     sums: dict[str, float] = {}
     layers: dict[int, dict[str, float]] = {}
+    broken = np.full((2, QUERIES, 64), np.nan, np.float32)
     for number in range(12):
-        engine.step("ab")
+        engine.step("ab", queries=broken if number == 5 else None)
         for name, value in engine.worker.take_counters().items():
             sums[name] = sums.get(name, 0) + value
         if number % 4 == 3:
@@ -101,7 +102,8 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
     assert layers[2]["selects"] == 24
     # Every third step is measured, in one layer after the other.
     assert [layers[index]["recall_samples"] for index in (2, 7)] == [4, 4]
-    assert 0 < layers[2]["recall"] <= 4 and 0 < layers[2]["true_mass"] <= 4 * (1 + 1e-6)
+    assert 0 < layers[2]["recall"] <= 4 and 0 < layers[2]["estimated_mass"] <= 24
+    assert 0 < layers[2]["true_mass"] <= 4 * (1 + 1e-6)
     assert sums == pytest.approx(
         {
             "sparse_" + name: layers[2].get(name, 0) + layers[7].get(name, 0)

@@ -132,8 +132,8 @@ def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
     """Returns the number of hot slots (device blocks for selected blocks) of a request: the most
     that a layer's hot set can use, plus SPARE_SLOTS."""
     endless = 1 << 40
-    budget = config.budget_blocks(endless, block_tokens)
-    return USUAL_SETS * max(budget, config.max_always_blocks(block_tokens)) + SPARE_SLOTS
+    # The budget is larger than what is always kept (`SparseConfig.check`).
+    return USUAL_SETS * config.budget_blocks(endless, block_tokens) + SPARE_SLOTS
 
 
 def _blocks(num_tokens: int, block_tokens: int) -> int:
@@ -156,7 +156,6 @@ class ResidentManager(FullAttentionManager):
     moved: ids of the requests that were moved off the device; empty unless `residency = "auto"`.
     awaited: by id of each request that waited for admission when the step began: the fewest blocks
         with which it can begin; empty unless `residency = "auto"`.
-    most_held: the most device blocks, hot slots included, that a request has ever held.
     """
 
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
@@ -174,7 +173,6 @@ class ResidentManager(FullAttentionManager):
         self.moved: set[str] = set()
         self.awaited: dict[str, int] = {}
         self._begins_moved: set[str] = set()
-        self.most_held = 0
         self._longest: dict[str, int] = {}
 
     @classmethod
@@ -357,9 +355,6 @@ class ResidentManager(FullAttentionManager):
         new: list[KVCacheBlock] = super().allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model
         )
-        freed = max(0, self.freed_blocks.get(request_id, 0) - self.spec.sink_blocks)
-        held = len(self.req_to_blocks[request_id]) - freed + len(self.hot.get(request_id, ()))
-        self.most_held = max(self.most_held, held)
         return new
 
     def _take_hot(self, request_id: str, count: int) -> None:

@@ -113,9 +113,12 @@ class ResidencyCalls:
         self._refused[one.request_id] = one.arrived_s
 
     def renew(self, one: Resident, now_s: float) -> None:
-        """Brings the request's reservation up to date: handles the server's answer, retries a
+        """Brings the request's reservation up to date: handles the server's answers, retries a
         refused reservation, asks again after a reconnect, and asks for more room if the request
         wants more."""
+        # First, because after a reconnect an answer from before is about blocks that the server
+        # must pin again (`_opened`).
+        self.take_answer(one)
         if one.opening is not None and one.opening.done():
             opening, one.opening = one.opening, None
             error = opening.exception()
@@ -207,7 +210,7 @@ class ResidencyCalls:
             answer = self._session.extend_residency(one.residency_id, 0, blocks.start, hashes)
             one.asked = answer, blocks
 
-    def take_answer(self, one: Resident, now_s: float) -> None:
+    def take_answer(self, one: Resident) -> None:
         """Handles the server's answer to `ask`, if it has come: records at which offsets of the
         arena the server has pinned the blocks."""
         if one.asked is None or not one.asked[0].done():

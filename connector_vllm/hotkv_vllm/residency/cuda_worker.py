@@ -618,11 +618,14 @@ class CudaWorker:
         self.sequences.lose_rows(first_blocks, "its batch could not be planned")
 
     def start_over(self) -> None:
-        """Handles a step for which the scheduler's message was lost. Marks all requests as lost
-        that have blocks only in host memory."""
+        """Handles a step for which the scheduler's message was lost: reports all requests as lost
+        that have blocks only in host memory, and forgets all requests, because the message may have
+        said that a request was preempted and begins anew."""
         self._step, self._is_told = [], False
         self._residents.name_rows({})
         self.sequences.lose_away(self.sequences, "a step's plan was lost")
+        for sequence in self.sequences:
+            self.sequences.end(sequence.request_id)
 
     def find_lost(self) -> None:
         """Marks a request of the step as lost if it has blocks only in the arena and the server no

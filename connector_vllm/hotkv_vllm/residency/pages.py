@@ -18,7 +18,6 @@ Always true:
 - A staging area is not written while attention reads it.
 """
 
-import ctypes
 import itertools
 import os
 from collections import Counter
@@ -104,7 +103,6 @@ class PageCopier:
         usual = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
         self._num_threads = num_threads or usual
         self._threads: ThreadPoolExecutor | None = None
-        self._kernels: Any = native.load("hotkv_proto.kernels")
         self._sizes = np.empty(0, np.int64)
 
     def __repr__(self) -> str:
@@ -122,26 +120,23 @@ class PageCopier:
             return
         self._sizes_for(count, page_bytes)
         parts = min(self._num_threads, 1 + count * page_bytes // BYTES_PER_THREAD)
-        if parts == 1 or self._kernels is None:
-            self._part(to, source, page_bytes)
+        if parts == 1:
+            self._part(to, source)
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._num_threads - 1, "hotkv-pages")
         edges = np.linspace(0, count, parts + 1).astype(int)
         others = [
-            self._threads.submit(self._part, to[a:b], source[a:b], page_bytes)
+            self._threads.submit(self._part, to[a:b], source[a:b])
             for a, b in itertools.pairwise(edges[1:])
         ]
-        self._part(to[: edges[1]], source[: edges[1]], page_bytes)
+        self._part(to[: edges[1]], source[: edges[1]])
         for other in others:
             other.result()
 
-    def _part(self, to: I64, source: I64, page_bytes: int) -> None:
-        if self._kernels is None:
-            for place, origin in zip(to.tolist(), source.tolist(), strict=True):
-                ctypes.memmove(place, origin, page_bytes)
-            return
-        self._kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
+    def _part(self, to: I64, source: I64) -> None:
+        kernels = native.require("hotkv_proto.kernels")
+        kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
 
     def _sizes_for(self, count: int, page_bytes: int) -> None:
         """Makes `_sizes` an array of at least `count` elements with the value `page_bytes`. Does

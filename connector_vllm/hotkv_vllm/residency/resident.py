@@ -47,6 +47,8 @@ class Resident:
         yet decided whether the request begins with this hit (`ResidentRequests.keeps_hit`).
     storing: by id of a store in flight, the position of the first block that it stores.
     names: the names of the first blocks, in order, as far as names were needed.
+    named: the most blocks that have had names since `residency_id` was chosen. The server may have
+        pinned a block at each position before it, although not all of them count as kept.
     private_from: from this position on, blocks have private names, which no other request has.
         Private names are hashed with `salt`, a secret of this engine.
 
@@ -109,6 +111,7 @@ class Resident:
     asks_again: bool = False
     storing: dict[int, int] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)
+    named: int = 0
     private_from: int = ENDLESS
     seen_s: float = 0.0
     waited_s: float = 0.0
@@ -160,6 +163,7 @@ class Resident:
                 secret = b"hotkv-private;" + self.salt + self.residency_id.encode() + name
                 name = hashlib.sha256(secret).digest()[: len(name)]
             self.names.append(name)
+        self.named = max(self.named, len(self.names))
         return self.names
 
     def keep(self, first: int, found: ResidentBlocks, file_id: FileId) -> int:

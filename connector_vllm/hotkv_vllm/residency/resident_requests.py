@@ -25,7 +25,6 @@ Scheduler thread only. Never blocks.
 
 import itertools
 import os
-import time
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -163,7 +162,7 @@ class ResidentRequests:
         """Returns True if the server has reserved room for all present blocks of the request."""
         return self._reservations.is_open(one) and one.room >= self._needed(one)
 
-    def keeps_hit(self, request: Any, hit_tokens: int, now_s: float) -> bool | None:
+    def keeps_hit(self, request: Any, hit_tokens: int) -> bool | None:
         """Decides whether the request may begin with a hit. Returns True if the device has room for
         all blocks of the request, or if the server has pinned all blocks of the hit for this
         request. Returns None while the server's answer to the call that pins them is awaited.
@@ -176,7 +175,7 @@ class ResidentRequests:
         one = self._residents.get(request.request_id)
         if one is None:
             return True
-        self._reservations.take_answer(one, now_s)
+        self._reservations.take_answer(one)
         num_blocks = hit_tokens // self._block_tokens
         stays_whole = self._pool.stays_whole(request)
         if stays_whole and not (self._fits(one) and self._reservations.is_connected):
@@ -336,22 +335,23 @@ class ResidentRequests:
     def reset(self, request_id: str) -> None:
         """Handles a reset of the cache for a request. A request with blocks on the device goes on
         with them, and its blocks get private names (`_make_private`). A request without such blocks
-        is computed anew if the server has pinned any of its blocks, because their KV is from before
-        the reset."""
+        is computed anew if the server may have pinned any of its blocks, because their KV is from
+        before the reset."""
         one = self._residents[request_id]
         if self._pool.has_blocks(request_id):
             self._make_private(one)
-        elif one.kept or one.asked is not None:
+        elif one.named:
             self._start_over(one)
 
     def _make_private(self, one: Resident) -> None:
         """Gives private names, which no other request finds, to all blocks of the request that the
         server has not pinned yet.
 
-        If stores of such blocks were planned already, all blocks of the request are stored anew. If
-        the device may not have all of these blocks, the request is computed anew instead.
+        If such blocks had names already, the server may have pinned some of them, so all blocks of
+        the request are stored anew. If the device may not have all of these blocks, the request is
+        computed anew instead.
         """
-        if one.state.store.stored_blocks[0] > one.kept:
+        if one.named > one.kept:
             if not self._pool.stays_whole(one.state.request):
                 self._pool.lose(one.request_id)
             self._start_over(one)
@@ -390,7 +390,7 @@ class ResidentRequests:
         one = self._residents.get(request_id)
         if one is None or one.is_lost:
             return 0
-        self._reservations.take_answer(one, time.monotonic())
+        self._reservations.take_answer(one)
         return one.kept * self._block_tokens
 
     def is_freeing(self, now_s: float) -> bool:
@@ -466,7 +466,6 @@ class ResidentRequests:
         calls = self._reservations
         self._reserve(one)
         calls.renew(one, now_s)
-        calls.take_answer(one, now_s)
         until = one.may_ask_until(is_late=one.waited_s > self._timeout_s / 2)
         if until > one.kept:
             calls.ask(one, until)
@@ -526,3 +525,4 @@ class ResidentRequests:
         self._reservations.close(one)
         one.residency_id, one.is_lost = self._new_id(one.request_id), False
         one.begin_anew(0)
+        one.named = 0

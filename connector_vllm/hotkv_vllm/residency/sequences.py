@@ -310,14 +310,17 @@ class ResidentSequences:
             if request_id in self._sequences:
                 self.lose(self._sequences[request_id], "the server has lost its blocks")
 
-    def lose_all_away(self, why: str) -> None:
-        """Marks each request that has blocks only in host memory as lost.
+    def forget_all(self, why: str) -> None:
+        """Reports each request that has blocks only in host memory as lost, and forgets all
+        requests. Used if a message of the scheduler was lost, which may have said that a request
+        was preempted and begins anew.
 
         why: the reason, for the log.
         """
-        for sequence in self._sequences.values():
+        for sequence in list(self._sequences.values()):
             if sequence.num_freed:
                 self.lose(sequence, why)
+            self.end(sequence.request_id)
 
     def lose_unnamed(self, first_block: int, has_gaps: bool) -> None:
         """Handles a row of vLLM's batch that the scheduler's message does not list. If blocks of

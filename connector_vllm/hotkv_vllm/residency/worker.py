@@ -132,9 +132,9 @@ class ResidentWorker(SparseWorker):
         self.residents.lose_named(step.lost)
 
     def start_over(self) -> None:
-        """Handles a step for which the scheduler's message was lost. Marks all requests as lost
-        that have blocks only in host memory."""
-        self.residents.lose_all_away("a step's plan was lost")
+        """Handles a step for which the scheduler's message was lost: reports all requests as lost
+        that have blocks only in host memory, and forgets all requests."""
+        self.residents.forget_all("a step's plan was lost")
         self.residents.begin_step(())
         super().start_over()
 

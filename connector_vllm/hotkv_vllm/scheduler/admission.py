@@ -187,7 +187,7 @@ class Admission:
             return ASK_AGAIN
         if cache.residencies is None or not answer[0]:
             return answer
-        keeps = cache.residencies.keeps_hit(state.request, computed + answer[0], now_s)
+        keeps = cache.residencies.keeps_hit(state.request, computed + answer[0])
         if keeps is None:
             return ASK_AGAIN
         if not keeps:

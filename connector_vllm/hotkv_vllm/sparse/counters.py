@@ -7,6 +7,7 @@ a few additions of Python floats. A sample reads every key of a context.
 Shapes: Q query heads, H KV heads, D channels, C blocks of the context.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -36,7 +37,8 @@ _STEP = tuple(
 
 class LayerCounters:
     """Counts the events of sparse decode per layer, under the names of
-    `hotkv_proto.reports.SPARSE_COUNTERS`.
+    `hotkv_proto.reports.SPARSE_COUNTERS`. Skips a value that is not finite, such as the mass of a
+    NaN query: the sum would never be a number again, and the server refuses reports with NaN.
 
     indices: indices of the layers.
     """
@@ -53,7 +55,8 @@ class LayerCounters:
         )
 
     def add(self, index: int, name: str, value: float) -> None:
-        self._rows[index][_COLUMN[name]] += value
+        if math.isfinite(value):
+            self._rows[index][_COLUMN[name]] += value
 
     def add_step(
         self, index: int, attended: Attended, context_blocks: int, page_bytes: int
@@ -66,12 +69,13 @@ class LayerCounters:
         page_bytes: bytes of a block in the layer.
         """
         row = self._rows[index]
+        mass = attended.selection.mass
         num_joined = attended.num_seeded + attended.num_corrected + attended.num_prefetched
         values = (
             1, context_blocks, len(attended.selection.blocks), len(attended.blocks),
             attended.num_seeded, attended.num_corrected, attended.num_prefetched,
             attended.num_wanted,
-            attended.num_hits, attended.selection.mass,
+            attended.num_hits, mass if math.isfinite(mass) else 0.0,
             num_joined * page_bytes,
         )  # fmt: skip
         for column, value in zip(_STEP, values, strict=True):

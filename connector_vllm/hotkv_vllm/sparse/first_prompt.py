@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotkv_sparse.axes import Axes, AxesEstimate
+from hotkv_sparse.axes import PLACES, Axes, AxesEstimate
 from hotkv_sparse.centre import FIRST_TOKENS
 from hotkv_vllm.sparse.batch import Batch, SparseLayer
 
@@ -61,7 +61,6 @@ class FirstPrompt:
         self, shapes: Mapping[int, tuple[int, int]], turning: Turning, then: Calibrated
     ) -> None:
         self.waiting = {index: AxesEstimate(*shape) for index, shape in shapes.items()}
-        self._num_seen = dict.fromkeys(self.waiting, 0)
         self._turning = turning
         self._then = then
 
@@ -96,8 +95,8 @@ class FirstPrompt:
             self._turning.frequencies,
             self._turning.context_tokens,
         )
-        self._num_seen[index] += len(counted)
-        if self._num_seen[index] < ENOUGH_TOKENS:
+        # Tokens that are not finite do not count.
+        if estimate.num_tokens < PLACES * ENOUGH_TOKENS:
             return
         found = estimate.axes()
         assert found is not None, "enough tokens give axes"

@@ -355,20 +355,26 @@ class ResidencyPages:
         del self._opened[sequence_id]
         self._session.close_residency(sequence_id)
         for block in [block for block, name in self._names.items() if name[0] == sequence_id]:
-            del self._names[block]
-            self._offsets.pop(block, None)
-            if (staged := self._staged.pop(block, None)) is not None:
-                self._free.append(staged.place)
+            self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        """Forgets a host block's name, and where its pages are."""
+        self._names.pop(block, None)
+        self._offsets.pop(block, None)
+        if (staged := self._staged.pop(block, None)) is not None:
+            self._free.append(staged.place)
 
     def name(self, sequence_id: str, first: int, hashes: Sequence[bytes], blocks: I32) -> None:
         """Assigns host blocks to consecutive positions of a sequence, with the hashes under which
-        they will be stored.
+        they will be stored. A host block that gets another hash loses its pages.
 
         first: position of the first of these blocks in the sequence.
         """
         for place, (block_hash, block) in enumerate(
             zip(hashes, blocks.tolist(), strict=True), first
         ):
+            if block in self._names and self._names[block][2] != block_hash:
+                self._forget(block)
             self._names[block] = sequence_id, place, block_hash
 
     # ---------------------------------------------------------------------------------------- pages
@@ -398,6 +404,12 @@ class ResidencyPages:
         return int(self._arena.memory.ctypes.data) + self._offsets[block] + place * page_bytes
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
+        # If an earlier call has raised, the server may have some of the blocks: their other layers
+        # have left the staging memory.
+        blocks, slots = (
+            part[[block not in self._offsets for block in blocks.tolist()]]
+            for part in (blocks, slots)
+        )
         for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True):
             staged = self._staged.get(block)
             if staged is None:

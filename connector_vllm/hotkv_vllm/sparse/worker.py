@@ -339,12 +339,10 @@ class SparseWorker:
         block_tokens, plan = layer.shape.block_tokens, StepPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries, lengths = np.diff(batch.starts), batch.seq_lens
-        last = np.maximum(lengths - 1, 0) // block_tokens
-        written = batch.tables[np.arange(len(lengths)), last]
-        is_named = np.isin(written, list(self._request_of))
-        # Representations of a long context are also built before its row becomes sparse.
-        matters = is_named | (lengths >= self._config.min_context_tokens)
-        for row in np.flatnonzero(matters & (lengths > 0) & (num_queries > 0)).tolist():
+        # The scheduler lists rows with long contexts only. Representations of a long context are
+        # also built before its row becomes sparse.
+        is_long = lengths >= self._config.min_context_tokens
+        for row in np.flatnonzero(is_long & (lengths > 0) & (num_queries > 0)).tolist():
             context_tokens = int(lengths[row])
             blocks = batch.tables[row, : -(-context_tokens // block_tokens)].copy()
             request_id = self._named(int(blocks[-1]), int(num_queries[row]))

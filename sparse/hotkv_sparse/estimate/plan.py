@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_sparse import config
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.formats import head_bytes
 from hotkv_sparse.hotset import USUAL_SETS
@@ -333,7 +334,10 @@ class Plan:
 
     def check(self, model: Model) -> None:
         """Raises INVALID_FIELD if the plan does not fit the model."""
-        self.sparse.check(model.layers, self.block_tokens)
+        # The budget only has to suffice for contexts of this length.
+        shortest = max(self.sparse.min_context_tokens, min(self.tokens, config.MAX_COUNT))
+        sparse = dataclasses.replace(self.sparse, min_context_tokens=shortest)
+        sparse.check(model.layers, self.block_tokens)
         larger = max(model.kv_heads, self.tensor_parallel)
         smaller = min(model.kv_heads, self.tensor_parallel)
         if larger % smaller or model.query_heads % self.tensor_parallel:

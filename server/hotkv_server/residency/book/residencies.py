@@ -41,7 +41,6 @@ from hotkv_server.residency.book.register import (
     Residency,
     ResidencyBook,
     ResidentGroup,
-    sum_of_slots,
 )
 
 MAX_POSITION = 1 << 31
@@ -93,52 +92,53 @@ class Residencies:
 
         num_blocks: number of blocks to reserve in total, by group.
         """
+        residency, slots, is_new = self._asked(session_number, residency_id, num_blocks, now_s)
+        if slots:
+            self._sessions.check_takes_new("opens no residencies")
+            with self._noting_refusal(residency, slots, now_s):
+                self._check(residency, num_blocks, is_new)
+                self.bound.check_room(residency.tenant, slots)
+            if is_new:
+                self.book.add(residency)
+            else:
+                self.book.grow(residency, num_blocks)
+            self.bound.promise(residency.tenant, slots)
+        return self._opened(residency)
+
+    def _asked(
+        self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
+    ) -> tuple[Residency, dict[int, int], bool]:
+        """Returns the residency that a call opens or grows, the number of slots by size that the
+        call reserves, and whether the residency is new. Changes nothing. Raises HotKVError if the
+        call is not valid.
+
+        num_blocks: number of blocks to reserve in total, by group.
+        """
         session = self._sessions.record(session_number)
         record = self._catalog.record(session.key_space_id)
         groups = _new_groups(session, record, num_blocks)
         existing = self.book.of_call(session, residency_id)
         if existing is not None:
-            growth = existing.growth(num_blocks)
-            if growth:
-                self._sessions.check_takes_new("opens no residencies")
-                self._grow(existing, num_blocks, growth, now_s)
-            return self._opened(existing)
-        self._sessions.check_takes_new("opens no residencies")
-        owner = self._sessions.owner(session)
+            return existing, existing.growth(num_blocks), False
         residency = Residency(
-            session.engine_id, owner, residency_id, session.number, session.key_space_id,
-            self._space.tenants.number(session.key_space_id), now_s, dict(num_blocks), groups,
+            session.engine_id, self._sessions.owner(session), residency_id, session.number,
+            session.key_space_id, self._space.tenants.number(session.key_space_id), now_s,
+            dict(num_blocks), groups,
         )  # fmt: skip
-        slots = residency.left()
-        with self._noting_refusal(residency, slots, now_s):
-            self.bound.check_ever(residency.tenant, self.bound.costs(slots))
-            self.book.check_room(residency)
-            self._words.check_room(session.number)
-            self.bound.check_room(residency.tenant, slots)
-        self.book.add(residency)
-        self.bound.promise(residency.tenant, slots)
-        return self._opened(residency)
+        return residency, residency.left(), True
 
-    def _grow(
-        self,
-        residency: Residency,
-        num_blocks: Mapping[int, int],
-        growth: Mapping[int, int],
-        now_s: float,
-    ) -> None:
-        """Reserves additional slots for an open residency.
+    def _check(self, residency: Residency, num_blocks: Mapping[int, int], is_new: bool) -> None:
+        """Raises HotKVError if evictions can't make room for a new or growing residency: if it is
+        too large, or at a bound of its owner.
 
         num_blocks: number of the residency's blocks after the call, by group.
-        growth: number of additional slots, by slot size.
         """
-        with self._noting_refusal(residency, growth, now_s):
-            self.bound.check_ever(
-                residency.tenant, self.bound.costs(residency.slots_of(num_blocks))
-            )
+        self.bound.check_ever(residency.tenant, self.bound.costs(residency.slots_of(num_blocks)))
+        if is_new:
+            self.book.check_room(residency)
+            self._words.check_room(residency.session_number)
+        else:
             self.book.check_growth(residency, num_blocks)
-            self.bound.check_room(residency.tenant, growth)
-        self.book.grow(residency, num_blocks)
-        self.bound.promise(residency.tenant, growth)
 
     @contextmanager
     def _noting_refusal(
@@ -165,14 +165,14 @@ class Residencies:
 
         num_blocks: number of blocks to reserve, by group.
         """
-        session = self._sessions.record(session_number)
-        record = self._catalog.record(session.key_space_id)
-        groups = _new_groups(session, record, num_blocks)
-        existing = self.book.named(session, residency_id)
-        slots = sum_of_slots(groups) if existing is None else existing.growth(num_blocks)
-        tenant = self._space.tenants.number(session.key_space_id)
-        if slots and self.bound.costs(slots) <= self.bound.room_bytes(tenant):
-            yield from self._space.room.make_floors(slots, tenant)
+        try:
+            residency, slots, is_new = self._asked(session_number, residency_id, num_blocks, 0.0)
+            self._check(residency, num_blocks, is_new)
+        except HotKVError:
+            # `open` raises the error.
+            return
+        if slots and self.bound.costs(slots) <= self.bound.room_bytes(residency.tenant):
+            yield from self._space.room.make_floors(slots, residency.tenant)
 
     def _opened(self, residency: Residency) -> ResidencyOpened:
         index, value = self._words.of_session(residency.session_number)
