@@ -17,6 +17,7 @@ from hotkv_client.command.savings_tables import show_savings
 from hotkv_proto.reports import SAID_BY_ENGINES, Miss
 from hotkv_proto.v1 import session_pb2
 from hotkv_server.ledger.book import pack
+from hotkv_server.ledger.book.outcome import ASKS_WHY
 from tests.server.page_support import groups_engine
 from tests.server.places import Place, place, store
 from tests.server.support import (
@@ -89,12 +90,15 @@ CASES = {
     "it may not have asked": Case(
         4, 3, 70, 16, 16, Miss.COMPUTED_SOONER, {"computed_sooner": 32, "never_stored": 16}
     ),
+    "its load had failed": Case(
+        4, 3, 70, 16, 16, Miss.FAILED_LOAD, {"failed_load": 32, "never_stored": 16}
+    ),
     "blocks that a report does not name": Case(0, 0, 40, 0, 0, Miss.ABSENT, {"unknown": 32}),
     # The engine computes the last block of a prompt that the cache has whole.
     "the last token": Case(3, 3, 48, 0, 32, Miss.ABSENT, {"partial_block": 16}),
     **{
         miss.name: Case(4, 0, 70, 0, 16, miss, {miss.name.lower(): 48})
-        for miss in sorted(SAID_BY_ENGINES - {Miss.ABSENT, Miss.COMPUTED_SOONER})
+        for miss in sorted(SAID_BY_ENGINES - ASKS_WHY.keys())
     },
 }
 
@@ -130,7 +134,7 @@ def test_each_missed_block_has_its_own_reason(server: Server, groups_engine: Mak
 
 def test_what_no_engine_can_know_is_not_believed(server: Server, groups_engine: Make) -> None:
     one = groups_engine("ledger-claims")
-    for number in (Miss.FAILED_LOAD, Miss.EVICTED, 77):
+    for number in (Miss.IN_FLIGHT, Miss.EVICTED, 77):
         said = session_pb2.RequestReport(
             hashes=b"".join(hashes(2)), prompt_token_count=33, miss_reason=number
         )

@@ -65,19 +65,19 @@ class Reported:
 
 
 @pytest.mark.parametrize(
-    ("may_read", "is_up", "said"),
+    ("refusal", "is_up", "said"),
     [
-        (True, True, Miss.ABSENT),
-        (False, True, Miss.NOT_ASKED),
-        (False, False, Miss.NOT_ASKED),
-        (True, False, Miss.NO_SERVER),
+        (None, True, Miss.ABSENT),
+        (Miss.NOT_ASKED, True, Miss.NOT_ASKED),
+        (Miss.NOT_ASKED, False, Miss.NOT_ASKED),
+        (None, False, Miss.NO_SERVER),
     ],
 )
-def test_a_request_that_asked_nobody_says_so(may_read: bool, is_up: bool, said: Miss) -> None:
+def test_a_request_that_asked_nobody_says_so(refusal: Any, is_up: bool, said: Miss) -> None:
     one = Reported()
     if not is_up:
         one.parts.server.die()
-    one.made.answered(one.state, False, may_read)
+    one.made.answered(one.state, False, refusal)
     one.parts.server.up = True
     one.parts.server.come_back()
     assert [r.miss for r in one.sent()] == [said]
@@ -89,7 +89,7 @@ def test_waits_for_answers_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> Non
     one = Reported()
     for at_s, waits in ((0, True), (1, True), (3, False), (4, False), (5, True), (7, False)):
         now_s[0] = 100.0 + at_s
-        one.made.answered(one.state, waits, True)
+        one.made.answered(one.state, waits, None)
     assert [r.wait_s for r in one.sent(at_s=now_s[0])] == [5.0]
 
 
