@@ -4,6 +4,7 @@ written."""
 import asyncio
 import logging
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -63,9 +64,12 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
 
 def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_OPEN_LOADS", 2)
+    now_s = [6000.0]
+    monkeypatch.setattr(time, "time", lambda: now_s[0])
     world = World()
     for number, hit_tokens in ((1, 32), (2, 32), (3, 32), (4, 0), (0, 32)):
         world.report(hit_tokens=hit_tokens, report_id=number)
+    now_s[0] += 60.0
     # The load of 1 is forgotten; 4 loads nothing, and the load without a number has no end.
     for number in (0, 1, 3, 4):
         world.ledger.load_ended(world.session, LoadEnd(number, 0.5, failed=True))
@@ -77,6 +81,9 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     total = world.ledger.savings().total
     assert (total.failed_loads, total.saved_s, total.waited_s) == (1, 3.0, 2.5)
     assert total.hit_tokens["host"] == 64 and total.missed_tokens[Miss.FAILED_LOAD] == 64
+    # Hits are taken back where they were counted.
+    last = world.ledger.savings(60.0).total
+    assert (last.hit_tokens["host"], last.saved_s) == (0, 0.0)
 
 
 async def turn(world: World, clerk: Clerk) -> None:
