@@ -57,37 +57,6 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(
     cache.check()
 
 
-@EACH_POLICY
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
-    flood=st.integers(1, NUM_SLOTS - NUM_HELD),
-)
-def test_beyond_the_budget_nothing_is_held_and_nothing_breaks(
-    policy: str, lengths: list[int], flood: int
-) -> None:
-    cache = Cache(policy)
-    held: list[int] = []
-    room = NUM_HELD
-    for length in lengths:
-        chain = cache.fresh(length)
-        results = cache.add(chain, retention=Retention(ttl_s=1000.0, pin=True))
-        assert results == [BlockResult.STORED] * length
-        held += chain[:room]
-        room -= len(chain[:room])
-        cache.check()
-    assert len(cache.core.retention_pins) == len(held)
-    cache.flood(5 * NUM_SLOTS, 999.0, flood)
-    assert set(held) <= cache.resident
-    # Blocks without a pin had the same time to live, and are evicted only because no others are
-    # left.
-    cache.advance(1000.0)
-    chain = cache.fresh(NUM_HELD)
-    cache.add(chain, retention=Retention(ttl_s=10.0, pin=True))
-    cache.flood(5 * NUM_SLOTS, 1009.0, flood)
-    assert cache.found(chain) == chain and not cache.found(held)
-    cache.check()
-
-
 @pytest.mark.parametrize("policy", ["hotness", pytest.param("lru", marks=LONG)])
 @given(
     num_kept=st.integers(1, NUM_SLOTS - 14),

@@ -43,17 +43,6 @@ def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -
     assert server.count("report_requests") == 1 and len(reports_to(server)) == 4
 
 
-@pytest.mark.parametrize("load", ["auto", "always"])
-def test_the_engines_prefill_speed_goes_with_the_reports(
-    engine: Any, server: Any, load: str
-) -> None:
-    one = engine(max_tokens_per_step=1024, extra={"load": load})
-    one.generate("first", prompt(1, 500), 2)
-    assert server.prefill_tokens_per_s == 0
-    one.generate("second", prompt(2, 500), 2)
-    assert (server.prefill_tokens_per_s > 0) == (load == "auto")
-
-
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 def test_hints_go_with_the_report_and_with_every_store(
     engine: Any, server: Any, pipelined: bool
