@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from hotkv_proto.reports import Miss
-from hotkv_server.cache.values import Cause
+from hotkv_server.cache.values import Cause, Run
 from hotkv_server.ledger.book.outcome import PromptOutcome, note_outcome
-from tests.core.support import World, words_of
+from tests.core.support import World, reserve, words_of
 
 TOKENS = 16
 
@@ -44,25 +44,25 @@ def test_what_more_memory_would_have_kept_is_evicted(cause: Cause) -> None:
 @pytest.mark.parametrize("absent", ["evicted", "never stored", "on the device", "nothing"])
 def test_a_hit_that_another_group_ends_misses_for_that_groups_reason(absent: str) -> None:
     """A hit of six blocks needs the window's last four. Blocks that the engine has count as there,
-    and a group that has all of them has not ended the hit."""
+    and a group that has all of them has not ended the hit. Block 7 is being written, 8 lies behind
+    it."""
     place = World()
     session = place.open()
-    hit, gone = (4, 4) if absent == "on the device" else (2, 6)
+    hit = 4 if absent == "on the device" else 2
     for group in (0, 1) if absent != "never stored" else (0,):
-        place.store(session, range(6), group=group)
-    for group in {"evicted": (1,), "on the device": (0, 1)}.get(absent, ()):
-        words = place.core.space.index.find(session.key_space_id, group, words_of(range(gone)))
-        place.core.space.removal.evict(words)
-    said = note_outcome(
-        place.core,
-        session.key_space_id,
-        words_of(range(8)),
-        8 * TOKENS + 1,
-        hit * TOKENS if absent == "on the device" else 0,
-        hit * TOKENS,
-        Miss.ABSENT,
-    ).missed_tokens
-    because = {"evicted": Miss.EVICTED, "never stored": Miss.NEVER_STORED}.get(absent)
-    counts = Counter({Miss.PARTIAL_BLOCK: 1, Miss.NEVER_STORED: 2 * TOKENS})
-    counts[because or Miss.IN_FLIGHT] += (6 - hit) * TOKENS
-    assert said == counts
+        place.store(session, range(hit if absent == "on the device" else 0, 6), group=group)
+    if absent in ("evicted", "on the device"):
+        place.core.space.removal.evict(place.entries([5], session.key_space_id, 1))
+    reserve(place.core, session.number, "r", [Run(0, words_of([7]))], 60.0, 1.0)
+    place.store(session, [8])
+    device_hit = hit * TOKENS if absent == "on the device" else 0
+    because = {"never stored": Miss.NEVER_STORED, "nothing": Miss.IN_FLIGHT}
+    behind = {Miss.NEVER_STORED: TOKENS, Miss.IN_FLIGHT: 2 * TOKENS}
+    for num_blocks, more in ((6, {}), (9, behind)):
+        words, tokens = words_of(range(num_blocks)), num_blocks * TOKENS + 1
+        said = note_outcome(
+            place.core, session.key_space_id, words, tokens, device_hit, hit * TOKENS, Miss.ABSENT
+        ).missed_tokens
+        counts = Counter({Miss.PARTIAL_BLOCK: 1, **more})
+        counts[because.get(absent, Miss.EVICTED)] += (6 - hit) * TOKENS
+        assert said == counts

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotkv_proto import table
-from hotkv_proto.groups import PREFIX_CLOSED, alignment_tokens, needed_blocks
+from hotkv_proto.groups import PREFIX_CLOSED, needed_blocks
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import Miss
 from hotkv_proto.table import Words
@@ -147,20 +147,19 @@ def _why(
     space = core.key_space(key_space_id)
     counted = counted_group(space)
     codes = _codes(core, key_space_id, counted, hashes, blocks)
-    # For each block, the index of the last block that is not ready, up to and including this block;
-    # -1 if all of them are ready.
-    at = np.maximum.accumulate(np.where(codes == 0, -1, np.arange(len(codes))))
-    if num_ready := int(np.count_nonzero(at < 0)):
+    is_ready = codes == 0
+    if num_ready := int(np.append(is_ready, False).argmin()):
         longer_tokens = (blocks.start + num_ready) * space.groups[counted].block_tokens
-        longer_tokens -= longer_tokens % alignment_tokens(space.groups)
         for index, needed in enumerate(needed_blocks(space.groups, longer_tokens)):
             start = max(needed.start, device_hit_tokens // space.groups[index].block_tokens)
             others = _codes(core, key_space_id, index, hashes, range(start, needed.stop))
             if others.any():
                 if_ready = Miss(int(others[others != 0][0]))
                 break
-    codes = np.where(at >= 0, codes[at], int(if_ready))
-    counts = np.bincount(codes)
+        codes[:num_ready] = if_ready
+    # For each block, the index of the last block up to it that is not ready; 0 if all are ready.
+    at = np.maximum.accumulate(np.where(is_ready, 0, np.arange(len(codes))))
+    counts = np.bincount(codes[at])
     return Counter({Miss(int(code)): int(counts[code]) for code in np.flatnonzero(counts)})
 
 
