@@ -138,8 +138,6 @@ def test_a_load_that_fails_takes_its_savings_back(server: Server, groups_engine:
     )
     assert row_of(server.target, "ledger-failed")["saved_s"] == 3.0
     report(one, loads=(LoadEnd(1, 0.5, failed=True), LoadEnd(2, 0.25)))
-    # Unknown and repeated ends change no count.
-    report(one, loads=(LoadEnd(1, 0.0, failed=True), LoadEnd(99, 0.0, failed=True)))
     row = row_of(server.target, "ledger-failed")
     assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (1.0, 0.75, 1)
     assert row["hits"] == {"host": 32} and row["misses"]["failed_load"] == 48

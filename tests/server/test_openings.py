@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -167,19 +168,15 @@ async def test_no_more_open_than_may_although_they_wait_together(
             await go.wait()
 
         monkeypatch.setattr(node.removals, "forget_for", forget_for)
-        space = replace(SPACE, tenant="t")
-        opens = [
-            asyncio.create_task(
-                node.sessions.open("e", "tool", space, "test", max_of_tenant=max_of_tenant)
-            )
-            for _ in range(3)
-        ]
+        words = ("e", "tool", replace(SPACE, tenant="t"), "test")
+        open_one = partial(node.sessions.open, *words, max_of_tenant=max_of_tenant)
+        opens = [asyncio.create_task(open_one()) for _ in range(3)]
         await until(lambda: len(forgets) == 3)
         go.set()
         *_, late = await asyncio.gather(*opens, return_exceptions=True)
         assert isinstance(late, HotKVError) and late.reason is Reason.OVERLOADED
         with pytest.raises(HotKVError, match="close some first"):
-            await node.sessions.open("e", "tool", space, "test", max_of_tenant=max_of_tenant)
+            await open_one()
         assert len(node.sessions) == len(forgets) == 3
 
 
