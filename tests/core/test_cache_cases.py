@@ -139,15 +139,6 @@ def test_blocks_that_write_leases_list_are_bounded() -> None:
     core.check_invariants()
 
 
-@pytest.mark.parametrize(("size", "num_shards"), [(6 * SLAB + 1, 1), (SLOT_ALIGN, 32)])
-def test_key_spaces_that_cannot_be_served_are_refused(size: int, num_shards: int) -> None:
-    world = World()
-    sizes = (SLOT_ALIGN, size)
-    refused(
-        world.core, lambda: world.open(sizes=sizes, num_shards=num_shards), Reason.INVALID_FIELD
-    )
-
-
 def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy remembers wrongly evicted blocks. A flush also ends retention."""
     world = World()

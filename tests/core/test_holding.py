@@ -72,7 +72,6 @@ def test_what_was_just_used_stays_and_the_rest_is_refused() -> None:
     assert place.found(old + live) == live
     assert place.core.counters.no_space_blocks == 10
     assert place.stored(fresh[10:], 6.5) == [] and place.found(live) == live
-    # A store of several groups whose slots have one size, too.
     even = place.open("even", "even", (SLOT_ALIGN, SLOT_ALIGN)).number
     runs = [Run(group, words_of([50])) for group in (0, 1)]
     begin_store(place.core, even, "s", "s", runs, 0, 0.0, 6.5)

@@ -81,8 +81,7 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     assert (total.failed_loads, total.saved_s, total.waited_s) == (1, 3.0, 2.5)
     assert total.hit_tokens["host"] == 64 and total.missed_tokens[Miss.FAILED_LOAD] == 64
     # Hits are taken back where they were counted.
-    last = world.ledger.savings(60.0).total
-    assert (last.hit_tokens["host"], last.saved_s) == (0, 0.0)
+    assert world.ledger.savings(60.0).total.hit_tokens["host"] == 0
 
 
 async def turn(world: World, clerk: Clerk) -> None:

@@ -69,7 +69,6 @@ class Reported:
     ("refusal", "is_up", "said"),
     [
         (None, True, Miss.ABSENT),
-        (Miss.NOT_ASKED, True, Miss.NOT_ASKED),
         (Miss.NOT_ASKED, False, Miss.NOT_ASKED),
         (None, False, Miss.NO_SERVER),
     ],
