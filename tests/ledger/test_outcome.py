@@ -43,8 +43,8 @@ def test_what_more_memory_would_have_kept_is_evicted(cause: Cause) -> None:
 
 @pytest.mark.parametrize("absent", ["evicted", "never stored", "on the device", "nothing"])
 def test_a_hit_that_another_group_ends_misses_for_that_groups_reason(absent: str) -> None:
-    """A hit of six blocks needs the window's last four, unless the engine has them. Block 7 is being
-    written, 8 lies behind it."""
+    """A hit of six blocks needs the window's last four, unless the engine has them. Block 7 is
+    being written, 8 lies behind it."""
     place = World()
     session = place.open()
     hit = 4 if absent == "on the device" else 2
