@@ -43,7 +43,7 @@ class Place(NamedTuple):
 _OF_MODEL = "reuse._of_model asks the same property"
 _OF_SPECS = "reuse._of_specs reads the layers' specs"
 _OF_LAYERS = "reuse._of_layers reads the same of all layers"
-_OF_REQUEST = "Admission._may_read asks the request"
+_OF_REQUEST = "Admission._refusal asks the request"
 _OF_USER = "a benchmark's own default: what the user asks for"
 _OF_STEP = "a variable of one step's attention, not of what is kept"
 _IS_MERGE = "a group's spec keeps what its layers' say"

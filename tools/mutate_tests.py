@@ -335,6 +335,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/node/reports.py": f"tests/server/test_reports.py {CALLS}",
     "server/hotkv_server/node/sessions.py": (
         "tests/server/test_in_place.py tests/server/test_devices_order.py "
+        "tests/server/test_openings.py "
         f"tests/server/test_refusals.py tests/server/test_sparse_service.py {NODE}"
     ),
     "server/hotkv_server/node/survey.py": "tests/server/test_status_page.py",

@@ -42,7 +42,7 @@ class Miss(enum.IntEnum):
     LATE = 9
     """The server did not answer within the engine's time limit."""
     FAILED_LOAD = 10
-    """The load of the hit failed."""
+    """The load of the hit failed, or an earlier load of its blocks."""
     PARTIAL_BLOCK = 11
     """Tokens that can't hit: the tokens after the prompt's last full block, because only full
     blocks are stored, and the block of the prompt's last token, because an engine always computes
@@ -60,6 +60,7 @@ SAID_BY_ENGINES = frozenset(
         Miss.NO_SERVER,
         Miss.NOT_ASKED,
         Miss.LATE,
+        Miss.FAILED_LOAD,
     }
 )
 """Reasons that engines report. The server determines the other reasons."""

@@ -60,6 +60,14 @@ def test_kernel_and_threads_find_what_the_reference_finds(
     assert kernel.tolist() == several.tolist() == reference.tolist()
 
 
+def test_check_values_stay_what_earlier_servers_have_written() -> None:
+    """After an upgrade, the server compares the blocks of the earlier version with them."""
+    memory = Memory(0, 1)
+    memory.bytes[:] = np.arange(SLOT) % 251
+    checks = [int(memory.evidence([3000, 2000], stride).checks[0]) for stride in (1, 2)]
+    assert checks == [0x9E6B_14C2_7055_83D1, 0xF06C_ADE3_5398_C442]
+
+
 @given(SEEDS, SHARDS, st.data())
 def test_any_changed_byte_is_seen_where_all_are_covered(
     seed: int, shards: list[int], data: st.DataObject

@@ -130,7 +130,6 @@ class TenantMachine(RuleBasedStateMachine):
         self.real = self.book.tenant("t", 0.0)
         self.naive: OrderedDict[tuple[str, str], HintOutcome] = OrderedDict()
         self.watched: list[tuple[HintOutcome, list[int], int, set[int]]] = []
-        self.changes: list[HintOutcome] = []
         self.now_s = 0.0
 
     @rule(
@@ -140,15 +139,17 @@ class TenantMachine(RuleBasedStateMachine):
         start=st.integers(0, 5),
     )
     def act(self, message: str, action: str, chain: list[int], start: int) -> None:
-        outcome = HintOutcome(message, action, "pin", "", self.now_s)
+        outcome, before = (
+            HintOutcome(message, action, "pin", "", self.now_s),
+            self.real.last_sequence,
+        )
         begun = self.real.begin(outcome)
         if message and (message, action) in self.naive:
             assert begun is None
             return
-        assert begun is outcome
+        assert begun is outcome and self.real.since(before, "", 9) == [outcome]
         self.naive.pop((message, action), None)
         self.naive[message, action] = outcome
-        self.changes.append(outcome)
         while len(self.naive) > LIMITS.outcomes:
             _, gone = self.naive.popitem(last=False)
             self.watched = [one for one in self.watched if one[0] is not gone]
@@ -196,7 +197,10 @@ class TenantMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 5))
     def settle(self, which: int) -> None:
         for outcome in list(self.naive.values())[which : which + 1]:
-            self.real.settle(outcome, Status.ACCEPTED, "")
+            before = self.real.last_sequence
+            self.real.settle(outcome, Status.ACCEPTED, "why")
+            assert (outcome.status, outcome.reason) == (Status.ACCEPTED, "why")
+            assert self.real.since(before, "", 9) == [outcome]
 
     @rule(cursor_of=st.integers(0, 5), message=st.sampled_from(["", "m"]))
     def poll(self, cursor_of: int, message: str) -> None:

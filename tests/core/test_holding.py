@@ -26,10 +26,11 @@ class Place(World):
         self,
         guaranteed: Mapping[str, int] | None = None,
         contenders: tuple[Contender, ...] = (HOLDING,),
+        capacity: int = 100,
     ) -> None:
         slots = (guaranteed or {}).items()
         shares = {name: TenantShare(count * SLOT_ALIGN) for name, count in slots}
-        super().__init__(6, policy="hotness", tenants=shares)
+        super().__init__(6, capacity, policy="hotness", tenants=shares)
         policy = self.core.space.policy
         assert isinstance(policy, Hotness)
         self.policy, self.duel = policy, Duel(100, contenders)
@@ -71,8 +72,21 @@ def test_what_was_just_used_stays_and_the_rest_is_refused() -> None:
     assert place.found(old + live) == live
     assert place.core.counters.no_space_blocks == 10
     assert place.stored(fresh[10:], 6.5) == [] and place.found(live) == live
+    even = place.open("even", "even", (SLOT_ALIGN, SLOT_ALIGN)).number
+    runs = [Run(group, words_of([50])) for group in (0, 1)]
+    begin_store(place.core, even, "s", "s", runs, 0, 0.0, 6.5)
+    results = [one.tolist() for one in place.core.end_store(even, "s", True, 6.5)]
+    assert results == [[BlockResult.NO_SPACE]] * 2 and place.found(live) == live
     assert place.stored(fresh[10:], 9.5) == fresh[10:]
     assert place.found(fresh) == fresh
+
+
+def test_blocks_are_held_too_where_entries_run_out_before_slots() -> None:
+    place = Place(capacity=20)
+    live = list(range(20))
+    assert place.stored(live, 0.0) == live
+    assert place.stored([50], 1.0) == [] and place.found(live) == live
+    assert place.stored([50], 6.5) == [50]
 
 
 def test_refused_blocks_are_remembered_and_those_to_keep_are_not_refused() -> None:

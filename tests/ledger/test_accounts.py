@@ -67,8 +67,8 @@ class AccountsBesideAList(RuleBasedStateMachine):
         self.order: list[Account] = []
         self.num_folded = 0
 
-    @rule(who=WHO, usage=USAGES)
-    def count(self, who: Account, usage: Usage) -> None:
+    @rule(who=WHO, usage=USAGES, age=st.sampled_from([0, 1, 119, 120, 3000, NUM_HOURS * 60]))
+    def count(self, who: Account, usage: Usage, age: int) -> None:
         if who not in self.order:
             while len(self.order) >= MAX_ACCOUNTS:
                 oldest = next(one for one in self.order if one.folded() != one)
@@ -83,8 +83,8 @@ class AccountsBesideAList(RuleBasedStateMachine):
             self.order.remove(who)
         self.order.append(who)
         values = COLUMNS.values(usage)
-        self.listed.append((who, self.minute, values))
-        self.accounts.add(who, values, self.minute)
+        self.listed.append((who, self.minute - age, values))
+        self.accounts.add(who, values, self.minute, age)
 
     @rule(minutes=st.sampled_from([1, 7, 59, 119, 121, 1500, NUM_HOURS * 60 + 30]))
     def wait(self, minutes: int) -> None:

@@ -110,24 +110,15 @@ def test_what_did_hit_is_reachable_though_it_was_never_seen() -> None:
     assert made.outlook(0, GIB, 0).ceiling_ratio == 0.6
 
 
-def test_the_samples_stay_within_their_bounds() -> None:
-    made = Forecast(POLICIES["hotness"], 0, 64, 512)
-    for number in range(200):
-        made.observe(demand(100 * number, 100), 1000 * GIB, float(number), 0)
-        made.check_invariants()
-    assert made.seen_share <= 512 / 10_000 and made.shadow_share < 0.01
-    # Each block was requested once; some 400 sampled keys prove it.
-    assert made.outlook(0, GIB, 0).ceiling_ratio < 0.1
-
-
 def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
     """Remembers 250 to 500 of 4,000 blocks, each requested twice."""
     made = Forecast(POLICIES["lru"], 0, 64, 512)
-    for _ in range(2):
+    for ceiling in (0.0, 0.5):
         for first in range(0, 4000, 50):
             made.observe(demand(first, 50), 1000 * GIB, 0.0, 0)
-    assert made.seen_share <= 1 / 8
-    assert made.outlook(0, GIB, 0).ceiling_ratio == pytest.approx(0.5, abs=0.08)
+            made.check_invariants()
+        assert made.outlook(0, GIB, 0).ceiling_ratio == pytest.approx(ceiling, abs=0.08)
+    assert made.seen_share <= 1 / 8 and made.shadow_share <= 1 / 32
 
 
 @pytest.mark.parametrize("is_restored", [False, True])

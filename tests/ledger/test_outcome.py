@@ -1,37 +1,67 @@
 """Missed blocks have the reason of their removal: only evicted blocks call for more memory."""
 
+from collections import Counter
+
 import pytest
 
 from hotkv_proto.reports import Miss
-from hotkv_server.cache.values import Cause
+from hotkv_server.cache.values import Cause, Run
 from hotkv_server.ledger.book.outcome import PromptOutcome, note_outcome
-from tests.core.support import World, words_of
+from tests.core.support import World, reserve, words_of
+
+TOKENS = 16
 
 
 @pytest.mark.parametrize("cause", list(Cause))
 def test_what_more_memory_would_have_kept_is_evicted(cause: Cause) -> None:
     place = World()
     session = place.open()
-    place.store(session, range(6))
+    for group in (0, 1):
+        place.store(session, range(6), group=group)
     words = place.core.space.index.find(session.key_space_id, 0, words_of(range(2, 6)))
     removal = place.core.space.removal
     if cause in (Cause.FLUSH, Cause.DAMAGE):
         removal.flush(words, cause)
     elif cause:
         removal.evict(words, cause)
-    tokens = place.core.key_space(session.key_space_id).groups[0].block_tokens
 
     def note(hit_tokens: int) -> PromptOutcome:
         number, words = session.key_space_id, words_of(range(8))
-        return note_outcome(place.core, number, words, 8 * tokens + 1, 0, hit_tokens, Miss.ABSENT)
+        return note_outcome(place.core, number, words, 8 * TOKENS + 1, 0, hit_tokens, Miss.ABSENT)
 
-    outcome = note(2 * tokens)
+    outcome = note(2 * TOKENS)
     evicted = outcome.missed_tokens.get(Miss.EVICTED, 0)
-    assert evicted == (4 * tokens if cause in (Cause.ROOM, Cause.HINT) else 0)
-    assert outcome.hit_tokens == {0: 2 * tokens}
+    assert evicted == (4 * TOKENS if cause in (Cause.ROOM, Cause.HINT) else 0)
+    assert outcome.hit_tokens == {0: 2 * TOKENS}
     # Of a hit that ends in a block, the reasons share what is left; the most frequent has the rest.
     if cause in (Cause.ROOM, Cause.HINT):
-        missed = 6 * tokens + 3
+        missed = 6 * TOKENS + 3
         shares = {Miss.IN_FLIGHT: missed // 7, Miss.NEVER_STORED: 2 * missed // 7}
         shares[Miss.EVICTED] = missed - sum(shares.values())
-        assert note(2 * tokens - 3).missed_tokens == {Miss.PARTIAL_BLOCK: 1, **shares}
+        assert note(2 * TOKENS - 3).missed_tokens == {Miss.PARTIAL_BLOCK: 1, **shares}
+
+
+@pytest.mark.parametrize("absent", ["evicted", "never stored", "on the device", "nothing"])
+def test_a_hit_that_another_group_ends_misses_for_that_groups_reason(absent: str) -> None:
+    """A hit of six blocks needs the window's last four, unless the engine has them. Block 7 is
+    being written, 8 lies behind it."""
+    place = World()
+    session = place.open()
+    hit = 4 if absent == "on the device" else 2
+    for group in (0, 1) if absent != "never stored" else (0,):
+        place.store(session, range(hit if absent == "on the device" else 0, 6), group=group)
+    if absent in ("evicted", "on the device"):
+        place.core.space.removal.evict(place.entries([5], session.key_space_id, 1))
+    reserve(place.core, session.number, "r", [Run(0, words_of([7]))], 60.0, 1.0)
+    place.store(session, [8])
+    device_hit = hit * TOKENS if absent == "on the device" else 0
+    because = {"never stored": Miss.NEVER_STORED, "nothing": Miss.IN_FLIGHT}
+    behind = {Miss.NEVER_STORED: TOKENS, Miss.IN_FLIGHT: 2 * TOKENS}
+    for num_blocks, more in ((6, {}), (9, behind)):
+        words, tokens = words_of(range(num_blocks)), num_blocks * TOKENS + 1
+        said = note_outcome(
+            place.core, session.key_space_id, words, tokens, device_hit, hit * TOKENS, Miss.ABSENT
+        ).missed_tokens
+        counts = Counter({Miss.PARTIAL_BLOCK: 1, **more})
+        counts[because.get(absent, Miss.EVICTED)] += (6 - hit) * TOKENS
+        assert said == counts

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from hotkv_proto.blocks import Retention
+from hotkv_proto.reports import Miss
 from hotkv_vllm.offloading.region import NoRegion, region_of
 from hotkv_vllm.offloading.requests import SHARE_ALONE
 from hotkv_vllm.offloading.tier import HELD_STEPS, HOOK_ERRORS
@@ -54,10 +56,17 @@ def test_a_lease_that_refuses_what_the_table_has_shown_is_a_miss(rigs, monkeypat
     assert reader.hits(keys) == 0
 
 
-def test_without_a_table_the_server_is_asked(rigs):
+def test_without_a_table_the_server_is_asked(rigs, monkeypatch):
     keys = keys_of("asked", 20)
     rigs().store(keys)
-    assert rigs(**{"hotkv.use_table": False}).hits(keys) == 20
+    reader = rigs(**{"hotkv.use_table": False})
+    assert reader.hits(keys) == 20
+    refused = Future()
+    refused.set_exception(RuntimeError("no"))
+    monkeypatch.setattr(reader.tier.session, "lookup", lambda *_: refused)
+    context = reader.request(keys_of("refused", 2))
+    assert reader.lookup(context, keys_of("refused", 2)) == 0
+    assert reader.tier.miss_of(context.req_id) is Miss.REFUSED
 
 
 def test_a_reset_ends_promotions_and_holds_new_ones(rigs):

@@ -1,5 +1,6 @@
 """Engines on made-up devices, through a real daemon over a real socket."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -21,7 +22,8 @@ from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.robustness.raw_client import RawSession
 from tests.server.devices_support import SHAPES, DeviceEngine, DeviceServer, block_ids, done
-from tests.server.support import hashes
+from tests.server.page_support import get
+from tests.server.support import hashes, http_port
 from tests.support.waiting import wait_for
 
 
@@ -69,13 +71,25 @@ def test_there_and_back_in_every_layout(engine: Callable[..., DeviceEngine], sha
 
 
 def test_one_engine_reads_what_another_on_another_device_has_stored(
-    engine: Callable[..., DeviceEngine],
+    engine: Callable[..., DeviceEngine], server: DeviceServer
 ) -> None:
+    """The metrics show what each device has copied, and that it is idle then."""
     one, two, names = engine(shape="LHBNC"), engine(shape="BLHNC", device=1), hashes(4)
     one.fill(block_ids(0, 1, 2, 3), 7)
     done(one.store(names, block_ids(0, 1, 2, 3))[1])
     done(two.load(names, block_ids(9, 8, 7, 6))[1])
     assert two.content(block_ids(9, 8, 7, 6)) == one.content(block_ids(0, 1, 2, 3))
+    text = get(http_port(server), "/metrics").text
+    shown = {name: float(value) for name, value in re.findall("(hotkv_device_.*}) (.*)", text)}
+    for device, direction in ((0, "store"), (1, "load")):
+        label = f'device="{device}"'
+        names = ("usable", "pieces_queued", "pieces_in_flight")
+        assert [shown[f"hotkv_device_{name}{{{label}}}"] for name in names] == [1, 0, 0]
+        assert f"hotkv_device_failed_jobs_total{{{label}}}" in shown
+        label += f',direction="{direction}"'
+        assert shown[f"hotkv_device_busy_seconds_total{{{label}}}"] > 0
+        for name in ("copied_bytes", "pieces"):
+            assert shown[f'hotkv_device_{name}_total{{{label},method="kernel"}}'] > 0
 
 
 # Order

@@ -15,18 +15,15 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.savings_tables import show_savings
 from hotkv_proto.reports import SAID_BY_ENGINES, Miss
-from hotkv_proto.v1 import session_pb2
 from hotkv_server.ledger.book import pack
+from hotkv_server.ledger.book.outcome import ASKS_WHY
 from tests.server.page_support import groups_engine
 from tests.server.places import Place, place, store
 from tests.server.support import (
-    FULL,
     PAGE_BYTES,
-    WINDOW,
     GroupsEngine,
     block_ids,
     hashes,
-    number_of,
 )
 from tests.server.tiered import CHAIN, tiered
 from tests.support.waiting import wait_for
@@ -89,12 +86,18 @@ CASES = {
     "it may not have asked": Case(
         4, 3, 70, 16, 16, Miss.COMPUTED_SOONER, {"computed_sooner": 32, "never_stored": 16}
     ),
+    "its load had failed": Case(
+        4, 3, 70, 16, 16, Miss.FAILED_LOAD, {"failed_load": 32, "never_stored": 16}
+    ),
+    "it is too old to know": Case(
+        4, 3, 70, 16, 16, Miss.UNKNOWN, {"in_flight": 32, "never_stored": 16}
+    ),
     "blocks that a report does not name": Case(0, 0, 40, 0, 0, Miss.ABSENT, {"unknown": 32}),
     # The engine computes the last block of a prompt that the cache has whole.
     "the last token": Case(3, 3, 48, 0, 32, Miss.ABSENT, {"partial_block": 16}),
     **{
         miss.name: Case(4, 0, 70, 0, 16, miss, {miss.name.lower(): 48})
-        for miss in sorted(SAID_BY_ENGINES - {Miss.ABSENT, Miss.COMPUTED_SOONER})
+        for miss in sorted(SAID_BY_ENGINES - ASKS_WHY.keys())
     },
 }
 
@@ -108,37 +111,6 @@ def test_what_is_missed_has_a_reason(server: Server, groups_engine: Make, name: 
     report(one, RequestReport(prompt, case.tokens, case.device, case.hit, 0.0, miss=case.said))
     partial = {"partial_block": case.tokens % TOKENS} if case.tokens % TOKENS else {}
     assert row_of(server.target, f"ledger {name}")["misses"] == {**partial, **case.misses}
-
-
-def test_each_missed_block_has_its_own_reason(server: Server, groups_engine: Make) -> None:
-    """A window group beside full attention does not count twice."""
-    one, prompt = groups_engine("ledger-reasons", WINDOW, FULL), hashes(10)
-    kept = [*prompt[:3], prompt[5]]
-    one.store(BlockRun(1, [*kept, *prompt[3:5]], block_ids(6)), BlockRun(0, kept, block_ids(4)))
-    with AdminClient(server.target) as admin:
-        number = number_of(admin, "ledger-reasons")
-        assert admin.evict(number, 1, prompt[3] + prompt[4])["evicted_block_count"] == 2
-    one.session.reserve("r", [BlockRun(1, [prompt[7]])], 60).result(60)
-    report(one, RequestReport(prompt, 161, 0, 32, 0.0, miss=Miss.ABSENT))
-    row = row_of(server.target, "ledger-reasons")
-    # Block 2, right behind the hit, came late; 7 is being written. An operator evicted 3 and 4, 5
-    # lies behind them.
-    blocks = {"in_flight": 2, "never_stored": 6}
-    tokens = {reason: count * TOKENS for reason, count in blocks.items()}
-    assert row["misses"] == {**tokens, "partial_block": 1} and row["hits"] == {"host": 32}
-
-
-def test_what_no_engine_can_know_is_not_believed(server: Server, groups_engine: Make) -> None:
-    one = groups_engine("ledger-claims")
-    for number in (Miss.FAILED_LOAD, Miss.EVICTED, 77):
-        said = session_pb2.RequestReport(
-            hashes=b"".join(hashes(2)), prompt_token_count=33, miss_reason=number
-        )
-        use = session_pb2.ReportUse(requests=[said])
-        one.session._send_only(session_pb2.ConnectRequest(report_use=use))
-    one.session.ping(10)
-    row = row_of(server.target, "ledger-claims")
-    assert row["misses"] == {"never_stored": 96, "partial_block": 3}
 
 
 def test_hits_of_a_fresh_engine_save_by_the_speed_of_the_one_before(
@@ -166,8 +138,6 @@ def test_a_load_that_fails_takes_its_savings_back(server: Server, groups_engine:
     )
     assert row_of(server.target, "ledger-failed")["saved_s"] == 3.0
     report(one, loads=(LoadEnd(1, 0.5, failed=True), LoadEnd(2, 0.25)))
-    # Unknown and repeated ends change no count.
-    report(one, loads=(LoadEnd(1, 0.0, failed=True), LoadEnd(99, 0.0, failed=True)))
     row = row_of(server.target, "ledger-failed")
     assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (1.0, 0.75, 1)
     assert row["hits"] == {"host": 32} and row["misses"]["failed_load"] == 48

@@ -6,11 +6,12 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_server.cache import sessions as key_spaces
 from hotkv_server.cache.values import Run
@@ -164,17 +165,38 @@ async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
         node.core.catalog.max_of_tenant = 3
         for name in "mno":
             await leave_blocks(node, replace(SPACE, model=name))
-
-        def check() -> None:
-            if len(node.sessions) >= 2:
-                raise HotKVError(Reason.OVERLOADED, "as many as are allowed")
-
         new = (replace(SPACE, model=name) for name in "pqr")
-        opening = [node.sessions.open("e", "tool", one, "test", check=check) for one in new]
+        opening = [node.sessions.open("e", "tool", one, "test", max_of_tenant=2) for one in new]
         opened = await asyncio.gather(*opening, return_exceptions=True)
         (refused,) = (one for one in opened if isinstance(one, HotKVError))
-        assert "as many" in str(refused) and len(node.sessions) == 2
+        assert "close some first" in str(refused) and len(node.sessions) == 2
         node.core.check_invariants()
+
+
+async def test_no_more_open_than_may_although_they_wait_together(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused session forgets no key space. Another tenant's sessions do not count."""
+    async with node_in(tmp_path) as node:
+        disk.go.set()
+        await node.sessions.open("e", "tool", SPACE, "test")
+        go, forgets = asyncio.Event(), list[object]()
+
+        async def forget_for(*what: object) -> None:
+            forgets.append(what)
+            await go.wait()
+
+        monkeypatch.setattr(node.removals, "forget_for", forget_for)
+        words = ("e", "tool", replace(SPACE, tenant="t"), "test")
+        open_one = partial(node.sessions.open, *words, max_of_tenant=2)
+        opens = [asyncio.create_task(open_one()) for _ in range(3)]
+        await until(lambda: len(forgets) == 3)
+        go.set()
+        *_, late = await asyncio.gather(*opens, return_exceptions=True)
+        with pytest.raises(HotKVError, match="close some first") as refused:
+            await open_one()
+        assert str(late) == str(refused.value)
+        assert len(node.sessions) == len(forgets) == 3
 
 
 async def test_the_timer_forgets_what_was_left_long_ago(

@@ -324,6 +324,7 @@ ROWS = [
     Row(f"{SPACE}.groups[0].shard_byte_counts", [-5], FIELD, "shard_bytes"),
     Row(f"{SPACE}.groups[0].shard_byte_counts", [1] * 200, FIELD, "shards"),
     Row(f"{SPACE}.groups[0].shard_byte_counts", [1 << 40], FIELD, "does not fit"),
+    Row(f"{SPACE}.groups[0].shard_byte_counts", [1] * 32, FIELD, "at most 31 are supported"),
     Row("register_memory.layout.shard_index", 3, LAYOUT, "shard_index"),
     Row("register_memory.layout.name", "x\n", FIELD, "layout.name"),
     Row("register_memory.order.event_handles", [b""] * (MAX_MARKS + 1), LARGE, "event_handles has"),

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from hotkv_client.types import BlockResult
+from hotkv_proto.reports import Miss
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitChoice, Phase, Verdict
 from hotkv_vllm.scheduler.sharing import JOINING_PATIENCE_S, LINKS_PATIENCE_S, Joining
 from tests.vllm.desks import LONG, Memory, blocks, desk, ended
+from tests.vllm.oracle import reports_to
 from tests.vllm.parts import TOKENS, report, request, stored
 
 __all__ = ["desk"]
@@ -30,6 +32,10 @@ def test_a_request_waits_a_moment_for_workers_that_may_answer(desk: Any, patienc
         assert one.desk.match(asks, 0) == ASK_AGAIN
     one.now_s += 0.125
     assert one.desk.match(asks, 0) == NO_HIT
+    one.desk.allocated(asks, blocks([1, 2, 3, 4, 5]), 0)
+    one.cache.reports.send(one.now_s)
+    (told,) = reports_to(one.parts.server)
+    assert (told.miss is Miss.NO_SERVER) == (patience_s == LINKS_PATIENCE_S)
 
 
 @pytest.mark.parametrize("has_media", [True, False])

@@ -118,7 +118,7 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     # While it is overdue, other requests do not ask; once it has come, all do.
     other = parts.state(request("b", LONG))
     parts.put("b", range(4))
-    assert parts.match(other) == NO_HIT
+    assert parts.match(other) == NO_HIT and other.hit.miss is Miss.LATE
     lease = parts.server.leases.copy()
     parts.server.hold = set()
     parts.server.settle()
@@ -127,6 +127,9 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     # The late lease was released.
     assert lease.keys() <= set(parts.server.released) or not lease
     assert list(parts.server.leases) == [other.hit.lease_id]
+    # The last answer decides why a request has missed.
+    parts.drop("a", range(4))
+    assert not parts.hit(state) and state.hit.miss is Miss.ABSENT
 
 
 def test_a_grant_that_is_shorter_than_asked_shortens_the_hit() -> None:
@@ -254,7 +257,9 @@ def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
     parts.finder.end_load(loading(parts), True)
     for waited_s, hits in ((HIDDEN_FOR_S - 0.1, False), (0.1, not stores)):
         parts.clock += waited_s
-        assert bool(parts.hit(parts.state(request("a", LONG)))) == hits
+        state = parts.state(request("a", LONG))
+        assert bool(parts.hit(state)) == hits
+        assert state.hit.miss is (Miss.ABSENT if hits else Miss.FAILED_LOAD)
 
 
 def test_loads_whose_end_was_never_seen_or_that_were_given_up_count_as_failed() -> None:
@@ -281,6 +286,7 @@ def test_a_grant_does_not_wait_for_ever_behind_a_request_whose_load_failed() -> 
     for later_s in (0.01, 1):
         parts.clock += later_s
         assert parts.match(state) == NO_HIT and not parts.server.leases
+        assert state.hit.miss is Miss.FAILED_LOAD
 
 
 @pytest.mark.parametrize("failed_too", [False, True])

@@ -48,6 +48,7 @@ def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: st
     assert hit.hit_tokens == 192 and hit.saved_s == speed.seconds(0, 192) > 0
     assert (server.prefill_tokens_per_s > 0) == (load == "auto")
     assert one.counters.get("judged_choices", 0) == (load == "auto")
+    assert (server.prefill_tokens_per_s > 0) == (load == "auto")
     one.generate("elsewhere", prompt(3, 40), 2)
     assert reports_to(server)[-1].saved_s == 0
 
@@ -66,19 +67,18 @@ class Reported:
 
 
 @pytest.mark.parametrize(
-    ("may_read", "is_up", "said"),
+    ("refusal", "is_up", "said"),
     [
-        (True, True, Miss.ABSENT),
-        (False, True, Miss.NOT_ASKED),
-        (False, False, Miss.NOT_ASKED),
-        (True, False, Miss.NO_SERVER),
+        (None, True, Miss.ABSENT),
+        (Miss.NOT_ASKED, False, Miss.NOT_ASKED),
+        (None, False, Miss.NO_SERVER),
     ],
 )
-def test_a_request_that_asked_nobody_says_so(may_read: bool, is_up: bool, said: Miss) -> None:
+def test_a_request_that_asked_nobody_says_so(refusal: Any, is_up: bool, said: Miss) -> None:
     one = Reported()
     if not is_up:
         one.parts.server.die()
-    one.made.answered(one.state, False, may_read)
+    one.made.answered(one.state, False, refusal)
     one.parts.server.up = True
     one.parts.server.come_back()
     assert [r.miss for r in one.sent()] == [said]
@@ -90,7 +90,7 @@ def test_waits_for_answers_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> Non
     one = Reported()
     for at_s, waits in ((0, True), (1, True), (3, False), (4, False), (5, True), (7, False)):
         now_s[0] = 100.0 + at_s
-        one.made.answered(one.state, waits, True)
+        one.made.answered(one.state, waits, None)
     assert [r.wait_s for r in one.sent(at_s=now_s[0])] == [5.0]
 
 

@@ -27,6 +27,7 @@ from vllm.v1.kv_offload.base import ScheduleEndContext
 from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import KeySpace
+from hotkv_proto.reports import Miss
 from hotkv_vllm.compat import Unsupported, checks, model_weights, steps
 from hotkv_vllm.compat.kv_groups import group_block_tokens
 from hotkv_vllm.config import ConnectorConfig
@@ -211,7 +212,7 @@ class DoorScheduler:
         self._reports.matched(state, device_hit_tokens)
         may_read = not request.skip_reading_prefix_cache and self._tier.may_load
         may_read = may_read and not self._is_excluded(request)
-        self._reports.answered(state, answer is None, may_read)
+        self._reports.answered(state, answer is None, None if may_read else Miss.NOT_ASKED)
         state.hit.miss = self._tier.miss_of(request.request_id)
 
     @hook(nothing, of="door")

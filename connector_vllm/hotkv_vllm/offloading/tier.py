@@ -417,8 +417,8 @@ class HotKVTier(SecondaryTierManager):
 
     def _is_answered(self, key: OffloadKey, known: RequestInTier, now_s: float) -> bool | None:
         """Returns True if the server has the chunk, according to its answer to the lookup. Returns
-        None while the answer is awaited. Returns False if the answer is late, or if no lookup was
-        sent."""
+        None while the answer is awaited. Returns False if the answer is late or an error, or if no
+        lookup was sent."""
         known.miss = Miss.ABSENT
         answer = known.answer
         if answer is None:
@@ -428,7 +428,9 @@ class HotKVTier(SecondaryTierManager):
                 return None
             known.miss = Miss.LATE
             return False
-        if known.asked_keys and answer.exception() is None:
+        if answer.exception() is not None:
+            known.miss = Miss.REFUSED
+        elif known.asked_keys:
             for keys, mask in zip(known.asked_keys, answer.result(), strict=True):
                 found = [one for one, is_there in zip(keys, mask, strict=True) if is_there]
                 known.ready.update(dict.fromkeys(found, True))

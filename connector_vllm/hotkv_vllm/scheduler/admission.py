@@ -115,7 +115,7 @@ class Admission:
             self._stats.add("unserved_requests")
         if request.lora_request is not None:
             self._adapters.arrived(request, now_s)
-        elif self._may_read(request):
+        elif self._refusal(request) is None:
             cache.finder.arrive(state, now_s)
 
     @hook(nothing, is_part=True)
@@ -127,15 +127,19 @@ class Admission:
         if memory is not None and is_known and request.lora_request is None:
             memory.arrived(request)
 
-    def _may_read(self, request: Any) -> bool:
+    def _refusal(self, request: Any) -> Miss | None:
+        """Returns the reason why the request may not load from hotkv now; None if it may."""
         sharing = self._sharing
-        return (
-            self._may_load
-            and sharing.may_offer
-            and not request.skip_reading_prefix_cache
-            and sharing.cache is not None
-            and sharing.cache.finder.groups.may_share(request)
-        )
+        if (
+            not self._may_load
+            or request.skip_reading_prefix_cache
+            or sharing.cache is None
+            or not sharing.cache.finder.groups.may_share(request)
+        ):
+            return Miss.NOT_ASKED
+        if not sharing.links.are_complete:
+            return Miss.NO_SERVER
+        return None if sharing.may_offer else Miss.NOT_ASKED
 
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
         """Answers vLLM's hook `get_num_new_matched_tokens`: returns how many tokens of the request
@@ -161,13 +165,13 @@ class Admission:
         cache.planner.comes(state)
         cache.reports.matched(state, num_computed_tokens)
         answer = self._ask(cache, state, num_computed_tokens, now_s)
-        cache.reports.answered(state, answer[0] is None, self._may_read(request))
+        cache.reports.answered(state, answer[0] is None, self._refusal(request))
         return answer
 
     def _ask(self, cache: Assembly, state: RequestState, computed: int, now_s: float) -> Answer:
         if self._sharing.makes_wait(state.arrived_s, now_s):
             return ASK_AGAIN
-        if not self._may_read(state.request):
+        if self._refusal(state.request) is not None:
             return NO_HIT
         if state.request.lora_request is not None:
             standing = self._adapters.standing(state.request, now_s)

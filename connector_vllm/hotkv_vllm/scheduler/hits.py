@@ -104,6 +104,10 @@ class HiddenKeys:
         """Removes all keys."""
         self._keys.clear()
 
+    def has(self, group: int, hashes: Sequence[bytes]) -> bool:
+        """Returns True if the key of one of these blocks of the group is hidden."""
+        return any((group, h) in self._keys for h in hashes)
+
     def mask(self, group: int, hashes: Sequence[bytes], ready: BoolMask) -> BoolMask:
         """Returns a copy of the mask `ready` that is False also for the blocks whose keys are
         hidden, because their load failed.
@@ -477,11 +481,15 @@ class HitFinder:
         if hit.phase is Phase.GRANTED:
             if self.failed_loads.outwait(hit.granted_s, now_s):
                 hit.failed_loads = NEVER_AGAIN
+                hit.miss = Miss.FAILED_LOAD
                 return self._miss(state, now_s)
             if computed_tokens == hit.computed_tokens and now_s < hit.offer_until_s:
                 return hit.hit_tokens - computed_tokens, True
             self.give_back(state)
-        if now_s < hit.miss_until_s or self._overdue is not None:
+        if self._overdue is not None:
+            hit.miss = Miss.LATE
+            return NO_HIT
+        if now_s < hit.miss_until_s:
             return NO_HIT
         # The hint was computed as if the engine held no blocks itself.
         is_good = now_s < until_s and not computed_tokens
@@ -675,6 +683,7 @@ class HitFinder:
     ) -> Answer:
         hit = state.hit
         hit_tokens = self.groups.longest_hit(masks, computed_tokens, state.request.num_tokens - 1)
+        hit.miss = self._why(state.request, hit_tokens)
         if hit_tokens <= computed_tokens:
             return self._miss(state, now_s)
         hit.leased = self.groups.missing_blocks(hit_tokens, computed_tokens)
@@ -683,7 +692,6 @@ class HitFinder:
         asked, ttl_s = groups + self.representations.asked(groups), self._config.lease_ttl_s
         span = state.trace and state.trace.lease(asked)
         hit.lease_id = f"{self._prefix}-r{next(self._counter)}"
-        hit.miss = Miss.ABSENT
         hit.answer = self._session.acquire(hit.lease_id, asked, ttl_s, span and span.traceparent)
         hit.asked.append(AnswerTime(hit.answer, span))
         hit.phase = Phase.LEASING
@@ -724,6 +732,15 @@ class HitFinder:
             self._stats.add("offered_requests")
             self._stats.add("offered_tokens", hit_tokens - computed_tokens)
         return hit_tokens - computed_tokens, True
+
+    def _why(self, request: Any, hit_tokens: int) -> Miss:
+        """Returns why the hit of a request ends at `hit_tokens`: FAILED_LOAD if the block behind it
+        is hidden, because its load has failed; otherwise ABSENT."""
+        for index, spec in enumerate(self.groups.specs if self.hidden else ()):
+            at = hit_tokens // spec.block_tokens
+            if self.hidden.has(index, self.groups.hashes(request, index)[at : at + 1]):
+                return Miss.FAILED_LOAD
+        return Miss.ABSENT
 
     def _miss(self, state: RequestState, now_s: float) -> Answer:
         self.give_back(state)

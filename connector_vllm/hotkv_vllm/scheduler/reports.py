@@ -55,17 +55,14 @@ class UseReports:
         """Records the length of the request's hit in vLLM's own prefix cache."""
         state.use.device_hit_tokens = device_hit_tokens
 
-    def answered(self, state: RequestState, waits: bool, may_read: bool) -> None:
+    def answered(self, state: RequestState, waits: bool, refusal: Miss | None) -> None:
         """Records how vLLM's question for the request's hit was answered.
 
         waits: True if the answer was "ask again".
-        may_read: False if the request may not load from hotkv.
+        refusal: reason why the request may not load from hotkv; None if it may.
         """
         use = state.use
-        if not may_read:
-            use.refusal = Miss.NOT_ASKED
-        else:
-            use.refusal = None if self._session.connected else Miss.NO_SERVER
+        use.refusal = refusal or (None if self._session.connected else Miss.NO_SERVER)
         if waits and not use.waits_since_s:
             use.waits_since_s = time.monotonic()
         elif not waits and use.waits_since_s:

@@ -83,10 +83,12 @@ class _OpenLoad:
 
     account: the account in which the request was counted.
     usage: the usage that was counted. If the load fails, its hits are subtracted again.
+    minute: minute in which the request was counted, since 1970.
     """
 
     account: Account
     usage: Usage
+    minute: int
 
 
 class LiveLedger:
@@ -169,7 +171,7 @@ class LiveLedger:
         )
         self._count(account, usage)
         if report.report_id and outcome.hit_tokens:
-            self._loads[session.secret_id, report.report_id] = _OpenLoad(account, usage)
+            self._loads[session.secret_id, report.report_id] = _OpenLoad(account, usage, _minute())
             if len(self._loads) > MAX_OPEN_LOADS:
                 self._loads.popitem(last=False)
         self._follow(session, report)
@@ -186,7 +188,8 @@ class LiveLedger:
             self._take_back(was, Usage(waited_s=end.wait_s, failed_loads=1))
 
     def _take_back(self, load: _OpenLoad, more: Usage) -> None:
-        """Subtracts the hit of a load, counts its tokens as missed, and adds the usage `more`."""
+        """Subtracts the hit of a load, counts its tokens as missed, and adds the usage `more`, all
+        in the minute in which the hit was counted: a window then has no fewer than 0 hits."""
         hits = load.usage.hit_tokens
         self._count(
             load.account,
@@ -196,6 +199,7 @@ class LiveLedger:
                 hit_tokens={tier: -count for tier, count in hits.items()},
                 missed_tokens={Miss.FAILED_LOAD: sum(hits.values())},
             ),
+            max(0, _minute() - load.minute),
         )
 
     def session_closed(self, session: LiveSession) -> None:
@@ -216,9 +220,9 @@ class LiveLedger:
         for session, (loaded, stored) in moved.items():
             self._count(_account(session), Usage(loaded_bytes=loaded, stored_bytes=stored))
 
-    def _count(self, account: Account, usage: Usage) -> None:
+    def _count(self, account: Account, usage: Usage, age_minutes: int = 0) -> None:
         values = self._accounts.columns.values(usage)
-        self._accounts.add(account, values, _minute())
+        self._accounts.add(account, values, _minute(), age_minutes)
         self._grown += np.maximum(values, 0.0)
         self.taken_back_s += max(-usage.saved_s, 0.0)
         self._is_changed = True

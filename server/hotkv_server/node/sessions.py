@@ -103,7 +103,7 @@ class Sessions:
         hears_evictions: bool = True,
         engine_name: str = "",
         model_names: Sequence[str] = (),
-        check: Callable[[], None] = lambda: None,
+        max_of_tenant: int = 0,
     ) -> LiveSession:
         """Opens a session and saves its key space. The result has a secret id: any client that
         presents it may use the session.
@@ -116,18 +116,14 @@ class Sessions:
         engine_name: name by which the engine is shown to people; empty if the engine has no name.
         model_names: names by which requests address the model; the first is shown to people.
         hears_evictions: True if the session gets eviction notices.
-        check: function that raises if the caller may not open another session now. Called before
-            and after the wait for room in the catalog, since other sessions may open meanwhile.
+        max_of_tenant: most sessions of the key space's tenant; 0: no limit.
 
         Raises OVERLOADED, and the errors of `CacheCore.open_session`.
         """
-        check()
+        self._check_count(key_space.tenant, max_of_tenant)
         await self._removals.forget_for(key_space, representations)
-        check()
-        if len(self._open) >= MAX_SESSIONS:
-            raise HotKVError(
-                Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first"
-            )
+        # Other sessions may have opened during the wait.
+        self._check_count(key_space.tenant, max_of_tenant)
         is_new = not self._core.catalog.knows(key_space)
         record = self._core.open_session(
             engine_id, role, key_space, time.monotonic(), representations
@@ -169,6 +165,20 @@ class Sessions:
             session.model_name,
         )
         return session
+
+    def _check_count(self, tenant: str, max_of_tenant: int) -> None:
+        """Raises OVERLOADED if no further session may open: in all, or of the tenant."""
+        if len(self._open) >= MAX_SESSIONS:
+            raise HotKVError(
+                Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first"
+            )
+        num_open = sum(one.key_space.tenant == tenant and not one.closing for one in self)
+        if max_of_tenant and num_open >= max_of_tenant:
+            raise HotKVError(
+                Reason.OVERLOADED,
+                f"{num_open} sessions of this tenant are open, which is all it may have; close "
+                "some first",
+            )
 
     async def declare(self, key_space: KeySpace) -> int:
         """Registers a key space without opening a session, and saves it. Returns the number of the

@@ -23,7 +23,7 @@ MISSES = {
     "in_flight": "Was still being written when the engine asked.",
     "refused": "The server refused a lookup or lease: leases.unadmitted_share.",
     "computed_sooner": "The engine computes it sooner than the server brings it.",
-    "no_server": "The engine had lost its server.",
+    "no_server": "The engine or a worker had lost its server.",
     "not_asked": "The request or the engine rules loading out.",
     "late": "The server did not answer in time: see the event loop.",
     "failed_load": "The load of a hit failed: see the logs.",
@@ -136,16 +136,15 @@ def _limits(figures: Figures) -> tuple[str, str]:
         return "Memory", f": {more} would bring {100 * outlook['gain_ratio']:.1f} points."
     if ceiling - rate < NEAR_CEILING:
         return "The prompts", f": even an endless cache would hit only {ceiling:.0%}."
-    missed = {why: tokens for why, tokens in _hour(figures)["misses"].items() if tokens > 0}
-    if not missed:
+    missed = total["misses"]
+    if not any(missed.values()):
         return "Nothing", " stands out."
     worst = max(missed, key=lambda why: missed[why])
     return worst.replace("_", " ").capitalize(), f": {MISSES.get(worst, '')}"
 
 
 def _own_hits(total: dict[str, Any]) -> int:
-    # If a load fails, its hit is subtracted later. So a sum over a window may be below 0.
-    return max(0, sum(map(int, total["hits"].values())))
+    return sum(map(int, total["hits"].values()))
 
 
 def _seconds(seconds: float) -> str:

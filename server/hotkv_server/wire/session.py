@@ -40,7 +40,7 @@ from hotkv_server.node.node import Node
 from hotkv_server.node.removals import NOTICE_BLOCKS
 from hotkv_server.node.session import OUTBOX_MESSAGES, LiveSession, Notice, unread
 from hotkv_server.node.transfers import TransferEnd
-from hotkv_server.security.identity import Peer, Tenant
+from hotkv_server.security.identity import Peer
 from hotkv_server.wire import calls
 from hotkv_server.wire.edge import Edge, calls_of
 from hotkv_server.wire.errors import abort, as_refusal
@@ -582,7 +582,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             read_representations(opening.representations),
         )
         tenant = self._edge.access.admit(peer, key_space.tenant)
-        owner = opening.engine_id if tenant is None else tenant.name
+        self._check_unread(opening.engine_id if tenant is None else tenant.name)
         engine_id, engine_name = (
             text if tenant is None or not text else f"{tenant.name}/{text}"
             for text in (opening.engine_id, opening.engine_name)
@@ -592,7 +592,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             hears_evictions=not opening.without_eviction_notices,
             engine_name=engine_name,
             model_names=opening.model_names,
-            check=partial(self._check_sessions, tenant, owner),
+            max_of_tenant=0 if tenant is None else tenant.max_sessions,
         )  # fmt: skip
         if tenant is not None:
             session.peer, session.maps_arena = peer, False
@@ -614,25 +614,11 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             )
         return session
 
-    def _check_sessions(self, tenant: Tenant | None, owner: str) -> None:
+    def _check_unread(self, owner: str) -> None:
         if not self._unread_ends.room(owner):
             what = "ended sessions with unread answers"
             raise HotKVError(
                 Reason.OVERLOADED, f"{self._unread_ends.refusal(owner, what)}; read them"
-            )
-        if tenant is None or not tenant.max_sessions:
-            return
-        num_open = sum(
-            session.key_space.tenant == tenant.name and not session.closing
-            for session in self._node.sessions
-        )
-        if num_open >= tenant.max_sessions:
-            raise HotKVError(
-                Reason.OVERLOADED,
-                (
-                    f"{num_open} sessions of this tenant are open, which is all it may have; close "
-                    "some first"
-                ),
             )
 
     def _opened(

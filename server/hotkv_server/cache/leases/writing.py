@@ -130,8 +130,7 @@ class Reservations:
                 session.key_space_id,
                 runs,
                 has_promise=has_promise,
-                # The policy may not refuse room to a block with reserved room or retention.
-                keep_at_s=None if has_promise or retention != NO_RETENTION else now_s,
+                keep_at_s=_keep_at_s(retention, has_promise, now_s),
             )
         return CheckedCall(runs, listed, named, ttl_s, weight)
 
@@ -401,7 +400,11 @@ class Reservations:
         slot_bytes = record.shape(run.group_index).slot_bytes
         if len(runs) > 1 and not space.has_room(slot_bytes, len(wanted)):
             # `make_room` may have counted the same free slab or entry number for several runs.
-            finished(self.room_for(record.number, runs, has_promise=has_promise))
+            keep_at_s = _keep_at_s(lease.retention, has_promise, now_s)
+            making = self.room_for(
+                record.number, runs, has_promise=has_promise, keep_at_s=keep_at_s
+            )
+            finished(making)
         entries = space.insert(
             record.number,
             run.group_index,
@@ -482,6 +485,12 @@ class Reservations:
         assert np.array_equal(np.sort(np.concatenate(owned)), reserved), (
             "reserved entries and write leases disagree"
         )
+
+
+def _keep_at_s(retention: Retention, has_promise: bool, now_s: float) -> float | None:
+    """Returns the current time if the policy may refuse room to a call's blocks, so that older
+    blocks stay; None if it may not, because the call has reserved room or a retention."""
+    return None if has_promise or retention != NO_RETENTION else now_s
 
 
 # Stores copy blocks into slots that a write lease has reserved. A block is published when all its

@@ -84,6 +84,8 @@ class Room:
             `may_keep_at` returns False.
         """
         self._books.policy.allow_keeping(self.may_keep_at(size))
+        # Read this before the evictions, as in `_make_slots`.
+        is_some_due = self._tenants.may_claim(taker, size)
         for wanted in self._tenants.portions(taker, size, count):
             if self._pool.available_slots(size) < wanted:
                 is_due = self._tenants.may_claim(taker, wanted * size)
@@ -96,7 +98,8 @@ class Room:
         def missing_numbers() -> int:
             return min(count, self._pool.available_slots(size)) - self._books.free_numbers()
 
-        yield from self._evict_coldest(0, missing_numbers, taker)
+        keep_at_s = None if is_some_due else keep_at_s
+        yield from self._evict_coldest(0, missing_numbers, taker, keep_at_s)
         if is_block:
             yield from self._drop_representations(0, missing_numbers, taker)
 

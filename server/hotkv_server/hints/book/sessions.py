@@ -97,7 +97,6 @@ class HintSessions:
 
     num_bytes: bytes of the hashes of the sessions' prompts.
     other_bytes: bytes of the keys of prompts without a session.
-    num_dropped: number of sessions that were dropped because of a bound.
     returns: predicts when sessions return.
     """
 
@@ -108,7 +107,6 @@ class HintSessions:
         self._others: deque[tuple[float, int, ChainKeys]] = deque()
         self.num_bytes = 0
         self.other_bytes = 0
-        self.num_dropped = 0
         self.returns = ReturnTimes()
 
     def __len__(self) -> int:
@@ -151,7 +149,6 @@ class HintSessions:
         while len(self._by_id) > self._most_sessions or self.num_bytes > self._most_bytes:
             _, dropped = self._by_id.popitem(last=False)
             self.num_bytes -= dropped.num_bytes
-            self.num_dropped += 1
 
     def use_without(self, key_space_id: int, hashes: Words, now_s: float) -> None:
         """Records the prompt of a request without a session, because later requests may share its

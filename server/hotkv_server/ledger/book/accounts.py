@@ -96,13 +96,16 @@ class Buckets:
         total: Values = self.cells[0]
         return total
 
-    def add(self, values: Values, minute: int) -> None:
-        """Adds `values` [columns] to the sums of this minute, of its hour, and of all time."""
+    def add(self, values: Values, minute: int, age_minutes: int = 0) -> None:
+        """Adds `values` [columns] to the sums of a minute, of its hour, and of all time. The minute
+        is `age_minutes` before `minute`, the present one."""
         self.advance(minute)
-        cells, at = self.cells, self.minute
+        cells, at = self.cells, self.minute - age_minutes
         cells[0] += values
-        cells[1 + at % NUM_MINUTES] += values
-        cells[FIRST_HOUR + at // 60 % NUM_HOURS] += values
+        if age_minutes < NUM_MINUTES:
+            cells[1 + at % NUM_MINUTES] += values
+        if self.minute // 60 - at // 60 < NUM_HOURS:
+            cells[FIRST_HOUR + at // 60 % NUM_HOURS] += values
 
     def advance(self, minute: int) -> None:
         """Advances the newest minute to `minute` and clears buckets that are too old."""
@@ -159,7 +162,7 @@ class Usage:
     """Amounts to add to an account after an event. An event is: an engine has scheduled a request,
     a load from the cache has ended, or transfers have moved bytes. After a failed load,
     `saved_s` and `hit_tokens` are negative: they cancel the hit that was counted before. Its tokens
-    are counted in `missed_tokens` instead.
+    are counted in `missed_tokens` instead, in the minute of the hit.
 
     device_hit_tokens: prompt tokens that hit in the engine's own device memory.
     saved_s: seconds of prefill that hits saved.
@@ -308,15 +311,15 @@ class Accounts:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, account: Account, values: Values, minute: int) -> None:
-        """Adds `values` [columns] to an account and to the total. Opens the account if it is
-        new."""
+    def add(self, account: Account, values: Values, minute: int, age_minutes: int = 0) -> None:
+        """Adds `values` [columns] to an account and to the total (`Buckets.add`). Opens the account
+        if it is new."""
         row = self._rows.get(account)
         if row is None:
             row = self._open(account, minute)
         self._rows.move_to_end(account)
-        row.add(values, minute)
-        self.total.add(values, minute)
+        row.add(values, minute, age_minutes)
+        self.total.add(values, minute, age_minutes)
 
     def saved_s(self, key_space: str, hit_tokens: int, said_s: float, speed: float) -> float:
         """Returns the seconds of prefill that a hit saved, and remembers the key space's speed.

@@ -1,8 +1,9 @@
 """Finds the outcome of a request's prompt: the tier of each hit, and the reason for each miss.
 
-Only the blocks of a single group are examined, the counted group. It is the first group in which a
-hit needs all blocks before it, or the first group if there is no such group. A hash block is the
-tokens of one block hash.
+Only the blocks of a single group are counted, the counted group. It is the first group in which a
+hit needs all blocks before it, or the first group if there is no such group. Where its blocks were
+ready, another group may have ended the hit: the reason is then that of the other group's missing
+block. A hash block is the tokens of one block hash.
 """
 
 from collections import Counter
@@ -11,22 +12,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotkv_proto import table
-from hotkv_proto.groups import PREFIX_CLOSED
+from hotkv_proto.groups import PREFIX_CLOSED, needed_blocks
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import Miss
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.values import Cause, HashList
+from hotkv_server.cache.values import Cause, HashList, Int64s
 
 ASKS_WHY = {
     Miss.ABSENT: Miss.IN_FLIGHT,
     Miss.UNKNOWN: Miss.IN_FLIGHT,
     Miss.COMPUTED_SOONER: Miss.COMPUTED_SOONER,
+    Miss.FAILED_LOAD: Miss.FAILED_LOAD,
 }
 """Reasons of engines that do not explain the miss of each block. For these reasons the server looks
 the blocks up. The value is the reason that is counted if a missed block is ready. COMPUTED_SOONER
-is one of the reasons, because an engine that reports it may not have asked the server for the
-blocks."""
+and FAILED_LOAD are among the reasons, because an engine that reports them may not have asked the
+server for the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,9 @@ def note_outcome(
     if missed > partial:
         counts: Counter[Miss] = Counter()
         if reason in ASKS_WHY:
-            counts = _why(core, key_space_id, group_index, blocks[stop:full], ASKS_WHY[reason])
+            counts = _why(
+                core, key_space_id, hashes, device_hit_tokens, range(stop, full), ASKS_WHY[reason]
+            )
             # Counts the blocks whose hashes the report does not contain.
             counts[Miss.UNKNOWN] += full - stop - counts.total()
         else:
@@ -123,29 +127,58 @@ def _by_origin(
 
 
 def _why(
-    core: CacheCore, key_space_id: int, group_index: int, hashes: Words, if_ready: Miss
+    core: CacheCore,
+    key_space_id: int,
+    hashes: Words,
+    device_hit_tokens: int,
+    blocks: range,
+    if_ready: Miss,
 ) -> Counter[Miss]:
-    """Returns how many of the missed blocks `hashes` missed for each reason.
+    """Returns how many of the missed `blocks` of the counted group missed for each reason. Leaves
+    out blocks that `hashes` does not name.
 
     A block that is ready missed only because a block before it was missing, so it gets the reason
-    of that block. If no block before it was missing, it gets the reason `if_ready`.
+    of that block. If no block before it was missing, it gets the reason of a block that is missing
+    in another group. If there is none either, it gets the reason `if_ready`.
+
+    hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
+    device_hit_tokens: tokens whose blocks the engine has, so the server need not have them.
     """
-    if not len(hashes):
-        return Counter()
-    words = core.space.index.find(key_space_id, group_index, hashes)
-    causes = core.space.removal.causes(key_space_id, group_index, hashes)
+    space = core.key_space(key_space_id)
+    counted = counted_group(space)
+    codes = _codes(core, key_space_id, counted, hashes, blocks)
+    is_ready = codes == 0
+    if num_ready := int(np.append(is_ready, False).argmin()):
+        longer_tokens = (blocks.start + num_ready) * space.groups[counted].block_tokens
+        for index, needed in enumerate(needed_blocks(space.groups, longer_tokens)):
+            start = max(needed.start, device_hit_tokens // space.groups[index].block_tokens)
+            others = _codes(core, key_space_id, index, hashes, range(start, needed.stop))
+            if others.any():
+                if_ready = Miss(int(others[others != 0][0]))
+                break
+        codes[:num_ready] = if_ready
+    # For each block, the index of the last block up to it that is not ready; 0 if all are ready.
+    at = np.maximum.accumulate(np.where(is_ready, 0, np.arange(len(codes))))
+    counts = np.bincount(codes[at])
+    return Counter({Miss(int(code)): int(counts[code]) for code in np.flatnonzero(counts)})
+
+
+def _codes(
+    core: CacheCore, key_space_id: int, group_index: int, hashes: Words, blocks: range
+) -> Int64s:
+    """Returns for each of these blocks of the prompt in a group the number of the `Miss` that says
+    why the block is not ready; 0 if it is ready. Leaves out blocks that `hashes` does not name."""
+    space = core.key_space(key_space_id)
+    step = space.groups[group_index].block_tokens // space.hash_block_tokens
+    named = np.ascontiguousarray(hashes[step - 1 :: step][blocks.start : blocks.stop])
+    words = core.space.index.find(key_space_id, group_index, named)
+    causes = core.space.removal.causes(key_space_id, group_index, named)
     # These blocks were evicted to make room, or because a hint demoted them. With more room they
     # would have stayed.
     made_room = (causes == Cause.ROOM) | (causes == Cause.HINT)
     codes = np.where(made_room, int(Miss.EVICTED), int(Miss.NEVER_STORED))
     for one in core.below:
-        codes[one.find(key_space_id, HashList(group_index, hashes))] = int(Miss.LEFT_BELOW)
+        codes[one.find(key_space_id, HashList(group_index, named))] = int(Miss.LEFT_BELOW)
     codes[words >= table.RESERVED_FLAG] = int(Miss.IN_FLIGHT)
-    is_ready = table.is_ready(words)
-    codes[is_ready] = 0
-    # For each block, the index of the last block that is not ready, up to and including this block;
-    # -1 if all of them are ready.
-    at = np.maximum.accumulate(np.where(is_ready, -1, np.arange(len(codes))))
-    codes = np.where(at >= 0, codes[at], int(if_ready))
-    counts = np.bincount(codes)
-    return Counter({Miss(int(code)): int(counts[code]) for code in np.flatnonzero(counts)})
+    codes[table.is_ready(words)] = 0
+    return codes
