@@ -1,6 +1,8 @@
 """Parts of a resident worker: copies of pages by address, and rows of representations that outlive
 the device's blocks."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -31,6 +33,25 @@ def test_pages_of_changing_counts_and_sizes_are_copied() -> None:
         target = np.zeros((count + 1, page_bytes), np.uint8)
         copier.copy(addresses(target, list(range(count))), addresses(source, chosen), page_bytes)
         assert np.array_equal(target[:count], source[chosen]) and not target[count:].any()
+
+
+def test_a_copy_for_which_the_system_refuses_a_thread_is_made_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copier, source = PageCopier(num_threads=3), np.full((3, 1 << 20), 7, np.uint8)
+    first, second = np.zeros_like(source), np.zeros_like(source)
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", refused)
+        copier.copy(addresses(first, [0, 1, 2]), addresses(source, [0, 1, 2]), 1 << 20)
+    assert (first == 7).all()
+    first[:] = 0
+    for _ in range(2):
+        copier.copy(addresses(second, [0, 1, 2]), addresses(source, [0, 1, 2]), 1 << 20)
+    assert (second == 7).all() and not first.any()
+
+
+def refused(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def pool(formats: tuple[str, ...] = (ROT,)) -> BlockReprManager:

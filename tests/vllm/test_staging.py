@@ -1,6 +1,7 @@
 """The staging area against a model that copies every page anew: a copy ahead is only used if the
 page is the same, whatever is asked next."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,10 @@ def filled(staging: PageStaging, index: int, slots: list[int], blocks: list[int]
     return staging.fill(LAYERS[index], at, here, goes_on=on).numpy()[: len(slots) + len(blocks)]
 
 
+def refused(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def staging_of(monkeypatch: pytest.MonkeyPatch, num_cores: int) -> PageStaging:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cores)))
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
@@ -63,6 +68,16 @@ def test_a_step_copies_ahead_where_a_core_is_free(monkeypatch: pytest.MonkeyPatc
             found = filled(staging, index, [3, 4, 5, 6, 7], list(range(3 - index)), True)
             assert np.array_equal(found[:5], ARENA[3:8, index])
         assert staging.num_ahead == num_ahead
+
+
+def test_where_the_system_refuses_the_thread_nothing_is_copied_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("threading.Thread.start", refused)
+    staging = staging_of(monkeypatch, num_cores=2)
+    for index in range(NUM_LAYERS):
+        assert np.array_equal(filled(staging, index, [3, 4], [], True)[:2], ARENA[3:5, index])
+    assert not staging.num_ahead
 
 
 def test_an_area_grows_ahead_up_to_the_longest_context() -> None:

@@ -126,10 +126,17 @@ class PageCopier:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._num_threads - 1, "hotkv-pages")
         edges = np.linspace(0, count, parts + 1).astype(int)
-        others = [
-            self._threads.submit(self._part, to[a:b], source[a:b])
-            for a, b in itertools.pairwise(edges[1:])
-        ]
+        try:
+            others = [
+                self._threads.submit(self._part, to[a:b], source[a:b])
+                for a, b in itertools.pairwise(edges[1:])
+            ]
+        except RuntimeError:
+            # The system refuses another thread. The pool would make the refused copy later.
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = None
+            self._part(to, source)
+            return
         self._part(to[: edges[1]], source[: edges[1]])
         for other in others:
             other.result()
@@ -264,7 +271,12 @@ class PageStaging:
         """
         pages = self._pages(area, layer, num_bytes)
         source = slots + self._places.pages[layer.index]
-        done = thread.submit(self._copy_ahead, pages, source, layer.pages.page_bytes)
+        try:
+            done = thread.submit(self._copy_ahead, pages, source, layer.pages.page_bytes)
+        except RuntimeError:
+            # The system refuses the thread. From now on nothing is copied ahead.
+            self._thread = None
+            return
         self._ahead = _Ahead(layer.index, slots, area, done)
 
     def _copy_ahead(self, pages: torch.Tensor, source: I64, page_bytes: int) -> None:

@@ -562,6 +562,8 @@ class SparseOffloadingHandler:
         self._states: dict[tuple[str, int], _LayerState] = {}
         self._jobs: dict[int, tuple[SwapSpec, Future[None]]] = {}
         self._copier = ThreadPoolExecutor(1, "hotkv-swap")
+        # Starts the thread. If the system refused it later, the pool would keep the refused copy.
+        self._copier.submit(lambda: None).result()
 
     def __repr__(self) -> str:
         return (
