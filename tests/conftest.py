@@ -10,6 +10,7 @@ import gc
 import inspect
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,6 @@ settings.register_profile(
 # Shrinking for longer than a test's time limit would show a hanging test instead of the failure.
 engine.MAX_SHRINKING_SECONDS = 60
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "daily"))
-
-# Collection imports vLLM: half a million objects that stay. Garbage collections would visit them.
-gc.disable()
 
 # Workers of a run share the cores. More threads of torch would wait for each other in loops: a test
 # of two seconds took forty-five.
@@ -102,12 +100,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: ranks.get(item.path, last + (item.path not in slow)))
 
 
-def pytest_collection_finish() -> None:
-    """Excludes all present objects from garbage collections: each of those that visit every object
-    would take half a second."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Excludes what collection imports from garbage collections: vLLM alone makes half a million
+    objects, and visiting them takes half a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:
