@@ -6,6 +6,7 @@ shrinking.
 """
 
 import asyncio
+import atexit
 import gc
 import inspect
 import os
@@ -111,11 +112,8 @@ def pytest_collection() -> Iterator[None]:
         gc.collect()
         gc.freeze()
         gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """Lets Python free all objects at its end; nanobind would list those that are left."""
-    gc.unfreeze()
+        # Python frees all objects at its end; nanobind would list those that are left.
+        atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)

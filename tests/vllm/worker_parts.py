@@ -9,10 +9,11 @@ import pytest
 
 from hotkv_client.types import BlockResult, BlockRun, LoadRun, TransferResult, TransferStatus
 from hotkv_proto.order import OrderKind
+from hotkv_vllm import link
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.metadata import HotKVMetadata, LoadJob, StoreJob
-from hotkv_vllm.worker import rank_loads, rank_stores, session, side
+from hotkv_vllm.worker import rank_loads, rank_stores, side
 from hotkv_vllm.worker.side import HotKVWorker
 from tests.vllm.parts import Clock, ids
 
@@ -123,7 +124,7 @@ class Rig:
         self.rank.marks._device = self.device
         self.rank.session = self.session
         self.opened: list[Session] = []
-        monkeypatch.setattr(session, "threading", SimpleNamespace(Thread=AtOnce))
+        monkeypatch.setattr(link, "threading", SimpleNamespace(Thread=AtOnce))
         monkeypatch.setattr(self.rank, "begin", self._begin)
 
     def _begin(self) -> None:
