@@ -65,6 +65,18 @@ async def test_a_move_ends_although_who_hears_of_it_breaks() -> None:
     one.check_end()
 
 
+async def test_what_a_broken_tier_reads_on_trial_is_no_hit() -> None:
+    """A lease would not wait for it."""
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        one.tier.faults.problem, one.tier.faults.is_hung = "gone", True
+        leasing = asyncio.create_task(one.leased(BLOCKS))
+        await eventually(lambda: len(one.books.moves) > 0, "nothing is read")
+        assert not any(one.lies_elsewhere(BLOCKS)) and not any(await one.leased(BLOCKS))
+        one.tier.faults.is_hung, one.tier.faults.problem = False, ""
+        await leasing
+
+
 async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
     """With compression a disk has places of two sizes; comparing them looks at all places."""
     monkeypatch.setattr(room, "EVICTED_PER_PART", 1)
