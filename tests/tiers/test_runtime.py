@@ -65,6 +65,17 @@ async def test_a_move_ends_although_who_hears_of_it_breaks() -> None:
     one.check_end()
 
 
+async def test_a_write_ends_although_its_blocks_can_not_be_checked(monkeypatch: Any) -> None:
+    async with made() as one:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        monkeypatch.setattr(one.verifier, "judge", lambda cases: 1 // 0)
+        one.put(BLOCKS)
+        await eventually(lambda: len(one.books.moves) > 0, "nothing is written")
+        await eventually(lambda: not len(one.books.moves), "the write does not end", within_s=20)
+        monkeypatch.undo()
+        await one.lie_below([50])
+
+
 async def test_what_a_broken_tier_reads_on_trial_is_no_hit() -> None:
     """A lease would not wait for it."""
     async with made() as one:
