@@ -76,6 +76,15 @@ async def test_a_write_ends_although_its_blocks_can_not_be_checked(monkeypatch: 
         await one.lie_below([50])
 
 
+async def test_a_read_ends_although_its_blocks_can_not_be_checked(monkeypatch: Any) -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        with monkeypatch.context() as patch:
+            patch.setattr(tier_drive, "check_values", lambda *_: 1 // 0)
+            assert not any(await asyncio.wait_for(one.leased(BLOCKS), 5.0))
+        assert all(await one.leased(BLOCKS)) and not one.lower.counters.lost
+
+
 async def test_what_a_broken_tier_reads_on_trial_is_no_hit() -> None:
     """A lease would not wait for it."""
     async with made() as one:

@@ -418,7 +418,11 @@ class Tiers:
                 "hotkv.bytes": num_found_bytes,
             }
             span.end()
-        checks = await elsewhere(check_values, self._core, self._arena, move)
+        try:
+            checks = await elsewhere(check_values, self._core, self._arena, move)
+        except Exception:  # For example for lack of memory. The move must end.
+            log.exception("tier=%s blocks=%d can't be checked", source.name, len(codes))
+            codes, checks = np.full_like(codes, Read.FAILED), np.zeros(len(codes), np.uint64)
         source.reads.queued_bytes -= blocks.total_bytes
         num_lost = source.end_up(move, codes, checks, time.monotonic())
         self._count(coming, int(self._core.space.index.slot_bytes(move.kept).sum()))
