@@ -296,11 +296,13 @@ def test_a_full_ring_keeps_what_lies_on_the_node(
     events.key_space_added(1, key_space)
     book, known, unknown = events._contents, key_space.fingerprint, b"f" * 32
     node.put([5])
+    book.add_name(unknown, "")
     for fingerprint in (known, unknown):
         book.keep(fingerprint, run_of(1, 5, 1))
     for version in range(100):
         book.keep(unknown, run_of(version, 1, 4))
     assert content_of(book, known, 5) is not None and content_of(book, unknown, 5) is None
+    assert not book.names(unknown)
     assert not caplog.records, "a ring that has all of its memory grows"
     events.release()
 

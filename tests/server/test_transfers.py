@@ -226,6 +226,21 @@ async def test_a_store_is_answered_although_a_capability_breaks(
         assert await asyncio.wait_for(storing, 20) == [BlockResult.STORED]
 
 
+async def test_a_store_that_breaks_a_capability_by_its_evictions_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with live_node(tmp_path) as node:
+        session = await worker(node)
+        for _ in range(64):
+            await store_in(node, session, hashes(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(Capability, "blocks_removed", lambda *_: 1 / 0)
+            node.capabilities.append(Capability())
+            with pytest.raises(ZeroDivisionError):
+                await store_in(node, session, hashes(1))
+        assert not len(node.core.transfers)
+
+
 @pytest.mark.parametrize("good", [True, False])
 async def test_a_load_that_cannot_be_verified_fails_and_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, good: bool

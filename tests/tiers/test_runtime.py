@@ -65,6 +65,38 @@ async def test_a_move_ends_although_who_hears_of_it_breaks() -> None:
     one.check_end()
 
 
+async def test_a_write_ends_although_its_blocks_can_not_be_checked(monkeypatch: Any) -> None:
+    async with made() as one:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        monkeypatch.setattr(one.verifier, "judge", lambda cases: 1 // 0)
+        one.put(BLOCKS)
+        await eventually(lambda: len(one.books.moves) > 0, "nothing is written")
+        await eventually(lambda: not len(one.books.moves), "the write does not end", within_s=20)
+        monkeypatch.undo()
+        await one.lie_below([50])
+
+
+async def test_a_read_ends_although_its_blocks_can_not_be_checked(monkeypatch: Any) -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        with monkeypatch.context() as patch:
+            patch.setattr(tier_drive, "check_values", lambda *_: 1 // 0)
+            assert not any(await asyncio.wait_for(one.leased(BLOCKS), 5.0))
+        assert all(await one.leased(BLOCKS)) and not one.lower.counters.lost
+
+
+async def test_what_a_broken_tier_reads_on_trial_is_no_hit() -> None:
+    """A lease would not wait for it."""
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        one.tier.faults.problem, one.tier.faults.is_hung = "gone", True
+        leasing = asyncio.create_task(one.leased(BLOCKS))
+        await eventually(lambda: len(one.books.moves) > 0, "nothing is read")
+        assert not any(one.lies_elsewhere(BLOCKS)) and not any(await one.leased(BLOCKS))
+        one.tier.faults.is_hung, one.tier.faults.problem = False, ""
+        await leasing
+
+
 async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
     """With compression a disk has places of two sizes; comparing them looks at all places."""
     monkeypatch.setattr(room, "EVICTED_PER_PART", 1)

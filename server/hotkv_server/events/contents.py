@@ -103,14 +103,14 @@ class _Record:
     `fingerprint`: fingerprint of the key space.
     `group_index`: KV cache group of the run; 0 for a name.
     `depth`: number of blocks before the run in its sequence; 0 for a name.
-    `name`: the name of the model; empty for a run.
+    `name`: the name of the model, which may be empty; None for a run.
     """
 
     position: int
     fingerprint: bytes
     group_index: int = 0
     depth: int = 0
-    name: str = ""
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ class Contents:
         """Raises AssertionError if the tables in memory do not have exactly the records of the
         ring."""
         with self._written():
-            runs = {one.position: one for one in self._records if not one.name}
+            runs = {one.position: one for one in self._records if one.name is None}
             lists = [one for depths in self._by_depth.values() for one in depths.values()]
             listed = [record for records in lists for record in records]
             assert all(lists) and all(self._by_depth.values()), "an empty list is kept"
@@ -315,7 +315,9 @@ class Contents:
             assert all(self._index.values()), "an empty index is kept"
             places = [place for index in self._index.values() for place in index.values()]
             assert {place >> AT_BITS for place in places} <= runs.keys(), "a block has no record"
-            named = sorted((one.fingerprint, one.name) for one in self._records if one.name)
+            named = sorted(
+                (one.fingerprint, one.name) for one in self._records if one.name is not None
+            )
             names = sorted((key, name) for key, names in self._names.items() for name in names)
             assert named == names, "names and records differ"
 
@@ -451,7 +453,7 @@ class Contents:
 
     def _drop_oldest(self) -> None:
         record = self._records.popleft()
-        if record.name:
+        if record.name is not None:
             names = self._names[record.fingerprint]
             names.remove(record.name)
             if not names:
@@ -477,7 +479,7 @@ class Contents:
         """Returns the records to append again when this record is dropped. The name of a known key
         space is appended again as it is. Of a run, the blocks that are still cached and are in no
         newer record are appended again, with a record for each unbroken sequence of them."""
-        if record.name:
+        if record.name is not None:
             is_known = record.fingerprint in self._known
             return [self._bytes_at(record.position)] if is_known else []
         if self._head < self._moves_from:

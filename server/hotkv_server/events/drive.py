@@ -100,11 +100,12 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceCleared:
-    """An event: all blocks of a key space were removed, from all media (a *clear*).
+    """An event: all blocks of a key space are removed, from all media (a *clear*).
 
-    `removed`: the same removal, as a `BlocksRemoved` for each group of blocks in host memory and on
-        the disk. The publisher sends these events in place of the clear if the ZMQ topic has
-        blocks of other key spaces, because a clear would remove those blocks too.
+    `removed`: the blocks in host memory and on the disk that a flush has removed so far, as a
+        `BlocksRemoved` for each group. Later events name the blocks that it removes later. The
+        publisher sends `removed` in place of the clear if the ZMQ topic has blocks of other key
+        spaces, because a clear would remove those blocks too.
     """
 
     key_space_id: int

@@ -25,6 +25,7 @@ from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.order import DeviceMark
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import SECONDS, SIZES_BYTES, Histogram
+from hotkv_server.cache.room.removal import Parts
 from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.values import LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engines import CopyEngine, CopyJob, Outcome
@@ -551,7 +552,10 @@ class Transfers:
             time.monotonic(),
             options,
         )
-        slots = await in_slices(beginning, after_slice)
+        begun: list[list[SlotRun]] = []
+
+        def begin() -> Parts[None]:
+            begun.append((yield from beginning))
 
         def finish(outcome: Outcome, num_bytes: int) -> CoreEnd:
             # A flush aborts the leases that it finds. The store may have got its lease later.
@@ -568,16 +572,19 @@ class Transfers:
 
             return results, tell
 
-        take_sums = partial(self._take_sums, key_space_id, shard_index, slots, sums)
         try:
+            await in_slices(begin(), after_slice)
             if has_waited or num_slices > 1:
                 # Other tasks ran while room was made: check again.
                 self._check_room(session, call.kept_bytes)
                 _usable_memory(session, block_ids, groups)
-        except HotKVError:
-            finish(Outcome.FAILED, 0)[1]()
+        except BaseException:
+            # A capability may raise after the last slice, when the core has begun the store.
+            if begun:
+                finish(Outcome.FAILED, 0)[1]()
             raise
-        return Transfer(self._means, call, finish, take_sums, to_engine=False).start(slots)
+        take_sums = partial(self._take_sums, key_space_id, shard_index, begun[0], sums)
+        return Transfer(self._means, call, finish, take_sums, to_engine=False).start(begun[0])
 
     def _admit(
         self,

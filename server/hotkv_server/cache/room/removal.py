@@ -214,10 +214,10 @@ class Removal:
         self._books.free_slots(self.index.remove(entries, keys))
 
     def forsake(self, entries: Entries) -> None:
-        """Detaches reserved, pinned entries, without an eviction notice. Used when a tier hangs
-        while it reads blocks into the entries' slots: lookups and stores no longer find the
-        entries, but the tier may still write to the slots. The slots stay in use until `reap` frees
-        them."""
+        """Detaches reserved, pinned entries, without an eviction notice. Used while a tier reads
+        blocks into the entries' slots, if the tier hangs or the blocks are flushed: lookups and
+        stores no longer find the entries, but the tier may still write to the slots. The slots stay
+        in use until `reap` frees them."""
         self._books.policy.forget(entries, self.index.mixed(entries), evicted=False)
         self.index.detach(entries)
 

@@ -175,7 +175,13 @@ class TierBelow:
         blocks = self.blocks(move)
         self._down_bytes += blocks.total_bytes
         ended: asyncio.Future[tuple[Codes, Seals]] = future()
-        good = await agreeing(self._core, self._verifier, move.entries, tell)
+        try:
+            good = await agreeing(self._core, self._verifier, move.entries, tell)
+        except Exception:
+            self._down_bytes -= blocks.total_bytes
+            is_stored, seals = np.zeros(len(move), np.bool_), np.zeros(len(move), np.uint64)
+            self.lower.down.end(move, is_stored, seals, time.monotonic())
+            raise
         spans: list[Span] = []
         if self.tracing is not None:
             hashes = self._core.space.index.keys(move.entries)[2]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -134,6 +134,7 @@ class TierLookups:
     `waiting`: counts the calls that wait for tiers.
     `tasks`: tells whether the node is closing, so that no lookup waits for tiers any more.
     `lookup_wait_s`: longest time that `ask` waits for shared tiers.
+    `are_moves_well`: returns False while lookups skip the tier of a move up that is under way.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class TierLookups:
         waiting: WaitingCalls,
         tasks: TierTasks,
         lookup_wait_s: float,
+        are_moves_well: Callable[[], bool],
     ) -> None:
         self._core = core
         self._books = books_of(core)
@@ -154,6 +156,7 @@ class TierLookups:
         self._waiting = waiting
         self._tasks = tasks
         self._lookup_wait_s = lookup_wait_s
+        self._are_moves_well = are_moves_well
 
     def __repr__(self) -> str:
         return f"TierLookups({self._sources!r})"
@@ -168,8 +171,8 @@ class TierLookups:
         """Returns, for each list in `groups`, a mask of the blocks outside host memory that count
         as hits for a lookup: blocks that a tier is known to have, and blocks that are being moved
         up to host memory. Omits the blocks of a tier if loading them takes longer than computing
-        them, and while lookups skip the tier. While any tier hangs, also omits all blocks that are
-        being moved up.
+        them, and while lookups skip the tier. While lookups skip the tier of a move up that is
+        under way, also omits all blocks that are being moved up.
 
         `ready`: for each list, a mask of the blocks in host memory.
         `tokens_per_s`: speed at which the engine computes prompts; 0 if unknown. Then the blocks of
@@ -177,10 +180,8 @@ class TierLookups:
         """
         if all(mask.all() for mask in ready):
             return [np.zeros(len(mask), np.bool_) for mask in ready]
-        # If a tier hangs, its moves may never end.
-        is_well = any(move.is_up for move in self._books.moves) and not any(
-            one.breaker.hangs for one in self._sources
-        )
+        # Leases don't wait for a tier that lookups skip: its moves may never end.
+        is_well = any(move.is_up for move in self._books.moves) and self._are_moves_well()
         masks = [
             self._books.arrivals.is_coming(key_space_id, one.group_index, one.hashes)
             if is_well

@@ -131,8 +131,9 @@ class Tiers:
         self._most_bytes = moving_bytes(core)
         self._tasks = TierTasks()
         self.lookups = TierLookups(
-            core, self._sources, self.shared, epochs, self._waiting, self._tasks, lookup_wait_s
-        )
+            core, self._sources, self.shared, epochs, self._waiting, self._tasks, lookup_wait_s,
+            self._are_moves_well,
+        )  # fmt: skip
         self._tell: Callable[[], None] = lambda: None
         self._on_ready: OnReady = nobody
         self._tracing: Tracer | None = None
@@ -334,6 +335,11 @@ class Tiers:
         coming = [self._coming[n] for n in self._arrivals.numbers(key_space_id, groups)]
         return [one for one in coming if one.source.breaker.lets_pass]
 
+    def _are_moves_well(self) -> bool:
+        """Returns False if lookups now skip the tier of a move up that has not ended."""
+        coming = (one for one in self._coming.values() if one.num_bytes and not one.done.done())
+        return all(source.breaker.lets_pass for source in {one.source for one in coming})
+
     async def _begin_up(
         self,
         key_space_id: int,
@@ -412,7 +418,11 @@ class Tiers:
                 "hotkv.bytes": num_found_bytes,
             }
             span.end()
-        checks = await elsewhere(check_values, self._core, self._arena, move)
+        try:
+            checks = await elsewhere(check_values, self._core, self._arena, move)
+        except Exception:  # For example for lack of memory. The move must end.
+            log.exception("tier=%s blocks=%d can't be checked", source.name, len(codes))
+            codes, checks = np.full_like(codes, Read.FAILED), np.zeros(len(codes), np.uint64)
         source.reads.queued_bytes -= blocks.total_bytes
         num_lost = source.end_up(move, codes, checks, time.monotonic())
         self._count(coming, int(self._core.space.index.slot_bytes(move.kept).sum()))
