@@ -277,6 +277,20 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
     one.teardown()
 
 
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_check_that_a_broken_hook_makes_due_finds_blocks_of_before(is_reset):
+    one = WeightsMachine()
+    if is_reset:
+        one.reset(is_device_empty=True, can_flush=True)
+    one.side.begin_step(None)
+    one.cached.add(0)
+    one.write(1, range(NUM_RANKS))
+    for _ in range(4):
+        one.run()
+    one.check()
+    one.teardown()
+
+
 @pytest.mark.parametrize(("name", "is_in_doubt"), [("", True), ("mine", False)])
 def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
     monkeypatch, name, is_in_doubt

@@ -270,6 +270,16 @@ def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
     assert engine.worker.take_lost() == {one.table[0]}
 
 
+def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(make: Any) -> None:
+    """By then its first block may be another request's."""
+    engine = make()
+    one = prefilled(engine, "a", 450, 40)
+    engine.worker.start_over()
+    assert engine.worker.take_lost() == {one.table[0]}
+    engine.worker.begin_resident(ResidentStep((engine.tell(one, 1),)), engine.decide([(one, 1)]))
+    assert engine.worker.sequences.is_lost("a") and not engine.worker.take_lost()
+
+
 def test_a_batch_that_cannot_be_planned_loses_all_its_requests(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

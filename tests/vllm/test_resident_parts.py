@@ -110,8 +110,22 @@ def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
     worker.begin_resident(ResidentStep(rows))
     worker.start_over()
     assert worker.residents.take_lost() == {3}
-    worker.begin_resident(ResidentStep((ResidentRow("a", 5, 2, True, 0),)))
+    worker.begin_resident(ResidentStep((ResidentRow("a", 5, 3, True, 0),)))
     assert not worker.residents.is_lost("a") and worker.residents.is_lost("b")
+
+
+def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -> None:
+    """By then its first block may be another request's."""
+    layer = Cache(8, 64, torch.float32).layer()
+    config = SparseConfig(residency="host", sparse_topk=256, dense_layers=())
+    worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
+    step = ResidentStep((ResidentRow("a", 7, 3, True, 5),))
+    worker.begin_resident(step)
+    worker.start_over()
+    assert worker.residents.take_lost() == {3}
+    worker.begin_resident(step)
+    worker.gave_up(layer.name)
+    assert worker.residents.is_lost("a") and not worker.residents.take_lost()
 
 
 def some_axes() -> Axes:

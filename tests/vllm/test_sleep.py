@@ -207,6 +207,7 @@ def test_what_is_under_way_brings_nothing_wrong(
     hashes = one.requests["a"].block_hashes
     assert sum(block_hash in found for block_hash in hashes) == num_stored
     assert one.counters.get("failed_loads", 0) == ("load" in what)
+    assert not len(scheduler.cache.finder.hidden)
     assert not worker.stores and not worker.loads and not server.leases
     assert not scheduler.cache.planner.in_flight.stores and not scheduler.cache.reset.under_way
     server.hold = set()

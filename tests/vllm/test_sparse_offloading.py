@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
+from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse import SparseConfig
@@ -247,6 +248,23 @@ def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> 
         residency.store(layer, blocks[1:], 2 * pages, blocks[1:])
     assert "1 blocks pinned, 0 staged" in repr(residency)
     assert np.array_equal(residency.read(LAYERS[0], blocks[1:]), 2 * pages[1:])
+
+
+def test_a_block_of_two_sequences_outlives_the_first(server: Server, engine: PagedEngine) -> None:
+    residency = ResidencyPages(engine.session, engine.kv, LAYERS)
+    pages, blocks = np.ones((1, PAGE), np.uint8), np.zeros(1, np.int32)
+    for name in "ab":
+        residency.open(name, 1)
+        residency.name(name, 0, [b"1" * 32], blocks)
+        for layer in LAYERS:
+            residency.store(layer, blocks, pages, blocks)
+            for read in LAYERS if name == "b" else ():
+                assert np.array_equal(residency.read(read, blocks), pages)
+    residency.close("a")
+    residency.open("c", 1)
+    with AdminClient(server.target) as admin:
+        admin.evict(everything=True)
+    assert engine.session.extend_residency("b", 0, 0, [b"1" * 32]).result(20).offsets[0] >= 0
 
 
 def test_a_store_without_an_answer_never_has_the_pages_of_the_next_block(

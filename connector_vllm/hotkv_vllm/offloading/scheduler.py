@@ -95,8 +95,8 @@ class DoorScheduler:
         self._exactness = Exactness(self._block_tokens, kv_cache_config.num_blocks)
         self._weights = Rekeying(self._num_ranks, "")
         self._is_clean = True
-        # True from a reset that has emptied the caches until a check of the weights begins. The
-        # ranks answer a check before the step computes blocks.
+        # True from a reset that has emptied the caches (or from the start) until a check of the
+        # weights begins or a hook breaks. The ranks answer a check before the step computes blocks.
         self._is_empty = True
         # The present check of the weights, and whether the caches were empty when it began.
         self._question = 0
@@ -350,6 +350,8 @@ class DoorScheduler:
         fallback of `begin_step` and `update`, which process the ranks' reports about weights."""
         self._tier.is_held = True
         self._weights.suspect()
+        # The step computes blocks before the next check begins.
+        self._is_empty = False
         return 0
 
     @hook(_hold, of="door", last=0)

@@ -43,6 +43,7 @@ from hotkv_sparse.cuda.residents import EngineBatch, NamedRow, PagePlaces
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import Workspace
 from hotkv_vllm import link
+from hotkv_vllm.residency.sequences import STEPS_IN_FLIGHT
 from hotkv_vllm.residency.step import FileId, KeptBlocks, ResidentRow, ResidentStep
 from hotkv_vllm.sparse.rows import SparseRows
 
@@ -140,6 +141,8 @@ class CudaSequences:
         self._sequences: dict[str, CudaSequence] = {}
         self._by_state: dict[int, CudaSequence] = {}
         self._lost: set[int] = set()
+        # By first block that `forget_all` has reported: how many steps may have been planned since.
+        self._reported: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return f"CudaSequences({len(self._sequences)} requests, {len(self._free_rows)} free rows)"
@@ -169,6 +172,10 @@ class CudaSequences:
 
     # ------------------------------------------------------------------------------------ lifetime
 
+    def begin_step(self) -> None:
+        """Handles the beginning of a step, before its rows are processed."""
+        self._reported = {block: left - 1 for block, left in self._reported.items() if left}
+
     def end(self, request_id: str) -> None:
         """Forgets a request that has ended or was preempted, and frees its state and rows."""
         sequence = self._sequences.pop(request_id, None)
@@ -192,6 +199,9 @@ class CudaSequences:
             sequence = CudaSequence(row.request_id, self._free_states.pop())
             self._sequences[row.request_id] = self._by_state[sequence.state] = sequence
             self._residents.begin_anew(sequence.state)
+            begins = not row.num_freed or row.pin is not None
+            # The scheduler may have planned this row before it got the report.
+            sequence.is_lost = row.first_block in self._reported and not begins
         sequence.first_block, sequence.is_sparse = row.first_block, is_sparse
         sequence.context_tokens, sequence.new_tokens = row.context_tokens, row.new_tokens
         if not 1 <= row.new_tokens <= row.context_tokens:
@@ -237,6 +247,18 @@ class CudaSequences:
         for sequence in among:
             if self.is_away(sequence):
                 self.lose(sequence, why)
+
+    def forget_all(self, why: str) -> None:
+        """Reports each request that has blocks only in host memory as lost, and forgets all
+        requests.
+
+        why: the reason, for the log.
+        """
+        for sequence in self:
+            if self.is_away(sequence):
+                self.lose(sequence, why)
+                self._reported[sequence.first_block] = STEPS_IN_FLIGHT
+            self.end(sequence.request_id)
 
     def take_lost(self) -> set[int]:
         """Returns the id of the first block of each request that was marked as lost since the last
@@ -299,6 +321,8 @@ class CudaSequences:
         self._work.device.write(self._work.rows, (sequence.state, known), rows[None])
 
     def _give_back(self, sequence: CudaSequence, num_freed: int) -> None:
+        if sequence.is_lost:
+            return
         if num_freed > self._residents.num_sinks:
             away = sequence.addresses[self._residents.num_sinks : num_freed]
             if len(away) < num_freed - self._residents.num_sinks or not away.all():
@@ -466,6 +490,7 @@ class CudaWorker:
             self.sequences.end(request_id)
         if step.ended:
             self._close_arenas()
+        self.sequences.begin_step()
         sparse = frozenset(rows.request_ids)
         self._step, names = [], {}
         for row in step.rows:
@@ -623,9 +648,7 @@ class CudaWorker:
         said that a request was preempted and begins anew."""
         self._step, self._is_told = [], False
         self._residents.name_rows({})
-        self.sequences.lose_away(self.sequences, "a step's plan was lost")
-        for sequence in self.sequences:
-            self.sequences.end(sequence.request_id)
+        self.sequences.forget_all("a step's plan was lost")
 
     def find_lost(self) -> None:
         """Marks a request of the step as lost if it has blocks only in the arena and the server no

@@ -256,9 +256,10 @@ class ResidentSequences:
         sequence = self._sequences.get(row.request_id)
         if sequence is None:
             sequence = self._sequences[row.request_id] = ResidentSequence(row.request_id)
-            if row.first_block in self._unnamed:
-                # `lose_unnamed` has reported this block. The scheduler planned this row before it
-                # got the report.
+            begins = not row.num_freed or row.pin is not None
+            if row.first_block in self._unnamed and not begins:
+                # `lose_unnamed` or `forget_all` has reported this block. The scheduler planned this
+                # row before it got the report.
                 sequence.is_lost = True
         sequence.first_block = row.first_block
         sequence.may_outgrow, sequence.num_freed = row.may_outgrow, row.num_freed
@@ -320,6 +321,7 @@ class ResidentSequences:
         for sequence in list(self._sequences.values()):
             if sequence.num_freed:
                 self.lose(sequence, why)
+                self._unnamed[sequence.first_block] = STEPS_IN_FLIGHT
             self.end(sequence.request_id)
 
     def lose_unnamed(self, first_block: int, has_gaps: bool) -> None:

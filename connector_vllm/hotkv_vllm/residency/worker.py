@@ -134,8 +134,8 @@ class ResidentWorker(SparseWorker):
     def start_over(self) -> None:
         """Handles a step for which the scheduler's message was lost: reports all requests as lost
         that have blocks only in host memory, and forgets all requests."""
-        self.residents.forget_all("a step's plan was lost")
         self.residents.begin_step(())
+        self.residents.forget_all("a step's plan was lost")
         super().start_over()
 
     def take_counters(self) -> dict[str, float]:

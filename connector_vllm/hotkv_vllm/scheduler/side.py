@@ -257,6 +257,7 @@ class HotKVScheduler:
         for request_id, state in self.requests.states.items():
             if state.is_loading:
                 self.requests.loads.cancelled.append(request_id)
+                state.hit.is_cancelled = True
             # A lease of before the reset may still pin old blocks: its load never begins.
             state.hit.failed_loads = NEVER_AGAIN
             state.hit.lease_ends_s = 0.0

@@ -333,7 +333,8 @@ class ResidencyPages:
         self._copier = PageCopier()
         self._opened: dict[str, ResidencyOpened] = {}
         self._names: dict[int, tuple[str, int, bytes]] = {}
-        self._offsets: dict[int, int] = {}
+        # By host block: the sequence for which the server has pinned the block, and the offset.
+        self._offsets: dict[int, tuple[str, int]] = {}
         self._staged: dict[int, _Staged] = {}
         self._free = list(range(memory.shape[1] - 1, -1, -1))
         self._num_stores = 0
@@ -399,17 +400,18 @@ class ResidencyPages:
     def _address(self, layer_idx: int, block: int) -> int:
         place, page_bytes = self._place_of[layer_idx], self._memory.shape[2]
         staged = self._staged.get(block)
-        if staged is not None:
+        if staged is not None and layer_idx in staged.layers:
             return int(self._memory[place, staged.place].ctypes.data)
-        return int(self._arena.memory.ctypes.data) + self._offsets[block] + place * page_bytes
+        return int(self._arena.memory.ctypes.data) + self._offsets[block][1] + place * page_bytes
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
         # If an earlier call has raised, the server may have some of the blocks: their other layers
-        # have left the staging memory.
-        blocks, slots = (
-            part[[block not in self._offsets for block in blocks.tolist()]]
-            for part in (blocks, slots)
-        )
+        # have left the staging memory. A block of another sequence is pinned for this one too.
+        is_pinned = [
+            block in self._offsets and self._offsets[block][0] == self._names[block][0]
+            for block in blocks.tolist()
+        ]
+        blocks, slots = (part[np.logical_not(is_pinned)] for part in (blocks, slots))
         for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True):
             staged = self._staged.get(block)
             if staged is None:
@@ -461,7 +463,7 @@ class ResidencyPages:
                     Reason.UNKNOWN_RESIDENCY,
                     f"the server has not stored blocks of {sequence_id}; store them again",
                 )
-            self._offsets[block] = offset
+            self._offsets[block] = sequence_id, offset
             self._free.append(self._staged.pop(block).place)
 
 
