@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
+from hotkv_vllm.config import ConfigError
 from hotkv_vllm.offloading.tier import HotKVTier
 from tests.support.waiting import wait_for
 
@@ -80,9 +81,14 @@ class Rig:
         )
         self.primary = CPUPrimaryTierOffloadingManager(num_rows, self.region)
         view = self.primary.get_kv_memoryview()
-        self.rows = np.asarray(view).view(np.uint8)
         settings = {"hotkv.target": target, "hotkv.weights_identity": "w", **settings}
-        self.tier = HotKVTier(SimpleNamespace(config=self.config), view, "HotKVTier", **settings)
+        spec = SimpleNamespace(config=self.config)
+        try:
+            self.tier = HotKVTier(spec, view, "HotKVTier", **settings)
+        except ConfigError:
+            self.primary.shutdown()
+            raise
+        self.rows = np.asarray(view).view(np.uint8)
         self.manager = TieringOffloadingManager(self.primary, [self.tier])
         self.longest_lookup_s = 0.0
         self._number = 0
