@@ -250,7 +250,10 @@ def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> 
     assert np.array_equal(residency.read(LAYERS[0], blocks[1:]), 2 * pages[1:])
 
 
-def test_a_block_of_two_sequences_outlives_the_first(server: Server, engine: PagedEngine) -> None:
+@pytest.mark.parametrize(("ends", "stays"), ["ab", "ba"])
+def test_a_block_of_two_sequences_outlives_either(
+    server: Server, engine: PagedEngine, ends: str, stays: str
+) -> None:
     residency = ResidencyPages(engine.session, engine.kv, LAYERS)
     pages, blocks = np.ones((1, PAGE), np.uint8), np.zeros(1, np.int32)
     for name in "ab":
@@ -260,11 +263,12 @@ def test_a_block_of_two_sequences_outlives_the_first(server: Server, engine: Pag
             residency.store(layer, blocks, pages, blocks)
             for read in LAYERS if name == "b" else ():
                 assert np.array_equal(residency.read(read, blocks), pages)
-    residency.close("a")
+    residency.close(ends)
     residency.open("c", 1)
     with AdminClient(server.target) as admin:
         admin.evict(everything=True)
-    assert engine.session.extend_residency("b", 0, 0, [b"1" * 32]).result(20).offsets[0] >= 0
+    assert engine.session.extend_residency(stays, 0, 0, [b"1" * 32]).result(20).offsets[0] >= 0
+    assert np.array_equal(residency.read(LAYERS[0], blocks), pages)
 
 
 def test_a_store_without_an_answer_never_has_the_pages_of_the_next_block(

@@ -332,9 +332,10 @@ class ResidencyPages:
         self._timeout_s = timeout_s
         self._copier = PageCopier()
         self._opened: dict[str, ResidencyOpened] = {}
-        self._names: dict[int, tuple[str, int, bytes]] = {}
-        # By host block: the sequence for which the server has pinned the block, and the offset.
-        self._offsets: dict[int, tuple[str, int]] = {}
+        # By host block and sequence: the block's position in the sequence, and its hash.
+        self._names: dict[int, dict[str, tuple[int, bytes]]] = {}
+        # By host block and sequence for which the server has pinned the block: its offset.
+        self._offsets: dict[int, dict[str, int]] = {}
         self._staged: dict[int, _Staged] = {}
         self._free = list(range(memory.shape[1] - 1, -1, -1))
         self._num_stores = 0
@@ -355,13 +356,21 @@ class ResidencyPages:
         """Closes the sequence's residency, so that the server may evict its blocks."""
         del self._opened[sequence_id]
         self._session.close_residency(sequence_id)
-        for block in [block for block, name in self._names.items() if name[0] == sequence_id]:
-            self._forget(block)
+        for block in [block for block, names in self._names.items() if sequence_id in names]:
+            del self._names[block][sequence_id]
+            self._offsets.get(block, {}).pop(sequence_id, None)
+            if not self._names[block]:
+                self._forget(block)
+            elif self._offsets.get(block):
+                self._unstage(block)
 
     def _forget(self, block: int) -> None:
-        """Forgets a host block's name, and where its pages are."""
+        """Forgets a host block's names, and where its pages are."""
         self._names.pop(block, None)
         self._offsets.pop(block, None)
+        self._unstage(block)
+
+    def _unstage(self, block: int) -> None:
         if (staged := self._staged.pop(block, None)) is not None:
             self._free.append(staged.place)
 
@@ -374,9 +383,17 @@ class ResidencyPages:
         for place, (block_hash, block) in enumerate(
             zip(hashes, blocks.tolist(), strict=True), first
         ):
-            if block in self._names and self._names[block][2] != block_hash:
+            if any(other != block_hash for _, other in self._names.get(block, {}).values()):
                 self._forget(block)
-            self._names[block] = sequence_id, place, block_hash
+            names = self._names.setdefault(block, {})
+            # The last sequence of a block is the one for which `store` stores the block.
+            names.pop(sequence_id, None)
+            names[sequence_id] = place, block_hash
+
+    def _last_name(self, block: int) -> tuple[str, int, bytes]:
+        """Returns the sequence for which the block is stored, its position there, and its hash."""
+        sequence_id, (place, block_hash) = next(reversed(self._names[block].items()))
+        return sequence_id, place, block_hash
 
     # ---------------------------------------------------------------------------------------- pages
 
@@ -390,7 +407,8 @@ class ResidencyPages:
         page_bytes = self._memory.shape[2]
         self._copier.copy(hot.ctypes.data + slots.astype(np.int64) * page_bytes, source, page_bytes)
         # Tested after the copies: the copied bytes are valid only if the blocks are still pinned.
-        for sequence_id in {self._names[block][0] for block in blocks.tolist()}:
+        pinned_for = (self._offsets.get(block) or self._names[block] for block in blocks.tolist())
+        for sequence_id in {next(iter(names)) for names in pinned_for}:
             if not self._arena.holds(self._opened[sequence_id]):
                 raise HotKVError(
                     Reason.UNKNOWN_RESIDENCY,
@@ -402,14 +420,14 @@ class ResidencyPages:
         staged = self._staged.get(block)
         if staged is not None and layer_idx in staged.layers:
             return int(self._memory[place, staged.place].ctypes.data)
-        return int(self._arena.memory.ctypes.data) + self._offsets[block][1] + place * page_bytes
+        offset = next(iter(self._offsets[block].values()))
+        return int(self._arena.memory.ctypes.data) + offset + place * page_bytes
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
         # If an earlier call has raised, the server may have some of the blocks: their other layers
         # have left the staging memory. A block of another sequence is pinned for this one too.
         is_pinned = [
-            block in self._offsets and self._offsets[block][0] == self._names[block][0]
-            for block in blocks.tolist()
+            self._last_name(block)[0] in self._offsets.get(block, {}) for block in blocks.tolist()
         ]
         blocks, slots = (part[np.logical_not(is_pinned)] for part in (blocks, slots))
         for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True):
@@ -431,8 +449,8 @@ class ResidencyPages:
         ]
         # Blocks that are neighbours in a sequence are stored together.
         for _, run in itertools.groupby(
-            enumerate(sorted(complete, key=lambda block: self._names[block][:2])),
-            lambda one: (self._names[one[1]][0], self._names[one[1]][1] - one[0]),
+            enumerate(sorted(complete, key=lambda block: self._last_name(block)[:2])),
+            lambda one: (self._last_name(one[1])[0], self._last_name(one[1])[1] - one[0]),
         ):
             self._send([block for _, block in run])
 
@@ -441,8 +459,8 @@ class ResidencyPages:
         them. Waits for the server's answers, each for at most `timeout_s`. Raises HotKVError if the
         server has not stored the blocks, TimeoutError without an answer. The store is then revoked:
         the server never gets it from pages that are changed after this call."""
-        sequence_id, first, _ = self._names[blocks[0]]
-        names = [self._names[block][2] for block in blocks]
+        sequence_id, first, _ = self._last_name(blocks[0])
+        names = [self._last_name(block)[2] for block in blocks]
         places = np.array([self._staged[block].place for block in blocks], np.int32)
         self._num_stores += 1
         call, runs = f"{sequence_id}-{self._num_stores}", [BlockRun(0, names, places, depth=first)]
@@ -463,7 +481,7 @@ class ResidencyPages:
                     Reason.UNKNOWN_RESIDENCY,
                     f"the server has not stored blocks of {sequence_id}; store them again",
                 )
-            self._offsets[block] = sequence_id, offset
+            self._offsets.setdefault(block, {})[sequence_id] = offset
             self._free.append(self._staged.pop(block).place)
 
 
