@@ -121,7 +121,8 @@ TESTS: dict[str, str] = {
     "proto/hotkv_proto/table.py": "tests/wire/test_rereads.py tests/core/test_index.py",
     "proto/hotkv_proto/layout.py": "tests/core/test_layout.py tests/dataplane/test_layouts.py",
     "proto/hotkv_proto/kernels.py": (
-        "tests/wire/test_rereads.py tests/dataplane/test_streaming.py tests/core/test_index.py"
+        "tests/wire/test_rereads.py tests/dataplane/test_streaming.py tests/core/test_index.py "
+        "tests/dataplane/test_layouts.py"
     ),
     "server/hotkv_server/cache/room/policies/": POLICY,
     "server/hotkv_server/ledger/book/outcome.py": (
