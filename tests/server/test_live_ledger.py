@@ -70,7 +70,8 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
         world.report(hit_tokens=hit_tokens, report_id=number)
     now_s[0] += 60.0
     # The load of 1 is forgotten; 4 loads nothing, and the load without a number has no end.
-    for number in (0, 1, 3, 4):
+    for number in (0, 1, 4, 3):
+        assert not world.ledger.savings().total.failed_loads, number
         world.ledger.load_ended(world.session, LoadEnd(number, 0.5, failed=True))
     # Another engine's end says nothing about the load of 2, that of its own engine does.
     world.ledger.session_closed(world.open("second"))
