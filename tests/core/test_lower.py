@@ -16,9 +16,10 @@ from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Cause, HashList, Run
 from hotkv_server.hints.book.actions import demote
 from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.copies import STORED, Copies
+from hotkv_server.tiers.book.waiting import WaitingBlocks
 from hotkv_server.tiers.book.write_gate import Offered
 from tests.core.lower_machine import LowerMachine
-from tests.core.support import SLAB, World, begin_store, evict, flush, make_table, words_of
+from tests.core.support import SLAB, World, begin_store, evict, flush, insert, make_table, words_of
 
 TestLowerMachine: Any = LowerMachine.TestCase
 TestLowerMachine.settings = settings(max_examples=80, deadline=None)
@@ -235,3 +236,15 @@ def test_a_block_that_is_replaced_between_two_parts_is_left_out(*, is_shared: bo
     # The new block has the number of the old one, and is in the disk's queue.
     others = tiered.entries([1, 2] if is_shared else [1, 2, 9])
     assert np.array_equal(finished(taking), others)
+
+
+def test_a_write_takes_blocks_up_to_its_bytes_and_at_least_one() -> None:
+    space = Space(make_table(9), 9 * SLAB, SLAB, POLICIES["lru"](9))
+    space.index.add_key_space(1, [7])
+    entries = insert(space, 1, 0, words_of(range(5)), SLOT_ALIGN, np.arange(5))
+    space.publish(entries, 1.0)
+    waiting = WaitingBlocks(space.index)
+    waiting.add(entries)
+    sizes = (0, 3 * SLOT_ALIGN - 1, SLOT_ALIGN, SLOT_ALIGN)
+    assert [len(waiting.take(num_bytes)) for num_bytes in sizes] == [1, 2, 1, 1]
+    assert not len(waiting) and not waiting.num_bytes
