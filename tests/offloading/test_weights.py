@@ -30,8 +30,8 @@ from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
 from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.stats import HookClock, HotKVStats
-from tests.vllm.test_exactness import admission
-from tests.vllm.test_rekeying import FakeWatch
+from tests.vllm.changing_weights import FakeWatch
+from tests.vllm.parts import admission
 
 NUM_RANKS = 2
 WEIGHTS = range(3)

@@ -36,3 +36,23 @@ def show_weights(engine: Any) -> None:
         return blocks, offsets, found ^ np.int16(weights_of(engine))
 
     engine._places = of_weights
+
+
+class FakeWatch:
+    """A double of `WeightsWatch` whose weights are a number."""
+
+    def __init__(self) -> None:
+        self.weights = 0
+        self.touched = False
+        self.original = self.digest()
+
+    def write(self, weights: int, *, quietly: bool = False) -> None:
+        self.weights = weights
+        self.touched = self.touched or not quietly
+
+    def digest(self) -> str:
+        self.touched = False
+        return f"digest of {self.weights}"
+
+    def forget_original(self) -> None:
+        self.original, self.touched = "", True

@@ -197,3 +197,17 @@ class Clock:
 
     def add(self, hook: str, seconds: float) -> None:
         pass
+
+
+def admission(name: str, computed: int, num_tokens: int) -> SimpleNamespace:
+    """Returns a step that admits a request with the blocks 1 and 2."""
+    new = SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=([1, 2],))
+    return SimpleNamespace(
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: new.block_ids),
+        kv_cache_block_copies=None,
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=SimpleNamespace(
+            resumed_req_ids=(), req_ids=(), num_computed_tokens=()
+        ),
+        num_scheduled_tokens={name: num_tokens},
+    )

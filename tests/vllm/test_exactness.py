@@ -6,7 +6,6 @@ first approximate value that it reads.
 
 import functools
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from hotkv_vllm.sparse.rows import RowNames, announce
 from tests.vllm.approximate import SPARSE, Approximate, without_layers
 from tests.vllm.harness import prompt
 from tests.vllm.other_connectors import PLAN, beside, loads_into
+from tests.vllm.parts import admission
 from tests.vllm.specs import HYBRIDS, full_model, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS
 
@@ -70,20 +70,6 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     stored = {block_hash for _, _, block_hash in server.blocks}
     exact = set(request.block_hashes[: 150 // BLOCK_TOKENS])
     assert stored.intersection(request.block_hashes) == exact
-
-
-def admission(name: str, computed: int, num_tokens: int) -> SimpleNamespace:
-    """Returns a step that admits a request with the blocks 1 and 2."""
-    new = SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=([1, 2],))
-    return SimpleNamespace(
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: new.block_ids),
-        kv_cache_block_copies=None,
-        scheduled_new_reqs=[new],
-        scheduled_cached_reqs=SimpleNamespace(
-            resumed_req_ids=(), req_ids=(), num_computed_tokens=()
-        ),
-        num_scheduled_tokens={name: num_tokens},
-    )
 
 
 def test_states_that_another_connector_loads_are_inexact() -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hotkv_vllm.compat import checks, model_weights
 from hotkv_vllm.identity.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
-from tests.vllm.changing_weights import load
+from tests.vllm.changing_weights import FakeWatch, load
 from tests.vllm.harness import prompt
 from tests.vllm.rekeyed import OTHER, PROMPT, updated
 from tests.vllm.specs import full_model, hybrid_model
@@ -23,26 +23,6 @@ from tests.vllm.specs import full_model, hybrid_model
 __all__ = ["updated"]
 
 ORIGINAL = "files:abc"
-
-
-class FakeWatch:
-    """Weights are a number."""
-
-    def __init__(self) -> None:
-        self.weights = 0
-        self.touched = False
-        self.original = self.digest()
-
-    def write(self, weights: int, *, quietly: bool = False) -> None:
-        self.weights = weights
-        self.touched = self.touched or not quietly
-
-    def digest(self) -> str:
-        self.touched = False
-        return f"digest of {self.weights}"
-
-    def forget_original(self) -> None:
-        self.original, self.touched = "", True
 
 
 class Machine(RuleBasedStateMachine):
