@@ -83,7 +83,6 @@ class Room:
             used soon; None if it may not. Ignored for a tenant within its guarantee, and while
             `may_keep_at` returns False.
         """
-        self._books.policy.allow_keeping(self.may_keep_at(size))
         # Read this before the evictions, as in `_make_slots`.
         is_some_due = self._tenants.may_claim(taker, size)
         for wanted in self._tenants.portions(taker, size, count):
@@ -149,16 +148,18 @@ class Room:
         self.coming_bytes -= refused * size
         return refused
 
-    def within_bound(self, taker: int, size: int, count: int) -> int:
+    def within_bound(self, taker: int, size: int, count: int, keep_at_s: float | None) -> int:
         """Returns how many of `count` more slots the tenant `taker` may have within its burst bound
         (the most bytes that it may use). If `count` slots would exceed the bound, evicts the
-        tenant's own coldest blocks first."""
+        tenant's own coldest blocks first. For `keep_at_s` see `make`."""
         if not self._tenants.is_used:
             return count
         count = min(count, self._tenants.burst_bytes(taker) // size)
         for slot_bytes in (size, 0):
             while (short := count - self._tenants.room_bytes(taker) // size) > 0:
-                if not self._evict_for(taker, slot_bytes, short, lambda owners: owners == taker):
+                if not self._evict_for(
+                    taker, slot_bytes, short, lambda owners: owners == taker, keep_at_s
+                ):
                     break
         return min(count, self._tenants.room_bytes(taker) // size)
 
@@ -458,6 +459,7 @@ class Space:
         lease: int,
         *,
         has_promise: bool = False,
+        keep_at_s: float | None = None,
     ) -> Entries:
         """Reserves slots for keys that have no entry, in order, until there is no more room.
         Returns the new entries, one for each of the first keys.
@@ -471,11 +473,12 @@ class Space:
         lease: number of the write lease, or of the move between tiers, that owns the entries.
         has_promise: True if the room was reserved for a residency. Then no slots are refused
             because the arena is still being prefaulted.
+        keep_at_s: as for `make_room`.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             hashes = hashes[: len(hashes) - self.room.refuse_coming(size, len(hashes))]
-        hashes = hashes[: self.room.within_bound(taker, size, len(hashes))]
+        hashes = hashes[: self.room.within_bound(taker, size, len(hashes), keep_at_s)]
         offsets = self.pool.allocate(size, min(len(hashes), self.books.free_numbers()))
         n = len(offsets)
         entries = self.index.insert(
@@ -506,7 +509,8 @@ class Space:
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             count -= self.room.coming_slots(size, count)
-        count = self.room.within_bound(taker, size, count)
+        self.policy.allow_keeping(self.room.may_keep_at(size))
+        count = self.room.within_bound(taker, size, count, keep_at_s)
         is_block = group_index < MAX_GROUPS
         yield from self.room.make(
             size, count, taker, is_block=is_block, has_promise=has_promise, keep_at_s=keep_at_s
