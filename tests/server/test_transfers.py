@@ -239,6 +239,7 @@ async def test_a_store_that_breaks_a_capability_by_its_evictions_ends(
             with pytest.raises(ZeroDivisionError):
                 await store_in(node, session, hashes(1))
         assert not len(node.core.transfers)
+        assert session.notices.qsize() == node.core.counters.evicted_blocks > 0
 
 
 @pytest.mark.parametrize("good", [True, False])
