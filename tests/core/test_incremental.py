@@ -18,7 +18,7 @@ from hotkv_server.cache.room import removal, space
 from hotkv_server.cache.room.policies import shared
 from hotkv_server.cache.room.policies.shared import ColdQueue, Highest
 from hotkv_server.cache.room.removal import finished
-from hotkv_server.cache.values import HashList, LoadPositions, Run
+from hotkv_server.cache.values import HashList, LoadPositions, Run, TenantShare
 from tests.core.support import World, begin_store, evict, reason_of, words_of
 
 NUM_SLOTS = 32
@@ -267,6 +267,18 @@ def test_what_others_free_between_two_parts_is_not_evicted_again() -> None:
 
     assert reserving_in_parts(free) == [BlockResult.RESERVED] * 12
     assert worlds[0].found(range(12, NUM_SLOTS)) == list(range(12, NUM_SLOTS))
+
+
+def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> None:
+    bound = TenantShare(0, 4 * SLOT_ALIGN)
+    world = World(24, tenants={"large": TenantShare(), "small": bound})
+    large, small = (world.open(name, name, tenant=name) for name in ("large", "small"))
+    world.store(large, range(90))
+    world.store(small, range(4))
+    runs = [Run(0, words_of(range(50, 54)))]
+    assert len(list(world.core.reserve(small.number, "new", runs, 0.0, 50.0))) >= 4
+    assert world.core.space.tenants.used.tolist() == [90 * SLOT_ALIGN, 4 * SLOT_ALIGN]
+    assert not world.found(range(4), small.key_space_id)
 
 
 @pytest.mark.parametrize(
