@@ -211,7 +211,8 @@ def test_room_for_representations_keeps_their_blocks() -> None:
     assert world.found(range(4)) == list(range(4))
     # A lease may name anything: nothing is evicted for groups that do not exist.
     beside = [HashList(group, words_of(range(4))) for group in (0, 7, MAX_GROUPS)]
-    assert not list(world.core.make_room_above(1, [Run(7, words_of([9]))], beside, 1.0))
+    unknown = [Run(0, words_of([9])), Run(7, words_of([9]))]
+    assert not list(world.core.make_room_above(1, unknown, beside, 1.0))
     assert world.found(range(4)) == list(range(4))
 
 

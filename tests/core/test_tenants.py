@@ -231,6 +231,17 @@ def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
     space.check_invariants()
 
 
+def test_representations_within_a_guarantee_stay() -> None:
+    space = make_space("lru", {"b": TenantShare(ARENA)})
+    space.representations.declare(2, MAX_GROUPS, 1002)
+    assert fill(space, 2, 20) == 20
+    blocks = space.index.ready_blocks(2)
+    hashes = space.index.keys(blocks)[2]
+    entries = insert(space, 2, MAX_GROUPS, hashes, SLOT_ALIGN, np.arange(20))
+    space.representations.publish(entries, blocks)
+    assert fill(space, 4, 1) == 0 and len(space.representations.ready()) == 20
+
+
 def test_a_tenant_above_its_guarantee_gives_its_own_colder_slabs() -> None:
     space = make_space("lru", {"a": TenantShare(2 * SLAB)})
     fill(space, 1, 8)

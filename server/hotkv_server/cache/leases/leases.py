@@ -376,7 +376,7 @@ class LeaseBook:
         assert all(
             self._by_session[lease.session_number][lease.number] is lease for _, lease in everything
         ), "leases of sessions disagree"
-        assert self._num_with_id == Counter(lease.lease_id for _, lease in everything), (
+        assert dict(self._num_with_id) == dict(Counter(lease_id for _, lease_id in self._by_key)), (
             "lease ids miscounted"
         )
         assert all(lease.expires_s >= self._next_end_s for _, lease in everything), (
