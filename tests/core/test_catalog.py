@@ -162,6 +162,7 @@ def test_heavy_key_spaces_count_by_their_weight() -> None:
     texts = tuple(map(str, range(500)))
     for key_space in (
         replace(named("one"), groups=(replace(GROUPS[0], layer_names=texts),)),
+        replace(named("one"), groups=(replace(GROUPS[0], shard_bytes=(1,) * 500),)),
         replace(named("one"), extra=texts),
     ):
         assert weight_bytes(key_space) > sum(map(sys.getsizeof, texts))

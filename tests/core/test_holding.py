@@ -113,6 +113,15 @@ def test_a_guarantee_is_a_claim_on_what_others_hold() -> None:
     assert place.stored(late[12:], 6.5, tenant="late") == late[12:]
 
 
+def test_a_tenant_at_its_bound_keeps_what_it_holds() -> None:
+    place, live = Place({"bound": 0}), list(range(8))
+    place.core.space.tenants.share_out({"bound": TenantShare(0, 8 * SLOT_ALIGN)})
+    assert place.stored(live, 0.0, tenant="bound") == live
+    assert place.stored([50], 1.0, tenant="bound") == [] and place.found(live) == live
+    assert place.stored([50, 51], 1.0, retention=Retention(2), tenant="bound") == [50, 51]
+    assert place.stored([52], 6.5, tenant="bound") == [52]
+
+
 @pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
 def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
     """Blocks of another size would be evicted for it, and without its hold the winner would be

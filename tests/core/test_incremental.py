@@ -18,7 +18,7 @@ from hotkv_server.cache.room import removal, space
 from hotkv_server.cache.room.policies import shared
 from hotkv_server.cache.room.policies.shared import ColdQueue, Highest
 from hotkv_server.cache.room.removal import finished
-from hotkv_server.cache.values import HashList, LoadPositions, Run
+from hotkv_server.cache.values import HashList, LoadPositions, Run, TenantShare
 from tests.core.support import World, begin_store, evict, reason_of, words_of
 
 NUM_SLOTS = 32
@@ -211,7 +211,8 @@ def test_room_for_representations_keeps_their_blocks() -> None:
     assert world.found(range(4)) == list(range(4))
     # A lease may name anything: nothing is evicted for groups that do not exist.
     beside = [HashList(group, words_of(range(4))) for group in (0, 7, MAX_GROUPS)]
-    assert not list(world.core.make_room_above(1, [Run(7, words_of([9]))], beside, 1.0))
+    unknown = [Run(0, words_of([9])), Run(7, words_of([9]))]
+    assert not list(world.core.make_room_above(1, unknown, beside, 1.0))
     assert world.found(range(4)) == list(range(4))
 
 
@@ -267,6 +268,18 @@ def test_what_others_free_between_two_parts_is_not_evicted_again() -> None:
 
     assert reserving_in_parts(free) == [BlockResult.RESERVED] * 12
     assert worlds[0].found(range(12, NUM_SLOTS)) == list(range(12, NUM_SLOTS))
+
+
+def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> None:
+    bound = TenantShare(0, 4 * SLOT_ALIGN)
+    world = World(24, tenants={"large": TenantShare(), "small": bound})
+    large, small = (world.open(name, name, tenant=name) for name in ("large", "small"))
+    world.store(large, range(90))
+    world.store(small, range(4))
+    runs = [Run(0, words_of(range(50, 54)))]
+    assert len(list(world.core.reserve(small.number, "new", runs, 0.0, 50.0))) >= 4
+    assert world.core.space.tenants.used.tolist() == [90 * SLOT_ALIGN, 4 * SLOT_ALIGN]
+    assert not world.found(range(4), small.key_space_id)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class Cache(World):
     """An engine on a key space of two groups; four slabs of four slots."""
 
     def __init__(self) -> None:
-        super().__init__(4, 60)
+        super().__init__(4, 60, "hotness")
         kinds = (Representation(0, "min-max", 1, (SLOT_ALIGN,)),)
         self.session = self.open(sizes=(SLOT_ALIGN, 2 * SLOT_ALIGN), kinds=kinds)
 
@@ -81,7 +81,7 @@ def test_a_block_is_told_with_its_parent_and_its_representation() -> None:
     assert head.hash_words.tolist() == words_of([1])[0].tolist() and head.parent_words is None
     assert tail.parent_words is not None and np.array_equal(tail.parent_words, head.hash_words)
     assert (head.depth, tail.depth) == (5, 6)
-    assert head.last_used_s == pytest.approx(7.0)
+    assert head.last_used_s == pytest.approx(7.0) and not reserved.last_used_s
     assert (head.representation_bytes, tail.representation_bytes) == (0, SLOT_ALIGN)
     assert (head.state, reserved.state) == (STATE_READY, STATE_RESERVED)
     assert (reserved.group_index, reserved.slot_bytes) == (1, 2 * SLOT_ALIGN)

@@ -178,6 +178,14 @@ def fill(space: Space, number: int, count: int, size: int = SLOT_ALIGN, first: i
     return taken
 
 
+def test_a_free_slab_and_emptied_ones_make_room_together() -> None:
+    space = make_space("lru", {})
+    assert fill(space, 4, 40) == 40
+    space.removal.evict(space.index.ready_blocks(4)[:4])
+    assert len(insert(space, 2, 0, words_of(range(50, 54)), 2 * SLOT_ALIGN, np.arange(4))) == 4
+    assert len(space.index.ready_blocks(4)) == 32
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("size", [SLOT_ALIGN, 2 * SLOT_ALIGN])
 def test_who_comes_late_gets_its_guarantee(policy: str, size: int) -> None:
@@ -203,6 +211,10 @@ def test_a_block_that_no_bound_allows_costs_nothing() -> None:
     assert space.removal.evicted_blocks == 0
     tiny = make_space("lru", {"c": TenantShare(0, 1)})
     assert fill(tiny, 3, 2) == 0
+    large = make_space("lru", {"c": TenantShare(0, 5 * SLAB)})
+    assert fill(large, 3, 4, 3 * SLOT_ALIGN) == 4
+    share_out(large, {"c": TenantShare(0, 9 * SLOT_ALIGN)})
+    assert large.tenants.used[0] == 9 * SLOT_ALIGN
 
 
 def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
@@ -217,6 +229,17 @@ def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
     taken = insert(space, 2, 0, words_of(range(2000, 2012)), 2 * SLOT_ALIGN, np.arange(12))
     assert len(taken) >= 8, "a tenant that wants much gets less than one that wants little"
     space.check_invariants()
+
+
+def test_representations_within_a_guarantee_stay() -> None:
+    space = make_space("lru", {"b": TenantShare(ARENA)})
+    space.representations.declare(2, MAX_GROUPS, 1002)
+    assert fill(space, 2, 20) == 20
+    blocks = space.index.ready_blocks(2)
+    hashes = space.index.keys(blocks)[2]
+    entries = insert(space, 2, MAX_GROUPS, hashes, SLOT_ALIGN, np.arange(20))
+    space.representations.publish(entries, blocks)
+    assert fill(space, 4, 1) == 0 and len(space.representations.ready()) == 20
 
 
 def test_a_tenant_above_its_guarantee_gives_its_own_colder_slabs() -> None:

@@ -164,6 +164,15 @@ def test_a_device_that_can_not_be_followed_is_given_up() -> None:
     bench.close()
 
 
+def test_a_wait_that_fails_once_fails_its_job() -> None:
+    bench = Bench()
+    bench.runtime.fail_call("synchronize", 1)
+    bench.engine.submit(bench.ends.job("fails", [bench.load()]))
+    bench.until(bench.ended, running=True)
+    assert bench.ends["fails"] is Outcome.FAILED and not bench.engine.problem
+    bench.close()
+
+
 def test_without_room_for_staging_it_does_without() -> None:
     bench = Bench(
         dataclasses.replace(SMALL, method=Method.STAGED),

@@ -239,11 +239,12 @@ async def test_a_store_that_breaks_a_capability_by_its_evictions_ends(
             with pytest.raises(ZeroDivisionError):
                 await store_in(node, session, hashes(1))
         assert not len(node.core.transfers)
+        assert session.notices.qsize() == node.core.counters.evicted_blocks > 0
 
 
-@pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("broken", ["", "judge", "settle"])
 async def test_a_load_that_cannot_be_verified_fails_and_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, good: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
 ) -> None:
     """Its session closes before the load ends, and waits for it."""
     async with live_node(tmp_path, config={"check_stride": 1}) as node:
@@ -252,11 +253,11 @@ async def test_a_load_that_cannot_be_verified_fails_and_ends(
         asked = [HashList(0, hash_words(blocks[0], 32))]
         node.core.acquire(session.record.number, "r", asked, 60.0, time.monotonic())
         node.core.space.index.unverified[:] = True
-        if not good:
-            monkeypatch.setattr(node.verifier, "judge", lambda cases: 1 / 0)
+        if broken:
+            monkeypatch.setattr(node.verifier, broken, lambda *_: 1 / 0)
         load = node.transfers.load(session, "u", "r", [LoadPositions(0, at[0])], at, 5.0)
-        await node.sessions.close(session)
+        await asyncio.wait_for(node.sessions.close(session), 20)
         end = await load
-        assert end.status is (TransferStatus.CANCELLED if good else TransferStatus.FAILED)
-        assert ("ZeroDivisionError" in end.message) != good
+        assert end.status is (TransferStatus.FAILED if broken else TransferStatus.CANCELLED)
+        assert ("ZeroDivisionError" in end.message) == bool(broken)
         check_clean(node, session)

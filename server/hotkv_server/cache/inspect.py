@@ -165,7 +165,7 @@ class BlockFigures:
     hash_words: uint32 [8].
     state: reserved, ready or detached, as a `STATE_` number of `hotkv_proto.table`.
     depth: number of blocks before this block in its chain.
-    last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if never used.
+    last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if it is not ready.
     representation_bytes: slot size of the block's representation; 0 without a representation.
     parent_words: hash of the block before this block in the chain. None if this block is the first,
         or if the block before it is not ready.
@@ -371,7 +371,8 @@ def blocks(core: CacheCore, entries: Sequence[int]) -> list[BlockFigures]:
     there = there[core.space.index.table.records[there, table.W_GROUP_STATE] >> 16 != 0]
     # A representation may have the number of such a block now.
     there = there[~core.space.representations.among(there)]
-    used_s = core.space.policy.last_used_s(there)
+    is_known = core.space.index.is_ready(there)
+    used_s = np.where(is_known, core.space.policy.last_used_s(there), 0.0)
     return [
         _block(core, int(entry), float(used)) for entry, used in zip(there, used_s, strict=True)
     ]

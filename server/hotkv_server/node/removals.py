@@ -58,10 +58,6 @@ class Effects:
         notices = [piece for notice in self._core.take_effects() for piece in _pieces(notice)]
         places = [one.space for one in self._core.below if one.space is not None]
         below = [notice for space in places for notice in space.removal.take_effects()]
-        if notices or below or flushed_key_space_id:
-            pieces = [piece for notice in below for piece in _pieces(notice)]
-            for one in self._capabilities:
-                one.blocks_removed(notices, pieces, flushed_key_space_id)
         for notice in notices:
             for session in self._sessions():
                 if (
@@ -72,6 +68,11 @@ class Effects:
                     session.notify(notice)
         if self._core.draining and not len(self._core.transfers):
             self._drained.set()
+        # Last: if a capability raises, the sessions still get their notices.
+        if notices or below or flushed_key_space_id:
+            pieces = [piece for notice in below for piece in _pieces(notice)]
+            for one in self._capabilities:
+                one.blocks_removed(notices, pieces, flushed_key_space_id)
 
 
 def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:

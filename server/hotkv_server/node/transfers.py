@@ -331,9 +331,12 @@ class Transfer:
         judging: the finished comparison, whose result says which blocks match.
         """
         assert self._job is not None, "blocks are judged after the start"
-        if (error := judging.exception()) is not None:
+        try:
+            disagreeing = self._means.verifier.settle(cases, judging.result())
+        except BaseException as error:
             self._ended(Outcome.FAILED, f"{type(error).__name__}: {error}")
-        elif len(self._means.verifier.settle(cases, judging.result())):
+            raise
+        if len(disagreeing):
             self._ended(Outcome.FAILED, CONDEMNED_MESSAGE)
         else:
             self._means.copy_engine.submit(self._job)

@@ -303,14 +303,14 @@ def check_times(make_rig: MakeRig) -> None:
         ends.wait()
         took_s = time.monotonic() - began_s
         for job in jobs:
-            assert job.waited_s is not None and 0.0 <= job.waited_s <= took_s
+            assert job.begun_s and job.waited_s is not None and 0.0 <= job.waited_s <= took_s
         cancelled = ends.job("cancelled", [whole_plan(rig.arena, rig.memories[0])])
         cancelled.cancel()
         rig.engine.submit(cancelled)
         nothing = ends.job("nothing", [])
         rig.engine.submit(nothing)
         ends.wait()
-        assert nothing.waited_s is cancelled.waited_s is None
+        assert nothing.waited_s is cancelled.waited_s is nothing.begun_s is None
         busy_s = rig.engine.busy_s
         assert 0.0 < busy_s <= rig.engine.num_lanes * (time.monotonic() - began_s)
         time.sleep(0.01)

@@ -164,16 +164,8 @@ class WriteLease:
         written to it."""
         total = np.zeros(len(entries), np.uint64)
         for written, sums in self.parts:
-            at = (
-                np.minimum(np.searchsorted(written, entries), len(written) - 1)
-                if len(written)
-                else np.empty(0, np.int64)
-            )
-            total += (
-                np.where(written[at] == entries, sums[at], np.uint64(0))
-                if len(written)
-                else np.uint64(0)
-            )
+            at = np.minimum(np.searchsorted(written, entries), len(written) - 1)
+            total += np.where(written[at] == entries, sums[at], np.uint64(0))
         return total
 
 
@@ -384,7 +376,7 @@ class LeaseBook:
         assert all(
             self._by_session[lease.session_number][lease.number] is lease for _, lease in everything
         ), "leases of sessions disagree"
-        assert self._num_with_id == Counter(lease.lease_id for _, lease in everything), (
+        assert dict(self._num_with_id) == dict(Counter(lease_id for _, lease_id in self._by_key)), (
             "lease ids miscounted"
         )
         assert all(lease.expires_s >= self._next_end_s for _, lease in everything), (

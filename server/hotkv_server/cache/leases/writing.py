@@ -398,9 +398,9 @@ class Reservations:
         if not is_block:
             wanted = self._representable(lease, record, run, wanted, results)
         slot_bytes = record.shape(run.group_index).slot_bytes
+        keep_at_s = _keep_at_s(lease.retention, has_promise, now_s)
         if len(runs) > 1 and not space.has_room(slot_bytes, len(wanted)):
             # `make_room` may have counted the same free slab or entry number for several runs.
-            keep_at_s = _keep_at_s(lease.retention, has_promise, now_s)
             making = self.room_for(
                 record.number, runs, has_promise=has_promise, keep_at_s=keep_at_s
             )
@@ -413,6 +413,7 @@ class Reservations:
             run.depth + wanted,
             lease.number,
             has_promise=has_promise,
+            keep_at_s=keep_at_s,
         )
         words[wanted[: len(entries)]] = entries
         results[wanted[: len(entries)]] = BlockResult.RESERVED

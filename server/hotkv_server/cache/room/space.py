@@ -15,7 +15,14 @@ from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import SLOT_ALIGN, BlockTable, Words
 from hotkv_server.cache.room.policies.protocol import Policy
-from hotkv_server.cache.room.removal import EVICTED_PER_PART, Books, Parts, Rebalancer, Removal
+from hotkv_server.cache.room.removal import (
+    EVICTED_PER_PART,
+    Books,
+    Parts,
+    Rebalancer,
+    Removal,
+    finished,
+)
 from hotkv_server.cache.room.shares import Payers, TenantBook
 from hotkv_server.cache.room.slabs import MAX_SIZES, SlabPool, aligned
 from hotkv_server.cache.table.index import BlockIndex, Chains, Keys
@@ -83,7 +90,6 @@ class Room:
             used soon; None if it may not. Ignored for a tenant within its guarantee, and while
             `may_keep_at` returns False.
         """
-        self._books.policy.allow_keeping(self.may_keep_at(size))
         # Read this before the evictions, as in `_make_slots`.
         is_some_due = self._tenants.may_claim(taker, size)
         for wanted in self._tenants.portions(taker, size, count):
@@ -149,17 +155,31 @@ class Room:
         self.coming_bytes -= refused * size
         return refused
 
-    def within_bound(self, taker: int, size: int, count: int) -> int:
+    def within_bound(
+        self, taker: int, size: int, count: int, keep_at_s: float | None
+    ) -> Parts[int]:
         """Returns how many of `count` more slots the tenant `taker` may have within its burst bound
         (the most bytes that it may use). If `count` slots would exceed the bound, evicts the
-        tenant's own coldest blocks first."""
+        tenant's own coldest blocks first. Yields after each part. For `keep_at_s` see `make`."""
         if not self._tenants.is_used:
             return count
         count = min(count, self._tenants.burst_bytes(taker) // size)
+
+        def missing() -> int:
+            return count - self._tenants.room_bytes(taker) // size
+
         for slot_bytes in (size, 0):
-            while (short := count - self._tenants.room_bytes(taker) // size) > 0:
-                if not self._evict_for(taker, slot_bytes, short, lambda owners: owners == taker):
-                    break
+            while missing() > 0 and (
+                yield from self._evict(
+                    slot_bytes,
+                    EVICTED_PER_PART,
+                    missing,
+                    taker,
+                    lambda owners: owners == taker,
+                    keep_at_s,
+                )
+            ):
+                yield
         return min(count, self._tenants.room_bytes(taker) // size)
 
     def _make_slots(
@@ -227,83 +247,61 @@ class Room:
             used soon; None if it may not.
         """
         while (count := missing()) > 0:
-            part = min(count, EVICTED_PER_PART)
-            if not self._tenants.is_used:
-                evicted = yield from self._evict_any(slot_bytes, part, missing, keep_at_s)
-            else:
-                evicted = 0
-                if self._tenants.may_claim(taker, part * slot_bytes):
-                    evicted = self._evict_for(
-                        taker, slot_bytes, part, lambda owners: owners != taker, keep_at_s
-                    )
-                evicted += self._evict_for(
-                    taker, slot_bytes, part - evicted, lambda owners: owners >= 0, keep_at_s
+            part, evicted = min(count, EVICTED_PER_PART), 0
+            if self._tenants.may_claim(taker, part * slot_bytes):
+                evicted = yield from self._evict(
+                    slot_bytes, part, missing, taker, lambda owners: owners != taker, keep_at_s
                 )
+            evicted += yield from self._evict(
+                slot_bytes, part - evicted, missing, taker, lambda owners: owners >= 0, keep_at_s
+            )
             if evicted < part:
                 return
             if missing() > 0:
                 yield
 
-    def _evict_any(
-        self, slot_bytes: int, count: int, missing: Callable[[], int], keep_at_s: float | None
+    def _evict(
+        self,
+        slot_bytes: int,
+        count: int,
+        missing: Callable[[], int],
+        taker: int,
+        may_pay: Callable[[Int64s], BoolMask],
+        keep_at_s: float | None,
     ) -> Parts[int]:
-        """Evicts up to `count` of the coldest blocks, whatever their tenant. Returns how many it
-        evicted.
+        """Evicts up to `count` of the coldest blocks whose tenant numbers `may_pay` accepts, or
+        until `missing` returns 0. Does not evict a block if its tenant would then have less than
+        its guarantee; this limit does not apply to the tenant `taker`, for which the blocks are
+        evicted. Yields after each part. Returns how many blocks it evicted.
 
         slot_bytes: slot size of the blocks; 0 for any size.
         missing: function that returns how many slots or entry numbers are still to be freed.
+        may_pay: function that takes tenant numbers [n], and returns a mask of the tenants whose
+            blocks may be evicted. Ignored without tenants.
         keep_at_s: the current time, if the policy may refuse to evict blocks that it expects to be
             used soon; None if it may not.
         """
-        policy = self._books.policy
+        books, tenants, evicted = self._books, self._tenants, 0
 
         def may_go(entries: Entries) -> BoolMask:
-            return self._books.index.evictable(entries, slot_bytes)
+            mask: BoolMask = books.index.evictable(entries, slot_bytes)
+            if tenants.is_used:
+                owners, sizes = books.owners(entries), books.representations.bytes_with(entries)
+                mask &= may_pay(owners) & tenants.may_give(owners, sizes, taker)
+            return mask
 
-        yield from policy.sweep(slot_bytes, count, may_go)
-        # Other calls may have freed slots between two parts of the sweep.
-        count = max(0, min(count, missing()))
-        return self._removal.evict_blocks(
-            policy.victims(slot_bytes, count, may_go, keep_at_s=keep_at_s)
-        )
-
-    def _evict_for(
-        self,
-        taker: int,
-        slot_bytes: int,
-        count: int,
-        may_pay: Callable[[Int64s], BoolMask],
-        keep_at_s: float | None = None,
-    ) -> int:
-        """Evicts up to `count` of the coldest blocks whose tenant numbers `may_pay` accepts. Does
-        not evict a block if its tenant would then have less than its guarantee; this limit does not
-        apply to the tenant `taker`, for which the blocks are evicted. Returns how many blocks it
-        evicted.
-
-        slot_bytes: slot size of the blocks; 0 for any size.
-        may_pay: function that takes tenant numbers [n], and returns a mask of the tenants whose
-            blocks may be evicted.
-        keep_at_s: the current time, if the policy may refuse to evict blocks that it expects to be
-            used soon; None if it may not.
-        """
-        books, evicted = self._books, 0
-
-        def evictable(entries: Entries) -> BoolMask:
-            owners = books.owners(entries)
-            mask: BoolMask = books.index.evictable(entries, slot_bytes) & may_pay(owners)
-            sizes = books.representations.bytes_with(entries)
-            return mask & self._tenants.may_give(owners, sizes, taker)
-
-        while evicted < count:
-            victims = books.policy.victims(
-                slot_bytes, count - evicted, evictable, keep_at_s=keep_at_s
-            )
-            # Each victim may be evicted alone, but perhaps not all of them together.
-            sizes = books.representations.bytes_with(victims)
-            victims = victims[self._tenants.within(books.owners(victims), sizes, taker)]
-            if not self._removal.evict_blocks(victims):
+        while (left := min(count - evicted, missing())) > 0:
+            yield from books.policy.sweep(slot_bytes, left, may_go)
+            # Other calls may have freed slots between two parts of the sweep.
+            left = max(0, min(left, missing()))
+            victims = books.policy.victims(slot_bytes, left, may_go, keep_at_s=keep_at_s)
+            if tenants.is_used:
+                # Each victim may be evicted alone, but perhaps not all of them together.
+                sizes = books.representations.bytes_with(victims)
+                victims = victims[tenants.within(books.owners(victims), sizes, taker)]
+            evicted += self._removal.evict_blocks(victims)
+            if not (tenants.is_used and len(victims)):
                 break
-            evicted += len(victims)
         return evicted
 
     def _drop_representations(
@@ -458,6 +456,7 @@ class Space:
         lease: int,
         *,
         has_promise: bool = False,
+        keep_at_s: float | None = None,
     ) -> Entries:
         """Reserves slots for keys that have no entry, in order, until there is no more room.
         Returns the new entries, one for each of the first keys.
@@ -471,11 +470,13 @@ class Space:
         lease: number of the write lease, or of the move between tiers, that owns the entries.
         has_promise: True if the room was reserved for a residency. Then no slots are refused
             because the arena is still being prefaulted.
+        keep_at_s: as for `make_room`.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             hashes = hashes[: len(hashes) - self.room.refuse_coming(size, len(hashes))]
-        hashes = hashes[: self.room.within_bound(taker, size, len(hashes))]
+        bounded = self.room.within_bound(taker, size, len(hashes), keep_at_s)
+        hashes = hashes[: finished(bounded)]
         offsets = self.pool.allocate(size, min(len(hashes), self.books.free_numbers()))
         n = len(offsets)
         entries = self.index.insert(
@@ -506,7 +507,8 @@ class Space:
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             count -= self.room.coming_slots(size, count)
-        count = self.room.within_bound(taker, size, count)
+        self.policy.allow_keeping(self.room.may_keep_at(size))
+        count = yield from self.room.within_bound(taker, size, count, keep_at_s)
         is_block = group_index < MAX_GROUPS
         yield from self.room.make(
             size, count, taker, is_block=is_block, has_promise=has_promise, keep_at_s=keep_at_s
