@@ -256,8 +256,7 @@ class EpochBook:
         don't match the new number, even if a power loss brings their records back."""
         self.last += 1
         record.local = self.last
-        self.revision += 1
-        self._sealed_at = self.revision
+        self.revision = self._sealed_at = self.revision + 1
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
         """Records that the flush of a key space on this node has ended: all blocks that were here
@@ -500,7 +499,7 @@ class EpochBook:
                 # If a power loss brings old blocks back, they must not match the number of a new
                 # record.
                 self.base = max(self.base, record.local)
-                self.revision += 1
+                self.revision = self._sealed_at = self.revision + 1
 
     def check_invariants(self) -> None:
         """Raises AssertionError if a record contradicts itself."""
