@@ -164,9 +164,7 @@ class TierBelow:
         async for _ in slices(down.make_room(entries, is_plain=is_plain)):
             tell()
         same = index.table.records[entries, table.W_GENERATION] == generations
-        moves = down.begin(entries[same & index.is_ready(entries)], is_plain=is_plain)
-        tell()
-        return moves
+        return down.begin(entries[same & index.is_ready(entries)], is_plain=is_plain)
 
     async def _write(self, move: Move, tell: Callable[[], None]) -> None:
         """Writes the blocks of a move to the disk. If a block's bytes do not match its check value,
