@@ -452,16 +452,14 @@ class EpochBook:
     def is_fresh(self, fingerprint: str, store: str, now_s: float) -> bool:
         """Returns True if the store has confirmed the epoch in the last CONFIRMED_S, and neither a
         flush of this node nor a raise is pending."""
-        return self._is_fresh(self.standing(fingerprint, store), now_s)
+        standing = self.standing(fingerprint, store)
+        return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
     def is_outdated(self, fingerprint: str) -> bool:
         """Returns True if a store has shown a new epoch and this node has not yet flushed the key
         space for it. The blocks on this node may then be older than the flush that began the
         epoch."""
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
-
-    def _is_fresh(self, standing: EpochStanding, now_s: float) -> bool:
-        return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
     def _mine(self, record: Record) -> list[EpochStanding]:
         """Returns the states in the stores of the present settings. A record may also have states

@@ -247,8 +247,12 @@ class TierBelow:
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
         """Ends a move up after the tier has read the move's blocks. Returns the number of blocks
-        that the disk has lost: they were damaged or absent. For the arguments see
-        `TierSource.end_up`."""
+        that the disk has lost: they were damaged or absent.
+
+        `codes`: the `Read` of each block, uint8 [n].
+        `checks`: the check values of the blocks, uint64 [n]; zeros if the server computes no check
+            values.
+        """
         is_lost = np.isin(codes, (Read.CORRUPT, Read.ABSENT))
         self.lower.up.end(move, codes == Read.FOUND, is_lost, checks, now_s)
         return int(is_lost.sum())

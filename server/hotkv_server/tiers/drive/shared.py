@@ -239,7 +239,7 @@ class TierShared:
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
         """Ends a move up after the tier has read the move's blocks. Returns the number of damaged
         blocks; blocks that the tier has evicted don't count. For the arguments see
-        `TierSource.end_up`."""
+        `TierBelow.end_up`."""
         came = self._books.arrivals.end(move, codes == Read.FOUND, checks, now_s)
         self.num_fetched += len(came)
         return int((codes == Read.CORRUPT).sum())
