@@ -11,10 +11,10 @@ import pytest
 
 from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Status, Target
-from hotkv_proto.reports import RequestReport
+from hotkv_proto.reports import LoadEnd, RequestReport
 from hotkv_proto.table import SLOT_ALIGN, Words
+from hotkv_server.hints import capability, told
 from hotkv_server.hints import drive as hints_module
-from hotkv_server.hints import told
 from hotkv_server.hints import work as hint_work
 from hotkv_server.hints.book.outcomes import HintBook, HintOutcome
 from hotkv_server.hints.book.sessions import SessionReceipt
@@ -310,13 +310,31 @@ async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
     assert row["expected_pause_s"] == 2.0
 
 
+async def test_receipts_take_back_hits_of_loads_that_failed_or_whose_session_closed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first load is forgotten, as too many are open."""
+    monkeypatch.setattr(capability, "MAX_OPEN_LOADS", 3)
+    one = await opened(node)
+    of_router = replace(report(session_id="s"), saved_s=1.0)
+    await one.note(*[replace(of_router, report_id=number) for number in (1, 2, 3, 4)])
+    ends = [LoadEnd(1, 0.0, failed=True), LoadEnd(2, 0.0), LoadEnd(3, 0.0, failed=True)]
+    node.reports.loads_ended(one.session, ends * 2)
+    known = one.desk.book.known(KEY_SPACE.tenant)
+    assert known and (session := known.sessions.get("s"))
+    assert session.receipt.hit_tokens == 3 * of_router.hit_tokens and session.receipt.saved_s == 3.0
+    await node.sessions.close(one.session)
+    assert session.receipt.hit_tokens == 2 * of_router.hit_tokens and session.receipt.saved_s == 2.0
+
+
 async def test_ends_that_come_at_once_are_bounded_together(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hints_module, "END_DELAY_S", 0.0)
     each = PROMPT.nbytes + hints_module.BYTES_OF_ENDED
     monkeypatch.setattr(hints_module, "MAX_WAITING_BYTES", 3 * each)
-    one = await opened(node)
+    one, broke = await opened(node), Mock()
+    asyncio.get_running_loop().set_exception_handler(broke)
     asked = [demotes(1, str(number)) for number in range(5)]
     await one.note(*[report(hints=hints) for hints in asked])
     for hints in asked:
@@ -326,7 +344,7 @@ async def test_ends_that_come_at_once_are_bounded_together(
     assert "too many requests" in rejected[0].reason
     await asyncio.gather(*one.desk._tasks)
     done = [one.outcome(str(number), "0").status for number in range(3)]
-    assert done == [Status.MISSING] * 3 and one.desk._waiting_bytes == 0
+    assert done == [Status.MISSING] * 3 and one.desk._waiting_bytes == 0 and not broke.called
     one.desk.ended(one.origin(), asked[0])
     await one.desk.close()
     assert one.desk._waiting_bytes == 0
