@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ from hotkv_server.tiers.drive.copies import TierCopies
 from hotkv_server.tiers.drive.epochs import Epochs
 from hotkv_server.tiers.drive.reads import TierReads
 from hotkv_server.tiers.drive.tasks import (
-    TierTasks,
     blocks_of,
     future,
     on_loop,
@@ -157,10 +156,6 @@ class TierShared:
 
     def __repr__(self) -> str:
         return f"TierShared({self.tier!r})"
-
-    def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Starts to copy blocks to the tier. For the arguments see `TierCopies.start`."""
-        self.out.start(tasks, tell)
 
     # In
 
