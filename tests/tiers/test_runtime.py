@@ -106,6 +106,15 @@ async def test_what_a_broken_tier_reads_on_trial_is_no_hit() -> None:
         await leasing
 
 
+async def test_a_confirmation_that_ends_while_room_is_made_is_none(monkeypatch: Any) -> None:
+    confirmed = [True]
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        monkeypatch.setattr(Epochs, "are_all_confirmed", lambda *_: bool(confirmed))
+        monkeypatch.setattr(one.core, "make_room_above", lambda *_: iter(confirmed.clear() or ()))
+        assert not any(await one.leased(BLOCKS))
+
+
 async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
     """With compression a disk has places of two sizes; comparing them looks at all places."""
     monkeypatch.setattr(room, "EVICTED_PER_PART", 1)

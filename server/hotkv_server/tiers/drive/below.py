@@ -230,8 +230,10 @@ class TierBelow:
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
         """Begins to load blocks from the disk: reserves slots in host memory, for as many blocks as
-        there is room for. Returns None if no block gets a slot."""
-        return self.lower.up.begin(key_space_id, groups, now_s)
+        there is room for. Returns None if no block gets a slot, or if the confirmations that
+        `wanted` needs have become too old."""
+        may = self._epochs.are_all_confirmed(key_space_id)
+        return self.lower.up.begin(key_space_id, groups, now_s) if may else None
 
     def blocks(self, move: Move) -> Blocks:
         """Returns the blocks of a move as the argument of `Tier.read` or `Tier.write`."""
