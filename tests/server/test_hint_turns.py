@@ -321,7 +321,7 @@ async def test_receipts_take_back_hits_of_loads_that_failed_or_whose_session_clo
     one = await opened(node)
     of_router = replace(report(session_id="s"), saved_s=1.0)
     await one.note(*[replace(of_router, report_id=number) for number in (1, 2, 3, 4)])
-    ends = [LoadEnd(1, 0.0, failed=True), LoadEnd(2, 0.0), LoadEnd(3, 0.0, failed=True)]
+    ends = [LoadEnd(1, 0.0, failed=True), LoadEnd(2, 0.0, failed=True), LoadEnd(3, 0.0)]
     node.reports.loads_ended(one.session, ends * 2)
     known = one.desk.book.known(KEY_SPACE.tenant)
     assert known and (session := known.sessions.get("s"))
