@@ -158,18 +158,23 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
 async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All empty the same key space. The third is one too many."""
+    """All empty the same key spaces. A tier that hangs uses the slots of the first. The third
+    session is one too many."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     async with node_in(tmp_path) as node:
         disk.go.set()
         node.core.catalog.max_of_tenant = 3
         for name in "mno":
             await leave_blocks(node, replace(SPACE, model=name))
+        space = node.core.space
+        space.index.pin(used := space.index.ready_blocks(1, 0, 100), 1)
         new = (replace(SPACE, model=name) for name in "pqr")
         opening = [node.sessions.open("e", "tool", one, "test", max_of_tenant=2) for one in new]
         opened = await asyncio.gather(*opening, return_exceptions=True)
         (refused,) = (one for one in opened if isinstance(one, HotKVError))
         assert "close some first" in str(refused) and len(node.sessions) == 2
+        space.index.pin(used, -1)
+        space.removal.reap(used)
         node.core.check_invariants()
 
 

@@ -85,6 +85,8 @@ class Node:
         assert not len(self.books.moves)
         drivers = [*self.tiers.shared, *([self.tiers.below] if self.tiers.below else [])]
         assert not any(one.reads.queued_bytes for one in drivers)
+        assert self.tiers.below is None or not self.tiers.below._down_bytes
+        assert not any(one.out._out_bytes for one in self.tiers.shared)
         assert not self.core.space.index.pins.any()
 
 

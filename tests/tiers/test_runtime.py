@@ -58,6 +58,15 @@ async def test_others_are_told_of_what_is_evicted_for_blocks_that_come_up() -> N
 async def test_a_move_ends_although_who_hears_of_it_breaks() -> None:
     one = Setup(1.0)
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    one.put([50])
+    below, entries, tells = (
+        one.tiers.below,
+        one.core.space.index.find(1, 0, words_of([50])),
+        [one.tell],
+    )
+    assert below is not None
+    for move in await below._begin(entries, lambda: tells.pop()()):
+        await below._write(move, one.tell)
     one.tiers.start(Health(), one.tell, one.flushed_here, lambda *_: 1 // 0)
     await one.lie_below(BLOCKS)
     assert all(await one.leased(BLOCKS))
@@ -95,6 +104,15 @@ async def test_what_a_broken_tier_reads_on_trial_is_no_hit() -> None:
         assert not any(one.lies_elsewhere(BLOCKS)) and not any(await one.leased(BLOCKS))
         one.tier.faults.is_hung, one.tier.faults.problem = False, ""
         await leasing
+
+
+async def test_a_confirmation_that_ends_while_room_is_made_is_none(monkeypatch: Any) -> None:
+    confirmed = [True]
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        monkeypatch.setattr(Epochs, "are_all_confirmed", lambda *_: bool(confirmed))
+        monkeypatch.setattr(one.core, "make_room_above", lambda *_: iter(confirmed.clear() or ()))
+        assert not any(await one.leased(BLOCKS))
 
 
 async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:

@@ -4,7 +4,7 @@ from itertools import takewhile
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotkv_proto.groups import GroupKind, GroupSpec
@@ -58,6 +58,9 @@ def naive(ready: list[bool], offers: list[Any], tokens_per_s: float) -> list[boo
 
 
 @given(masks, st.lists(costs, max_size=3), st.sampled_from([100.0, 1e4, 1e6]))
+@example(
+    [False] * 8, [([True] + [False] * 7, 0.0, 1e-6), ([False, True] + [False] * 6, 1.0, 1e-3)], 1e4
+)
 def test_the_choice_is_that_of_the_naive_one(
     ready: list[bool], offers: list[Any], tokens_per_s: float
 ) -> None:

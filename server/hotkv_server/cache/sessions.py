@@ -4,7 +4,7 @@ Sessions may declare kinds of representations for the blocks of their key space.
 a compact form of a block's keys, for sparse attention.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hotkv_proto.errors import HotKVError, Reason
@@ -168,10 +168,15 @@ class Catalog:
             del self._sessions[number]
             self._left_s[number] = now_s
 
-    def surplus(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> int:
+    def surplus(
+        self,
+        key_space: KeySpace,
+        kinds: tuple[Representation, ...],
+        tried: Container[int] = (),
+    ) -> int:
         """Returns the number of the key space to forget, so that `key_space` can be registered with
-        the kinds of representations `kinds`. Returns 0 if the tenant's share of the catalog has
-        room already, or if no key space of the tenant may be forgotten.
+        the kinds of representations `kinds`; none of `tried`. Returns 0 if the tenant's share of
+        the catalog has room already, or if no other key space of the tenant may be forgotten.
 
         Raises HotKVError if forgetting key spaces can't help, for example because a block of
         `key_space` does not fit the arena.
@@ -184,7 +189,9 @@ class Catalog:
         mine = [
             number
             for number in self._left_s
-            if number != known and self._owner(self.records[number].key_space) == owner
+            if number != known
+            and number not in tried
+            and self._owner(self.records[number].key_space) == owner
         ]
         return next(
             (number for number in mine if not self.has_blocks(number)),

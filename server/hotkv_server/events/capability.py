@@ -213,11 +213,10 @@ class EventsCapability(Capability):
     def _add_name(self, number: int, name: str) -> bool:
         """Records a name of a key space's model. Returns False if the name is known, if the key
         space has MOST_NAMES already, or if nobody uses names."""
-        if self.hub.publisher is None and not self._settings.answers:
-            return False
+        is_used = self.hub.publisher is not None or self._settings.answers
         fingerprint = self._fingerprints[number]
         known = self._contents.names(fingerprint)
-        if name in known:
+        if not is_used or name in known:
             return False
         if len(known) >= MOST_NAMES:
             log.warning(

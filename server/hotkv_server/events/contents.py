@@ -406,7 +406,6 @@ class Contents:
             self._max_bytes = self._size
             return
         self._size = size
-        self._map.close()
         self._map = self._mapped()
         self._note()
 
@@ -528,7 +527,6 @@ class Contents:
         # The ring keeps its size even if the limit in the settings is lower now, and it can't grow
         # after it has wrapped.
         self._max_bytes = max(size, self._max_bytes) if head <= size else size
-        self._map.close()
         self._map = self._mapped()
         self._tail = self._head = tail
         while self._head < head:

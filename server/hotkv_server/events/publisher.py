@@ -67,12 +67,13 @@ def binds(endpoint: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Topic:
-    """The state of a ZMQ topic. Only the event loop changes `key_spaces` and `must_clear`, only the
-    thread changes the other fields.
+    """The state of a ZMQ topic. Only the event loop changes the first four fields, only the thread
+    changes the others.
 
     `key_spaces`: numbers of the key spaces whose events are sent under the topic.
     `must_clear`: True if a removal was lost because the queue was full, so that the topic's next
         message must begin with a clear.
+    `must_announce`: True if the present state must be sent after the topic's first clear.
     `sequence`: counter of the topic's sequence numbers; None before its first message.
     `last_sent`: number of the topic's newest message; -1 before its first message.
     `last_forgotten`: number of the newest message that is no longer kept for replay; -1 if all
@@ -84,6 +85,7 @@ class _Topic:
     name: bytes
     key_spaces: set[int] = field(default_factory=set)
     must_clear: bool = False
+    must_announce: bool = False
     sequence: "itertools.count[int] | None" = None
     last_sent: int = -1
     last_forgotten: int = -1
@@ -238,10 +240,8 @@ class ZmqPublisher:
         state for it, because readers may remember blocks from an earlier server."""
         topic = self._add_topic(number, name)
         if topic is not None and self._state is not None:
+            topic.must_announce = True
             self._put(topic, time.time(), (KeySpaceCleared(number),))
-            # Readers may apply a clear to the topics of the whole endpoint (see `_is_alone`).
-            topics = [topic] if self._of_endpoint is None else self._by_key_space[number]
-            self._queue.put(_Announcement(tuple(topics)))
 
     def _add_topic(self, number: int, model: str) -> _Topic | None:
         """Adds a key space to the topic for a name of its model. Returns the topic; None if the
@@ -308,7 +308,11 @@ class ZmqPublisher:
         self._queue.put(
             _Item(topic, unix_time_s, events, topic.must_clear, self._is_alone(topic), num_bytes)
         )
-        topic.must_clear = False
+        if topic.must_announce:
+            # Readers may apply a clear to the topics of the whole endpoint (see `_is_alone`).
+            topics = [topic] if self._of_endpoint is None else self._topics.values()
+            self._queue.put(_Announcement(tuple(topics)))
+        topic.must_clear = topic.must_announce = False
 
     def _is_alone(self, topic: _Topic) -> bool:
         """Returns True if `topic` has only one key space, so that the removal of all of its blocks

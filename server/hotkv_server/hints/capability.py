@@ -1,8 +1,10 @@
 """Registers hints as a capability of the node."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
+from hotkv_proto.reports import LoadEnd
 from hotkv_proto.table import Words
 from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
 from hotkv_server.hints import told
@@ -16,6 +18,9 @@ from hotkv_server.node.session import LiveSession
 from hotkv_server.settings import Settings
 from hotkv_server.wire.edge import Edge, full_name
 
+MAX_OPEN_LOADS = 4096
+"""Most requests that are remembered until the end of their load is reported, over all engines."""
+
 
 def attach(settings: Settings, node: Node) -> "HintsCapability":
     """Returns the hints capability of this node."""
@@ -28,6 +33,10 @@ class HintsCapability(Capability):
     def __init__(self, node: Node) -> None:
         self._node = node
         self.desk = HintDesk(node.core, node.tiers, node.effects)
+        # For each open load: the receipt that has its hit, and what to add if the load fails.
+        self._loads: OrderedDict[tuple[str, int], tuple[SessionReceipt, SessionReceipt]] = (
+            OrderedDict()
+        )
 
     def __repr__(self) -> str:
         return f"HintsCapability({self.desk!r})"
@@ -53,7 +62,22 @@ class HintsCapability(Capability):
             report.saved_s or (here / speed if speed else 0.0),
         )
         self.desk.scheduled(origin, receipt, speed, report.hints)
+        known = self.desk.book.known(origin.tenant)
+        if report.report_id and known and (of_router := known.sessions.get(report.session_id)):
+            back = SessionReceipt(hit_tokens=-here, saved_s=-receipt.saved_s)
+            self._loads[session.secret_id, report.report_id] = of_router.receipt, back
+            if len(self._loads) > MAX_OPEN_LOADS:
+                self._loads.popitem(last=False)
         await self.desk.act(origin, report.hints)
+
+    def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
+        load = self._loads.pop((session.secret_id, end.report_id), None)
+        if load is not None and end.failed:
+            load[0].add(load[1])
+
+    def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
+        for key in [key for key in self._loads if key[0] == session.secret_id]:
+            self.load_ended(session, LoadEnd(key[1], 0.0, failed=True))
 
     def request_ended(self, session: LiveSession, ended: Ended) -> None:
         origin = Origin(

@@ -10,7 +10,7 @@ names the tenant that sent the hints, and the request that brought them.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from hotkv_server.hints.book import actions as hint_actions
 from hotkv_server.hints.book.actions import Done
 from hotkv_server.hints.book.outcomes import HintOutcome, TenantHints
 from hotkv_server.node.capability import BlocksBelow
-from hotkv_server.node.event_loop import Breaks, slices
+from hotkv_server.node.event_loop import Breaks, in_slices
 from hotkv_server.node.removals import Effects
 
 PREFETCH_SHARE = 1 / 16
@@ -124,15 +124,7 @@ class HintedBlocks:
     async def run(self, parts: hint_actions.Parts) -> Done:
         """Performs an action in slices and returns its result. Other tasks run between the
         slices."""
-        done = Done()
-
-        def steps() -> Iterator[None]:
-            nonlocal done
-            done = yield from parts
-
-        async for _ in slices(steps()):
-            self._effects.run()
-        return done
+        return await in_slices(parts, self._effects.run)
 
     async def count(self, prompts: list[Prompt]) -> Done:
         """Counts the blocks of prompts (`num_blocks`), and how many of them are ready in host
@@ -288,9 +280,6 @@ class HintWork:
             tenant.settle(outcome, Status.DEFERRED, "blocks are being brought in")
             self._spawn(self._prefetch(tenant, action, outcome, prompts))
 
-    def _prefetch_bound(self) -> int:
-        return int(PREFETCH_SHARE * self._core.config.arena_bytes)
-
     async def _prefetch(
         self, tenant: TenantHints, action: Action, outcome: HintOutcome, prompts: list[Prompt]
     ) -> None:
@@ -325,9 +314,8 @@ class HintWork:
         lists = self.blocks.lists(part)
         groups = self._core.key_space(part.key_space_id).groups
         num_bytes = sum(len(one.hashes) * groups[one.group_index].slot_bytes for one in lists)
-        while tenant.prefetch_bytes and (
-            tenant.prefetch_bytes + num_bytes > self._prefetch_bound()
-        ):
+        bound_bytes = int(PREFETCH_SHARE * self._core.config.arena_bytes)
+        while tenant.prefetch_bytes and tenant.prefetch_bytes + num_bytes > bound_bytes:
             if time.monotonic() >= until_s:
                 return
             await asyncio.sleep(PREFETCH_PAUSE_S)

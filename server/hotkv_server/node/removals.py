@@ -225,13 +225,13 @@ class Removals:
         May forget too few key spaces, because at most MAX_FORGOTTEN are forgotten and the other key
         spaces may be in use. Registering `key_space` then raises OVERLOADED.
         """
-        tried = 0
+        # A key space that was tried may stay, because a tier that hangs still uses its slots.
+        tried = set[int]()
         for _ in range(0 if self._core.draining else MAX_FORGOTTEN):
-            number = self._core.catalog.surplus(key_space, representations)
-            if number in (0, tried):
-                # The key space that was tried can't be emptied now: a tier still uses its slots.
+            number = self._core.catalog.surplus(key_space, representations, tried)
+            if not number:
                 return
-            tried = number
+            tried.add(number)
             if self._core.catalog.has_blocks(number):
                 await self._empty(number)
             # Another task may have forgotten the key space meanwhile, or opened a session of it.

@@ -11,7 +11,7 @@ from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.reads import TierReads
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tiers import Tiers
-from hotkv_server.tiers.protocol import TierFigures, TierMemory
+from hotkv_server.tiers.protocol import TierFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +122,12 @@ def budget(below: TierBelow | None) -> tuple[int, int]:
 
 def counters(tiers: Tiers | None) -> dict[str, float]:
     """Returns the counters of all tiers by metric name, without the `hotkv_` prefix. Names begin
-    with `tier_` for the disk and with `shared_` for shared tiers."""
+    with `tier_` for the disk and with `shared_` for shared tiers (sums over these tiers)."""
     below = tiers.below if tiers is not None else None
     figures = TierFigures() if below is None else below.tier.figures()
     moves = MoveCounters() if below is None else below.lower.counters
+    shared = tiers.shared if tiers is not None else ()
+    of_shared = [one.tier.figures() for one in shared]
     return {
         "tier_demoted_blocks_total": float(moves.demoted),
         "tier_encoded_blocks_total": float(moves.encoded),
@@ -138,22 +140,13 @@ def counters(tiers: Tiers | None) -> dict[str, float]:
         "tier_asked_blocks_total": float(below.reads.asked_blocks if below else 0),
         "tier_hit_blocks_total": float(below.reads.hit_blocks if below else 0),
         "tier_left_blocks_total": float(below.reads.left_blocks if below else 0),
-        **shared_counters(tiers),
-    }
-
-
-def shared_counters(tiers: Tiers | None) -> dict[str, float]:
-    """Returns the counters of the shared tiers by metric name, each summed over the tiers."""
-    shared = tiers.shared if tiers is not None else ()
-    figures = [one.tier.figures() for one in shared]
-    return {
         "shared_copied_blocks_total": float(sum(one.out.num_copied for one in shared)),
         "shared_refused_blocks_total": float(sum(one.out.num_refused for one in shared)),
         "shared_fetched_blocks_total": float(sum(one.num_fetched for one in shared)),
-        "shared_read_bytes_total": float(sum(one.read_bytes for one in figures)),
-        "shared_written_bytes_total": float(sum(one.written_bytes for one in figures)),
-        "shared_corrupt_blocks_total": float(sum(one.corrupt_blocks for one in figures)),
-        "shared_failed_blocks_total": float(sum(one.failed_blocks for one in figures)),
+        "shared_read_bytes_total": float(sum(one.read_bytes for one in of_shared)),
+        "shared_written_bytes_total": float(sum(one.written_bytes for one in of_shared)),
+        "shared_corrupt_blocks_total": float(sum(one.corrupt_blocks for one in of_shared)),
+        "shared_failed_blocks_total": float(sum(one.failed_blocks for one in of_shared)),
         "shared_asked_blocks_total": float(sum(one.reads.asked_blocks for one in shared)),
         "shared_hit_blocks_total": float(sum(one.reads.hit_blocks for one in shared)),
         "shared_left_blocks_total": float(sum(one.reads.left_blocks for one in shared)),
@@ -167,15 +160,16 @@ def gauges(tiers: Tiers | None) -> dict[str, float]:
     space = None if below is None else below.lower.space
     memory = None if below is None else below.memory
     budget_bytes, left_bytes = budget(below)
-    disk, stores = _memory_below(below), [one.tier.memory() for one in shared]
+    disk, stores = below and below.tier.memory(), [one.tier.memory() for one in shared]
+    records_bytes = memory.table.geometry.file_bytes if memory else 0
     return {
         "tier_used_bytes": float(space.used_bytes() if space else 0),
         "tier_capacity_bytes": float(space.pool.capacity_bytes if space else 0),
         "tier_queued_bytes": float(below.tier.figures().queued_bytes if below else 0),
         "tier_waiting_blocks": float(len(below.lower.down.waiting) if below else 0),
         "tier_unsaved_blocks": float(memory.num_changed - memory.num_saved if memory else 0),
-        "tier_memory_bytes": float(disk.held_bytes),
-        "tier_memory_limit_bytes": float(disk.most_bytes),
+        "tier_memory_bytes": float(disk.held_bytes + records_bytes if disk else 0),
+        "tier_memory_limit_bytes": float(disk.most_bytes + records_bytes if disk else 0),
         "tier_budget_bytes": float(budget_bytes),
         "tier_budget_left_bytes": float(left_bytes),
         "tier_up": float(below is not None and not below.breaker.is_open),
@@ -187,13 +181,3 @@ def gauges(tiers: Tiers | None) -> dict[str, float]:
         "shared_waiting_blocks": float(sum(one.out.num_waiting for one in shared)),
         "shared_up": float(bool(shared) and not any(one.breaker.is_open for one in shared)),
     }
-
-
-def _memory_below(below: TierBelow | None) -> TierMemory:
-    """Returns the memory that the disk tier uses: its staging memory, and the table with the
-    records of its blocks. Zeros without a disk."""
-    if below is None:
-        return TierMemory(0, 0)
-    memory = below.tier.memory()
-    records_bytes = below.memory.table.geometry.file_bytes if below.memory is not None else 0
-    return TierMemory(memory.held_bytes + records_bytes, memory.most_bytes + records_bytes)

@@ -256,8 +256,7 @@ class EpochBook:
         don't match the new number, even if a power loss brings their records back."""
         self.last += 1
         record.local = self.last
-        self.revision += 1
-        self._sealed_at = self.revision
+        self.revision = self._sealed_at = self.revision + 1
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
         """Records that the flush of a key space on this node has ended: all blocks that were here
@@ -453,16 +452,14 @@ class EpochBook:
     def is_fresh(self, fingerprint: str, store: str, now_s: float) -> bool:
         """Returns True if the store has confirmed the epoch in the last CONFIRMED_S, and neither a
         flush of this node nor a raise is pending."""
-        return self._is_fresh(self.standing(fingerprint, store), now_s)
+        standing = self.standing(fingerprint, store)
+        return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
     def is_outdated(self, fingerprint: str) -> bool:
         """Returns True if a store has shown a new epoch and this node has not yet flushed the key
         space for it. The blocks on this node may then be older than the flush that began the
         epoch."""
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
-
-    def _is_fresh(self, standing: EpochStanding, now_s: float) -> bool:
-        return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
     def _mine(self, record: Record) -> list[EpochStanding]:
         """Returns the states in the stores of the present settings. A record may also have states
@@ -500,7 +497,7 @@ class EpochBook:
                 # If a power loss brings old blocks back, they must not match the number of a new
                 # record.
                 self.base = max(self.base, record.local)
-                self.revision += 1
+                self.revision = self._sealed_at = self.revision + 1
 
     def check_invariants(self) -> None:
         """Raises AssertionError if a record contradicts itself."""

@@ -112,7 +112,9 @@ class Moves:
     def stopped(self, key_space_id: int) -> Iterator[None]:
         """Prevents new moves of this key space while the context is open. Blocks in moves under way
         become void: they don't become ready."""
-        self.void(key_space_id)
+        for move in self:
+            if move.key_space_id == key_space_id:
+                move.is_void[:] = True
         self._stopped[key_space_id] += 1
         try:
             yield
@@ -126,12 +128,6 @@ class Moves:
         for move in self:
             owners = self.host.index.owners(move.entries)
             assert not move.is_up or np.all(owners == move.number), "a move up has another's slot"
-
-    def void(self, key_space_id: int) -> None:
-        """Makes all blocks in the moves of this key space void: they don't become ready."""
-        for move in self:
-            if move.key_space_id == key_space_id:
-                move.is_void[:] = True
 
     def reserved(self) -> Entries:
         """Returns the entries that moves up have reserved in host memory."""

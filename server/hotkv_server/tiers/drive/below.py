@@ -164,9 +164,7 @@ class TierBelow:
         async for _ in slices(down.make_room(entries, is_plain=is_plain)):
             tell()
         same = index.table.records[entries, table.W_GENERATION] == generations
-        moves = down.begin(entries[same & index.is_ready(entries)], is_plain=is_plain)
-        tell()
-        return moves
+        return down.begin(entries[same & index.is_ready(entries)], is_plain=is_plain)
 
     async def _write(self, move: Move, tell: Callable[[], None]) -> None:
         """Writes the blocks of a move to the disk. If a block's bytes do not match its check value,
@@ -232,8 +230,10 @@ class TierBelow:
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
         """Begins to load blocks from the disk: reserves slots in host memory, for as many blocks as
-        there is room for. Returns None if no block gets a slot."""
-        return self.lower.up.begin(key_space_id, groups, now_s)
+        there is room for. Returns None if no block gets a slot, or if the confirmations that
+        `wanted` needs have become too old."""
+        may = self._epochs.are_all_confirmed(key_space_id)
+        return self.lower.up.begin(key_space_id, groups, now_s) if may else None
 
     def blocks(self, move: Move) -> Blocks:
         """Returns the blocks of a move as the argument of `Tier.read` or `Tier.write`."""
@@ -249,8 +249,12 @@ class TierBelow:
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
         """Ends a move up after the tier has read the move's blocks. Returns the number of blocks
-        that the disk has lost: they were damaged or absent. For the arguments see
-        `TierSource.end_up`."""
+        that the disk has lost: they were damaged or absent.
+
+        `codes`: the `Read` of each block, uint8 [n].
+        `checks`: the check values of the blocks, uint64 [n]; zeros if the server computes no check
+            values.
+        """
         is_lost = np.isin(codes, (Read.CORRUPT, Read.ABSENT))
         self.lower.up.end(move, codes == Read.FOUND, is_lost, checks, now_s)
         return int(is_lost.sum())

@@ -7,23 +7,21 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
 from hotkv_server.cache.arrays import rows
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.values import BoolMask, HashList, Int64s
+from hotkv_server.cache.values import BoolMask, HashList
 from hotkv_server.node.capability import Lying
 from hotkv_server.node.session import LiveSession
 from hotkv_server.tiers.book.books import books_of
-from hotkv_server.tiers.book.moves import Move
-from hotkv_server.tiers.drive.breaker import Breaker
+from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.epochs import Epochs
-from hotkv_server.tiers.drive.reads import Listed, TierReads, both, count, either, needed, worth
+from hotkv_server.tiers.drive.reads import Listed, both, count, either, needed, worth
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tasks import TierTasks
-from hotkv_server.tiers.protocol import Blocks, Codes, Seals, Tier
 
 MAX_WAITING = 256
 """Most calls (leases and lookups) of a session that wait for tiers at a time. Further calls don't
@@ -32,62 +30,8 @@ EXPLAIN_WAIT_S = 2.0
 """Default of `TierLookups.find` for the longest wait for shared tiers."""
 
 
-# ------------------------------------------------------------------------------- A source of blocks
-
-# The protocol for reading from a tier, implemented for the disk (`drive.below`) and for shared
-# tiers (`drive.shared`).
-
-
-class TierSource(Protocol):
-    """A tier from which blocks can be read.
-
-    Methods take `groups`: for each KV cache group, a list of block hashes in the order of the
-    sequence.
-
-    `breaker`: tells whether lookups skip the tier, because it is broken or hangs.
-    `reads`: counts and times of the tier's reads.
-    `name`: name of the tier.
-    """
-
-    breaker: Breaker
-    reads: TierReads
-    name: str
-
-    @property
-    def tier(self) -> Tier:
-        """The `Tier` that reads the bytes."""
-
-    async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Prepares `wanted` and `lies_here` for these blocks: asks a shared tier which of the
-        blocks it has; for the disk, waits until the shared stores have confirmed the key space's
-        epochs. Waits at most until `until_s`, a time of time.monotonic."""
-
-    def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns True if the tier may have a block of these lists that host memory lacks."""
-
-    def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list in `groups`, the positions of the blocks that host memory lacks
-        and the tier is known to have."""
-
-    def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns, for each list in `groups`, a mask: True for each block that the tier is known to
-        have."""
-
-    def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to move up to host memory the blocks that `wanted` returns: reserves slots, for as
-        many blocks as there is room for. Returns None if no block gets a slot."""
-
-    def blocks(self, move: Move) -> Blocks:
-        """Returns the blocks of a move as the argument of `Tier.read`."""
-
-    def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move after the tier has read the move's blocks. Returns the number of blocks that
-        the tier has lost.
-
-        `codes`: the `Read` of each block, uint8 [n].
-        `checks`: the check values of the blocks, uint64 [n]; zeros if the server computes no check
-            values.
-        """
+TierSource: TypeAlias = TierBelow | TierShared
+"""A tier from which blocks can be read: the disk or a shared tier."""
 
 
 # ------------------------------------------------------------------------------------------ Lookups

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ from hotkv_server.tiers.drive.copies import TierCopies
 from hotkv_server.tiers.drive.epochs import Epochs
 from hotkv_server.tiers.drive.reads import TierReads
 from hotkv_server.tiers.drive.tasks import (
-    TierTasks,
     blocks_of,
     future,
     on_loop,
@@ -158,10 +157,6 @@ class TierShared:
     def __repr__(self) -> str:
         return f"TierShared({self.tier!r})"
 
-    def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Starts to copy blocks to the tier. For the arguments see `TierCopies.start`."""
-        self.out.start(tasks, tell)
-
     # In
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
@@ -239,7 +234,7 @@ class TierShared:
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
         """Ends a move up after the tier has read the move's blocks. Returns the number of damaged
         blocks; blocks that the tier has evicted don't count. For the arguments see
-        `TierSource.end_up`."""
+        `TierBelow.end_up`."""
         came = self._books.arrivals.end(move, codes == Read.FOUND, checks, now_s)
         self.num_fetched += len(came)
         return int((codes == Read.CORRUPT).sum())

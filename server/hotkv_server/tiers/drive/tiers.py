@@ -175,7 +175,7 @@ class Tiers:
             self.below.start(self._tasks, tell, on_ready)
         for one in self.shared:
             one.out.on_ready = on_ready
-            one.start(self._tasks, tell)
+            one.out.start(self._tasks, tell)
         for source in self._sources:
             health.watch(f"the threads of the tier {source.name}", source.tier.is_alive)
         self._tasks.spawn(self._say())
