@@ -407,6 +407,7 @@ class HitFinder:
         failed_loads: FailedLoads | None = None,
         *,
         stores: bool = True,
+        connection: Callable[[], int] = lambda: 0,
     ) -> None:
         """groups: computes the shared names (hashes) of a request's blocks, and lengths of hits.
         id_prefix: the ids of all leases and loads begin with it.
@@ -418,8 +419,10 @@ class HitFinder:
         failed_loads: the engine's record of requests whose load failed. The engine keeps it when
             the key space changes. None creates a new record.
         stores: False if the engine stores nothing.
+        connection: returns the number of the session's present connection to the server.
         """
         self._left_out = left_out
+        self._connection = connection
         self.groups = groups
         self.representations = representations or RepresentationPlanner(len(groups.specs))
         self.hidden = HiddenKeys(stores=stores)
@@ -476,6 +479,9 @@ class HitFinder:
             # The request has waited in vLLM's queue since its lookup. The server may have further
             # blocks by now.
             self.give_back(state)
+        if hit.lease_id and hit.connection != self._connection():
+            # The lease has ended with its connection.
+            self.give_back(state)
         if hit.phase in (Phase.ASKED, Phase.LEASING):
             return self._after_call(state, computed_tokens, now_s)
         if hit.phase is Phase.GRANTED:
@@ -526,7 +532,7 @@ class HitFinder:
         now_s: float,
     ) -> LoadJob | None:
         """Begins the load of a granted hit and returns the order for the workers. Returns None if
-        no lease covers the load, if the lease has expired (vLLM 0.33 may postpone a load), or if
+        no lease covers the load, if the lease has ended (vLLM 0.33 may postpone a load), or if
         there is no block to load.
 
         block_ids: per group, the ids of the request's device blocks, in order.
@@ -538,7 +544,7 @@ class HitFinder:
         hit_tokens = hit.computed_tokens + num_external
         if hit.phase is not Phase.GRANTED or not 0 < hit_tokens <= hit.hit_tokens:
             return None
-        if now_s >= hit.lease_ends_s:
+        if now_s >= hit.lease_ends_s or hit.connection != self._connection():
             return None
         runs = load_runs(self.groups, hit, block_ids, hit_tokens, null_block)
         if not runs:
@@ -696,6 +702,7 @@ class HitFinder:
         hit.asked.append(AnswerTime(hit.answer, span))
         hit.phase = Phase.LEASING
         hit.lease_asked_s = now_s
+        hit.connection = self._connection()
         hit.computed_tokens = computed_tokens
         hit.hit_tokens = hit_tokens
         hit.deadline_s = now_s + self._config.lookup_timeout_s

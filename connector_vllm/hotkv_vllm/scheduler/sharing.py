@@ -419,6 +419,7 @@ def _over(
         engine.pool.left_out,
         engine.failed_loads,
         stores=engine.vllm_config.kv_transfer_config.is_kv_producer,
+        connection=lambda: streams.number,
     )
     residencies = None
     if engine.pool.spec is not None:
