@@ -248,13 +248,14 @@ def test_a_request_is_offered_hits_until_so_many_loads_failed(retries: int) -> N
     assert parts.match(state) == NO_HIT
 
 
-@pytest.mark.parametrize("why", ["late", "cancelled", "server lost"])
+@pytest.mark.parametrize("why", ["late", "cancelled", "server lost", "server back"])
 def test_a_load_that_failed_without_a_fault_of_its_blocks_hides_none(desk: Any, why: str) -> None:
     one = desk()
     one.load()
     if why == "cancelled":
         one.desk.cancel_loads()
     one.parts.server.up = why != "server lost"
+    one.parts.connection += why == "server back"
     assert one.parts.finder.end_load(one.desk.states["a"], True, why == "late") == ()
     one.parts.server.up = True
     assert one.parts.hit(one.parts.state(request("a", LONG))) == 4 * TOKENS

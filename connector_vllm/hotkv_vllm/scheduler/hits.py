@@ -590,7 +590,8 @@ class HitFinder:
         stored: tuple[int, ...] = ()
         if failed:
             self.load_failed(state)
-            is_fault = not is_excused and not hit.is_cancelled and self._session.connected
+            has_server = self._session.connected and hit.connection == self._connection()
+            is_fault = has_server and not is_excused and not hit.is_cancelled
             for index, blocks in enumerate(hit.leased if is_fault else ()):
                 hashes = self.groups.hashes(state.request, index)
                 self.hidden.hide(index, hashes[blocks.start : blocks.stop])
