@@ -70,7 +70,8 @@ def key_space(
         hash_algorithm=algorithm,
         hash_seed=_hash_seed(algorithm),
         hash_bytes=hash_bytes,
-        parallel_shape=_parallel_shape(parallel),
+        parallel_shape=f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size},"
+        f"dcp={parallel.decode_context_parallel_size}",
         page_format=page_format,
         tenant=config.tenant,
         extra=key_space_factors(vllm_config, layer_specs(kv_cache_config)),
@@ -87,11 +88,6 @@ def _model_name(model: Any) -> str:
             iter(getattr(model.hf_config, "architectures", None) or ()), model.hf_config.model_type
         )
     )
-
-
-def _parallel_shape(parallel: Any) -> str:
-    shape = f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size}"
-    return f"{shape},dcp={parallel.decode_context_parallel_size}"
 
 
 def _hash_bytes(algorithm: str) -> int:

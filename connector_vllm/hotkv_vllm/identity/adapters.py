@@ -20,6 +20,7 @@ Always true:
 
 import enum
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,7 +177,7 @@ class Adapters:
         self._adapters: dict[AdapterName, _Adapter] = {}
         self._live: dict[str, tuple[int, AdapterName, float]] = {}
         self._questions: dict[int, _Question] = {}
-        self._last_number = 0
+        self._numbers = itertools.count(1)
         self._logged_many = False
         self._keys: WeakKeyDictionary[Any, _Keys] = WeakKeyDictionary()
         self._to_release: set[int] = set()
@@ -336,8 +337,7 @@ class Adapters:
 
     def _ask(self, one: _Id, lora: Any) -> None:
         self._forget_question(one)
-        self._last_number += 1
-        one.asked = self._last_number
+        one.asked = next(self._numbers)
         one.answers = {}
         self._questions[one.asked] = _Question(lora.lora_int_id, lora)
 

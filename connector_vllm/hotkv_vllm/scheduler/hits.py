@@ -514,15 +514,6 @@ class HitFinder:
         of them are ready. Does not lease them."""
         return self._session.lookup(self._all_blocks(state.request))
 
-    def is_whole(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if the request's hit could not be longer, even if the server had all blocks
-        of the request.
-
-        masks: which blocks are ready in the server, per group.
-        computed_tokens: length of the hit in vLLM's own prefix cache.
-        """
-        return self.groups.is_whole(masks, computed_tokens, request.num_tokens - 1)
-
     def begin_load(
         self,
         state: RequestState,

@@ -451,7 +451,12 @@ def _over(
         engine.prefill,
         tells_speed=engine.learnt_prefill is not None,
     )
-    sparse_groups = _sparse_groups(agreement, cache_groups)
+    sparse = {number for _, number in agreement.sparse_layers}
+    sparse_groups = [
+        SparseGroup(index, group.block_tokens)
+        for index, group in enumerate(cache_groups)
+        if group.vllm_group in sparse
+    ]
     memory = None
     if config.sparse is not None and sparse_groups:
         min_tokens = config.sparse.min_context_tokens
@@ -469,18 +474,6 @@ def _over(
         memory,
         residencies,
     )
-
-
-def _sparse_groups(
-    agreement: Agreement, cache_groups: tuple[kv_groups.CacheGroup, ...]
-) -> list[SparseGroup]:
-    """Returns the groups that have layers with sparse attention."""
-    sparse = {number for _, number in agreement.sparse_layers}
-    return [
-        SparseGroup(index, group.block_tokens)
-        for index, group in enumerate(cache_groups)
-        if group.vllm_group in sparse
-    ]
 
 
 # ------------------------------------------------------------------------- whether there is a cache
