@@ -684,7 +684,11 @@ class HitFinder:
         hit.miss = self._why(state.request, hit_tokens)
         if hit_tokens <= computed_tokens:
             return self._miss(state, now_s)
-        hit.leased = self.groups.missing_blocks(hit_tokens, computed_tokens)
+        specs = self.groups.specs
+        hit.leased = [
+            range(max(blocks.start, computed_tokens // spec.block_tokens), blocks.stop)
+            for spec, blocks in zip(specs, needed_blocks(specs, hit_tokens), strict=True)
+        ]
         hit.left_out = self._left_out(hit_tokens)
         groups = self.groups.named(state.request, hit.leased, hit.left_out)
         asked, ttl_s = groups + self.representations.asked(groups), self._config.lease_ttl_s

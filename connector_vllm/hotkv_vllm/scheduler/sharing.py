@@ -244,7 +244,10 @@ def agree(
         h.fence is not None for h in handshakes
     ):
         try:
-            revocations = _revocations(handshakes, num_ranks)
+            places = [h.fence for h in handshakes if h.fence is not None]
+            if len(places) != num_ranks:
+                raise ValueError(f"{len(places)} of {num_ranks} ranks have named one")
+            revocations = Revocations(places)
         except (OSError, ValueError) as error:
             raise Unsupported(
                 "model runner V2 writes blocks of this model before it tells connectors' workers "
@@ -279,15 +282,6 @@ def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace
             "engines that are on one"
         )
     return spaces[0]
-
-
-def _revocations(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> Revocations:
-    """Maps the fences (shared pages in which the scheduler revokes stores) of all ranks. Raises
-    ValueError if a rank has no fence, and OSError or ValueError if a fence can't be mapped."""
-    places = [h.fence for h in handshakes if h.fence is not None]
-    if len(places) != num_ranks:
-        raise ValueError(f"{len(places)} of {num_ranks} ranks have named one")
-    return Revocations(places)
 
 
 # ----------------------------------------------------------------------- the parts over a key space
