@@ -96,7 +96,9 @@ class Parts:
             RepresentationPlanner(len(self.specs), kinds),
             lambda hit_tokens: left_out,
             stores=stores,
+            connection=lambda: self.connection,
         )
+        self.connection = 1
         self.exactness = Exactness([spec.block_tokens for spec in self.specs], 100)
         cache_groups = [
             CacheGroup(

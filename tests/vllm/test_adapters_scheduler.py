@@ -299,6 +299,21 @@ def test_a_question_is_asked_until_it_is_answered(lost: str) -> None:
     assert pair.all.take_work(pair.now_s + ASK_AGAIN_S) is NO_WORK
 
 
+def test_an_adapter_comes_back_under_another_id_and_none_is_kept_after_its_requests() -> None:
+    pair = Pair()
+    first = arrive(pair.all, lora(1))
+    pair.lose_report()
+    pair.all.ended(first.request_id)
+    pair.settle()
+    second = arrive(pair.all, lora(2), pair.now_s)
+    pair.settle()
+    assert pair.all.standing(second, pair.now_s) is Standing.KNOWN
+    pair.all.ended(second.request_id)
+    pair.all.ended(arrive(pair.all, lora(3, *ADAPTERS[1])).request_id)
+    pair.settle()
+    assert not pair.watch._ahead
+
+
 def test_a_release_that_was_lost_is_said_again_with_the_next_question_that_waits() -> None:
     pair = Pair()
     pair.watch._max_ahead = 1

@@ -146,7 +146,9 @@ def test_a_preempted_request_stores_again_what_the_server_lacks(desk: Any) -> No
 
 @pytest.mark.parametrize("how", ["ended", "computed", "abandoned", "loading"])
 def test_a_trial_that_loads_nothing_costs_no_later_trial(desk: Any, how: str) -> None:
+    assert desk(load="always").desk.choice._prefill is None
     one = desk()
+    assert one.desk.choice._prefill is not None
     asks = one.load() if how == "loading" else request("a", LONG)
     if how != "loading":
         one.arrive(asks)
@@ -203,4 +205,4 @@ def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
     assert one.desk.match(asks, 0) == ASK_AGAIN and "a" in one.desk.failed_loads
     assert one.desk.match(asks, 0) == NO_HIT
     one.desk.finished(asks, [[1]])
-    assert one.desk.failed_loads.is_empty
+    assert not one.desk.failed_loads

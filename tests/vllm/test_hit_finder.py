@@ -77,6 +77,7 @@ def test_a_miss_is_remembered_for_a_moment_and_counted_once() -> None:
     state = parts.state(request("a", LONG))
     assert parts.match(state) == NO_HIT
     assert parts.server.count("probe") == 1, "no hit has a block of the window without the first"
+    assert not parts.server.count("acquire")
     for group in (0, 1):
         parts.put("a", range(4), group)
     parts.clock += MISS_MEMORY_S / 2
@@ -194,6 +195,16 @@ def test_a_lease_that_expires_before_its_grant_is_read_is_taken_once_more(waits_
         assert answers == [ASK_AGAIN, ASK_AGAIN, NO_HIT] and parts.server.released == leases
 
 
+def test_a_lease_ends_with_its_connection() -> None:
+    parts = Parts()
+    state = granted(parts)
+    first = state.hit.lease_id
+    parts.connection += 1
+    assert parts.hit(state) == 4 * TOKENS and state.hit.lease_id != first
+    parts.connection += 1
+    assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]]) is None
+
+
 @pytest.mark.parametrize(
     "external, table, waits_s, fits",
     [
@@ -237,13 +248,14 @@ def test_a_request_is_offered_hits_until_so_many_loads_failed(retries: int) -> N
     assert parts.match(state) == NO_HIT
 
 
-@pytest.mark.parametrize("why", ["late", "cancelled", "server lost"])
+@pytest.mark.parametrize("why", ["late", "cancelled", "server lost", "server back"])
 def test_a_load_that_failed_without_a_fault_of_its_blocks_hides_none(desk: Any, why: str) -> None:
     one = desk()
     one.load()
     if why == "cancelled":
         one.desk.cancel_loads()
     one.parts.server.up = why != "server lost"
+    one.parts.connection += why == "server back"
     assert one.parts.finder.end_load(one.desk.states["a"], True, why == "late") == ()
     one.parts.server.up = True
     assert one.parts.hit(one.parts.state(request("a", LONG))) == 4 * TOKENS
@@ -255,6 +267,9 @@ def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
     parts = Parts(stores=stores)
     parts.clock = 2 * HIDDEN_FOR_S
     parts.finder.end_load(loading(parts), True)
+    parts.put("whole", range(4))
+    whole = parts.state(request("whole", LONG))
+    assert parts.hit(whole) == 4 * TOKENS and whole.hit.miss is Miss.ABSENT
     for waited_s, hits in ((HIDDEN_FOR_S - 0.1, False), (0.1, not stores)):
         parts.clock += waited_s
         state = parts.state(request("a", LONG))
@@ -263,11 +278,13 @@ def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
 
 
 def test_loads_whose_end_was_never_seen_or_that_were_given_up_count_as_failed() -> None:
-    parts = Parts()
+    parts = Parts(max_load_retries=1)
     state = loading(parts)
     parts.finder.give_back(state)
+    assert parts.hit(state) and parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])
+    parts.finder.give_back(state)
     assert not state.hit.failed_loads and parts.match(state) == NO_HIT
-    assert not parts.server.count("lookup") and parts.server.count("acquire") == 1
+    assert not parts.server.count("lookup") and parts.server.count("acquire") == 2
     parts = Parts(max_load_retries=1000)
     state = loading(parts)
     parts.finder.give_up(state)

@@ -54,7 +54,7 @@ def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
     one.generate("end", OTHER, 1)
     requests = one.connector._scheduler.requests
     assert pool.get_num_free_blocks() == num_free and not server.leases
-    assert not requests.states and not requests.loads.awaited and requests.failed_loads.is_empty
+    assert not requests.states and not requests.loads.awaited and not requests.failed_loads
     server.fail_loads = False
     for name in "cd":
         one.drop_local()

@@ -109,12 +109,11 @@ def test_a_request_is_reported_once_with_what_it_hit(
     def sent() -> list[Any]:
         return [what for kind, what in parts.server.calls if kind == "report_requests"]
 
-    reports = UseReports(
-        parts.session,
-        TOKENS,
-        parts.stats,
-        lambda one: one.block_hashes if names else (),
-        None,
+    reports, of_other_weights = (
+        UseReports(
+            parts.session, TOKENS, parts.stats, lambda one: one.block_hashes if names else ()
+        )
+        for _ in range(2)
     )
     state = parts.state(request("a", 37, decoded=30))
     state.arrived_s, state.retention = 90.0, Retention(priority=1)
@@ -128,6 +127,9 @@ def test_a_request_is_reported_once_with_what_it_hit(
     assert report.hashes == state.request.block_hashes[:2] and report.prompt_tokens == 37
     assert report.age_s == 10.0 and report.retention == state.retention
     assert parts.count("reported_requests") == 1
+    of_other_weights.admitted(parts.state(request("other", 37)), 0)
+    of_other_weights.send(102.0)
+    assert sent()[-1][0].report_id != report.report_id
     # A request without a name is not reported, a short request is; ages are never negative.
     names.clear()
     short = parts.state(request("short", 5))
@@ -136,4 +138,4 @@ def test_a_request_is_reported_once_with_what_it_hit(
         reports.admitted(one, 0)
         reports.send(110.0)
     assert [(one.prompt_tokens, one.age_s) for one in sent()[-1]] == [(5, 0.0)]
-    assert len(sent()) == 2
+    assert len(sent()) == 3

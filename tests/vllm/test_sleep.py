@@ -75,7 +75,9 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     session, fds, link = worker.rank.session, dict(worker.rank.memory.fds), scheduler.cache.session
     # Only the scheduler probes the block table.
     assert link.config.use_table and not session.config.use_table
-    core.sleep()
+    with monkeypatch.context() as patch:
+        patch.setattr("hotkv_vllm.worker.side.logger.error", pytest.fail)
+        core.sleep()
     assert session.closed and worker.rank.session is None and worker.rank.memory is None
     for fd in fds.values():
         with pytest.raises(OSError, match="Bad file descriptor"):
@@ -180,11 +182,12 @@ def test_what_is_under_way_brings_nothing_wrong(
         core.sleep()
         core.wake_up()
     else:
-        executor = Executor(one)
+        executor, fence = Executor(one), worker.rank.fence
         executor.sleep(1)
         if one.device is not None:
             one.device.run_to(one.device.given)
         executor.wake_up(None)
+        assert worker.rank.fence is fence
     for _, _, future, act in late:
         future.set_result(act())
     assert scheduler.cache.reset.under_way or not late

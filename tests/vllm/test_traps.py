@@ -172,6 +172,21 @@ def test_engine_runs_without_a_server_and_with_one_that_comes_and_goes(
     assert len(lines) == 5, lines
 
 
+def test_a_request_that_waited_while_the_server_restarted_hits(engine: Any, server: Any) -> None:
+    one = engine()
+    one.generate("a", PROMPT, 4)
+    one.drop_local()
+    server.hold = {"acquire"}
+    one.add("b", PROMPT, 4)
+    one.step()
+    server.hold = set()
+    server.settle()
+    server.die(empty=False)
+    server.come_back()
+    one.run()
+    assert one.external["b"] == 192 and "failed_loads" not in one.counters
+
+
 @pytest.mark.parametrize("seed_set", [True, False])
 def test_random_hash_seed_turns_sharing_off(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, seed_set: bool

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
@@ -49,7 +50,6 @@ def key_space(
         vllm_config.parallel_config,
     )
     algorithm = cache.prefix_caching_hash_algo
-    hash_bytes = _hash_bytes(algorithm)
     names = [tuple(kv_cache_config.kv_cache_groups[g.vllm_group].layer_names) for g in groups]
     return KeySpace(
         model=_model_name(model),
@@ -69,8 +69,9 @@ def key_space(
         kv_dtype=str(cache.cache_dtype),
         hash_algorithm=algorithm,
         hash_seed=_hash_seed(algorithm),
-        hash_bytes=hash_bytes,
-        parallel_shape=_parallel_shape(parallel),
+        hash_bytes=len(get_hash_fn_by_name(algorithm)("hotkv")),
+        parallel_shape=f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size},"
+        f"dcp={parallel.decode_context_parallel_size}",
         page_format=page_format,
         tenant=config.tenant,
         extra=key_space_factors(vllm_config, layer_specs(kv_cache_config)),
@@ -89,22 +90,9 @@ def _model_name(model: Any) -> str:
     )
 
 
-def _parallel_shape(parallel: Any) -> str:
-    shape = f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size}"
-    return f"{shape},dcp={parallel.decode_context_parallel_size}"
-
-
-def _hash_bytes(algorithm: str) -> int:
-    from vllm.utils.hashing import get_hash_fn_by_name
-
-    return len(get_hash_fn_by_name(algorithm)("hotkv"))
-
-
 def _hash_seed(algorithm: str) -> str:
     """Returns the seed of the engine's block hashes. Raises Unsupported if each process of vLLM
     draws its own seed, because no other engine could then find the blocks."""
-    from vllm.utils.hashing import get_hash_fn_by_name
-
     hash_function = get_hash_fn_by_name(algorithm)
     seed: str = resolve_none_hash_seed(hash_function)
     if seed != resolve_none_hash_seed(hash_function):

@@ -20,6 +20,7 @@ Always true:
 
 import enum
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,7 +177,7 @@ class Adapters:
         self._adapters: dict[AdapterName, _Adapter] = {}
         self._live: dict[str, tuple[int, AdapterName, float]] = {}
         self._questions: dict[int, _Question] = {}
-        self._last_number = 0
+        self._numbers = itertools.count(1)
         self._logged_many = False
         self._keys: WeakKeyDictionary[Any, _Keys] = WeakKeyDictionary()
         self._to_release: set[int] = set()
@@ -311,7 +312,8 @@ class Adapters:
         if question.asked_s is None:
             return True
         is_late = now_s >= question.asked_s + ASK_AGAIN_S
-        return is_late and self._ids[question.adapter_id].num_live > 0
+        adapters = (self._adapters[name] for name in self._ids[question.adapter_id].names)
+        return is_late and any(self._ids[one].num_live for of in adapters for one in of.ids)
 
     def reported(self, report: AdapterReport) -> None:
         """Processes the workers' report about adapters: their answers, and changes of bytes."""
@@ -329,11 +331,13 @@ class Adapters:
                 known.is_put_off = LATER in known.answers.values()
                 if len(known.answers) >= self._num_ranks and not known.is_put_off:
                     self._settle(known)
+                    if not known.num_live:
+                        # The workers may have read the adapter after its release.
+                        self._to_release.add(question.adapter_id)
 
     def _ask(self, one: _Id, lora: Any) -> None:
         self._forget_question(one)
-        self._last_number += 1
-        one.asked = self._last_number
+        one.asked = next(self._numbers)
         one.answers = {}
         self._questions[one.asked] = _Question(lora.lora_int_id, lora)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hotkv_client.types import BlockRun, GroupHashes, LoadRun
-from hotkv_proto.groups import GroupSpec, longest_hit, needed_blocks
+from hotkv_proto.groups import GroupSpec, longest_hit
 from hotkv_proto.keys import Representation, group_hashes
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.link import BoolMask, CacheSession
@@ -158,18 +158,6 @@ class CachedGroups:
         )
         longest = self.longest_hit(all_of, computed_tokens, limit_tokens)
         return self.longest_hit(masks, computed_tokens, limit_tokens) >= longest
-
-    def missing_blocks(self, hit_tokens: int, computed_tokens: int) -> list[range]:
-        """Returns, per group, the positions of the blocks that a hit needs and that the engine does
-        not hold.
-
-        hit_tokens: length of the hit.
-        computed_tokens: number of leading tokens that the engine itself holds.
-        """
-        return [
-            range(max(blocks.start, computed_tokens // spec.block_tokens), blocks.stop)
-            for spec, blocks in zip(self.specs, needed_blocks(self.specs, hit_tokens), strict=True)
-        ]
 
 
 # ---------------------------------------------------------------------------------- representations

@@ -407,6 +407,7 @@ class HitFinder:
         failed_loads: FailedLoads | None = None,
         *,
         stores: bool = True,
+        connection: Callable[[], int] = lambda: 0,
     ) -> None:
         """groups: computes the shared names (hashes) of a request's blocks, and lengths of hits.
         id_prefix: the ids of all leases and loads begin with it.
@@ -418,8 +419,10 @@ class HitFinder:
         failed_loads: the engine's record of requests whose load failed. The engine keeps it when
             the key space changes. None creates a new record.
         stores: False if the engine stores nothing.
+        connection: returns the number of the session's present connection to the server.
         """
         self._left_out = left_out
+        self._connection = connection
         self.groups = groups
         self.representations = representations or RepresentationPlanner(len(groups.specs))
         self.hidden = HiddenKeys(stores=stores)
@@ -476,6 +479,9 @@ class HitFinder:
             # The request has waited in vLLM's queue since its lookup. The server may have further
             # blocks by now.
             self.give_back(state)
+        if hit.lease_id and hit.connection != self._connection():
+            # The lease has ended with its connection.
+            self.give_back(state)
         if hit.phase in (Phase.ASKED, Phase.LEASING):
             return self._after_call(state, computed_tokens, now_s)
         if hit.phase is Phase.GRANTED:
@@ -508,15 +514,6 @@ class HitFinder:
         of them are ready. Does not lease them."""
         return self._session.lookup(self._all_blocks(state.request))
 
-    def is_whole(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if the request's hit could not be longer, even if the server had all blocks
-        of the request.
-
-        masks: which blocks are ready in the server, per group.
-        computed_tokens: length of the hit in vLLM's own prefix cache.
-        """
-        return self.groups.is_whole(masks, computed_tokens, request.num_tokens - 1)
-
     def begin_load(
         self,
         state: RequestState,
@@ -526,7 +523,7 @@ class HitFinder:
         now_s: float,
     ) -> LoadJob | None:
         """Begins the load of a granted hit and returns the order for the workers. Returns None if
-        no lease covers the load, if the lease has expired (vLLM 0.33 may postpone a load), or if
+        no lease covers the load, if the lease has ended (vLLM 0.33 may postpone a load), or if
         there is no block to load.
 
         block_ids: per group, the ids of the request's device blocks, in order.
@@ -538,7 +535,7 @@ class HitFinder:
         hit_tokens = hit.computed_tokens + num_external
         if hit.phase is not Phase.GRANTED or not 0 < hit_tokens <= hit.hit_tokens:
             return None
-        if now_s >= hit.lease_ends_s:
+        if now_s >= hit.lease_ends_s or hit.connection != self._connection():
             return None
         runs = load_runs(self.groups, hit, block_ids, hit_tokens, null_block)
         if not runs:
@@ -584,7 +581,8 @@ class HitFinder:
         stored: tuple[int, ...] = ()
         if failed:
             self.load_failed(state)
-            is_fault = not is_excused and not hit.is_cancelled and self._session.connected
+            has_server = self._session.connected and hit.connection == self._connection()
+            is_fault = has_server and not is_excused and not hit.is_cancelled
             for index, blocks in enumerate(hit.leased if is_fault else ()):
                 hashes = self.groups.hashes(state.request, index)
                 self.hidden.hide(index, hashes[blocks.start : blocks.stop])
@@ -686,7 +684,11 @@ class HitFinder:
         hit.miss = self._why(state.request, hit_tokens)
         if hit_tokens <= computed_tokens:
             return self._miss(state, now_s)
-        hit.leased = self.groups.missing_blocks(hit_tokens, computed_tokens)
+        specs = self.groups.specs
+        hit.leased = [
+            range(max(blocks.start, computed_tokens // spec.block_tokens), blocks.stop)
+            for spec, blocks in zip(specs, needed_blocks(specs, hit_tokens), strict=True)
+        ]
         hit.left_out = self._left_out(hit_tokens)
         groups = self.groups.named(state.request, hit.leased, hit.left_out)
         asked, ttl_s = groups + self.representations.asked(groups), self._config.lease_ttl_s
@@ -696,6 +698,7 @@ class HitFinder:
         hit.asked.append(AnswerTime(hit.answer, span))
         hit.phase = Phase.LEASING
         hit.lease_asked_s = now_s
+        hit.connection = self._connection()
         hit.computed_tokens = computed_tokens
         hit.hit_tokens = hit_tokens
         hit.deadline_s = now_s + self._config.lookup_timeout_s

@@ -234,19 +234,13 @@ class FailedLoads:
         self._in_the_way: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting | self._in_the_way)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
     def __repr__(self) -> str:
         return f"FailedLoads({len(self._waiting)} wait, {len(self._in_the_way)} in the way)"
-
-    @property
-    def is_empty(self) -> bool:
-        """Returns True if there is no request whose load failed and that vLLM has not scheduled
-        since."""
-        return not self._waiting and not self._in_the_way
 
     def add(self, request_id: str) -> None:
         """Adds a request whose load failed. The failure has been reported to vLLM, or will be."""

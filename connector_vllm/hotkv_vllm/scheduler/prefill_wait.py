@@ -112,7 +112,8 @@ class PrefillWait:
             wait.next_s = now_s + max(ASK_S, now_s - wait.asked_s)
             if masks is None and answer.exception() is None:
                 masks = answer.result()
-        if masks is not None and finder.is_whole(state.request, masks, computed_tokens):
+        limit = state.request.num_tokens - 1
+        if masks is not None and finder.groups.is_whole(masks, computed_tokens, limit):
             return True
         if wait.answer is None and now_s >= wait.next_s:
             wait.answer, wait.asked_s = finder.lookup(state), now_s

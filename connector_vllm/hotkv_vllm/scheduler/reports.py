@@ -19,6 +19,10 @@ from hotkv_vllm.link import CacheSession
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.stats import HotKVStats
 
+_report_ids = itertools.count(1)
+"""Generates the ids of reports. The session of another key space hears of loads of requests that an
+earlier session has reported."""
+
 
 class UseReports:
     """Collects reports about requests until `send`. Owns the `UseState` of each request."""
@@ -46,7 +50,6 @@ class UseReports:
         self._keys = keys
         self._prefill = prefill or PrefillSpeed(stats)
         self._tells_speed = tells_speed
-        self._ids = itertools.count(1)
         self._waiting: list[tuple[RequestState, int]] = []
         self._ended: list[RequestState] = []
         self._loads: list[LoadEnd] = []
@@ -82,7 +85,7 @@ class UseReports:
             state.use.is_reported = True
             if not self._keys(state.request) and state.request.block_hashes:
                 return
-            state.use.report_id = next(self._ids)
+            state.use.report_id = next(_report_ids)
             self._waiting.append((state, external_tokens))
 
     def ended(self, state: RequestState) -> None:

@@ -58,6 +58,7 @@ class HitState:
     represented: by group, a mask of the leased blocks whose representation (a compact form of the
         keys) is pinned too.
     lease_asked_s: time at which the lease was asked for.
+    connection: number of the connection to the server on which the lease was asked for.
     lease_ends_s: the lease expires at this time at the earliest; the load must begin before.
     offer_until_s: vLLM is offered the hit before this time. Later the request is looked up anew.
     has_expired: True once a lease has expired before its grant was read.
@@ -87,6 +88,7 @@ class HitState:
     represented: dict[int, BoolMask] = field(default_factory=dict)
     granted_s: float = 0.0
     lease_asked_s: float = 0.0
+    connection: int = 0
     lease_ends_s: float = 0.0
     offer_until_s: float = 0.0
     has_expired: bool = False

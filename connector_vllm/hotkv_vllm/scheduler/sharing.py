@@ -244,7 +244,10 @@ def agree(
         h.fence is not None for h in handshakes
     ):
         try:
-            revocations = _revocations(handshakes, num_ranks)
+            places = [h.fence for h in handshakes if h.fence is not None]
+            if len(places) != num_ranks:
+                raise ValueError(f"{len(places)} of {num_ranks} ranks have named one")
+            revocations = Revocations(places)
         except (OSError, ValueError) as error:
             raise Unsupported(
                 "model runner V2 writes blocks of this model before it tells connectors' workers "
@@ -279,15 +282,6 @@ def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace
             "engines that are on one"
         )
     return spaces[0]
-
-
-def _revocations(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> Revocations:
-    """Maps the fences (shared pages in which the scheduler revokes stores) of all ranks. Raises
-    ValueError if a rank has no fence, and OSError or ValueError if a fence can't be mapped."""
-    places = [h.fence for h in handshakes if h.fence is not None]
-    if len(places) != num_ranks:
-        raise ValueError(f"{len(places)} of {num_ranks} ranks have named one")
-    return Revocations(places)
 
 
 # ----------------------------------------------------------------------- the parts over a key space
@@ -419,6 +413,7 @@ def _over(
         engine.pool.left_out,
         engine.failed_loads,
         stores=engine.vllm_config.kv_transfer_config.is_kv_producer,
+        connection=lambda: streams.number,
     )
     residencies = None
     if engine.pool.spec is not None:
@@ -450,7 +445,12 @@ def _over(
         engine.prefill,
         tells_speed=engine.learnt_prefill is not None,
     )
-    sparse_groups = _sparse_groups(agreement, cache_groups)
+    sparse = {number for _, number in agreement.sparse_layers}
+    sparse_groups = [
+        SparseGroup(index, group.block_tokens)
+        for index, group in enumerate(cache_groups)
+        if group.vllm_group in sparse
+    ]
     memory = None
     if config.sparse is not None and sparse_groups:
         min_tokens = config.sparse.min_context_tokens
@@ -468,18 +468,6 @@ def _over(
         memory,
         residencies,
     )
-
-
-def _sparse_groups(
-    agreement: Agreement, cache_groups: tuple[kv_groups.CacheGroup, ...]
-) -> list[SparseGroup]:
-    """Returns the groups that have layers with sparse attention."""
-    sparse = {number for _, number in agreement.sparse_layers}
-    return [
-        SparseGroup(index, group.block_tokens)
-        for index, group in enumerate(cache_groups)
-        if group.vllm_group in sparse
-    ]
 
 
 # ------------------------------------------------------------------------- whether there is a cache

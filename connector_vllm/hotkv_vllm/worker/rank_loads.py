@@ -226,13 +226,19 @@ class RankLoads:
         """Returns the end of a load whose future is resolved. If the result can't be read, the load
         counts as failed."""
         assert load.answer is not None
+        num_bytes = None
         try:
-            return Ended(load, None if load.is_void else _bytes_loaded(load.answer))
+            if (error := load.answer.exception()) is not None:
+                logger.debug("hotkv: a load failed: %s", error)
+            elif (result := load.answer.result()).status is not TransferStatus.DONE:
+                logger.debug("hotkv: a load ended %s: %s", result.status.name, result.message)
+            elif not load.is_void:
+                num_bytes = result.num_bytes
         except Exception:
             logger.exception(
                 "hotkv: the result of a load could not be read; the load counts as failed"
             )
-            return Ended(load, None)
+        return Ended(load, num_bytes)
 
     def watch(self, now_s: float) -> None:
         """Cancels the loads whose deadline has passed. Sets the deadline of each load whose mark
@@ -309,18 +315,3 @@ def never_begun(why: str) -> "Future[TransferResult]":
     failed: Future[TransferResult] = Future()
     failed.set_exception(ConnectionError(why))
     return failed
-
-
-def _bytes_loaded(answer: "Future[TransferResult]") -> int | None:
-    """Returns the number of bytes that a load has loaded; None if the load failed.
-
-    answer: the resolved future of the load.
-    """
-    if (error := answer.exception()) is not None:
-        logger.debug("hotkv: a load failed: %s", error)
-        return None
-    result = answer.result()
-    if result.status is not TransferStatus.DONE:
-        logger.debug("hotkv: a load ended %s: %s", result.status.name, result.message)
-        return None
-    return result.num_bytes

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -103,9 +102,11 @@ class RankStores:
         self._reports.update({job.store_id: StoreReport([b""]) for job in jobs})
 
     def leave_to_others(self, jobs: Iterable[StoreJob]) -> None:
-        """Queues stores to be reported as written, without beginning them, because another rank
-        holds the same bytes and stores them."""
-        self._reports.update({job.store_id: nothing_to_write(job) for job in jobs})
+        """Queues stores to be reported as written (the result WRITTEN for each block), without
+        beginning them, because another rank holds the same bytes and stores them."""
+        for job in jobs:
+            written = bytes([BlockResult.WRITTEN]) * sum(len(run.hashes) for run in job.runs)
+            self._reports[job.store_id] = StoreReport([written])
 
     def send_waiting(self) -> None:
         """Sends each waiting store whose mark (point in the device's queue) the device has passed
@@ -270,7 +271,8 @@ class RankStores:
             if result.status is TransferStatus.DONE:
                 self._is_server_slow = False
             self._count("store_bytes", result.num_bytes)
-            return report_of(result.results[: len(store.job.runs)])
+            blocks = result.results[: len(store.job.runs)]
+            return StoreReport([b"".join(np.asarray(a, np.uint8).tobytes() for a in blocks)])
         except Exception:
             self._count("hook_errors", 1)
             logger.exception(
@@ -282,21 +284,3 @@ class RankStores:
 def _all_done(waiting: Iterable[ActiveStore], timeout_s: float) -> bool:
     answers = [store.answer for store in waiting if store.answer is not None]
     return not wait_futures(answers, timeout_s).not_done
-
-
-def report_of(result_arrays: Sequence[Any]) -> StoreReport:
-    """Returns a rank's report about a store.
-
-    result_arrays: one array per run, with the server's `BlockResult` (such as STORED or NO_SPACE)
-        for each block of the run; empty if the store failed as a whole.
-    """
-    return StoreReport([b"".join(np.asarray(a, np.uint8).tobytes() for a in result_arrays)])
-
-
-def nothing_to_write(job: StoreJob) -> StoreReport:
-    """Returns a rank's report about a store that another rank carries out, because both ranks hold
-    the same bytes. The report has the result WRITTEN (this rank's part is written) for each
-    block."""
-    return report_of(
-        [np.full(sum(len(run.hashes) for run in job.runs), BlockResult.WRITTEN, np.uint8)]
-    )

@@ -7,7 +7,7 @@ Always true:
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
@@ -26,6 +26,8 @@ class RankReport:
     edge: records the time and the exceptions of the hooks.
     asked: the last message from the scheduler whose loads were begun. The report answers the
         message's fields `held_loads` and `asks_links`.
+    over: loads that have ended. The next `take` ends their use of marks (points in the device's
+        queue).
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class RankReport:
         self._rank_number = rank_number
         self._sparse = sparse
         self.asked = HotKVMetadata()
-        self._over: list[ActiveLoad] = []
+        self.over: list[ActiveLoad] = []
         self._next = HotKVWorkerMetadata()
 
     def __repr__(self) -> str:
@@ -60,11 +62,6 @@ class RankReport:
             (name, load_s) for name, load_s in load_seconds.items() if load_s
         )
 
-    def give_marks_back(self, loads: Iterable[ActiveLoad]) -> None:
-        """Records loads that have ended. The next `take` ends their use of marks (points in the
-        device's queue), so that the marks can be reused."""
-        self._over += loads
-
     def take(
         self,
         meta: HotKVMetadata | None,
@@ -81,7 +78,7 @@ class RankReport:
         self._sparse.sparse_report(self._next)
         self._state_report(loads)
         self._step_report(meta, handshake)
-        over, self._over = self._over, []
+        over, self.over = self.over, []
         for load in over:
             self._rank.marks.done(load.after)
         self._next.stores.update(stores.take_reports())
@@ -110,7 +107,7 @@ class RankReport:
         if self.asked.held_loads:
             settled, over = loads.settled(self.asked.held_loads)
             report.settled_loads = dict.fromkeys(settled, 1)
-            self._over += over
+            self.over += over
 
     @hook(nothing, is_part=True)
     def _step_report(

@@ -282,7 +282,7 @@ class HotKVWorker:
         """Returns the ids of the requests whose load has ended or was never sent, if `take_results`
         has raised. All these loads count as failed."""
         failed, over = self.loads.take_failed()
-        self.report.give_marks_back(over)
+        self.report.over += over
         return failed
 
     def _load_ended(self, one: Ended) -> None:
