@@ -88,7 +88,6 @@ class ResidentRequests:
         self._numbers = itertools.count()
         self._residents: dict[str, Resident] = {}
         self.rows = ResidentRows(self._residents, pool, self._block_tokens)
-        self._ended: list[str] = []
         self._stuck_since_s: float | None = None
 
     def __repr__(self) -> str:
@@ -117,10 +116,9 @@ class ResidentRequests:
         return f"{self._prefix}-{next(self._numbers)}-{shown}"
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended, and closes its residency. The next step's message tells
-        the workers."""
+        """Forgets a request that has ended, and closes its residency. The workers learn the end from
+        `SparseRows.ended`."""
         one = self._residents.pop(request_id, None)
-        self._ended.append(request_id)
         self._pool.forget(request_id)
         if one is not None:
             self._reservations.close(one)
@@ -422,8 +420,8 @@ class ResidentRequests:
 
         rows: holds vLLM's object of each running request.
         """
-        for request_id in scheduler_output.preempted_req_ids or ():
-            self._ended.append(request_id)
+        preempted = tuple(scheduler_output.preempted_req_ids or ())
+        for request_id in preempted:
             if request_id in self._residents:
                 one = self._residents[request_id]
                 if one.is_lost or one.has_private_names:
@@ -436,8 +434,7 @@ class ResidentRequests:
             self._advance(one, now_s)
         self._take_compared()
         lost = [name for name, one in self._residents.items() if one.is_lost]
-        ended, self._ended = tuple(self._ended), []
-        return ResidentStep(self.rows.of_step(scheduler_output, rows), ended, tuple(lost))
+        return ResidentStep(self.rows.of_step(scheduler_output, rows), preempted, tuple(lost))
 
     def _take_compared(self) -> None:
         """Handles the server's answers to the calls that pin known blocks again after a reconnect.
