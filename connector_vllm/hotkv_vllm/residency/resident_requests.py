@@ -116,7 +116,7 @@ class ResidentRequests:
         return f"{self._prefix}-{next(self._numbers)}-{shown}"
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended, and closes its residency. The workers learn the end from
+        """Forgets a request that has ended, and closes its residency. Workers hear of the end by
         `SparseRows.ended`."""
         one = self._residents.pop(request_id, None)
         self._pool.forget(request_id)
