@@ -599,8 +599,8 @@ class Sharing:
         self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
-        """Creates the objects for the agreed key space (`assemble`), and waits for the server
-        (`link.await_server`).
+        """Creates the objects for the agreed key space (`assemble`) in place of the present ones,
+        and waits for the server (`link.await_server`).
 
         wait_s: how long to wait for a server to answer; 0: do not wait.
         opening_s: how much longer to wait if a server has answered but has not opened the session
@@ -609,6 +609,8 @@ class Sharing:
         # Before the first request: numba takes a second to load, and some kernels must be compiled.
         native.load("hotkv_proto.kernels")
         cache = assemble(self._engine, agreement)
+        if self.cache is not None:
+            link.close_aside(self.cache.session)
         self._agreement = agreement
         self.cache = cache
         if self._engine.counts_media:
@@ -654,7 +656,6 @@ class Sharing:
             # Without a server it does not wait.
             is_there = self.is_connected
             wait_s = min(self._engine.config.startup_wait_s, RECONNECT_S) if is_there else 0.0
-            link.close_aside(self.cache.session)
             space = replace(agreement.space, weights_identity=identity)
             try:
                 self._start(replace(agreement, space=space), wait_s)
