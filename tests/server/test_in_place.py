@@ -78,7 +78,8 @@ class Place:
 
     def extend(self) -> Any:
         request = residency_pb2.ExtendResidencyRequest(residency_id="r", hashes=PACKED)
-        return residency_calls.extend_residency(self.node, self.residencies, self.session, request)
+        asked = self.node, self.residencies, self.session, request
+        return asyncio.ensure_future(residency_calls.extend_residency(*asked))
 
 
 def lease_request(lease_id: str, blocks: list[bytes] = HASHES) -> cache_pb2.AcquireLeaseRequest:
@@ -199,7 +200,6 @@ async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: O
         place.spoil(3)
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
         waiting = [place.extend() for _ in range(2)]
-        assert all(isinstance(each, asyncio.Task) for each in waiting)
         await asyncio.sleep(0.05)
         assert not any(each.done() for each in waiting)
         place.node.core.check_invariants()
@@ -208,7 +208,7 @@ async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: O
         found = [np.frombuffer((await each).offsets, "<i8") for each in waiting]
         assert np.array_equal(found[0], found[1])
         assert np.flatnonzero(found[0] == -1).tolist() == [3], "it does not agree"
-        assert not isinstance(place.extend(), asyncio.Task)
+        assert await place.extend() == await waiting[0], "once compared"
 
 
 async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(

@@ -424,7 +424,7 @@ class ResidentRequests:
         for request_id in preempted:
             if request_id in self._residents:
                 one = self._residents[request_id]
-                if one.is_lost or one.has_private_names:
+                if one.is_lost or one.private_from < len(one.names):
                     # The server has pinned inexact blocks at positions that will be computed
                     # exactly.
                     self._start_over(one)
@@ -463,7 +463,10 @@ class ResidentRequests:
         calls = self._reservations
         self._reserve(one)
         calls.renew(one, now_s)
-        until = one.may_ask_until(is_late=one.waited_s > self._timeout_s / 2)
+        # Only blocks whose stores have ended, successfully or not. After a long wait, stores in
+        # flight are ignored, because their reports may have been lost.
+        stores = one.storing.values() if one.waited_s <= self._timeout_s / 2 else ()
+        until = min([one.state.store.stored_blocks[0], *stores])
         if until > one.kept:
             calls.ask(one, until)
         one.computed = max(

@@ -246,7 +246,7 @@ class RankSession:
 
     def begin(self) -> None:
         """Opens a session for the exported memory and the present key space, without waiting for
-        the server. If the system refuses a thread or a file, there is no session (`is_missing`)."""
+        the server. If the system refuses a thread or a file, there is no session."""
         assert self._session_config is not None and self.memory is not None
         try:
             self.session = link.open_session(
@@ -259,11 +259,6 @@ class RankSession:
         except (OSError, RuntimeError) as error:
             assert self._state_log is not None
             self._state_log(LinkState.ABSENT, str(error))
-
-    @property
-    def is_missing(self) -> bool:
-        """Returns True if memory is exported and no session could be opened for it."""
-        return self.memory is not None and self.session is None
 
     def leave(self) -> bool:
         """Closes the session in another thread, without waiting for the server. Returns False if

@@ -1,13 +1,12 @@
 """Registers the server's sparse decode as a capability of the node."""
 
-import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_server.node.capability import Capability, Figures, Samples, Service, SessionCall, Topic
+from hotkv_server.node.event_loop import begun
 from hotkv_server.node.health import Health
 from hotkv_server.node.node import STALLED_WORK_S, Node
 from hotkv_server.node.session import LiveSession
@@ -84,16 +83,8 @@ class SparseCapability(Capability):
 
     def session_calls(self) -> Mapping[str, SessionCall]:
         return {
-            "create_sequence": partial(_begun, calls.create_sequence, self.sparse),
-            "append_blocks": partial(_begun, calls.append_blocks, self.sparse),
-            "delete_sequence": partial(_begun, calls.delete_sequence, self.sparse),
+            "create_sequence": partial(begun, calls.create_sequence, self.sparse),
+            "append_blocks": partial(begun, calls.append_blocks, self.sparse),
+            "delete_sequence": partial(begun, calls.delete_sequence, self.sparse),
             "report_sparse": partial(calls.report_sparse, self.sparse),
         }
-
-
-async def _begun(call: Any, *arguments: Any) -> "asyncio.Task[Any]":
-    """Begins a call that may wait for a tier or for selections, and returns its task. The session's
-    next requests don't wait for it, but take effect after it."""
-    task = asyncio.create_task(call(*arguments))
-    await asyncio.sleep(0)
-    return task
