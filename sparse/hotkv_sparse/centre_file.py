@@ -62,7 +62,8 @@ def write_centres(path: str | os.PathLike[str], centres: Centres) -> None:
     """
     target = Path(path)
     layers = sorted(centres.layers)
-    bias = [[_or_nan(centres.bias(layer, name)) for name in TOKEN_FORMATS] for layer in layers]
+    # numpy writes None as NaN.
+    bias = [[centres.bias(layer, name) for name in TOKEN_FORMATS] for layer in layers]
     arrays: dict[str, Array] = {
         "format_version": np.array(FORMAT_VERSION, np.int64),
         "model": np.array(centres.model),
@@ -103,10 +104,6 @@ _BROKEN = (
 
 def _refuse(path: str | os.PathLike[str], problem: str) -> HotKVError:
     return HotKVError(Reason.INVALID_FIELD, f"{os.fspath(path)}: {problem}")
-
-
-def _or_nan(value: float | None) -> float:
-    return float("nan") if value is None else value
 
 
 def _write(file: io.BufferedWriter, arrays: dict[str, Array]) -> None:

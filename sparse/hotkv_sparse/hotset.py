@@ -236,7 +236,8 @@ class HotSet:
         self.has_copy[where.count :] = False
         self.swapping[num_complete:] = False
         self._put(fresh, slots, MAPPED)
-        mapped = self._is_mapped()
+        mapped = np.zeros(self.span.count, np.bool_)
+        mapped[self.map().blocks] = True
         self.has_copy[num_complete : where.count] &= ~mapped[num_complete:]
         swap_out = np.flatnonzero(
             mapped[:num_complete] & ~self.has_copy[:num_complete] & ~self.swapping[:num_complete]
@@ -334,7 +335,11 @@ class HotSet:
             np.asarray(slots, np.int32), success, self.state, self.block_of, self.slot_of
         )
         if answer == self._kernels.REFUSED:
-            raise self._not_loading()
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"slots (0 to {len(self.state) - 1}) include some that no prefetch is writing; "
+                "pass those of begin_prefetch, once",
+            )
 
     def adopt(self) -> SlotMoves:
         """Adds prefetched blocks to the map, and evicts other blocks for them. Call this method
@@ -436,12 +441,6 @@ class HotSet:
         """Returns the number of blocks in the map."""
         return len(self.map().blocks)
 
-    def _is_mapped(self) -> Mask:
-        """Returns a mask of the context's blocks that are in the map, bool [blocks]."""
-        mapped = np.zeros(self.span.count, np.bool_)
-        mapped[self.map().blocks] = True
-        return mapped
-
     def _is_pinned(self, blocks: I32) -> Mask:
         """Returns a mask of those `blocks` that must not be evicted, because they are always kept
         or have no copy in host memory."""
@@ -525,14 +524,6 @@ class HotSet:
     def _outside(self) -> HotKVError:
         """Returns the error for a block outside the context."""
         return HotKVError(Reason.INVALID_FIELD, f"blocks must be from 0 to {self.span.count - 1}")
-
-    def _not_loading(self) -> HotKVError:
-        """Returns the error for a slot that no prefetch is writing."""
-        why = (
-            f"slots (0 to {len(self.state) - 1}) include some that no prefetch is writing; pass "
-            "those of begin_prefetch, once"
-        )
-        return HotKVError(Reason.INVALID_FIELD, why)
 
     def check_invariants(self) -> None:
         """Asserts the invariants in the module's docstring."""

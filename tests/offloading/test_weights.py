@@ -70,8 +70,11 @@ class Tier:
         self.is_held, self.may_repeat, self.space = False, True, None
         self.makes_wait = lambda: False
         self.told: dict[str, bool] = {}
+        self.is_refused = False
 
     def open(self, space, *_):
+        if self.is_refused:
+            raise RuntimeError("can't start new thread")
         self.space, self.session = space, Session()
         self.transfers = SimpleNamespace(is_idle=True, in_flight=0, is_held=False)
         return self.session
@@ -232,6 +235,15 @@ class WeightsMachine(RuleBasedStateMachine):
         for _ in range(3):
             self.run()
         assert self.tier.serves
+
+    @rule(weights=st.sampled_from(WEIGHTS))
+    def write_while_the_system_refuses_threads(self, weights):
+        self.write(weights, range(NUM_RANKS))
+        self.tier.is_refused = True
+        for _ in range(3):
+            self.run()
+        self.tier.is_refused = False
+        self.share_again()
 
     @rule()
     def server_flushes_again(self):

@@ -17,13 +17,14 @@ import pytest
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import Representation
 from hotkv_proto.table import Words, hash_words
-from hotkv_proto.v1 import cache_pb2, residency_pb2, session_pb2
+from hotkv_proto.v1 import cache_pb2, residency_pb2, session_pb2, sparse_pb2
 from hotkv_server.cache.values import HashList, Run
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.residency import calls as residency_calls
 from hotkv_server.residency.capability import ResidencyCapability
 from hotkv_server.sparse.book import SelectSpec
+from hotkv_server.sparse.capability import SparseCapability
 from hotkv_server.sparse.drive import SparseDecode
 from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Pace
@@ -77,7 +78,8 @@ class Place:
 
     def extend(self) -> Any:
         request = residency_pb2.ExtendResidencyRequest(residency_id="r", hashes=PACKED)
-        return residency_calls.extend_residency(self.node, self.residencies, self.session, request)
+        asked = self.node, self.residencies, self.session, request
+        return asyncio.ensure_future(residency_calls.extend_residency(*asked))
 
 
 def lease_request(lease_id: str, blocks: list[bytes] = HASHES) -> cache_pb2.AcquireLeaseRequest:
@@ -173,12 +175,31 @@ async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
         assert [at >= 0 for at in offsets(answers[2].acquire_lease)] == all_but(0)
 
 
+async def test_no_call_waits_for_a_sequence_that_awaits_a_tier(opened: Opened) -> None:
+    async with opened() as place:
+        sent, answered = list[session_pb2.ConnectResponse](), asyncio.Event()
+        sparse = place.node.capability(SparseCapability).sparse
+        sparse._tiers = Mock(epochs=Mock(wait_to_serve=lambda _: answered.wait()))
+        number, spec = place.session.record.number, SelectSpec(CONFIG, 0, (0,), 1, 64, 16, 1)
+        sparse.sequences.create(number, "s", 0, hash_words(PACKED, 32), spec, "")
+        stream = SessionCalls(place.node, place.session, Pace(1000.0), sent.append)
+        for body in (
+            {"append_blocks": sparse_pb2.AppendBlocksRequest(sequence_id="s", hashes=PACKED)},
+            {"delete_sequence": sparse_pb2.DeleteSequenceRequest(sequence_id="s")},
+        ):
+            request = session_pb2.ConnectRequest(request_id=7, **body)
+            assert await asyncio.wait_for(stream.handle(request), 5) is None
+        await eventually(lambda: bool(sent))
+        answered.set()
+        await eventually(lambda: len(sent) == 2)
+        assert sent[0].delete_sequence.deleted and not sent[1].append_blocks.lease_id
+
+
 async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: Opened) -> None:
     async with opened() as place:
         place.spoil(3)
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
         waiting = [place.extend() for _ in range(2)]
-        assert all(isinstance(each, asyncio.Task) for each in waiting)
         await asyncio.sleep(0.05)
         assert not any(each.done() for each in waiting)
         place.node.core.check_invariants()
@@ -187,7 +208,7 @@ async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: O
         found = [np.frombuffer((await each).offsets, "<i8") for each in waiting]
         assert np.array_equal(found[0], found[1])
         assert np.flatnonzero(found[0] == -1).tolist() == [3], "it does not agree"
-        assert not isinstance(place.extend(), asyncio.Task)
+        assert await place.extend() == await waiting[0], "once compared"
 
 
 async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(

@@ -229,7 +229,7 @@ class Engine:
         self.builder = HotFlashBuilder(self.spec, list(NAMES), vllm_config, torch.device("cpu"))
         self.free = list(range(pages - 1, 0, -1))
         self.free_slots = list(self.rng.permutation(256))
-        self.ended: list[str] = []
+        self.preempted: list[str] = []
         self.requests: dict[str, Request] = {}
         self.attended: dict[tuple[str, int], list[int]] = {}
         self.lost: set[int] = set()
@@ -279,7 +279,6 @@ class Engine:
 
     def end(self, name: str) -> None:
         one = self.requests.pop(name)
-        self.ended.append(name)
         self.names.ended(name)
         self.exactness.ended(name)
         self.give_back(self.pages_of(one))
@@ -313,8 +312,8 @@ class Engine:
         order."""
         rows = [(self.requests[name], count) for name, count in plan.items()]
         told = [self.tell(one, count) for one, count in rows]
-        step = ResidentStep(tuple(told), tuple(self.ended))
-        self.ended = []
+        step = ResidentStep(tuple(told), tuple(self.preempted))
+        self.preempted = []
         sparse = self.decide(rows)
         common = self.common(rows, padding)
         if self.is_v2:
@@ -376,7 +375,7 @@ class Engine:
         """Ends a request and begins it anew; its answer so far is computed like a prompt."""
         one = self.requests[name]
         self.give_back(self.pages_of(one))
-        self.ended.append(name)
+        self.preempted.append(name)
         one.table, one.context, one.kept, one.told, one.freed = [], 0, 0, 0, 0
         one.hot = tuple(self.take() for _ in range(self.spec.hot_blocks))
         one.is_new, one.is_admitted, one.approximate = True, False, EVERYTHING

@@ -96,12 +96,15 @@ class Workers:
         self.offsets: dict[str, list[int]] = {}
         self.pins: dict[str, Any] = {}
 
+    def end(self, name: str) -> None:
+        self.offsets.pop(name, None)
+        self.pins.pop(name, None)
+
     def hear(self, step: ResidentStep) -> None:
         """Processes a step's message. Blocks come in order, and from the first again if the server
         has lost blocks of a request that is whole on the device."""
-        for name in step.ended:
-            self.offsets.pop(name, None)
-            self.pins.pop(name, None)
+        for name in step.preempted:
+            self.end(name)
         for row in step.rows:
             known = self.offsets.setdefault(row.request_id, [])
             for place in row.kept:
@@ -279,6 +282,7 @@ class ResidentEngine:
         else:
             self.waiting.remove(one)
         self.books.ended(name)
+        self.workers.end(name)
         del self.states[name]
 
     # ---------------------------------------------------------------------------------------- steps

@@ -262,7 +262,7 @@ def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
     rank.cuda = engine.worker
     assert rank.distrust() and rank.take_lost() == {one.table[0]}
     engine.preempt("a")
-    engine.ended.clear()
+    engine.preempted.clear()
     prefill(engine, one)
     engine.step({"a": 1})
     assert engine.is_away(one) and not engine.lost

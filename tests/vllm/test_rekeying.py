@@ -13,6 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from hotkv_client.types import Role
+from hotkv_vllm import link
 from hotkv_vllm.compat import checks, model_weights
 from hotkv_vllm.identity.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
 from tests.vllm.changing_weights import FakeWatch, load
@@ -170,8 +172,20 @@ def test_engines_with_other_weights_never_meet(
     if told == "no thread":
         refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
         monkeypatch.setattr(threading.Thread, "start", refuse)
+        refused = [Role.SCHEDULER, Role.SCHEDULER, Role.WORKER, Role.WORKER]
+
+        def opened(config: Any, *more: Any) -> Any:
+            if config.role in refused:
+                refused.remove(config.role)
+                raise RuntimeError("can't start new thread")
+            return server.open(config, *more)
+
+        monkeypatch.setattr(link, "open_session", opened)
     if told in ("noticed", "no thread"):
         load(one, 7)
+        if told == "no thread":
+            one.generate("tries again", prompt(6, 10), 9)
+            assert not refused
     else:
         # The change bypasses all watched calls: a reset or a pause finds it.
         if told == "paused":

@@ -14,6 +14,7 @@ from hotkv_vllm.residency.sequences import FIRST_ROWS, KeptRows, num_rows_for
 from hotkv_vllm.residency.step import ResidentRow, ResidentStep
 from hotkv_vllm.residency.worker import ResidentWorker
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
+from hotkv_vllm.sparse.rows import SparseRows
 from tests.vllm.sparse_parts import Cache
 
 HEADS, TOKENS, SIZE = 2, 32, 32
@@ -101,11 +102,23 @@ def test_sources_are_those_of_the_pool_also_after_it_was_calibrated() -> None:
     assert np.array_equal(later.mu, mu)
 
 
-def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
-    """Its blocks are reported as lost once, and no message says that it was preempted."""
+def resident_worker() -> ResidentWorker:
     layer = Cache(8, 64, torch.float32).layer()
     config = SparseConfig(residency="host", sparse_topk=256, dense_layers=())
-    worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
+    return ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
+
+
+def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() -> None:
+    """The scheduler side then has other `ResidentRequests`."""
+    worker = resident_worker()
+    worker.begin_resident(ResidentStep((ResidentRow("a", 7, 3, True, 0),)))
+    worker.begin_step(SparseRows(ended=("a",)))
+    assert not worker.residents
+
+
+def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
+    """Its blocks are reported as lost once, and no message says that it was preempted."""
+    worker = resident_worker()
     rows = ResidentRow("a", 7, 3, True, 5), ResidentRow("b", 6, 4, True, 0)
     worker.begin_resident(ResidentStep(rows))
     worker.start_over()
@@ -116,15 +129,13 @@ def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -> None:
     """By then its first block may be another request's."""
-    layer = Cache(8, 64, torch.float32).layer()
-    config = SparseConfig(residency="host", sparse_topk=256, dense_layers=())
-    worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
+    worker = resident_worker()
     step = ResidentStep((ResidentRow("a", 7, 3, True, 5),))
     worker.begin_resident(step)
     worker.start_over()
     assert worker.residents.take_lost() == {3}
     worker.begin_resident(step)
-    worker.gave_up(layer.name)
+    worker.gave_up(*worker.layers)
     assert worker.residents.is_lost("a") and not worker.residents.take_lost()
 
 

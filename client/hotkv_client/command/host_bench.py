@@ -102,7 +102,8 @@ def _wait_ready(process: "subprocess.Popen[bytes]", target: str, log: Path) -> N
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s and process.poll() is None:
         with contextlib.suppress(HotKVError), AdminClient(target, 1.0) as admin:
-            if admin.ping() and _is_settled(admin.info()):
+            info = admin.info() if admin.ping() else {"state": "silent"}
+            if info["state"] == "ready" and not info["progress"]:
                 return
         time.sleep(0.1)
     lines = log.read_text(errors="replace").strip().splitlines()
@@ -110,10 +111,6 @@ def _wait_ready(process: "subprocess.Popen[bytes]", target: str, log: Path) -> N
     if "No module named" in why:
         why = f"it is not installed: {extras.advice('server')}"
     raise BenchError(f"hotkv-server did not start: {why}")
-
-
-def _is_settled(info: dict[str, Any]) -> bool:
-    return info["state"] == "ready" and not info["progress"]
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

@@ -53,9 +53,10 @@ def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) 
             print(json.dumps({"format": FORMAT, "key_space": space}), file=file)
             for part in parts:
                 for group_index, packed in part:
-                    hashes = list(_split(packed, hash_bytes))
-                    num_blocks += len(hashes)
-                    line = {"group_index": group_index, "hashes": [one.hex() for one in hashes]}
+                    starts = range(0, len(packed), hash_bytes)
+                    num_blocks += len(starts)
+                    hashes = [packed[at : at + hash_bytes].hex() for at in starts]
+                    line = {"group_index": group_index, "hashes": hashes}
                     print(json.dumps(line), file=file)
         partial.replace(place)
     finally:
@@ -180,10 +181,6 @@ def _tokens(path: Path, number: int, line: str) -> bytes:
         raise ValueError(
             f"{path}:{number}: a JSON list of token ids was expected ({error})"
         ) from error
-
-
-def _split(packed: bytes, hash_bytes: int) -> Iterator[bytes]:
-    return (packed[at : at + hash_bytes] for at in range(0, len(packed), hash_bytes))
 
 
 def _add(totals: dict[str, int], answer: dict[str, Any]) -> None:

@@ -173,6 +173,7 @@ class ResidentManager(FullAttentionManager):
         self.moved: set[str] = set()
         self.awaited: dict[str, int] = {}
         self._begins_moved: set[str] = set()
+        self._counted_gap = range(0)
         self._longest: dict[str, int] = {}
 
     @classmethod
@@ -268,7 +269,8 @@ class ResidentManager(FullAttentionManager):
         )
         is_hit = total_computed_tokens > num_local_computed_tokens
         if request_id not in self.num_cached_block and is_hit and not apply_admission_cap:
-            needed -= len(self._gap(request_id, total_computed_tokens))
+            self._counted_gap = self._gap(request_id, total_computed_tokens)
+            needed -= len(self._counted_gap)
         return needed + self._missing_hot(request_id, num_tokens)
 
     def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
@@ -324,10 +326,10 @@ class ResidentManager(FullAttentionManager):
         record_for_zeroing: bool = True,
     ) -> None:
         """Overrides vLLM's method: allocates the blocks of a hit. Only the sinks and the recent
-        window get blocks of the pool; the block table has null blocks between them."""
+        window get blocks of the pool; the block table has null blocks between them. vLLM has just
+        called `get_num_blocks_to_allocate` for the request, and the pool has as many blocks."""
         total = num_local_computed_tokens + num_external_computed_tokens
-        blocks = self.req_to_blocks[request_id]
-        gap = self._gap(request_id, total)
+        blocks, gap = self.req_to_blocks[request_id], self._counted_gap
         if gap:
             self._take(blocks, gap.start, record_for_zeroing)
             blocks.extend([self._null_block] * len(gap))

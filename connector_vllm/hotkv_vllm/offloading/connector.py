@@ -98,16 +98,10 @@ class HotKVOffloadingConnector(OffloadingConnector):
         return None if self._door_worker is None else self._door_worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        self._before_step(kv_connector_metadata)
-        super().handle_preemptions(kv_connector_metadata)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._before_step(self._connector_metadata)
-        super().start_load_kv(forward_context, **kwargs)
-
-    def _before_step(self, meta: KVConnectorMetadata | None) -> None:
+        meta = kv_connector_metadata
         if self._door_worker is not None and isinstance(meta, DoorMetadata):
             self._door_worker.before_step(meta)
+        super().handle_preemptions(meta)
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         theirs = super().build_connector_worker_meta()

@@ -166,12 +166,10 @@ class DoorScheduler:
             )
 
     def _open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> None:
-        self._space, self._reports, self._reset = space, None, None
         session = self._tier.open(space, wait_s, opening_s)
         if session is None or self._tier.transfers is None:
-            self._space = None
             return
-        self._reset = CacheReset(session, self._tier.transfers)
+        self._space, self._reset = space, CacheReset(session, self._tier.transfers)
         self._reports = UseReports(
             session, space.hash_block_tokens, self._tier.stats, self._keys, self._prefill
         )
@@ -412,7 +410,8 @@ class DoorScheduler:
 
     def _adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported. If they differ from the present weights,
-        opens a session for the key space of the new weights.
+        opens a session for the key space of the new weights. If the system refuses it a thread or a
+        file, the check stays open, and the next step calls this method again.
 
         identity: identifies the weights by their content.
         """
@@ -420,18 +419,20 @@ class DoorScheduler:
         if self._weights.were_written and not self._was_empty:
             # There are blocks from before the check, so from before the write.
             self._become_unclean()
-        is_other = identity != self._weights.identity
+        if identity != self._weights.identity:
+            is_connected = self._tier.session is not None and self._tier.session.connected
+            wait_s = min(self._config.startup_wait_s, RECONNECT_S) if is_connected else 0.0
+            try:
+                self._open(replace(self._space, weights_identity=identity), wait_s)
+            except (OSError, RuntimeError):
+                self.edge.broke("door.begin_step")
+                return
+            logger.info(
+                "hotkv: the engine's weights have changed; from now on it shares KV with engines "
+                "that have the same (%s)",
+                identity,
+            )
         self._weights.adopt(identity)
-        if not is_other:
-            return
-        logger.info(
-            "hotkv: the engine's weights have changed; from now on it shares KV with engines "
-            "that have the same (%s)",
-            identity,
-        )
-        is_connected = self._tier.session is not None and self._tier.session.connected
-        wait_s = min(self._config.startup_wait_s, RECONNECT_S) if is_connected else 0.0
-        self._open(replace(self._space, weights_identity=identity), wait_s)
 
     @hook(_hold, of="door")
     def update(self, report: DoorReport, finished_loads: Collection[str]) -> None:

@@ -211,14 +211,14 @@ class HotKVTier(SecondaryTierManager):
 
     def open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> CacheSession | None:
         """Opens a session for a key space, and waits for the server (`link.await_server`). Closes
-        the present session first; no job may be in progress. Returns None if hotkv is off; the log
-        says why.
+        the present session; no job may be in progress. Returns None if hotkv is off; the log says
+        why. Raises OSError or RuntimeError, and keeps the present session, if the system refuses a
+        thread or a file.
 
         wait_s: how long to wait for a server to answer; 0: do not wait.
         opening_s: how much longer to wait if a server has answered but has not opened the session
             yet.
         """
-        self._leave()
         try:
             if not self.settings.target.startswith("unix:"):
                 raise NoRegion("hotkv.target must be a unix: socket, which passes descriptors")
@@ -234,7 +234,7 @@ class HotKVTier(SecondaryTierManager):
             for group in range(len(space.groups))
         )
         state_log = link.StateLog("offloading", self.settings.target, logging.INFO)
-        self._session = link.open_session(
+        session = link.open_session(
             SessionConfig(
                 target=self.settings.target,
                 engine_id=str(self.config.engine_id),
@@ -250,11 +250,12 @@ class HotKVTier(SecondaryTierManager):
             Layout(0, region.num_rows, (handle,), rows, "rows"),
             {HANDLE: region.fd},
         )
-        self._transfers = Transfers(self._session, self.settings)
-        if link.await_server(self._session, wait_s, opening_s):
+        self._leave()
+        self._session, self._transfers = session, Transfers(session, self.settings)
+        if link.await_server(session, wait_s, opening_s):
             # Touches the mapped table once, so that the first request need not.
             for group in range(len(space.groups)):
-                self._session.probe(group, [bytes(space.hash_bytes)])
+                session.probe(group, [bytes(space.hash_bytes)])
         else:
             state_log.waited(wait_s)
         self._said_on = False
@@ -265,7 +266,7 @@ class HotKVTier(SecondaryTierManager):
             region.num_rows,
             region.row_bytes,
         )
-        return self._session
+        return session
 
     def _say_on(self) -> None:
         """Logs that hotkv is on, once for each session, when the session is connected."""

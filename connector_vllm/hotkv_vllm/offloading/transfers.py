@@ -132,16 +132,17 @@ class Transfers:
         groups: the chunks of the job, by group.
         """
         name, session, settings = self._new_name(), self._session, self._settings
-        begun, over = _Once(), _Once()
+        # The first thread to acquire one of these locks goes on; no thread releases them.
+        begun, over = threading.Lock(), threading.Lock()
 
         def finish(loaded: Collection[Key] = ()) -> None:
-            if over.first():
+            if over.acquire(blocking=False):
                 session.release(name)
                 self._end(Ended(job, loaded, len(loaded) == len(job.keys)), is_load=True)
 
         def acquired(grant: LeaseGrant) -> None:
             self._answered(name)
-            if not begun.first():
+            if not begun.acquire(blocking=False):
                 session.release(name)
                 return
             pinned = [np.flatnonzero(mask).astype(np.int32) for mask in grant.pinned]
@@ -164,11 +165,11 @@ class Transfers:
 
         def failed() -> None:
             self._answered(name)
-            begun.first()
+            begun.acquire(blocking=False)
             finish()
 
         def give_up() -> None:
-            if begun.first():
+            if begun.acquire(blocking=False):
                 self.is_hung = True
                 finish()
 
@@ -282,17 +283,6 @@ class Transfers:
             given_up = [self._waiting.pop(name)[1] for name in late]
         for give_up in given_up:
             give_up()
-
-
-class _Once:
-    """Decides which of several threads comes first: `first` returns True in the first call, and
-    False in all later calls."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def first(self) -> bool:
-        return self._lock.acquire(blocking=False)
 
 
 def _then(future: "Future[Any]", done: Callable[[Any], None], failed: Callable[[], None]) -> None:

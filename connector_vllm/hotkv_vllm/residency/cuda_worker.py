@@ -482,13 +482,14 @@ class CudaWorker:
         """Processes the scheduler's message about the requests of the coming step. Also plans the
         step's batch if `begin_batch` was called before (model runner V2).
 
-        rows: the requests that attend sparsely.
+        rows: the requests that attend sparsely, and the requests that have ended.
         """
         if self._has_captured:
             self._reset_capture_state()
-        for request_id in step.ended:
+        over = (*rows.ended, *step.preempted)
+        for request_id in over:
             self.sequences.end(request_id)
-        if step.ended:
+        if over:
             self._close_arenas()
         self.sequences.begin_step()
         sparse = frozenset(rows.request_ids)

@@ -103,7 +103,7 @@ class PageCopier:
         usual = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
         self._num_threads = num_threads or usual
         self._threads: ThreadPoolExecutor | None = None
-        self._sizes = np.empty(0, np.int64)
+        self._sizes: I64 = np.array([], np.int64)
 
     def __repr__(self) -> str:
         return f"PageCopier({self._num_threads} threads)"
@@ -118,7 +118,8 @@ class PageCopier:
         count = len(to)
         if not count:
             return
-        self._sizes_for(count, page_bytes)
+        if len(self._sizes) < count or self._sizes[0] != page_bytes:
+            self._sizes = np.full(max(count, 64), page_bytes, np.int64)
         parts = min(self._num_threads, 1 + count * page_bytes // BYTES_PER_THREAD)
         if parts == 1:
             self._part(to, source)
@@ -144,12 +145,6 @@ class PageCopier:
     def _part(self, to: I64, source: I64) -> None:
         kernels = native.require("hotkv_proto.kernels")
         kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
-
-    def _sizes_for(self, count: int, page_bytes: int) -> None:
-        """Makes `_sizes` an array of at least `count` elements with the value `page_bytes`. Does
-        nothing if `_sizes` is such an array already, as in most calls."""
-        if len(self._sizes) < count or self._sizes[0] != page_bytes:
-            self._sizes = np.full(max(count, 64), page_bytes, np.int64)
 
 
 # ------------------------------------------------------------------------------------------ staging
@@ -359,19 +354,6 @@ class ResidentPages:
         sequence.has_read = True
         return slots
 
-    def away(self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Returns the addresses of the layer's pages in the arena, for a request's blocks. Raises
-        LostBytesError if an address is not known, or if the request is lost.
-
-        positions: positions of the blocks in the context, ascending.
-        """
-        addresses: I64 = self.slots(sequence, positions) + self._places.pages[layer.index]
-        return addresses
-
-    def copy(self, layer: SparseLayer, to: I64, source: I64) -> None:
-        """Copies pages of the layer from the addresses `source` [n] to the addresses `to` [n]."""
-        self._copier.copy(to, source, layer.pages.page_bytes)
-
     def copy_rows(
         self, layer: SparseLayer, name: str, pool: npt.NDArray[np.uint8], rows: I32, slots: I64
     ) -> None:
@@ -406,11 +388,9 @@ class ResidentPages:
         at = (content[slots] != positions).nonzero()[0]
         if len(at):
             missing = positions[at]
-            self.copy(
-                layer,
-                self.on_device(layer, layer.pages.tensor, blocks[at]),
-                self.away(layer, sequence, missing),
-            )
+            to = self.on_device(layer, layer.pages.tensor, blocks[at])
+            source = self.slots(sequence, missing) + self._places.pages[layer.index]
+            self._copier.copy(to, source, layer.pages.page_bytes)
             content[slots[at]] = missing
             self.counted["resident_pulled_pages"] += len(at)
         return blocks

@@ -132,20 +132,6 @@ class Resident:
         nothing = np.empty(0, np.int64)
         return np.concatenate([nothing, *(place.offsets for place in self.places)])
 
-    def may_ask_until(self, is_late: bool) -> int:
-        """Returns the position up to which the server may be asked to pin blocks: for all blocks
-        before this position, the stores have ended, successfully or not.
-
-        is_late: True ignores stores in flight, because their reports may have been lost.
-        """
-        stores = () if is_late else self.storing.values()
-        return min([self.state.store.stored_blocks[0], *stores])
-
-    @property
-    def has_private_names(self) -> bool:
-        """Returns True if some of the request's blocks have private names."""
-        return self.private_from < len(self.names)
-
     def name(self, hashes: Sequence[bytes], until: int, num_shared: int) -> Sequence[bytes]:
         """Names blocks that have no name yet, and returns all names. Afterwards the first `until`
         blocks have names, except for blocks whose hash is not known.

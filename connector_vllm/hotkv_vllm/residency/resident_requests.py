@@ -88,7 +88,6 @@ class ResidentRequests:
         self._numbers = itertools.count()
         self._residents: dict[str, Resident] = {}
         self.rows = ResidentRows(self._residents, pool, self._block_tokens)
-        self._ended: list[str] = []
         self._stuck_since_s: float | None = None
 
     def __repr__(self) -> str:
@@ -117,10 +116,9 @@ class ResidentRequests:
         return f"{self._prefix}-{next(self._numbers)}-{shown}"
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended, and closes its residency. The next step's message tells
-        the workers."""
+        """Forgets a request that has ended, and closes its residency. Workers hear of the end by
+        `SparseRows.ended`."""
         one = self._residents.pop(request_id, None)
-        self._ended.append(request_id)
         self._pool.forget(request_id)
         if one is not None:
             self._reservations.close(one)
@@ -422,11 +420,11 @@ class ResidentRequests:
 
         rows: holds vLLM's object of each running request.
         """
-        for request_id in scheduler_output.preempted_req_ids or ():
-            self._ended.append(request_id)
+        preempted = tuple(scheduler_output.preempted_req_ids or ())
+        for request_id in preempted:
             if request_id in self._residents:
                 one = self._residents[request_id]
-                if one.is_lost or one.has_private_names:
+                if one.is_lost or one.private_from < len(one.names):
                     # The server has pinned inexact blocks at positions that will be computed
                     # exactly.
                     self._start_over(one)
@@ -436,8 +434,7 @@ class ResidentRequests:
             self._advance(one, now_s)
         self._take_compared()
         lost = [name for name, one in self._residents.items() if one.is_lost]
-        ended, self._ended = tuple(self._ended), []
-        return ResidentStep(self.rows.of_step(scheduler_output, rows), ended, tuple(lost))
+        return ResidentStep(self.rows.of_step(scheduler_output, rows), preempted, tuple(lost))
 
     def _take_compared(self) -> None:
         """Handles the server's answers to the calls that pin known blocks again after a reconnect.
@@ -466,7 +463,10 @@ class ResidentRequests:
         calls = self._reservations
         self._reserve(one)
         calls.renew(one, now_s)
-        until = one.may_ask_until(is_late=one.waited_s > self._timeout_s / 2)
+        # Only blocks whose stores have ended, successfully or not. After a long wait, stores in
+        # flight are ignored, because their reports may have been lost.
+        stores = one.storing.values() if one.waited_s <= self._timeout_s / 2 else ()
+        until = min([one.state.store.stored_blocks[0], *stores])
         if until > one.kept:
             calls.ask(one, until)
         one.computed = max(

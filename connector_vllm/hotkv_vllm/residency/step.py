@@ -74,10 +74,10 @@ class ResidentStep:
     """A step's message about resident requests.
 
     rows: the step's requests.
-    ended: ids of requests that have ended or were preempted since the last message.
+    preempted: ids of requests that were preempted since the last message.
     lost: ids of requests whose blocks the server has lost. Workers report them to vLLM as lost.
     """
 
     rows: tuple[ResidentRow, ...] = ()
-    ended: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()

@@ -125,11 +125,14 @@ class ResidentWorker(SparseWorker):
 
     def begin_resident(self, step: ResidentStep) -> None:
         """Processes the scheduler's message about the requests of the coming step."""
-        for request_id in step.ended:
-            self._sequences.pop(request_id, None)
-            self.residents.end(request_id)
+        for request_id in step.preempted:
+            self.end(request_id)
         self.residents.begin_step(step.rows)
         self.residents.lose_named(step.lost)
+
+    def end(self, request_id: str) -> None:
+        super().end(request_id)
+        self.residents.end(request_id)
 
     def start_over(self) -> None:
         """Handles a step for which the scheduler's message was lost: reports all requests as lost

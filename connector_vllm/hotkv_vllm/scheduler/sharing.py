@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hotkv_client.fence import Revocations
-from hotkv_client.types import Role, SessionConfig
+from hotkv_client.types import LinkState, Role, SessionConfig
 from hotkv_proto import native
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_vllm import link
@@ -587,8 +587,8 @@ class Sharing:
         self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
-        """Creates the objects for the agreed key space (`assemble`), and waits for the server
-        (`link.await_server`).
+        """Creates the objects for the agreed key space (`assemble`) in place of the present ones,
+        and waits for the server (`link.await_server`).
 
         wait_s: how long to wait for a server to answer; 0: do not wait.
         opening_s: how much longer to wait if a server has answered but has not opened the session
@@ -597,6 +597,8 @@ class Sharing:
         # Before the first request: numba takes a second to load, and some kernels must be compiled.
         native.load("hotkv_proto.kernels")
         cache = assemble(self._engine, agreement)
+        if self.cache is not None:
+            link.close_aside(self.cache.session)
         self._agreement = agreement
         self.cache = cache
         if self._engine.counts_media:
@@ -631,26 +633,30 @@ class Sharing:
 
     def adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported. If they differ from the present weights,
-        opens a session of their key space in place of the present session.
+        opens a session of their key space in place of the present session. If the system refuses
+        it a thread or a file, the check stays open, and the next step calls this method again.
 
         identity: identifies the weights by their content.
         """
-        is_other, agreement = self.is_other(identity), self._agreement
+        agreement = self._agreement
+        if self.cache is not None and agreement is not None and self.is_other(identity):
+            # After a change of weights the step waits a moment, so that the first request can hit.
+            # Without a server it does not wait.
+            is_there = self.is_connected
+            wait_s = min(self._engine.config.startup_wait_s, RECONNECT_S) if is_there else 0.0
+            space = replace(agreement.space, weights_identity=identity)
+            try:
+                self._start(replace(agreement, space=space), wait_s)
+            except (OSError, RuntimeError) as error:
+                self.cache.state_log(LinkState.ABSENT, str(error))
+                return
+            self._handshakes = [replace(h, key_space=space) for h in self._handshakes]
+            logger.info(
+                "hotkv: the engine's weights have changed; from now on it shares KV with engines "
+                "that have the same (%s)",
+                identity,
+            )
         self.weights.adopt(identity)
-        if not is_other or agreement is None or self.cache is None:
-            return
-        logger.info(
-            "hotkv: the engine's weights have changed; from now on it shares KV with engines "
-            "that have the same (%s)",
-            identity,
-        )
-        # After a change of weights the step waits a moment, so that the first request can hit.
-        # Without a server it does not wait.
-        wait_s = min(self._engine.config.startup_wait_s, RECONNECT_S) if self.is_connected else 0.0
-        link.close_aside(self.cache.session)
-        space = replace(agreement.space, weights_identity=identity)
-        self._handshakes = [replace(h, key_space=space) for h in self._handshakes]
-        self._start(replace(agreement, space=space), wait_s)
 
     def join(self, report: HotKVWorkerMetadata) -> list[Any]:
         """Calls `connect` if this report contains the handshakes of all ranks. Then returns the

@@ -720,14 +720,8 @@ class SparseOffloadingHandler:
 
     def _host_keys(self, layer_idx: int, blocks: I32) -> F32:
         """Returns the unpacked keys of host blocks in a layer, float32 [n, T, H, D]. First waits
-        for the copies that write these blocks."""
-        wait_futures(
-            [
-                job
-                for spec, job in self._jobs.values()
-                if not spec.is_load and np.isin(blocks, spec.blocks).any()
-            ]
-        )
+        for the copies to host memory, some of which may write these blocks."""
+        wait_futures([job for spec, job in self._jobs.values() if not spec.is_load])
         return self._keys_of(self._host.read(layer_idx, blocks))
 
     # --------------------------------------------------------------------------------------- copies

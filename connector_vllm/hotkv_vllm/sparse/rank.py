@@ -157,9 +157,9 @@ class SparseRank:
         if self.worker is not None:
             self.will_write(np.array(meta.allocated_blocks, np.int32))
             self._tell_reporter(meta)
+            self.worker.begin_step(rows)
             if isinstance(self.worker, ResidentWorker):
                 self.worker.begin_resident(meta.resident or ResidentStep())
-            self.worker.begin_step(rows)
 
     def find_lost(self, request_ids: Iterable[str]) -> set[str]:
         """Returns the requests among `request_ids` whose KV may be wrong, because this step or an

@@ -178,10 +178,13 @@ class SparseWorker:
     def begin_step(self, rows: SparseRows) -> None:
         """Processes the scheduler's list of sparse rows for the coming step."""
         for request_id in rows.ended:
-            self._sequences.pop(request_id, None)
+            self.end(request_id)
         self._request_of = dict(zip(rows.block_ids, rows.request_ids, strict=True))
         self._plans.clear()
         self._num_steps += bool(rows.request_ids)
+
+    def end(self, request_id: str) -> None:
+        self._sequences.pop(request_id, None)
 
     def start_over(self) -> None:
         """Handles a step for which it is not known which rows are sparse and which blocks the step

@@ -20,7 +20,7 @@ from typing import Any
 
 from hotkv_client.arena import Arena
 from hotkv_client.fence import SharedFence
-from hotkv_client.types import BlockRun, Role, SessionConfig, TransferResult
+from hotkv_client.types import BlockRun, LinkState, Role, SessionConfig, TransferResult
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.order import NO_ORDER, OrderKind
 from hotkv_sparse.centre import Centres
@@ -217,7 +217,7 @@ class RankSession:
         )
         # Without this wait, stores of the first steps would fail until the server has mapped the
         # memory.
-        if self.session is not None and not link.await_server(
+        if self.session is None or not link.await_server(
             self.session, self._config.startup_wait_s, link.OPENING_S
         ):
             self._logged_link = False
@@ -246,15 +246,19 @@ class RankSession:
 
     def begin(self) -> None:
         """Opens a session for the exported memory and the present key space, without waiting for
-        the server."""
+        the server. If the system refuses a thread or a file, there is no session."""
         assert self._session_config is not None and self.memory is not None
-        self.session = link.open_session(
-            self._session_config,
-            self.memory.layout,
-            self.memory.fds,
-            self.marks.order,
-            self.fence,
-        )
+        try:
+            self.session = link.open_session(
+                self._session_config,
+                self.memory.layout,
+                self.memory.fds,
+                self.marks.order,
+                self.fence,
+            )
+        except (OSError, RuntimeError) as error:
+            assert self._state_log is not None
+            self._state_log(LinkState.ABSENT, str(error))
 
     def leave(self) -> bool:
         """Closes the session in another thread, without waiting for the server. Returns False if

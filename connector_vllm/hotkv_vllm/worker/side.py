@@ -173,6 +173,9 @@ class HotKVWorker:
             self.stores.begin_anew()
             if self.rank.session is not None and was_connected:
                 self.rank.session.wait_connected(min(self._config.startup_wait_s, RECONNECT_S))
+        elif self.rank.session is None and self.rank.memory is not None:
+            # An earlier attempt has failed.
+            self.rank.begin()
         self._send_waiting()
         if meta.flush_stores:
             self.stores.end_before_step(meta.flush_stores)

@@ -1,5 +1,5 @@
-"""Helpers for the event loop: `slices` and `in_slices` run long work in slices, and `LoopLag`
-measures how late the loop is."""
+"""Helpers for the event loop: `slices` and `in_slices` run long work in slices, `begun` begins a
+call that may wait, and `LoopLag` measures how late the loop is."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -217,3 +217,11 @@ def _function_of(frame: FrameType | None) -> str:
         if innermost is None
         else f"{innermost.f_globals.get('__name__', '')}:{innermost.f_code.co_name}"
     )
+
+
+async def begun(call: Callable[..., Any], *arguments: Any) -> "asyncio.Task[Any]":
+    """Begins a call of a session that may wait, and returns its task. The session's next calls
+    don't wait for it, but take effect after it."""
+    task = asyncio.create_task(call(*arguments))
+    await asyncio.sleep(0)
+    return task

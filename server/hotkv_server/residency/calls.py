@@ -5,18 +5,15 @@ Clients read a residency's blocks in the arena, which they map. So only a sessio
 the arena's descriptor may open or extend a residency.
 """
 
-import asyncio
-
 import numpy as np
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.v1 import residency_pb2
-from hotkv_server.node.capability import BlocksBelow
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
-from hotkv_server.residency.drive import Extended, ResidencyDesk
+from hotkv_server.residency.drive import ResidencyDesk
 
 
 def residency_id(text: str) -> str:
@@ -53,53 +50,28 @@ async def open_residency(
     )
 
 
-def extend_residency(
+async def extend_residency(
     node: Node,
     desk: ResidencyDesk,
     session: LiveSession,
     request: residency_pb2.ExtendResidencyRequest,
-) -> "residency_pb2.ExtendResidencyResponse | asyncio.Task[residency_pb2.ExtendResidencyResponse]":
+) -> residency_pb2.ExtendResidencyResponse:
     """Pins blocks for a residency and returns their offsets in the arena.
 
-    Returns a task if blocks must first be compared with their check values, or if a tier that
-    nodes share must first confirm that the key space was not flushed. If no tier confirms it in
-    time, the task pins nothing and its answer has no offsets.
+    Waits if blocks must first be compared with their check values, or if a tier that nodes share
+    must first confirm that the key space was not flushed. If no tier confirms it in time, pins
+    nothing, and the answer has no offsets.
     """
     _check_reads(session)
     group_index = session.group_index(request.group_index)
     hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
-    key_space_id, tiers = session.record.key_space_id, node.tiers
-
-    def extend() -> "Extended | asyncio.Task[Extended]":
-        return desk.extend(
-            session,
-            residency_id(request.residency_id),
-            group_index,
-            request.first_position,
-            hashes,
-        )
-
-    async def later(tiers: BlocksBelow) -> residency_pb2.ExtendResidencyResponse:
-        if not await tiers.epochs.wait_to_serve(key_space_id):
-            absent = np.full(len(hashes), -1, np.int64)
-            return _answer((absent, absent))
-        extended = extend()
-        return _answer(await extended if isinstance(extended, asyncio.Task) else extended)
-
-    if tiers is not None and not tiers.epochs.may_serve(key_space_id):
-        return asyncio.create_task(later(tiers))
-    extended = extend()
-    if isinstance(extended, asyncio.Task):
-        return asyncio.create_task(_later(extended))
-    return _answer(extended)
-
-
-async def _later(extended: "asyncio.Task[Extended]") -> residency_pb2.ExtendResidencyResponse:
-    return _answer(await extended)
-
-
-def _answer(extended: Extended) -> residency_pb2.ExtendResidencyResponse:
-    offsets, representations = (found.astype("<i8").tobytes() for found in extended)
+    tiers = node.tiers
+    if tiers is None or await tiers.epochs.wait_to_serve(session.record.key_space_id):
+        name = residency_id(request.residency_id)
+        found = await desk.extend(session, name, group_index, request.first_position, hashes)
+    else:
+        found = (np.full(len(hashes), -1, np.int64),) * 2
+    offsets, representations = (each.astype("<i8").tobytes() for each in found)
     return residency_pb2.ExtendResidencyResponse(
         offsets=offsets, representation_offsets=representations
     )

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from hotkv_server.node.capability import Capability, SessionCall, Topic
+from hotkv_server.node.event_loop import begun
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.residency import calls, told
@@ -61,6 +62,6 @@ class ResidencyCapability(Capability):
     def session_calls(self) -> Mapping[str, SessionCall]:
         return {
             "open_residency": partial(calls.open_residency, self.desk),
-            "extend_residency": partial(calls.extend_residency, self._node, self.desk),
+            "extend_residency": partial(begun, calls.extend_residency, self._node, self.desk),
             "close_residency": partial(calls.close_residency, self.desk),
         }

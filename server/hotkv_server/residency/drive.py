@@ -60,45 +60,39 @@ class ResidencyDesk:
             session.record.number, residency_id, num_blocks, time.monotonic()
         )
 
-    def extend(
+    async def extend(
         self,
         session: LiveSession,
         residency_id: str,
         group_index: int,
         first_position: int,
         hashes: Words,
-    ) -> "Extended | asyncio.Task[Extended]":
+    ) -> Extended:
         """Pins the blocks of `hashes` that are ready and verified. Returns the offsets of their
         slots, and of the slots of their representations (compact forms of keys, for sparse
-        attention).
-
-        Returns the result at once if all ready blocks have already been compared with their check
-        values. Otherwise returns a task that compares the blocks first.
+        attention). Waits only if ready blocks must first be compared with their check values.
 
         first_position: position of the first block in the request; the other blocks follow it.
         hashes: hashes of the blocks, uint32 words [n, 8].
         """
-
-        def extended() -> Extended:
-            if session.closing:
-                raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
-            record, residencies = session.record, self.residencies
-            offsets = residencies.extend(
-                record.number, residency_id, group_index, first_position, hashes, time.monotonic()
-            )
-            residency = residencies.book.live(record, residency_id)
-            return offsets, residencies.resident.representation_offsets(
-                residency, group_index, first_position, len(hashes)
-            )
-
         waiting = self.residencies.begin_comparing(
             session.record, residency_id, group_index, hashes
         )
-        if not len(waiting):
-            return extended()
-        session.num_reads += 1
-        comparing = asyncio.create_task(self._compare(session, waiting))
-        return asyncio.create_task(_after(comparing, extended))
+        if len(waiting):
+            session.num_reads += 1
+            # Shielded, because the comparison reads the arena: it must run to its end even if the
+            # client disconnects.
+            await asyncio.shield(asyncio.create_task(self._compare(session, waiting)))
+        if session.closing:
+            raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
+        record, residencies = session.record, self.residencies
+        offsets = residencies.extend(
+            record.number, residency_id, group_index, first_position, hashes, time.monotonic()
+        )
+        residency = residencies.book.live(record, residency_id)
+        return offsets, residencies.resident.representation_offsets(
+            residency, group_index, first_position, len(hashes)
+        )
 
     async def _compare(self, session: LiveSession, entries: Entries) -> None:
         try:
@@ -121,10 +115,3 @@ class ResidencyDesk:
         async for _ in slices(self.residencies.closing(residency)):
             pass
         return True
-
-
-async def _after(comparing: "asyncio.Task[None]", extended: Callable[[], Extended]) -> Extended:
-    # Shielded, because the comparison reads the arena: it must run to its end even if the client
-    # disconnects.
-    await asyncio.shield(comparing)
-    return extended()

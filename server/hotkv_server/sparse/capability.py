@@ -6,6 +6,7 @@ from functools import partial
 
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_server.node.capability import Capability, Figures, Samples, Service, SessionCall, Topic
+from hotkv_server.node.event_loop import begun
 from hotkv_server.node.health import Health
 from hotkv_server.node.node import STALLED_WORK_S, Node
 from hotkv_server.node.session import LiveSession
@@ -82,8 +83,8 @@ class SparseCapability(Capability):
 
     def session_calls(self) -> Mapping[str, SessionCall]:
         return {
-            "create_sequence": partial(calls.create_sequence, self.sparse),
-            "append_blocks": partial(calls.append_blocks, self.sparse),
-            "delete_sequence": partial(calls.delete_sequence, self.sparse),
+            "create_sequence": partial(begun, calls.create_sequence, self.sparse),
+            "append_blocks": partial(begun, calls.append_blocks, self.sparse),
+            "delete_sequence": partial(begun, calls.delete_sequence, self.sparse),
             "report_sparse": partial(calls.report_sparse, self.sparse),
         }

@@ -113,15 +113,15 @@ class SparseDecode:
         """Creates a sequence of these blocks. If `spec` is given, leases the leading blocks that
         are ready, unless they may be older than a flush on another node (`_may_cover`). A repeated
         call returns the same sequence."""
-        may_cover = spec is not None and await self._may_cover(session)
         owner = self.core.sessions.owner(session.record)
         sequence, is_new = self.sequences.create(
             session.record.number, sequence_id, group_index, hashes, spec, owner
         )
-        if is_new and may_cover:
+        if is_new and spec is not None:
             try:
-                self._cover(session, sequence)
-            except HotKVError:
+                if await self._may_cover(session, sequence):
+                    self._cover(session, sequence)
+            except BaseException:
                 self.sequences.pop(session.record.number, sequence_id)
                 raise
             self.selections.warm_up()
@@ -137,22 +137,22 @@ class SparseDecode:
         It also stays if ready blocks may be older than a flush on another node (`_may_cover`).
         """
         number = session.record.number
-        is_selected = self.sequences.get(number, sequence_id).spec is not None
-        may_cover = is_selected and await self._may_cover(session)
         sequence = self.sequences.append(number, sequence_id, first_position, hashes)
-        if sequence.spec is not None and may_cover and not self.core.draining:
+        is_selected = sequence.spec is not None
+        if is_selected and await self._may_cover(session, sequence) and not self.core.draining:
             self._cover(session, sequence)
         return sequence
 
-    async def _may_cover(self, session: LiveSession) -> bool:
+    async def _may_cover(self, session: LiveSession, sequence: LiveSequence) -> bool:
         """Returns False if ready blocks of the session's key space may be older than a flush on
-        another node. Waits for a bounded time until the shared tiers have confirmed the key space's
-        epoch. Raises UNKNOWN_SESSION if the session closes meanwhile."""
-        key_space_id = session.record.key_space_id
+        another node, or if the sequence has ended. Waits for a bounded time until the shared tiers
+        have confirmed the key space's epoch. Raises UNKNOWN_SESSION if the session closes
+        meanwhile."""
+        number, key_space_id = session.record.number, session.record.key_space_id
         serves = self._tiers is None or await self._tiers.epochs.wait_to_serve(key_space_id)
         if session.closing:
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
-        return serves
+        return serves and self.sequences.find(number, sequence.sequence_id) is sequence
 
     async def delete(self, session: LiveSession, sequence_id: str) -> bool:
         """Ends a sequence and waits until its selections have ended. Returns False if the sequence

@@ -174,13 +174,13 @@ class SessionCalls:
 
         body: name of the message's field, and of the answer's field.
         answer: the value that the capability's function (`SessionCall`) has returned: an answer, a
-            task or awaitable that returns it, or None.
+            task or awaitable that returns it, an awaitable that returns a task, or None.
         """
+        if inspect.isawaitable(answer) and not isinstance(answer, asyncio.Task):
+            answer = await answer
         if isinstance(answer, asyncio.Task):
             answer.add_done_callback(partial(self._answer_task, request.request_id, body))
             return None
-        if inspect.isawaitable(answer):
-            answer = await answer
         if isinstance(answer, session_pb2.ConnectResponse):
             return answer
         return None if answer is None else session_pb2.ConnectResponse(**{body: answer})
