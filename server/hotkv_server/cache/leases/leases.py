@@ -149,16 +149,8 @@ class WriteLease:
         written to it."""
         total = np.zeros(len(entries), np.uint64)
         for written, sums in self.parts:
-            at = (
-                np.minimum(np.searchsorted(written, entries), len(written) - 1)
-                if len(written)
-                else np.empty(0, np.int64)
-            )
-            total += (
-                np.where(written[at] == entries, sums[at], np.uint64(0))
-                if len(written)
-                else np.uint64(0)
-            )
+            at = np.minimum(np.searchsorted(written, entries), len(written) - 1)
+            total += np.where(written[at] == entries, sums[at], np.uint64(0))
         return total
 
 

@@ -309,9 +309,7 @@ class Reservations:
             for run in runs
             if run.group_index < MAX_GROUPS
         ]
-        if len(keys) == 1:
-            return keys[0]
-        return np.concatenate(keys) if keys else np.empty(0, np.uint64)
+        return np.concatenate([np.empty(0, np.uint64), *keys])
 
     def _new_lease(
         self,
