@@ -1,6 +1,7 @@
 """Cases of the core that the machine of `test_cache` does not reach: ids and blocks named twice,
 impossible key spaces, a policy's view of a flush, and the pins of each tenant."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -39,6 +40,27 @@ def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once
     assert results == [BlockResult.STORED, BlockResult.STORED, BlockResult.IN_FLIGHT]
     assert core.counters.stored_blocks == 2
     core.check_invariants()
+
+
+@pytest.mark.parametrize("num_slabs", [1, 200])
+def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
+    """Also if most find no room, and if each rank copies a part: it runs on the event loop."""
+    counts = []
+    for num_runs in (50, 200):
+        world, calls = World(num_slabs, capacity=600), list[int]()
+        core, session = world.core, world.open(num_shards=2).number
+        runs = [Run(0, words_of([number])) for number in range(num_runs)]
+        sys.setprofile(lambda frame, event, of, n=calls: "call" in event and n.append(1))
+        try:
+            for shard, name in enumerate(("one", "two")):
+                slots = begin_store(core, session, name, "lease", runs, shard, 0.0, 0.0)
+                sums = [np.full(len(one.entries), 7, np.uint64) for one in slots]
+                core.end_store(session, name, True, 0.0, sums)
+        finally:
+            sys.setprofile(None)
+        assert core.counters.stored_blocks == min(num_runs, 4 * num_slabs)
+        counts.append(len(calls))
+    assert counts[1] < 6 * counts[0]
 
 
 def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:

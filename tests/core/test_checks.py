@@ -1,5 +1,5 @@
 """Check values: kernel and reference agree; any change of a covered byte, of the key or of the
-place in the slot is seen; a write lease adds up the sums of its shards."""
+place in the slot is seen."""
 
 import os
 from unittest import mock
@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hotkv_server.cache.leases.leases import WriteLease
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.check_values import sealed, strides_of
 from hotkv_server.integrity.evidence import Evidence
@@ -118,28 +117,3 @@ def test_sums_take_half_the_processors(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: own if pid == 0 else set())
     assert repr(SumThreads()) == f"SumThreads({num_threads})"
     assert repr(SumThreads(5)) == "SumThreads(5)"
-
-
-@given(data=st.data(), num_shards=st.integers(1, 3))
-def test_a_block_is_given_the_sum_of_all_its_shards(data: st.DataObject, num_shards: int) -> None:
-    """Writes each shard in several parts; a block is complete with its last shard, and requested
-    once."""
-    lease = WriteLease("engine", "owner", "lease", 1, 1, 1, 0.0, np.empty(0, np.uint64), 0)
-    blocks = range(1, 6)
-    todo = [(block, shard) for block in blocks for shard in range(num_shards)]
-    todo = data.draw(st.permutations(todo))
-    seen: dict[int, list[int]] = {block: [] for block in blocks}
-    while todo:
-        shard = todo[0][1]
-        mine = [block for block, other in todo if other == shard]
-        part = mine[: data.draw(st.integers(1, len(mine)))]
-        todo = [(block, other) for block, other in todo if other != shard or block not in part]
-        values = st.integers(1, (1 << 64) - 1)
-        sums = data.draw(st.lists(values, min_size=len(part), max_size=len(part)))
-        for block, value in zip(part, sums, strict=True):
-            seen[block].append(value)
-        complete = np.array([len(seen[block]) == num_shards for block in part])
-        found = lease.sums_with(np.array(part, np.uint32), np.array(sums, np.uint64), complete)
-        assert found.tolist() == [
-            sum(seen[block]) % (1 << 64) for block in part if len(seen[block]) == num_shards
-        ]

@@ -205,15 +205,17 @@ def test_shards_that_are_written_apart_make_one_check_value(order: tuple[int, in
     core = empty()
     key_space = make_key_space("two", SLOT_ALIGN, SLOT_ALIGN, 2)
     session = core.open_session("e", "rank", key_space, 0.0)
-    run = Run(0, words_of([3, 1, 2]))
-    for shard in order:
-        sums = np.array([1, 2, 3], np.uint64) * np.uint64(1000**shard)
-        begin_store(core, session.number, f"t{shard}", "l", [run], shard, 0.0, 1.0)
-        results = core.end_store(session.number, f"t{shard}", True, 1.0, [sums])
-    assert results[0].tolist() == [BlockResult.STORED] * 3
+    first, second = order
+    stores = ((first, ([3, 7], [2])), (second, ([3],)), (second, ([2, 7],)))
+    for name, (shard, parts) in zip("abc", stores, strict=True):
+        runs = [Run(0, words_of(part)) for part in parts]
+        sums = [np.array(part, np.uint64) * np.uint64(1000**shard) for part in parts]
+        begin_store(core, session.number, name, "l", runs, shard, 0.0, 1.0)
+        results = core.end_store(session.number, name, True, 1.0, sums)
+    assert [one.tolist() for one in results] == [[BlockResult.STORED] * 2]
     index = core.space.index
-    entries = index.find(session.key_space_id, 0, run.hashes)
+    entries = index.find(session.key_space_id, 0, words_of([2, 3, 7]))
     checks = index.checks(entries)
     keys = index.mixed(entries) * np.uint64(0x9E37_79B9_7F4A_7C15)
     assert strides_of(checks).tolist() == [64] * 3
-    assert ((checks ^ keys) >> np.uint64(4)).tolist() == [(1001 * n) >> 4 for n in (1, 2, 3)]
+    assert ((checks ^ keys) >> np.uint64(4)).tolist() == [(1001 * n) >> 4 for n in (2, 3, 7)]

@@ -326,6 +326,13 @@ def test_a_ring_that_can_not_grow_stays_as_large_as_it_is(
         book.close()
 
 
+def test_a_damaged_header_costs_the_contents_only(tmp_path: Path) -> None:
+    path, size = tmp_path / "contents", contents.GROWTH_BYTES
+    header = contents.HEADER.pack(contents.MAGIC, size, size - 4, size + 16)
+    path.write_bytes(header.ljust(START + size, b"\0"))
+    Contents(path, size, lambda *_: np.zeros(0, np.bool_)).close()
+
+
 def test_a_kill_costs_a_bounded_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread does not keep up: it does not run at all."""
     monkeypatch.setattr(contents.threading, "Thread", Mock())

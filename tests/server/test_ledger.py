@@ -2,6 +2,7 @@
 for operators, and that it continues after a restart or a kill."""
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -245,15 +246,17 @@ def test_the_ledger_goes_on_after_a_kill_and_with_another_arena(place: Place) ->
 def test_a_file_that_is_no_ledger_begins_anew_with_one_line(place: Place) -> None:
     file = ledger_of(place)
     place.start()
-    for damage in ("torn", "link"):
+    for damage in ("torn", "link", "pipe"):
         use(place)
         place.stop(signal.SIGTERM)
         content = file.read_bytes()
         file.unlink()
         if damage == "torn":
             file.write_bytes(content[: len(content) // 2])
-        else:
+        elif damage == "link":
             file.symlink_to("/dev/zero")
+        else:
+            os.mkfifo(file)
         server = place.start()
         assert savings(place)["rows"] == []
         assert server.log.read_text().count("ledger begins anew") == 1

@@ -4,6 +4,7 @@
 import contextlib
 import io
 import json
+import os
 import signal
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -174,11 +175,14 @@ def test_one_write_waits_and_has_the_newest_names(tmp_path: Path) -> None:
     assert Names(tmp_path).engine("id-2") == "other"
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 2}', '{"format": 1, "engines": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "text", ["pipe", "", "[]", '{"format": 2}', '{"format": 1, "engines": {"a": 1}}']
+)
 def test_a_damaged_file_loses_names_and_nothing_else(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / NAMES_FILE).write_text(text)
+    path = tmp_path / NAMES_FILE
+    os.mkfifo(path) if text == "pipe" else path.write_text(text)
     book = Names(tmp_path)
     assert book.engine("a") == "a" and "are lost" in caplog.text
     book.tell("a", ENGINE, MODEL, SPACE, [])

@@ -1,5 +1,7 @@
 """The publisher by itself: full queues, replay, and meaningless requests."""
 
+import contextlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,6 +38,7 @@ from hotkv_server.events.drive import (
 from hotkv_server.events.publisher import MESSAGE_BYTES, ZmqPublisher, _Item, _Topic, binds
 from hotkv_server.events.wire import Translator
 from tests.core.support import hash_of, make_key_space, words_of
+from tests.robustness.raw_client import Footprint
 from tests.support.routers import replay
 from tests.support.waiting import wait_for
 
@@ -175,6 +178,35 @@ def test_replay_keeps_the_last_steps_and_survives_nonsense(
     messages = replay(f"ipc://{tmp_path}/replay", before=nonsense)
     assert [number for _, number, _ in messages] == [last + 3, last + 4, last + 5]
     assert [event.block_hashes for *_, (event,) in messages] == [[hash_of(n)] for n in (2, 3, 4)]
+
+
+def test_readers_that_take_no_answer_and_long_requests_cost_little(
+    publisher: ZmqPublisher, reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "ANSWER_S", 1.0)
+    reader.wait_subscribed(publisher)
+    for number in range(3):
+        publisher.publish(1.0, [removed(TOO_MANY[number:9000])])
+        reader.read()
+    before = Footprint(os.getpid()).anonymous_bytes
+    with contextlib.ExitStack() as held:
+        greedy = [held.enter_context(reader.context.socket(zmq.DEALER)) for _ in range(6)]
+        for one in greedy:
+            one.rcvhwm, one.linger = 1, 0
+            one.connect(f"ipc://{tmp_path}/replay")
+            for _ in range(200):
+                one.send_multipart([b"", bytes(8)])
+        wait_for(lambda: len(publisher._answers) == publisher_module.MOST_ANSWERS)
+        # An answer that its reader does not take is dropped at last.
+        assert len(replay(f"ipc://{tmp_path}/replay")) == 3
+        assert Footprint(os.getpid()).anonymous_bytes < before + 100 * MIB
+        long = held.enter_context(reader.context.socket(zmq.DEALER))
+        monitor = held.enter_context(long.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+        long.linger = 0
+        long.connect(f"ipc://{tmp_path}/replay")
+        long.send(bytes(MIB))
+        assert monitor.poll(10_000), "a long request is read"
+        long.disable_monitor()
 
 
 def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(

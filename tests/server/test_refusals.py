@@ -289,6 +289,8 @@ ROWS = [
     Row("report_sparse.sequences[0].positions", b"123", FIELD, "positions has 3 bytes"),
     Row("report_sparse.sequences[0].positions", ints(-1), FIELD, "sequences.positions has -1"),
     Row("report_sparse.sequences[0].positions", bytes(4 << 18), LARGE, "positions has 262144"),
+    Row("report_sparse.sequences", [{}] * 4096, LARGE, "sequences has 4097 entries"),
+    Row("report_sparse.layers", [{}] * 256, LARGE, "layers has 257 entries"),
     Row("report_sparse.layers", [{"layer_index": -1}], FIELD, "layers.layer_index is -1"),
     Row("report_sparse.layers", [{"layer_index": 256}], FIELD, "layers.layer_index is 256"),
     Row("report_sparse.layers[0].selects", -1.0, FIELD, "layers.selects is -1.0"),

@@ -520,7 +520,10 @@ class Contents:
         """Reads the records that an earlier server has written, up to the first damaged record."""
         magic, size, tail, head = HEADER.unpack_from(self._map)
         num_bytes = os.fstat(self._fd).st_size - START
-        if magic != MAGIC or not (0 < size <= num_bytes and 0 <= tail <= head <= tail + size):
+        is_aligned = (size | tail | head) % ALIGN == 0
+        if magic != MAGIC or not (
+            is_aligned and 0 < size <= num_bytes and 0 <= tail <= head <= tail + size
+        ):
             self._note()
             return
         self._size = size

@@ -47,9 +47,17 @@ STOP_TIMEOUT_S = 2.0
 """Longest time that `close` waits for the thread."""
 LINGER_MS = 200
 """Longest time, in milliseconds, for which a closed socket still sends its queued messages."""
-HIGH_WATER_MESSAGES = 100_000
+HIGH_WATER_MESSAGES = 10_000
 """Most messages that ZMQ queues for a slow reader. If this queue is full, ZMQ drops new messages
 for the reader, as in vLLM's publisher."""
+REPLAY_MESSAGES = 64
+"""Most messages of an answer to a request for replay that ZMQ queues for its reader."""
+REQUEST_BYTES = 128 << 10
+"""Longest frame that a reader may send. ZMQ ends the connection of a reader that sends more."""
+MOST_ANSWERS = 4
+"""Most requests for replay that are answered at a time; further requests wait."""
+ANSWER_S = 60.0
+"""An answer to a request for replay is dropped if its reader has not taken it after this time."""
 STATE_BYTES = 1 << 20
 """Approximate bytes of events in each message with the present state."""
 MESSAGE_BYTES = 1 << 20
@@ -178,6 +186,9 @@ class ZmqPublisher:
         self._put_bytes = 0
         self._taken_bytes = 0
         self._sent_bytes = 0
+        # Unfinished answers to requests for replay, by ZMQ's identity of the reader: the time at
+        # which the answer is dropped, and the messages that are left.
+        self._answers: dict[bytes, tuple[float, deque[tuple[bytes, ...]]]] = {}
         # Topics that have messages kept for replay.
         self._kept: dict[_Topic, None] = {}
         # First sequence number of a new topic. It grows, because the numbers of a topic that ends
@@ -188,9 +199,11 @@ class ZmqPublisher:
         self._last_sent = self._last_ended = -1
         self._context = zmq.Context()
         try:
-            self._pub = self._open(zmq.PUB, endpoint, bind=binds(endpoint))
+            self._pub = self._open(zmq.PUB, endpoint, HIGH_WATER_MESSAGES, bind=binds(endpoint))
             self._replay = (
-                self._open(zmq.ROUTER, replay_endpoint, bind=True) if replay_endpoint else None
+                self._open(zmq.ROUTER, replay_endpoint, REPLAY_MESSAGES, bind=True)
+                if replay_endpoint
+                else None
             )
         except zmq.ZMQError:
             self._context.destroy(0)
@@ -205,10 +218,14 @@ class ZmqPublisher:
             f"{self.lost_events} lost, {self.queued_bytes} B wait)"
         )
 
-    def _open(self, kind: int, endpoint: str, *, bind: bool) -> "zmq.Socket[bytes]":
+    def _open(self, kind: int, endpoint: str, most: int, *, bind: bool) -> "zmq.Socket[bytes]":
         made = self._context.socket(kind)
-        made.set_hwm(HIGH_WATER_MESSAGES)
+        made.set_hwm(most)
+        made.maxmsgsize = REQUEST_BYTES
         made.linger = LINGER_MS
+        if kind == zmq.ROUTER:
+            # Raise ZMQError instead of dropping a message for a slow reader.
+            made.router_mandatory = 1
         if bind:
             made.bind(endpoint)
         else:
@@ -356,9 +373,9 @@ class ZmqPublisher:
             self._send_gathered(gathered)
             try:
                 # Answer only one request before the next events are sent: an answer can be long.
-                if self._replay is not None and self._replay.poll(0):
-                    self._serve_replay(self._replay)
-            except zmq.ZMQError:
+                if self._replay is not None:
+                    self._serve_replays(self._replay)
+            except Exception:  # As for events.
                 log.exception("a replay could not be sent")
         self._pub.close()
         if self._replay is not None:
@@ -370,7 +387,7 @@ class ZmqPublisher:
         POLL_S, and then GATHER_S more, so that further items are queued. Otherwise each store would
         wake this thread, which competes with the event loop for the GIL."""
         try:
-            item = self._queue.get(timeout=POLL_S)
+            item = self._queue.get(timeout=0.001 if self._answers else POLL_S)
         except queue.Empty:
             return
         if item is not None:
@@ -426,8 +443,7 @@ class ZmqPublisher:
             topic.sequence = self._of_endpoint or itertools.count(self._first_number)
         topic.last_sent = next(topic.sequence)
         self._last_sent = max(self._last_sent, topic.last_sent)
-        number = topic.last_sent.to_bytes(SEQUENCE_BYTES, "big")
-        self._pub.send_multipart((topic.name, number, payload))
+        self._pub.send_multipart((topic.name, _sequence(topic.last_sent), payload))
         self.published_events += num_events
         self._keep(topic, topic.last_sent, payload)
 
@@ -467,18 +483,36 @@ class ZmqPublisher:
         topic.sent_bytes -= num_bytes
         self._sent_bytes -= num_bytes
 
-    def _serve_replay(self, socket: "zmq.Socket[bytes]") -> None:
-        """Receives and answers a request for replay. Its frames are an empty frame, the first
-        sequence number to send, and optionally the name of a topic; without a name, the messages of
-        all topics are sent."""
-        client, *frames = socket.recv_multipart()
+    def _serve_replays(self, socket: "zmq.Socket[bytes]") -> None:
+        """Receives a request for replay if there is one, unless MOST_ANSWERS are unfinished. Sends
+        as much of all answers as the readers take. A reader's new request ends its last answer."""
+        if len(self._answers) < MOST_ANSWERS and socket.poll(0):
+            client, *frames = socket.recv_multipart()
+            messages = deque((client, b"", *message) for message in self._replayed(frames))
+            self._answers[client] = time.monotonic() + ANSWER_S, messages
+        for client, (until_s, messages) in list(self._answers.items()):
+            try:
+                while messages:
+                    socket.send_multipart(messages[0], zmq.NOBLOCK)
+                    messages.popleft()
+                    self._last_turn_s = time.monotonic()
+            except zmq.ZMQError as error:
+                # Any other error means that the reader has left.
+                if error.errno == zmq.EAGAIN and time.monotonic() < until_s:
+                    continue
+            del self._answers[client]
+
+    def _replayed(self, frames: Sequence[bytes]) -> list[tuple[bytes, ...]]:
+        """Returns the answer to a request for replay: the last three frames of each message. The
+        request's frames are an empty frame, the first sequence number to send, and optionally the
+        name of a topic; without a name, the messages of all topics are sent."""
         if len(frames) not in (2, 3) or frames[0] or len(frames[1]) > SEQUENCE_BYTES:
             log.warning(
                 "a replay request has %d frames; it takes an empty one, 8 bytes of sequence "
                 "number and, at will, a topic",
                 len(frames),
             )
-            return
+            return []
         first = int.from_bytes(frames[1], "big")
         topics = [one for one in self._kept if len(frames) == 2 or frames[2] == one.name]
         partial = [one for one in topics if one.last_forgotten >= first and self._state]
@@ -494,18 +528,11 @@ class ZmqPublisher:
             for number, payload in topic.sent
             if number >= first
         ]
-        for number, name, payload in sorted(answers, key=lambda one: one[0]):
-            self._answer(socket, client, name, number, payload)
+        answers.sort(key=lambda one: one[0])
         if stale:
-            self._answer_state(socket, client, stale, first)
-        socket.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
-
-    def _answer(
-        self, socket: "zmq.Socket[bytes]", client: bytes, name: bytes, number: int, payload: bytes
-    ) -> None:
-        sequence = number.to_bytes(SEQUENCE_BYTES, "big")
-        socket.send_multipart((client, b"", name, sequence, payload))
-        self._last_turn_s = time.monotonic()
+            answers += self._state_messages(stale, first)
+        numbered = [(name, _sequence(number), payload) for number, name, payload in answers]
+        return [*numbered, (b"", END_OF_REPLAY, b"")]
 
     # The state
 
@@ -520,17 +547,15 @@ class ZmqPublisher:
         except Exception:  # As for events.
             log.exception("the state could not be sent")
 
-    def _answer_state(
-        self, socket: "zmq.Socket[bytes]", client: bytes, topics: Sequence[_Topic], first: int
-    ) -> None:
-        """Answers a request for replay with a clear and the present state (the cached blocks) of
-        these topics.
+    def _state_messages(
+        self, topics: Sequence[_Topic], first: int
+    ) -> Iterator[tuple[int, bytes, bytes]]:
+        """Yields messages with a clear and the present state (the cached blocks) of these topics:
+        sequence number, topic and payload.
 
         The messages reuse the last sequence numbers that were sent, so all later messages have
         greater numbers.
 
-        `socket`: the socket that has received the request.
-        `client`: ZMQ's identity of the reader that has sent the request.
         `first`: the first sequence number that the reader wants. The messages use no lower numbers,
             unless there are too few numbers from `first` on.
         """
@@ -548,7 +573,7 @@ class ZmqPublisher:
                 (topic, part) for topic, events in of_topics for part in _parts(events, most)
             ]
             for number, (topic, part) in enumerate(messages, last - len(messages) + 1):
-                self._answer(socket, client, topic.name, number, self._batch(part))
+                yield number, topic.name, self._batch(part)
 
     def _batch(self, events: list[msgspec.Raw]) -> bytes:
         return self._encoder.encode([time.time(), events, RANK])
@@ -572,6 +597,10 @@ class ZmqPublisher:
 
 
 _key_space_id = operator.attrgetter("key_space_id")
+
+
+def _sequence(number: int) -> bytes:
+    return number.to_bytes(SEQUENCE_BYTES, "big")
 
 
 def _parts(events: list[msgspec.Raw], most: int) -> list[list[msgspec.Raw]]:

@@ -22,7 +22,9 @@ def read_ledger(directory: Path, max_bytes: int) -> bytes | None:
     """Returns the file's content; None if there is no file. Raises OSError if the file can't be
     read, is a link, or is larger than `max_bytes`."""
     try:
-        fd = os.open(directory / LEDGER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(
+            directory / LEDGER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        )
     except FileNotFoundError:
         return None
     with os.fdopen(fd, "rb") as file:

@@ -129,7 +129,7 @@ class Names:
 
     def _read(self, path: Path) -> None:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(fd, "rb") as file:
                 content = json.loads(file.read(MAX_BYTES))
             if content["format"] != FORMAT_VERSION:

@@ -2,7 +2,7 @@
 field of the message."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from hotkv_server.sparse.book import (
     SelectRequest,
     SelectSpec,
 )
-from hotkv_server.sparse.drive import SparseDecode
+from hotkv_server.sparse.drive import MAX_SEQUENCES, SparseDecode
 from hotkv_server.sparse.told import LayerGrowth
 from hotkv_sparse.config import SparseConfig
 
@@ -103,6 +103,8 @@ def report_sparse(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.ReportSparse
 ) -> None:
     """Records an engine's report of its sparse decode."""
+    _check_count("sequences", request.sequences, MAX_SEQUENCES)
+    _check_count("layers", request.layers, MAX_LAYERS)
     used = _used(request.sequences, inspect.limits(sparse.core).max_blocks_per_call)
     sparse.report(session, used, _layer_growth(request.layers))
 
@@ -114,13 +116,17 @@ def _positions(field: str, packed: bytes, most: int) -> I32:
     """Reads positions of blocks in a context, int32 [n]. Raises INVALID_FIELD for negative
     positions, TOO_LARGE for more than `most` positions."""
     values = fields.int32s(field, packed).astype(np.int32)
+    _check_count(field, values, most)
+    if len(values) and int(values.min()) < 0:
+        raise _invalid(f"{field} has {int(values.min())}; positions count blocks from 0")
+    return values
+
+
+def _check_count(field: str, values: Sized, most: int) -> None:
     if len(values) > most:
         raise _invalid(
             f"{field} has {len(values)} entries; at most {most} are accepted", Reason.TOO_LARGE
         )
-    if len(values) and int(values.min()) < 0:
-        raise _invalid(f"{field} has {int(values.min())}; positions count blocks from 0")
-    return values
 
 
 def _check_layer(field: str, layer: int) -> None:

@@ -18,7 +18,6 @@ from hotkv_server.cache.table.index import Keys
 from hotkv_server.cache.values import (
     FIRST_MOVE,
     MAX_TRANSFERS,
-    BoolMask,
     CoreConfig,
     Entries,
     HashList,
@@ -144,20 +143,6 @@ class WriteLease:
             return
         order = np.argsort(entries)
         self.parts.append((entries[order], sums[order]))
-
-    def sums_with(self, entries: Entries, sums: Sums, complete: BoolMask) -> Sums:
-        """Records what a copy has written. Then returns the sums over all copies, for check values,
-        of the entries for which `complete` is True: the entries of which every shard is written.
-
-        entries, sums: the entries that the copy has written, each once, and the sum of the bytes
-            that it has written to each of them [n].
-        complete: mask over `entries` [n].
-        """
-        if not self.parts and complete.all():
-            # The usual case: there is a single shard, so no later copy needs these sums.
-            return sums
-        self.add_sums(entries, sums)
-        return self.sums_of(entries[complete])
 
     def sums_of(self, entries: Entries) -> Sums:
         """Returns for each entry [n] the sum of the bytes that all copies under the lease have

@@ -239,6 +239,7 @@ class Reservations:
             index.pin(named.staying, 1)
         groups = [run.group_index for run in runs]
         answers: dict[int, tuple[NDArray[np.uint8], Entries]] = {}
+        reserved, full = [lease.entries], set[int]()
         for at in blocks_first(groups):
             if named is not None and all(groups[before] != groups[at] for before in answers):
                 words = named.words[at]
@@ -246,9 +247,12 @@ class Reservations:
                 words = index.find(record.number, groups[at], runs[at].hashes)
             results = self._results(lease, groups[at], words, now_s)
             if named is not None:
-                self._insert(lease, record, runs, at, words, results, now_s, has_promise)
+                reserved.append(
+                    self._insert(lease, record, runs, at, words, results, now_s, has_promise, full)
+                )
             answers[at] = results, words
         if named is not None:
+            lease.entries = np.concatenate(reserved)
             index.pin(named.staying, -1)
             if len(lease.entries) or record.key_space.num_shards > 1:
                 books.leases.add(lease)
@@ -305,9 +309,7 @@ class Reservations:
             for run in runs
             if run.group_index < MAX_GROUPS
         ]
-        if len(keys) == 1:
-            return keys[0]
-        return np.concatenate(keys) if keys else np.empty(0, np.uint64)
+        return np.concatenate([np.empty(0, np.uint64), *keys])
 
     def _new_lease(
         self,
@@ -381,14 +383,19 @@ class Reservations:
         results: NDArray[np.uint8],
         now_s: float,
         has_promise: bool,
-    ) -> None:
+        full: set[int],
+    ) -> Entries:
         """Reserves slots for those blocks of the run `runs[at]` that have no entry, as far as there
-        is room. Writes the new entry numbers into `words` and the outcome into `results`.
-        `has_promise`: True if the room was reserved for a residency."""
+        is room. Writes the new entry numbers into `words` and the outcome into `results`. Returns
+        the new entries.
+
+        has_promise: True if the room was reserved for a residency.
+        full: slot sizes for which this call could make no more room; this method adds to them.
+        """
         run, space = runs[at], self._books.space
         absent = np.flatnonzero(words == 0)
         if not len(absent):
-            return
+            return absent.astype(np.uint32)
         wanted = absent[first_occurrences(rows(run.hashes, absent))]
         if len(wanted) < len(absent):
             # A hash that the run lists twice is reserved once; its second place gets IN_FLIGHT.
@@ -399,12 +406,14 @@ class Reservations:
             wanted = self._representable(lease, record, run, wanted, results)
         slot_bytes = record.shape(run.group_index).slot_bytes
         keep_at_s = _keep_at_s(lease.retention, has_promise, now_s)
-        if len(runs) > 1 and not space.has_room(slot_bytes, len(wanted)):
+        if len(runs) > 1 and not (slot_bytes in full or space.has_room(slot_bytes, len(wanted))):
             # `make_room` may have counted the same free slab or entry number for several runs.
             making = self.room_for(
                 record.number, runs, has_promise=has_promise, keep_at_s=keep_at_s
             )
             finished(making)
+            if not space.has_room(slot_bytes, len(wanted)):
+                full.add(slot_bytes)
         entries = space.insert(
             record.number,
             run.group_index,
@@ -417,7 +426,6 @@ class Reservations:
         )
         words[wanted[: len(entries)]] = entries
         results[wanted[: len(entries)]] = BlockResult.RESERVED
-        lease.entries = np.concatenate((lease.entries, entries))
         if is_block:
             space.chains.link(record.number, run.group_index, words, run.parent)
             left = wanted[len(entries) :]
@@ -431,6 +439,7 @@ class Reservations:
                     now_s,
                     lease.retention,
                 )
+        return entries
 
     def _representable(
         self,
@@ -564,15 +573,18 @@ class Stores:
             if joined
             else np.empty(0, np.uint32)
         )
+        reserved = [np.flatnonzero(results == RESERVED) for results in reservation.results]
+        if joined:
+            for words, at, results in zip(
+                reservation.entries, reserved, reservation.results, strict=True
+            ):
+                self._skip_done(shard_index, words, at, results)
+        if joined or len(runs) > 1:
+            _skip_busy(busy, reservation, reserved)
         slots = []
         for run, results, words in zip(runs, reservation.results, reservation.entries, strict=True):
             positions = np.flatnonzero(results == RESERVED)
-            if joined:
-                self._skip_done(shard_index, words, positions, results)
-            if joined or len(busy):
-                positions = _skip_busy(busy, words, positions, results)
             entries = words[positions]
-            busy = np.concatenate((busy, entries)) if len(runs) > 1 else busy
             transfer.add_run(run.group_index, entries, positions, results, run.depth)
             offsets = books.space.index.offsets(entries)
             slots.append(SlotRun(run.group_index, positions, offsets, entries))
@@ -642,9 +654,13 @@ class Stores:
             return transfer.results
         lease.num_copies -= 1
         whole = self._whole(lease)
+        sums, published = sums if succeeded else (), [lease.entries[:0]]
+        if sums and whole > 1:
+            lease.add_sums(np.concatenate(transfer.entries), np.concatenate(sums))
         for at in blocks_first(transfer.groups):
-            written = sums[at] if sums and succeeded else None
-            self._end_run(transfer, lease, at, succeeded, whole, written, now_s)
+            written = sums[at] if sums else None
+            published.append(self._end_run(transfer, lease, at, succeeded, whole, written, now_s))
+        lease.entries = without(lease.entries, np.concatenate(published))
         lease.shards_seen |= 1 << transfer.shard_index
         self._settle(lease, whole)
         return transfer.results
@@ -658,10 +674,11 @@ class Stores:
         whole: int,
         sums: Sums | None,
         now_s: float,
-    ) -> None:
+    ) -> Entries:
         """Ends the run at position `at` of a store, and sets the run's results. If the copy
         succeeded, marks the store's shard of each block as written, and publishes the blocks of
-        which all shards are written now. Otherwise marks the entries as aborted.
+        which all shards are written now. Otherwise marks the entries as aborted. Returns the
+        published entries.
 
         whole: the mask of all shards: bit n stands for shard n.
         sums: sums of the copied bytes of each block of the run, for check values; None if the copy
@@ -677,7 +694,7 @@ class Stores:
         masks = index.mark_written(entries, mark)
         complete = masks == whole
         done = entries[complete]
-        total = lease.sums_of(done) if sums is None else lease.sums_with(entries, sums, complete)
+        total = lease.sums_of(done) if sums is None or whole > 1 else sums[complete]
         keys = index.mixed(done)
         checks = sealed(total, keys, self._books.config.check_stride)
         if transfer.groups[at] < MAX_GROUPS:
@@ -702,7 +719,8 @@ class Stores:
                 BlockResult.WRITTEN if succeeded else BlockResult.ABORTED
             )
             results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
-        lease.entries = without(lease.entries, entries[complete])
+        published: Entries = entries[complete]
+        return published
 
     def _publish_blocks(
         self, lease: WriteLease, entries: Entries, keys: Sums, checks: Sums, now_s: float
@@ -759,20 +777,18 @@ class Stores:
         return (1 << self._books.catalog.record(lease.key_space_id).key_space.num_shards) - 1
 
 
-def _skip_busy(
-    busy: Entries, words: Entries, positions: Int64s, results: NDArray[np.uint8]
-) -> Int64s:
-    """Returns the positions that remain to be copied: each block once, without blocks that another
-    copy is writing. Sets the `results` of the skipped positions to IN_FLIGHT.
+def _skip_busy(busy: Entries, reservation: Reservation, reserved: list[Int64s]) -> None:
+    """Sets the results of blocks that a store must not copy to IN_FLIGHT: of blocks that another
+    copy is writing, and of a block that the call names again.
 
-    busy: entries that another copy, or an earlier run of this store, writes.
-    words: the entry number of each block of the run.
-    positions: positions in the run of the blocks that this store may copy.
-    results: `BlockResult` value of each block of the run.
+    busy: entries that another copy writes.
+    reserved: for each run, the positions of the blocks that the store may copy.
     """
-    entries = words[positions]
+    pairs = zip(reservation.entries, reserved, strict=True)
+    entries = np.concatenate([busy, *(words[positions] for words, positions in pairs)])
     again = np.ones(len(entries), np.bool_)
     again[np.unique(entries, return_index=True)[1]] = False
-    results[positions[again | np.isin(entries, busy)]] = BlockResult.IN_FLIGHT
-    todo: Int64s = positions[results[positions] == BlockResult.RESERVED]
-    return todo
+    end = len(busy)
+    for results, positions in zip(reservation.results, reserved, strict=True):
+        start, end = end, end + len(positions)
+        results[positions[again[start:end]]] = BlockResult.IN_FLIGHT
