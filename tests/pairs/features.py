@@ -25,7 +25,7 @@ from tests.vllm.lora_manager import lora, with_adapters
 from tests.vllm.other_connectors import PLAN, beside, loads_into
 from tests.vllm.processes import Daemon
 from tests.vllm.ranked import RankedEngine
-from tests.vllm.specs import hybrid_model
+from tests.vllm.specs import hybrid_model, states_and_windows_model
 from tests.vllm.speculation import SpeculatingEngine, speculating
 from tests.vllm.tiny import BLOCK_TOKENS
 from tests.vllm.whole_prompts import Pooling
@@ -109,10 +109,11 @@ class Pipeline(Play):
 
 
 class Hybrid(Play):
-    """Full attention beside sliding windows."""
+    """Full attention beside sliding windows and, except with sparse decode, recurrent states."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
-        return {"specs": hybrid_model()} | ({} if "preemption" in world else {"blocks": 128})
+        specs = hybrid_model() if "sparse" in world else states_and_windows_model()
+        return {"specs": specs} | ({} if "preemption" in world else {"blocks": 128})
 
     def met(self, world: World) -> bool:
         return all(len(one.kv_config.kv_cache_groups) > 1 for one in world.engines)

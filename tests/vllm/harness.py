@@ -477,7 +477,7 @@ class Engine:
             first = (computed - 1) // group.kv_cache_spec.block_size
             block = table[self.states.get(name, (first, computed))[0]]
             assert block, f"{name}: a layer would read the null block"
-            state = [block], [0], np.array(self._values(name)[computed - 1 :][:1], np.int16)
+            state = [block], [0], self._values_at(name, computed - 1, computed)
             for layer in group.layer_names:
                 self._give(functools.partial(self._check_layer, name, computed, layer, *state))
 
@@ -487,8 +487,8 @@ class Engine:
         for table, group in self._state_groups(name):
             at = -(-end // group.kv_cache_spec.block_size) - 1
             self.states[name] = at, end - num_drafts
-            values = self._values(name)[end - num_drafts - 1 : end]
-            state = table[at : at + len(values)], [0] * len(values), np.array(values, np.int16)
+            values = self._values_at(name, end - num_drafts - 1, end)
+            state = table[at : at + len(values)], [0] * len(values), values
             for layer in group.layer_names:
                 self._give(functools.partial(self._write_layer, layer, *state))
 
@@ -541,9 +541,12 @@ class Engine:
         tokens are not known yet."""
         positions = np.arange(first, end)
         table = np.array(self.tables[name][group_id])
-        values = np.array(self._values(name)[first:end], np.int16)
+        values = self._values_at(name, first, end)
         block_tokens = self.kv_config.kv_cache_groups[group_id].kv_cache_spec.block_size
         return table[positions // block_tokens], positions % block_tokens, values
+
+    def _values_at(self, name: str, first: int, end: int) -> Any:
+        return np.array(self._values(name)[first:end], np.int16)
 
     def _values(self, name: str) -> list[int]:
         return self.values_of(name, self.tokens[name])
