@@ -434,7 +434,7 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
     for name, own_tokens, fresh in (("a", 0, {1, 2}), ("b", 16, {2})):
         monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_, fresh=fresh: fresh)
         status = SimpleNamespace(max_offload_tokens=None)
-        side.matched(SimpleNamespace(request_id=name), own_tokens, 0)
+        side.matched(SimpleNamespace(request_id=name, resumable=False), own_tokens, 0)
         side.allocated(SimpleNamespace(request_id=name), 0)
         side.tell_written(admission(name, 16, 16), SimpleNamespace(_req_status={name: status}))
         assert not side.edge.broken and status.max_offload_tokens == 0

@@ -13,7 +13,6 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import warm_start
 from hotkv_server.testing.otlp_receiver import OtlpReceiver
-from hotkv_vllm.compat import fingerprint, model_weights
 from hotkv_vllm.scheduler import hits
 from tests.pairs.servers import lose_disk
 from tests.pairs.world import Play, World, ours
@@ -26,9 +25,9 @@ from tests.vllm.lora_manager import lora, with_adapters
 from tests.vllm.other_connectors import PLAN, beside, loads_into
 from tests.vllm.processes import Daemon
 from tests.vllm.ranked import RankedEngine
-from tests.vllm.specs import hybrid_model
-from tests.vllm.speculation import SpeculatingEngine
-from tests.vllm.tiny import BLOCK_TOKENS, write_model
+from tests.vllm.specs import hybrid_model, states_and_windows_model
+from tests.vllm.speculation import SpeculatingEngine, speculating
+from tests.vllm.tiny import BLOCK_TOKENS
 from tests.vllm.whole_prompts import Pooling
 
 ALL_CALLS = ["store", "load", "acquire", "lookup"]
@@ -110,10 +109,11 @@ class Pipeline(Play):
 
 
 class Hybrid(Play):
-    """Full attention beside sliding windows."""
+    """Full attention beside sliding windows and, except with sparse decode, recurrent states."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
-        return {"specs": hybrid_model()} | ({} if "preemption" in world else {"blocks": 128})
+        specs = hybrid_model() if "sparse" in world else states_and_windows_model()
+        return {"specs": specs} | ({} if "preemption" in world else {"blocks": 128})
 
     def met(self, world: World) -> bool:
         return all(len(one.kv_config.kv_cache_groups) > 1 for one in world.engines)
@@ -181,18 +181,8 @@ class Speculation(Play):
 
     models = (SpeculatingEngine,)
 
-    def start(self, world: World) -> None:
-        # This drafter keeps no KV.
-        for module in (model_weights, fingerprint):
-            world.monkeypatch.setattr(module, "draft_model", lambda _: None)
-
     def settings(self, world: World, number: int) -> dict[str, Any]:
-        drafter = {
-            "method": "eagle",
-            "model": str(write_model(world.folder / "drafter", "eagle")),
-            "num_speculative_tokens": 3,
-        }
-        return {"speculative_config": drafter, "pipelined": True}
+        return speculating(world.monkeypatch, world.folder) | {"pipelined": True}
 
     def after(self, world: World) -> None:
         for one in world.engines:

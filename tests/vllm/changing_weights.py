@@ -29,13 +29,8 @@ def weights_of(engine: Any) -> int:
 
 def show_weights(engine: Any) -> None:
     """Makes the engine's values depend on its weights from now on."""
-    places = engine._places
-
-    def of_weights(*arguments: Any) -> Any:
-        blocks, offsets, found = places(*arguments)
-        return blocks, offsets, found ^ np.int16(weights_of(engine))
-
-    engine._places = of_weights
+    values_at = engine._values_at
+    engine._values_at = lambda *which: values_at(*which) ^ np.int16(weights_of(engine))
 
 
 class FakeWatch:

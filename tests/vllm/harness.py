@@ -12,11 +12,12 @@ latest until the step's output is read.
 """
 
 import functools
+import itertools
 import pickle
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -108,7 +109,13 @@ class Engine:
         if v2:
             self.vllm_config.__class__ = V2Config
         self.vllm_config.cache_config.kv_cache_layout = layout.name
+        self.vllm_config.scheduler_config.async_scheduling = pipelined
         specs = specs or full_model()
+        num_drafts = self.vllm_config.num_speculative_tokens
+        for name, spec in specs.items():
+            if isinstance(spec, MambaSpec):
+                self.vllm_config.cache_config.mamba_cache_mode = "align"
+                specs[name] = replace(spec, num_speculative_blocks=num_drafts)
         pages = sum(spec.page_size_bytes for spec in specs.values())
         worker_kv = get_kv_cache_configs(self.vllm_config, [specs], [4 * blocks * pages])[0]
         kv = generate_scheduler_kv_cache_config([worker_kv])
@@ -155,6 +162,8 @@ class Engine:
         self.hasher = self._naming(get_request_block_hasher(hash_block_size, hash_function))
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, tuple[list[int], ...]] = {}
+        # A request's running state: the place of its block in the block tables, and its tokens.
+        self.states: dict[str, tuple[int, int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.pooled: dict[str, list[float]] = {}
         self.external: dict[str, int] = {}
@@ -388,13 +397,16 @@ class Engine:
     def _forward(self, scheduled: Any) -> dict[str, list[int]]:
         for name in scheduled.finished_req_ids:
             self.tables.pop(name, None)
+        cached = scheduled.scheduled_cached_reqs
+        gone = scheduled.finished_req_ids, scheduled.preempted_req_ids or (), cached.resumed_req_ids
+        for name in itertools.chain(*gone):
+            self.states.pop(name, None)
         for new in scheduled.scheduled_new_reqs:
             self.tokens[new.req_id] = list(
                 new.prefill_token_ids or new.prompt_token_ids or [0] * new.prompt_len
             )
             self.tables[new.req_id] = tuple(list(ids) for ids in new.block_ids)
         computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        cached = scheduled.scheduled_cached_reqs
         for name, ids, done in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
@@ -410,10 +422,14 @@ class Engine:
             lora = self.requests[name].lora_request
             if lora is not None:
                 self.contents.setdefault(name, self.content_of(lora))
+        for name in scheduled.num_scheduled_tokens:
+            self._check_state(name, computed[name])
         # As in a model, all KV of a layer is written before attention reads it: a request may hit
         # blocks that another fills in this step.
         for name, count in scheduled.num_scheduled_tokens.items():
             self._write(name, computed[name], count)
+            num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            self._write_states(name, computed[name] + count, num_drafts)
         for name, count in scheduled.num_scheduled_tokens.items():
             self._check(name, computed[name])
             is_due = computed[name] + count >= len(self.tokens[name])
@@ -429,14 +445,55 @@ class Engine:
         ids = np.array(scheduled.new_block_ids_to_zero or (), np.int64)
         for layer in self.tensors if len(ids) else ():
             self._give(functools.partial(self._zero_layer, layer, ids))
+        for copy in scheduled.kv_cache_block_copies or ():
+            self._copy_block(self.tensors, copy.src_block_id, copy.dst_block_id)
         if self.after_zeroing is not None and len(ids):
             self.after_zeroing()
 
     def _zero_layer(self, layer: str, ids: Any) -> None:
         self._cells(layer)[ids] = 0
 
-    def _check(self, name: str, computed: int) -> None:
+    def _copy_block(self, layers: Iterable[str], source: int, target: int) -> None:
+        for layer in layers:
+            self._give(functools.partial(self._copy_layer, layer, source, target))
+
+    def _copy_layer(self, layer: str, source: int, target: int) -> None:
+        self._cells(layer)[target] = self._cells(layer)[source]
+
+    def _attention_groups(self) -> Iterator[tuple[int, Any]]:
         for group_id, group in enumerate(self.kv_config.kv_cache_groups):
+            if not isinstance(group.kv_cache_spec, MambaSpec):
+                yield group_id, group
+
+    def _state_groups(self, name: str) -> Iterator[tuple[list[int], Any]]:
+        """Yields a request's block table in each group of recurrent states, and the group."""
+        for table, group in zip(self.tables[name], self.kv_config.kv_cache_groups, strict=True):
+            if isinstance(group.kv_cache_spec, MambaSpec):
+                yield table, group
+
+    def _check_state(self, name: str, computed: int) -> None:
+        """Checks the states that a step begins with. Source: vLLM's `preprocess_mamba`."""
+        for table, group in self._state_groups(name) if computed else ():
+            first = (computed - 1) // group.kv_cache_spec.block_size
+            block = table[self.states.get(name, (first, computed))[0]]
+            assert block, f"{name}: a layer would read the null block"
+            state = [block], [0], self._values_at(name, computed - 1, computed)
+            for layer in group.layer_names:
+                self._give(functools.partial(self._check_layer, name, computed, layer, *state))
+
+    def _write_states(self, name: str, end: int, num_drafts: int) -> None:
+        """Writes the state at the end of a step without its drafts, and behind it the states after
+        each draft."""
+        for table, group in self._state_groups(name):
+            at = -(-end // group.kv_cache_spec.block_size) - 1
+            self.states[name] = at, end - num_drafts
+            values = self._values_at(name, end - num_drafts - 1, end)
+            state = table[at : at + len(values)], [0] * len(values), values
+            for layer in group.layer_names:
+                self._give(functools.partial(self._write_layer, layer, *state))
+
+    def _check(self, name: str, computed: int) -> None:
+        for group_id, group in self._attention_groups():
             window = getattr(group.kv_cache_spec, "sliding_window", None)
             chunk = getattr(group.kv_cache_spec, "attention_chunk_size", None)
             first = max(0, computed - (window - 1)) if window else 0
@@ -459,7 +516,7 @@ class Engine:
         )
 
     def _write(self, name: str, computed: int, count: int) -> None:
-        for group_id, group in enumerate(self.kv_config.kv_cache_groups):
+        for group_id, group in self._attention_groups():
             blocks, offsets, values = self._places(name, group_id, computed, computed + count)
             known = blocks[: len(values)], offsets[: len(values)], values
             for layer in group.layer_names:
@@ -484,9 +541,12 @@ class Engine:
         tokens are not known yet."""
         positions = np.arange(first, end)
         table = np.array(self.tables[name][group_id])
-        values = np.array(self._values(name)[first:end], np.int16)
+        values = self._values_at(name, first, end)
         block_tokens = self.kv_config.kv_cache_groups[group_id].kv_cache_spec.block_size
         return table[positions // block_tokens], positions % block_tokens, values
+
+    def _values_at(self, name: str, first: int, end: int) -> Any:
+        return np.array(self._values(name)[first:end], np.int16)
 
     def _values(self, name: str) -> list[int]:
         return self.values_of(name, self.tokens[name])

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from hotkv_client.testing import FakeServer
 from hotkv_client.types import RequestReport
+from hotkv_proto.groups import GroupKind
 from hotkv_proto.keys import KeySpace
 from tests.vllm.harness import Engine, Named, _layer, _value, next_token
 from tests.vllm.other_connectors import our_connector
@@ -51,7 +53,7 @@ def check_stored(
         for session in server.sessions
     }
     num_heads = {
-        name: group.kv_cache_spec.num_kv_heads
+        name: getattr(group.kv_cache_spec, "num_kv_heads", 1)
         for one in engines
         for group in one.kv_config.kv_cache_groups
         for name in group.layer_names
@@ -66,6 +68,7 @@ def check_stored(
         expected = _expected(named, block_hash, group.block_tokens)
         what = f"the server's block of group {group_index}"
         assert len(expected) == group.block_tokens, f"{what} is a part of a block"
+        expected = expected[-1:] if group.kind is GroupKind.MAMBA else expected
         assert sorted(shards) == list(range(len(salts))), f"{what} has shards {sorted(shards)}"
         if fingerprint not in weights_of:
             first = np.frombuffer(shards[0], np.int16)[0] ^ _layer(group.layer_names[0]) ^ salts[0]
@@ -75,7 +78,7 @@ def check_stored(
         for shard, salt in enumerate(salts):
             pages = np.split(np.frombuffer(shards[shard], np.int16), len(group.layer_names))
             for layer, page in zip(group.layer_names, pages, strict=True):
-                rows = page.reshape(num_heads[layer], group.block_tokens, -1)
+                rows = page.reshape(num_heads[layer], len(expected), -1)
                 _compare(rows, expected ^ salt, layer, f"{what}, shard {shard}")
         num_compared += 1
     return num_compared
@@ -89,6 +92,7 @@ def check_cached(one: Engine, weights: int = 0) -> int:
     for key, found in cached.items():
         group = one.kv_config.kv_cache_groups[get_group_id(key)]
         expected = _expected(one.named, get_block_hash(key), group.kv_cache_spec.block_size)
+        expected = expected[-1:] if isinstance(group.kv_cache_spec, MambaSpec) else expected
         for block in [found] if isinstance(found, KVCacheBlock) else found.values():
             for layer, (tensors, salt) in itertools.product(group.layer_names, one.memories):
                 rows = tensors[layer].view(torch.int16).numpy()[block.block_id][:, : len(expected)]

@@ -113,13 +113,13 @@ class RankedEngine(Engine):
 
     def _run(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
         before, plan = (
-            pickle.dumps((self.tokens, self.tables, self.preemptions)),
+            pickle.dumps((self.tokens, self.tables, self.states, self.preemptions)),
             pickle.dumps(scheduled),
         )
         outputs: list[ModelRunnerOutput | None] = []
         for rank in reversed(self.ranks):
             # The first rank comes last and keeps the new state.
-            self.tokens, self.tables, self.preemptions = pickle.loads(before)
+            self.tokens, self.tables, self.states, self.preemptions = pickle.loads(before)
             self.worker, self.tensors, self.salt = rank.worker, rank.tensors, rank.salt
             outputs.insert(0, super()._run(pickle.loads(plan))[0])
         joined = self.aggregator.aggregate(outputs)

@@ -8,6 +8,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -78,6 +79,30 @@ def two_windows_model() -> dict[str, KVCacheSpec]:
 def windows_only_model() -> dict[str, KVCacheSpec]:
     wide = replace(window_spec(), sliding_window=2 * WINDOW)
     return {f"layer.{i}": (window_spec(), wide)[i % 2] for i in range(4)}
+
+
+def state_spec() -> MambaSpec:
+    """Returns the spec of a layer with recurrent states. Its pages are as large as the others'."""
+    shape = (2 * 2 * 32 * BLOCK_TOKENS,)
+    return MambaSpec(
+        block_size=BLOCK_TOKENS,
+        shapes=(shape,),
+        dtypes=(torch.bfloat16,),
+        mamba_cache_mode="align",
+    )
+
+
+def states_model() -> dict[str, KVCacheSpec]:
+    """Returns layers with recurrent states only."""
+    return {f"layer.{i}": state_spec() for i in range(2)}
+
+
+def states_and_full_model() -> dict[str, KVCacheSpec]:
+    return {f"layer.{i}": (full_spec() if i % 3 == 0 else state_spec()) for i in range(6)}
+
+
+def states_and_windows_model() -> dict[str, KVCacheSpec]:
+    return {f"layer.{i}": (full_spec(), window_spec(), state_spec())[i % 3] for i in range(6)}
 
 
 HYBRIDS = (hybrid_model, chunked_model, uneven_model, two_windows_model, windows_only_model)

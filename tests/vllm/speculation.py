@@ -1,18 +1,35 @@
-"""The harness with drafts and asynchronous scheduling. Each decode step also computes drafts, and
-some of them are rejected.
+"""The harness with drafts. Each decode step also computes drafts, and some of them are rejected.
 
-As in vLLM, the scheduler plans a step as if all drafts of the previous step were accepted; the
-worker starts it after the accepted tokens. KV of rejected drafts stays in the blocks until the
-right tokens overwrite it.
+As in vLLM, an asynchronous scheduler plans a step as if all drafts of the previous step were
+accepted; the worker starts it after the accepted tokens. KV of rejected drafts stays in the blocks
+until the right tokens overwrite it.
 """
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from vllm.v1.outputs import DraftTokenIds
+
+from hotkv_vllm.compat import fingerprint, model_weights
 from tests.vllm.harness import Engine, next_token
+from tests.vllm.tiny import write_model
 
 WRONG_TOKEN = 2
+NUM_DRAFTS = 3
+
+
+def speculating(monkeypatch: Any, folder: Path) -> dict[str, Any]:
+    """Returns the settings of a `SpeculatingEngine`, whose drafter keeps no KV."""
+    for module in (model_weights, fingerprint):
+        monkeypatch.setattr(module, "draft_model", lambda _: None)
+    drafter = {
+        "method": "eagle",
+        "model": str(write_model(folder / "drafter", "eagle")),
+        "num_speculative_tokens": NUM_DRAFTS,
+    }
+    return {"speculative_config": drafter}
 
 
 class SpeculatingEngine(Engine):
@@ -20,6 +37,13 @@ class SpeculatingEngine(Engine):
 
     drafts = 0
     rejected = 0
+
+    def step(self) -> None:
+        super().step()
+        if not self.pipelined:
+            names = [name for name in self.scheduler.requests if self.outputs[name]]
+            drafts = [self._drafts(name, self.tokens[name], NUM_DRAFTS) for name in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def _forward(self, scheduled: Any) -> dict[str, list[int]]:
         known: dict[str, list[int]] = {}
@@ -43,7 +67,21 @@ class SpeculatingEngine(Engine):
             self.drafts += len(drafts)
             self.rejected += len(drafts) + 1 - len(sampled[name])
             self.tokens[name] = tokens + sampled[name]
+        for name in scheduled.num_scheduled_tokens:
+            self._keep_states(name, max(1, len(sampled[name])) - 1)
         return sampled
+
+    def _keep_states(self, name: str, num_accepted: int) -> None:
+        """Keeps the state at a block's end that accepted drafts have passed, and continues with the
+        state after the last of them. Source: vLLM's `postprocess_mamba_fused_kernel`."""
+        at, tokens = self.states.get(name, (0, 0))
+        for table, group in self._state_groups(name):
+            size = group.kv_cache_spec.block_size
+            kept = (tokens + num_accepted) // size - 1
+            behind = (kept + 1) * size - tokens
+            if behind >= 0:
+                self._copy_block(group.layer_names, table[at + behind], table[kept])
+            self.states[name] = at if kept == at else at + num_accepted, tokens + num_accepted
 
     def _next(self, name: str, tokens: Sequence[int]) -> int:
         return next_token(self.values_of(name, tokens))

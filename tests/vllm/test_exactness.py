@@ -14,10 +14,11 @@ from hotkv_sparse import SparseConfig
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.sparse.rows import RowNames, announce
 from tests.vllm.approximate import SPARSE, Approximate, without_layers
-from tests.vllm.harness import prompt
+from tests.vllm.harness import Engine, prompt
 from tests.vllm.other_connectors import PLAN, beside, loads_into
 from tests.vllm.parts import admission
-from tests.vllm.specs import HYBRIDS, full_model, hybrid_model
+from tests.vllm.specs import HYBRIDS, full_model, hybrid_model, states_and_full_model
+from tests.vllm.speculation import SpeculatingEngine, speculating
 from tests.vllm.tiny import BLOCK_TOKENS
 
 
@@ -54,6 +55,37 @@ def test_streamed_input_behind_a_sparse_answer_is_not_shared(approximate: Any, e
     sparse.generate("stores end", prompt(9, 40))
     assert len(context) == 164 and sparse.num_sparse_rows
     assert engine().generate("b", [*context, 7], 1)[1] == 96
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("speculates", [False, True], ids=["plain", "drafts"])
+@pytest.mark.parametrize("model", [full_model, states_and_full_model])
+def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_kv(
+    make: Any, monkeypatch: Any, tmp_path: Any, model: Any, speculates: bool, pipelined: bool
+) -> None:
+    """vLLM keeps the KV of accepted drafts behind the stop, unless scheduling is asynchronous, and
+    does not take a recurrent state back to the stop."""
+    kind, more = Engine, {"specs": model(), "pipelined": pipelined}
+    if speculates:
+        kind, more = SpeculatingEngine, more | speculating(monkeypatch, tmp_path)
+    one, other = make(kind, **more), make(kind, **more)
+    has_states = model is states_and_full_model
+    is_wrong = speculates or pipelined if has_states else speculates > pipelined
+    if is_wrong:
+        # The model would see what vLLM does wrong.
+        monkeypatch.setattr(one, "_check", lambda *_: None)
+        monkeypatch.setattr(one, "_check_state", lambda *_: None)
+    for chunk in (prompt(1, 100), prompt(2, 60)):
+        one.add("a", chunk, 5, resumable=True)
+        for _ in range(20):
+            one.step()
+    context = one.scheduler.requests["a"].prompt_token_ids[:]
+    one.abort("a")
+    one.generate("b", [*context, 7], 40)
+    one.generate("stores end", prompt(9, 40))
+    # With a drafter, a hit ends a block earlier.
+    shared = (96 if is_wrong else 160) - BLOCK_TOKENS * speculates
+    assert other.generate("c", [*context, 7], 1)[1] == shared
 
 
 def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(

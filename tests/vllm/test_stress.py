@@ -9,7 +9,7 @@ import pytest
 from hotkv_vllm.worker import rank_loads
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit, check_nothing_left
-from tests.vllm.specs import HYBRIDS, full_model, mixed_model
+from tests.vllm.specs import HYBRIDS, full_model, mixed_model, states_and_windows_model
 
 CALLS = ["store", "load", "acquire", "lookup", "flush"]
 
@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, bool]] = {
             id=f"{model.__name__}-{way}",
             marks=[] if way == "async" or model is full_model else pytest.mark.long,
         )
-        for model in (full_model, mixed_model, *HYBRIDS)
+        for model in (full_model, mixed_model, states_and_windows_model, *HYBRIDS[1:])
         for way in WAYS
     ],
 )

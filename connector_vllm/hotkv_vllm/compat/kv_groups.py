@@ -2,11 +2,12 @@
 which groups belong to a drafter.
 
 Reads `KVCacheConfig.kv_cache_groups` and each group's `kv_cache_spec`, `prefix_cacheable_group_ids`
-and `cache_hit_alignment_tokens`, the context-parallel sizes of `parallel_config`, and
-`SpeculativeConfig.use_eagle_block_drop`.
+and `cache_hit_alignment_tokens`, the context-parallel sizes of `parallel_config`,
+`SpeculativeConfig.use_eagle_block_drop`, `num_speculative_tokens` and `async_scheduling`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,6 +160,23 @@ def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...
         else resolve_dcp_kv_block_size(g.kv_cache_spec, dcp)
         for g in kv_cache_config.kv_cache_groups
     )
+
+
+def doubtful_tokens(vllm_config: Any, tokens_per_block: Sequence[int]) -> int | None:
+    """Returns how many tokens before a later turn of streamed input may have wrong KV; None if a
+    later turn begins with right KV.
+
+    tokens_per_block: as `group_block_tokens` returns them.
+
+    Source: `Scheduler._update_request_as_session` and `_handle_stopped_request` in vLLM 0.32.
+    Without asynchronous scheduling, drafts that were accepted behind the token that stops a turn
+    stay counted as computed. A recurrent state may include tokens behind the turn's last token.
+    """
+    drafts = int(vllm_config.num_speculative_tokens)
+    is_async = bool(vllm_config.scheduler_config.async_scheduling)
+    has_states = 0 in tokens_per_block
+    is_doubtful = (drafts > 0 or is_async) if has_states else (drafts > 0 and not is_async)
+    return drafts if is_doubtful else None
 
 
 def layer_specs(kv_cache_config: Any) -> dict[str, Any]:

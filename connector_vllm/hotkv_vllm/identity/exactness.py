@@ -4,7 +4,8 @@ not be stored.
 
 KV is inexact if it was computed in a step that decoded sparsely, or from other inexact KV, or with
 weights that the engine no longer has. KV that another connector of a MultiConnector has loaded
-counts as inexact too, because that connector may have stored inexact KV.
+counts as inexact too, because that connector may have stored inexact KV. So does KV of a later turn
+of streamed input, if vLLM may have begun the turn with wrong KV (`kv_groups.doubtful_tokens`).
 
 Always true:
 - A token is exact only if it and every token before it was computed exactly.
@@ -29,15 +30,20 @@ class Exactness:
     """Marks inexact blocks, and counts the exact tokens of each running request. Costs nothing
     until blocks can become inexact.
 
-    is_watching: True once blocks can be inexact: in an engine with sparse decode, or after the
-        weights may have changed. The caller sets it before the first sparse step.
+    is_watching: True once blocks can be inexact: in an engine with sparse decode, after the weights
+        may have changed, or with streamed input. The caller sets it before the first sparse step.
     """
 
-    def __init__(self, tokens_per_block: Sequence[int], num_blocks: int) -> None:
+    def __init__(
+        self, tokens_per_block: Sequence[int], num_blocks: int, doubtful_tokens: int | None = None
+    ) -> None:
         """tokens_per_block: number of tokens of a block, per vLLM group; 0 if the group's blocks
             need not be in the order of the tokens (recurrent states).
         num_blocks: number of blocks on the device.
+        doubtful_tokens: number of tokens before a later turn of streamed input whose KV may be
+            wrong; None if a later turn begins with exact KV.
         """
+        self._doubtful_tokens = doubtful_tokens
         self._block_tokens = tuple(tokens_per_block)
         self._inexact = np.zeros(num_blocks, np.bool_)
         self._exact_tokens: dict[str, int] = {}
@@ -70,12 +76,14 @@ class Exactness:
         if self.is_watching:
             self.distrust_all()
 
-    def matched(self, request_id: str, device_tokens: int) -> None:
+    def matched(self, request_id: str, device_tokens: int, is_streamed: bool = False) -> None:
         """Records that vLLM has asked how long a request's hit is.
 
         device_tokens: length of the hit in vLLM's own prefix cache.
+        is_streamed: True for a request with streamed input.
         """
         self._own_tokens[request_id] = device_tokens
+        self.is_watching |= is_streamed and self._doubtful_tokens is not None
 
     def loads(self, request_id: str, num_tokens: int) -> None:
         """Records that hotkv loads `num_tokens` for the request: the tokens after its hit in vLLM's
@@ -139,7 +147,12 @@ class Exactness:
     ) -> None:
         if is_admitted:
             tables = state.get_block_ids(request_id)
-            own = self._own_tokens.pop(request_id, computed)
+            own = self._own_tokens.pop(request_id, None)
+            if own is None:
+                # A later turn of streamed input.
+                own = computed
+                if self._doubtful_tokens is not None:
+                    self._mark(tables or (), max(0, computed - self._doubtful_tokens), computed)
             # Another connector has loaded the tokens after `own`. If vLLM's own hit ends within a
             # block, vLLM tells connectors only the hit's whole blocks, so a difference within a
             # block is not a load. For recurrent states every difference is a load.

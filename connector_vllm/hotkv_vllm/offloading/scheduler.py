@@ -29,7 +29,7 @@ from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import Miss
 from hotkv_vllm.compat import Unsupported, checks, model_weights, steps
-from hotkv_vllm.compat.kv_groups import group_block_tokens
+from hotkv_vllm.compat.kv_groups import doubtful_tokens, group_block_tokens
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS, PrefillSpeed
 from hotkv_vllm.hints.requests import HintReader
@@ -92,7 +92,11 @@ class DoorScheduler:
         self._block_tokens = group_block_tokens(vllm_config, kv_cache_config)
         self._written = WrittenBlocks(self._block_tokens)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        self._exactness = Exactness(self._block_tokens, kv_cache_config.num_blocks)
+        self._exactness = Exactness(
+            self._block_tokens,
+            kv_cache_config.num_blocks,
+            doubtful_tokens(vllm_config, self._block_tokens),
+        )
         self._weights = Rekeying(self._num_ranks, "")
         self._is_clean = True
         # True from a reset that has emptied the caches (or from the start) until a check of the
@@ -203,7 +207,7 @@ class DoorScheduler:
         answer: number of tokens that vLLM's offloading can load; None for "ask again".
         """
         self._written.matched(request.request_id, device_hit_tokens)
-        self._exactness.matched(request.request_id, device_hit_tokens)
+        self._exactness.matched(request.request_id, device_hit_tokens, request.resumable)
         state = self._states.get(request.request_id)
         if state is None or self._reports is None:
             return

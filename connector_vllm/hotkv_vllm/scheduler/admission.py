@@ -149,7 +149,7 @@ class Admission:
         num_computed_tokens: length of the request's hit in vLLM's own prefix cache.
         """
         self.written.matched(request.request_id, num_computed_tokens)
-        self._exactness.matched(request.request_id, num_computed_tokens)
+        self._exactness.matched(request.request_id, num_computed_tokens, request.resumable)
         self.room.comes(request)
         now_s = time.monotonic()
         if self._sharing.joining is not None and self._sharing.joining.asks_again(now_s):

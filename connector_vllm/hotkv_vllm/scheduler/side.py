@@ -52,8 +52,10 @@ class HotKVScheduler:
         self._adapters = Adapters(
             vllm_config.parallel_config.world_size, lambda text: logger.warning("hotkv: %s", text)
         )
+        block_tokens = kv_groups.group_block_tokens(vllm_config, kv_cache_config)
+        doubtful_tokens = kv_groups.doubtful_tokens(vllm_config, block_tokens)
         self._exactness = exactness = Exactness(
-            kv_groups.group_block_tokens(vllm_config, kv_cache_config), kv_cache_config.num_blocks
+            block_tokens, kv_cache_config.num_blocks, doubtful_tokens
         )
         pool = DevicePool(vllm_config, kv_cache_config)
         counts_media = checks.counts_media(vllm_config)
