@@ -221,6 +221,10 @@ def restore(
     good = _well_shaped(core, Shapes.of(old, rows), numbers)
     rows, numbers = _kept(report, "misshapen", rows, numbers, good)
     rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(core, Shapes.of(old, rows)))
+    if core.config.check_stride:
+        good = old[rows, table.W_CHECK : table.W_CHECK + 2].any(axis=1)
+        good |= states[rows] == table.STATE_DETACHED  # Never compared.
+        rows, numbers = _kept(report, "without check value", rows, numbers, good)
     new_of = np.zeros(len(old), np.uint32)
     is_ready = states[rows] == table.STATE_READY
     link_detached(core, old, rows[~is_ready], numbers[~is_ready], new_of)
