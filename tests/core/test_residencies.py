@@ -177,7 +177,7 @@ def test_a_condemned_block_ends_the_residencies_of_those_who_read_it() -> None:
 
 
 def test_what_was_flushed_under_a_reader_survives_a_kill_several_times() -> None:
-    place = Place()
+    place = Place(check_stride=64)
     session = place.open()
     opened = place.promise(session, "r", 9)
     slots = []

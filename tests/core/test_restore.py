@@ -68,7 +68,7 @@ def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
     """Counts elements, since time is no measure on a busy machine. Checks that each block is found
     in its key space."""
     num_blocks, found = 4000, {}
-    config = CoreConfig(num_blocks * SLOT_ALIGN, SLAB, num_blocks + 8, check_stride=64)
+    config = CoreConfig(num_blocks * SLOT_ALIGN, SLAB, num_blocks + 8)
     for num_spaces in (1, 500):
         core = CacheCore(config, make_table(num_blocks + 8), POLICIES["lru"](num_blocks + 8))
         for number in range(num_spaces):
@@ -124,6 +124,7 @@ def apart(records: Words) -> dict[tuple[int, bytes], bool]:
         state, group = divmod(record[table.W_GROUP_STATE], 1 << 16)
         at, size = record[table.W_OFFSET], record[table.W_SIZE]
         fits = size == {0: 1, 1: 2, MAX_GROUPS: 1}.get(group) and at % size == 0
+        fits &= any(record[table.W_CHECK : table.W_CHECK + 2])
         if fits and at < 4 * NUM_SLABS and (state, record[table.W_KEY_SPACE]) == (2, 1):
             slots.append((group, np.array(record[:8], np.uint32).tobytes(), at, size))
     found: dict[tuple[int, bytes], bool] = {}

@@ -212,15 +212,18 @@ def restore(
     report = Restored()
     states = old[:, table.W_GROUP_STATE] >> np.uint32(16)
     pinned = kept_rows(core, states, marks)
-    is_kept = np.zeros(len(old), np.bool_)
-    is_kept[pinned] = True
-    stays = (states == table.STATE_READY) | is_kept
+    stays = states == table.STATE_READY
+    stays[pinned] = True
     report.drop("unfinished", int(((states != 0) & ~stays).sum()))
     rows = np.flatnonzero(stays)
     numbers = _new_numbers(old[rows, table.W_KEY_SPACE], key_spaces)
     good = _well_shaped(core, Shapes.of(old, rows), numbers)
     rows, numbers = _kept(report, "misshapen", rows, numbers, good)
     rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(core, Shapes.of(old, rows)))
+    if core.config.check_stride:
+        good = (old[rows, table.W_CHECK] | old[rows, table.W_CHECK + 1]) != 0
+        good |= states[rows] == table.STATE_DETACHED  # Never compared.
+        rows, numbers = _kept(report, "without check value", rows, numbers, good)
     new_of = np.zeros(len(old), np.uint32)
     is_ready = states[rows] == table.STATE_READY
     link_detached(core, old, rows[~is_ready], numbers[~is_ready], new_of)
@@ -435,11 +438,7 @@ def _publish(
         :, 0
     ]
     is_block = _groups(old, came) < MAX_GROUPS
-    used_s = (
-        np.full(len(came), now_s)
-        if last_used_s is None
-        else np.minimum(np.nan_to_num(last_used_s[came], nan=now_s), now_s)
-    )
+    used_s = np.full(len(came), now_s) if last_used_s is None else np.fmin(last_used_s[came], now_s)
     order = np.lexsort((old[came, table.W_DEPTH], used_s))
     order = order[is_block[order]]
     if last_used_s is None:

@@ -135,11 +135,10 @@ class Verifier:
         ready = bad[index.is_ready(bad)]
         if len(ready):
             self.condemned_blocks += len(ready)
-            first = self._name(int(ready[0]))
             log.error(
                 "condemned blocks=%d first=%s: their bytes are not those of their check values",
                 len(ready),
-                first,
+                self._name(int(ready[0])),
             )
             condemn(self._core, ready)
         return bad
