@@ -137,14 +137,6 @@ class WriteLease:
         """Returns True if the first call under the lease named all blocks with these keys."""
         return np.array_equal(keys, self.listed) or bool(np.isin(keys, self.listed).all())
 
-    def add_sums(self, entries: Entries, sums: Sums) -> None:
-        """Records what a copy has written. `entries` [n]: the entries written, each once. `sums`
-        [n]: for each entry, the sum of the bytes that the copy has written to it."""
-        if not len(entries):
-            return
-        order = np.argsort(entries)
-        self.parts.append((entries[order], sums[order]))
-
     def sums_with(self, entries: Entries, sums: Sums, complete: BoolMask) -> Sums:
         """Records what a copy has written. Then returns the sums over all copies, for check values,
         of the entries for which `complete` is True: the entries of which every shard is written.
@@ -156,7 +148,9 @@ class WriteLease:
         if not self.parts and complete.all():
             # The usual case: there is a single shard, so no later copy needs these sums.
             return sums
-        self.add_sums(entries, sums)
+        if len(entries):
+            order = np.argsort(entries)
+            self.parts.append((entries[order], sums[order]))
         return self.sums_of(entries[complete])
 
     def sums_of(self, entries: Entries) -> Sums:
@@ -510,14 +504,11 @@ class TransferBook:
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
         """Returns the entries of this lease for which a store of the shard `shard_index` is in
-        flight; no entries if `lease` is None."""
+        flight; no entries if `lease` is None: such stores write nothing."""
         busy = [
             entries
             for t in self._transfers.values()
-            if isinstance(t, StoreTransfer)
-            and lease is not None
-            and t.lease is lease
-            and t.shard_index == shard_index
+            if isinstance(t, StoreTransfer) and t.lease is lease and t.shard_index == shard_index
             for entries in t.entries
         ]
         return np.concatenate(busy) if busy else np.empty(0, np.uint32)
