@@ -147,10 +147,6 @@ class Catalog:
                 one.add_key_space(self.records[number])
         return number, tuple(self._group_index(number, kind) for kind in kinds)
 
-    def knows(self, key_space: KeySpace) -> bool:
-        """Returns True if the key space is registered."""
-        return key_space.fingerprint in self._numbers
-
     def number(self, fingerprint: bytes) -> int:
         """Returns the number of the key space with this fingerprint; 0 if it is not registered."""
         return self._numbers.get(fingerprint, 0)

@@ -59,8 +59,6 @@ class Growth:
             return True
         space, record = self._core.space, self._core.catalog.record(key_space_id)
         for run in runs:
-            if not record.has(run.group_index):
-                continue
             words = space.index.find(key_space_id, run.group_index, run.hashes)
             num_missing = int((words == 0).sum())
             if num_missing and not space.has_room(

@@ -124,7 +124,7 @@ class Sessions:
         await self._removals.forget_for(key_space, representations)
         # Other sessions may have opened during the wait.
         self._check_count(key_space.tenant, max_of_tenant)
-        is_new = not self._core.catalog.knows(key_space)
+        is_new = not self._core.catalog.number(key_space.fingerprint)
         record = self._core.open_session(
             engine_id, role, key_space, time.monotonic(), representations
         )
@@ -188,7 +188,7 @@ class Sessions:
         """
         self._core.sessions.check_takes_new("takes no new key spaces")
         await self._removals.forget_for(key_space, ())
-        is_new = not self._core.catalog.knows(key_space)
+        is_new = not self._core.catalog.number(key_space.fingerprint)
         number, _ = self._core.catalog.register(key_space, (), time.monotonic())
         if is_new:
             self._add(number, key_space)

@@ -46,14 +46,8 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
         *checks_of_capabilities(),
         *(() if is_running else (check_http, check_tcp)),
     ]
-    problems = []
     made = _missing(settings.admin_socket.parent, settings.arena_dir)
-    for check in checks:
-        try:
-            check(settings)
-        except StartError as error:
-            problems.append(str(error))
-    if problems:
+    if problems := _problems(checks, settings):
         _remove_empty(made)
     return problems
 
@@ -62,8 +56,13 @@ def check_settings(settings: Settings) -> list[str]:
     """Makes only the quick checks of `check_start`: names of sockets, access with the TLS files,
     and the audit file. They take milliseconds and also pass while a server runs. Returns the
     problems."""
+    return _problems((check_sockets, check_access, check_audit), settings)
+
+
+def _problems(checks: Iterable[Callable[[Settings], None]], settings: Settings) -> list[str]:
+    """Makes the checks. Returns the messages of those that raise StartError."""
     problems = []
-    for check in (check_sockets, check_access, check_audit):
+    for check in checks:
         try:
             check(settings)
         except StartError as error:

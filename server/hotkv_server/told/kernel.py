@@ -97,15 +97,15 @@ def _topics(node: Node) -> dict[str, Topic]:
         rows = session_rows(node, node.sessions, time.monotonic())
         return {"session_count": len(node.sessions), "sessions": rows}
 
-    async def blocks(filters: Filters) -> Figures:
-        return await _blocks(node, filters)
-
     return {
         "server": Topic(server),
         "tiers": Topic(tiers),
         "key_spaces": Topic(key_spaces, ("key_space_id", "page_size")),
         "sessions": Topic(sessions),
-        "blocks": Topic(blocks, ("key_space_id", "hash_prefix", "page_size", "page_token")),
+        "blocks": Topic(
+            lambda filters: _blocks(node, filters),
+            ("key_space_id", "hash_prefix", "page_size", "page_token"),
+        ),
     }
 
 

@@ -102,18 +102,10 @@ class SessionCalls:
         match request.WhichOneof("body"):
             case "lookup":
                 found = self._traceable.lookup(node, session, request.lookup)
-                if not isinstance(found, asyncio.Task):
-                    return session_pb2.ConnectResponse(lookup=found)
-                found.add_done_callback(partial(self._answer_task, request.request_id, "lookup"))
-                return None
+                return await self._served(request, "lookup", found)
             case "acquire_lease":
                 acquired = self._traceable.acquire(node, session, request.acquire_lease)
-                if not isinstance(acquired, asyncio.Task):
-                    return session_pb2.ConnectResponse(acquire_lease=acquired)
-                acquired.add_done_callback(
-                    partial(self._answer_task, request.request_id, "acquire_lease")
-                )
-                return None
+                return await self._served(request, "acquire_lease", acquired)
             case "reserve_blocks":
                 return session_pb2.ConnectResponse(
                     reserve_blocks=await calls.reserve(node, session, request.reserve_blocks)
@@ -169,12 +161,12 @@ class SessionCalls:
     async def _served(
         self, request: session_pb2.ConnectRequest, body: str, answer: Any
     ) -> session_pb2.ConnectResponse | None:
-        """Returns the answer to a message that a capability serves. Returns None if the answer is
-        sent later, or if the message has no answer.
+        """Returns the answer to a message. Returns None if the answer is sent later, or if the
+        message has no answer.
 
         body: name of the message's field, and of the answer's field.
-        answer: the value that the capability's function (`SessionCall`) has returned: an answer, a
-            task or awaitable that returns it, an awaitable that returns a task, or None.
+        answer: an answer, a task or awaitable that returns it, an awaitable that returns a task, or
+            None; as a capability's function (`SessionCall`) returns it.
         """
         if inspect.isawaitable(answer) and not isinstance(answer, asyncio.Task):
             answer = await answer
@@ -422,8 +414,7 @@ class SessionStream:
     async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
         while True:
             # Wait before the next message is read, because it may be large.
-            if self._outbox.has_much():
-                await self._outbox.room()
+            await self._outbox.room()
             request = await anext(requests, None)
             if request is None:
                 return

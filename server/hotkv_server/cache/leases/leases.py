@@ -495,14 +495,11 @@ class TransferBook:
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
         """Returns the entries of this lease for which a store of the shard `shard_index` is in
-        flight; no entries if `lease` is None."""
+        flight; no entries if `lease` is None: such stores write nothing."""
         busy = [
             entries
             for t in self._transfers.values()
-            if isinstance(t, StoreTransfer)
-            and lease is not None
-            and t.lease is lease
-            and t.shard_index == shard_index
+            if isinstance(t, StoreTransfer) and t.lease is lease and t.shard_index == shard_index
             for entries in t.entries
         ]
         return np.concatenate(busy) if busy else np.empty(0, np.uint32)

@@ -336,14 +336,11 @@ class TenantBook:
         )
         return (claimed, count) if 0 < claimed < count else (count,)
 
-    def over_bound(self) -> list[tuple[int, int]]:
-        """Returns the tenants that use more than their burst bound, each with its excess in bytes.
-        A tenant can exceed its bound only after a restart with other settings, or after a change of
-        the shares."""
-        if not self.is_used:
-            return []
-        excess = self.used - self._set_burst
-        return [(tenant, int(excess[tenant])) for tenant in np.flatnonzero(excess > 0).tolist()]
+    def over_bound(self) -> list[int]:
+        """Returns the tenants that use more than their burst bound. A tenant can exceed its bound
+        only after a restart with other settings, or after a change of the shares."""
+        found: list[int] = np.flatnonzero(self.used > self._set_burst).tolist()
+        return found
 
     def excess_bytes(self, tenant: int) -> int:
         """Returns how many bytes the tenant uses above its burst bound; negative if it uses

@@ -331,12 +331,6 @@ class _SlabClass:
         self.room = (0, (-1, -1))
         self._slab_bytes = slab_bytes
 
-    def stats(self) -> SlabClassStats:
-        """Returns the figures of this slot size."""
-        return SlabClassStats(
-            self.slot_bytes, self.num_slabs, self.num_slots, self.num_slots - len(self.free)
-        )
-
     def counts_of(self, lengths: Int64s) -> Int64s:
         """Returns for each run how many slots of this size it has. `lengths`: the lengths of the
         runs, in slabs."""
@@ -428,7 +422,11 @@ class SlabPool:
 
     def stats(self) -> list[SlabClassStats]:
         """Returns the figures of each slot size that has slabs."""
-        return [c.stats() for _, c in sorted(self._classes.items()) if c.num_slabs]
+        return [
+            SlabClassStats(size, c.num_slabs, c.num_slots, c.num_slots - len(c.free))
+            for size, c in sorted(self._classes.items())
+            if c.num_slabs
+        ]
 
     def figures(self) -> PoolFigures:
         """Returns how the arena is divided among the slot sizes."""

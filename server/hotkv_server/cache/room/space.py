@@ -350,7 +350,7 @@ def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
     """Evicts blocks of tenants that exceed their burst bounds, until each such tenant is within its
     bound, or its remaining blocks can't be evicted (they are pinned or reserved). Yields after each
     part. `books`, `removal`: the state of the tier, and the object that removes its entries."""
-    for tenant, _ in books.tenants.over_bound():
+    for tenant in books.tenants.over_bound():
         while books.tenants.excess_bytes(tenant) > 0:
             if not (yield from _evict_excess(books, removal, tenant)):
                 break
