@@ -46,6 +46,17 @@ async def test_what_fails_is_tried_again_until_it_is_there() -> None:
         assert all(await b.leased(BLOCKS))
 
 
+async def test_what_could_not_be_checked_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with nodes(1) as (a,):
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        judge, zeros = a.verifier.judge, [0]
+        monkeypatch.setattr(
+            a.verifier, "judge", lambda cases: 1 // zeros.pop() if zeros else judge(cases)
+        )
+        a.put(BLOCKS)
+        await a.until_copied(6)
+
+
 async def test_tries_are_bounded_and_come_ever_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_copies, "AGAIN_S", 1000.0)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later_s)
