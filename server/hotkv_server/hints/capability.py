@@ -34,9 +34,7 @@ class HintsCapability(Capability):
         self._node = node
         self.desk = HintDesk(node.core, node.tiers, node.effects)
         # For each open load: the receipt that has its hit, and what to add if the load fails.
-        self._loads: OrderedDict[tuple[str, int], tuple[SessionReceipt, SessionReceipt]] = (
-            OrderedDict()
-        )
+        self._loads = OrderedDict[tuple[str, int], tuple[SessionReceipt, SessionReceipt]]()
 
     def __repr__(self) -> str:
         return f"HintsCapability({self.desk!r})"

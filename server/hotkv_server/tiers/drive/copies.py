@@ -231,13 +231,16 @@ class TierCopies:
                 codes[at] = await self._written(move, at)
                 is_new = np.isin(codes[at], (Write.STORED, Write.PRESENT)) & ~move.is_void[at]
                 self.on_ready(move.entries[at[is_new]], Medium.REMOTE, self._name)
+        except Exception:
+            codes[codes == 0] = Write.FAILED
+            raise
         finally:
             self._out_bytes -= num_bytes
             self._wake.set()
             has_failed = codes == Write.FAILED
             num_given_up = self._copies.end(move, has_failed)
-        if has_failed.any():
-            self._wait_with_old(AGAIN_S * 2 ** max(0, lane - OLD))
+            if has_failed.any():
+                self._wait_with_old(AGAIN_S * 2 ** max(0, lane - OLD))
         is_there = np.isin(codes, (Write.STORED, Write.PRESENT))
         self.num_copied += int(is_there.sum())
         num_again = int(has_failed.sum()) - num_given_up

@@ -207,9 +207,10 @@ class TierLookups:
         include these blocks. Waits for the answers, at most for `lookup_wait_s`."""
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
-            await self._look(key_space_id, groups, until_s)
+            await self.look(key_space_id, groups, until_s)
 
-    async def _look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
+    async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
+        """Calls `look` of all tiers."""
         await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._sources))
 
     async def find(
@@ -218,7 +219,7 @@ class TierLookups:
         """Returns, for each tier, which of these blocks the tier has, for operators and routers.
         Asks the shared tiers, and waits for their answers at most for `wait_s` seconds."""
         until_s = time.monotonic() + wait_s
-        await self._look(key_space_id, groups, until_s)
+        await self.look(key_space_id, groups, until_s)
         return [
             Lying(
                 one.name,

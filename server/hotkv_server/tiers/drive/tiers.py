@@ -267,7 +267,7 @@ class Tiers:
         """Loads the blocks of `part` as `prefetch` does. Evicts no block of `groups` for them."""
         await self._begin_up(key_space_id, part, groups, tries=False)
         await self.epochs.settle(key_space_id, until_s)
-        await self._look(key_space_id, part, until_s)
+        await self.lookups.look(key_space_id, part, until_s)
         while not self._tasks.is_closing:
             has_room = self._up_bytes < self._most_bytes
             await self._begin_up(key_space_id, part, groups)
@@ -304,7 +304,7 @@ class Tiers:
                 # answer.
                 await self._begin_up(key_space_id, groups, held=held, tries=False)
                 self._hold(held, key_space_id, groups)
-                await self._look(key_space_id, groups, until_s)
+                await self.lookups.look(key_space_id, groups, until_s)
                 await self._begin_up(key_space_id, groups, held=held)
                 self._hold(held, key_space_id, groups)
                 if waits := [one.done for one in held.waits if one.source.breaker.lets_pass]:
@@ -322,10 +322,6 @@ class Tiers:
             one.num_waiting -= 1
             if not one.num_waiting and one.done.done():
                 self._end_up(one)
-
-    async def _look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        looks = (one.look(key_space_id, groups, until_s) for one in self._sources)
-        await asyncio.gather(*looks)
 
     def _under_way(self, key_space_id: int, groups: list[HashList]) -> list[Coming]:
         """Returns the moves up under way that contain a block of these lists. Leaves out the moves
