@@ -256,8 +256,7 @@ class Admission:
         if state is not None and cache is not None:
             cache.reports.admitted(state, num_external_tokens)
         # vLLM 0.33 may postpone a load until the engine's weights have changed.
-        is_refused = num_external_tokens > 0 and self._refusal(request) is not None
-        if state is None or cache is None or is_refused:
+        if state is None or cache is None or (num_external_tokens and self._refusal(request)):
             if num_external_tokens > 0:
                 self._abandon(request.request_id)
             return
