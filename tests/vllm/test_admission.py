@@ -68,25 +68,27 @@ class WithAdapter:
         )
 
 
-@pytest.mark.parametrize("why", ["unknown", "no cache", "no lease", "no room"])
+@pytest.mark.parametrize("why", ["unknown", "no cache", "no lease", "no room", "weights"])
 def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> None:
     one = desk()
     asks = request("a", LONG)
-    if why == "no room":
+    if why in ("no room", "weights"):
         one.parts.put("a", range(4))
     if why != "unknown":
         one.arrive(asks)
     if why == "no cache":
         one.sharing.cache = None
-    if why == "no room":
+    if why in ("no room", "weights"):
         one.hit(asks)
-    one.desk.allocated(asks, blocks([1]), 4 * TOKENS)
+    if why == "weights":
+        one.sharing.weights.suspect()
+    one.desk.allocated(asks, blocks([1] if why == "no room" else [1, 2, 3, 4, 5]), 4 * TOKENS)
     assert one.desk.loads.abandoned == ["a"] and one.desk.loads.awaited == {"a"}
     assert not one.desk.loads.jobs and not one.parts.count("loads")
-    if why in ("no lease", "no room"):
+    if why in ("no lease", "no room", "weights"):
         hit = one.desk.states["a"].hit
         assert hit.failed_loads == 1 and hit.phase is Phase.IDLE
-    assert len(one.parts.server.released) == (why == "no room")
+    assert len(one.parts.server.released) == (why in ("no room", "weights"))
 
 
 @pytest.mark.parametrize(

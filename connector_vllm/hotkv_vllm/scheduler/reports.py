@@ -20,8 +20,7 @@ from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.stats import HotKVStats
 
 _report_ids = itertools.count(1)
-"""Generates the ids of reports. The session of another key space hears of loads of requests that an
-earlier session has reported."""
+"""Generates the ids of reports, for all sessions: loads may end after the session has changed."""
 
 
 class UseReports:

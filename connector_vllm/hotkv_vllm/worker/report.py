@@ -26,8 +26,7 @@ class RankReport:
     edge: records the time and the exceptions of the hooks.
     asked: the last message from the scheduler whose loads were begun. The report answers the
         message's fields `held_loads` and `asks_links`.
-    over: loads that have ended. The next `take` ends their use of marks (points in the device's
-        queue).
+    over: ended loads. The next `take` ends their use of marks (points in the device's queue).
     """
 
     def __init__(
