@@ -167,6 +167,7 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (lambda f: os.truncate(f / "state.json", 99), "state.json: "),
     "format": (lambda f: edit(f, format=99), "has format 99; this version reads 1"),
     "a list": (lambda f: (f / "state.json").write_text("[]"), "has format None"),
+    "lists in lists": (lambda f: (f / "state.json").write_text("[" * 100_000), "recursion"),
     "no size": (lambda f: edit(f, slab_bytes=None), "is damaged: TypeError"),
     "order": (lambda f: edit(f, key_spaces=spaces(f)[::-1]), "numbered out of order"),
     "twice": (lambda f: edit(f, key_spaces=[spaces(f)[0], spaces(f)[0] | {"number": 2}]), "twice"),

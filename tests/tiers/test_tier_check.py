@@ -189,6 +189,7 @@ def test_a_start_names_what_is_wrong_with_its_tiers(
         ("written.json", b"[[1]]", "write budget begins anew .*damaged"),
         ("written.json", b"[[1e999, 1]]", "write budget begins anew .*can't be"),
         ("written.json", b"[[1, -1]]", "write budget begins anew .*can't be"),
+        ("written.json", b"[" * 100_000, "write budget begins anew .*recursion"),
         ("records", b"x", "disk tier starts empty"),
         ("", b"", "key space of the disk tier dropped .*too many"),
     ],

@@ -115,7 +115,7 @@ def read_state(path: Path) -> ServerState:
     damaged; OSError if it can't be read at the moment."""
     try:
         content = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError) as error:
+    except (FileNotFoundError, ValueError, RecursionError) as error:
         raise StateError(f"{path.name}: {error}") from error
     if not isinstance(content, Mapping) or content.get("format") != FORMAT_VERSION:
         found = content.get("format") if isinstance(content, Mapping) else None

@@ -141,7 +141,7 @@ class Names:
             models = {str(digits): str(name) for digits, name in content["models"].items()}
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning("names of earlier engines are lost: %s can't be used: %s", path, error)
             return
         self._engines, self._models = engines, models

@@ -204,7 +204,7 @@ class LowerMemory:
             found = [(float(at_s), int(size)) for at_s, size in json.loads(path.read_bytes())]
         except FileNotFoundError:
             return []
-        except (ValueError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise StateError(f"{path.name} is damaged: {error}") from error
         if not all(math.isfinite(at_s) and size >= 0 for at_s, size in found):
             raise StateError(f"{path.name} is damaged: a time or a size that can't be")
