@@ -124,7 +124,7 @@ def apart(records: Words) -> dict[tuple[int, bytes], bool]:
         state, group = divmod(record[table.W_GROUP_STATE], 1 << 16)
         at, size = record[table.W_OFFSET], record[table.W_SIZE]
         fits = size == {0: 1, 1: 2, MAX_GROUPS: 1}.get(group) and at % size == 0
-        fits &= any(record[table.W_CHECK : table.W_CHECK + 2])
+        fits &= record[table.W_CHECK] > 0
         if fits and at < 4 * NUM_SLABS and (state, record[table.W_KEY_SPACE]) == (2, 1):
             slots.append((group, np.array(record[:8], np.uint32).tobytes(), at, size))
     found: dict[tuple[int, bytes], bool] = {}
