@@ -88,7 +88,7 @@ def kept(book: EpochBook) -> EpochBook:
         )
         for name, one in book.records.items()
     }
-    return EpochBook(("store",), records, book.base, book.last)
+    return EpochBook(book.stores, records, book.base, book.last)
 
 
 class Flushes(RuleBasedStateMachine):
@@ -474,6 +474,19 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     two = EpochBook(("other", "store"))
     two.shown("store", {FP: 7}, 0, 1.0, (FP,))
     assert two.is_outdated(FP)
+    # If one is told late, the other is told again: blocks may have been copied to it.
+    for answer in (8, None):
+        two.flush(FP, 10.0)
+        assert two.begin_raise("other", 10.0) and two.begin_raise("store", 10.0)
+        two.raised("other", FP, 9, 10.1)
+        two.raised("store", FP, answer, 10.1)
+        assert not two.begin_raise("other", 10.2)
+    for book in (kept(two), two):
+        assert book.begin_raise("store", 20.0) and not book.begin_raise("other", 20.0)
+        book.raised("store", FP, 9, 20.0)
+        assert book.begin_raise("other", 20.0) and not book.begin_raise("store", 20.0)
+        book.raised("other", FP, 10, 20.0)
+        assert not book.begin_raise("store", 30.0) and not book.begin_raise("other", 30.0)
 
 
 def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:

@@ -57,9 +57,9 @@ def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
     EpochNotes([arena]).write(text_of(book_of(7, 3)))
     EpochNotes([disk]).write(text_of(book_of(9, 2, is_untold=True)))
     # The settings have another store now.
-    record = EpochNotes([arena, disk]).read(("valkey", "s3")).records[FP]
-    assert record.stores == {"valkey": EpochStanding(9, False, True), "s3": EpochStanding()}
-    assert record.local == 3
+    found = EpochNotes([arena, disk]).read(("valkey", "s3")).records[FP]
+    assert found.stores == {"valkey": EpochStanding(9, False, True, told=-1), "s3": EpochStanding()}
+    assert found.local == 3
 
 
 DEEP, HUGE = "[" * 100_000, '{"format": 2, "key_spaces": {}, "base": 1e999, "last": 0}'

@@ -76,7 +76,8 @@ class EpochStanding:
     `has_failed`: True if the last raise failed.
     `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
     `raise_for`: the last raise covers the first `raise_for` flush requests (`Record.asked`).
-    `told`: the store's epoch covers the first `told` flush requests.
+    `told`: the store's epoch covers the first `told` flush requests; -1: not even a request to an
+        earlier server.
     `told_s`: when the store answered the raise that covers these requests.
     """
 
@@ -183,6 +184,8 @@ class EpochBook:
         for record in self.records.values():
             # The settings of the server that saved the record may have had fewer stores.
             record.stores.update({n: EpochStanding() for n in stores if n not in record.stores})
+            for one in record.stores.values():
+                one.told = -1 if one.is_untold else 0
         self.base = base
         self.last = max([base, last, *(one.local for one in self.records.values())])
         self.revision = self.saved = self._sealed_at = 0
@@ -423,6 +426,10 @@ class EpochBook:
         if epoch is None:
             standing.has_failed, standing.raise_s = True, now_s + RETRY_S
             return
+        if standing.told < standing.raise_for and now_s >= record.asked_at_s + TELL_S:
+            # Nodes may have copied blocks from this store to the others after these were raised.
+            for other in self._mine(record):
+                other.is_untold = True
         # If a flush was requested after the raise was sent, the store must raise once more.
         standing.is_untold = standing.raise_for < record.asked
         standing.told, standing.told_s = standing.raise_for, now_s

@@ -146,7 +146,8 @@ class WriteGate:
             self._written.add(int(offered.num_bytes.sum()), now_s)
             return np.ones(len(offered.keys), np.bool_)
         admitted = np.zeros(len(offered.keys), np.bool_)
-        is_again = self._is_remembered(offered.keys)
+        at, tags = self._tags(offered.keys)
+        is_again: BoolMask = self._refused[at] == tags
         parts = np.append(np.flatnonzero(offered.begins), len(offered.keys)).tolist()
         for begin, end in pairwise(parts):
             if self.left_bytes(now_s) <= 0:
@@ -155,7 +156,7 @@ class WriteGate:
             taken = slice(begin, begin + self._num_taken(offered, rows, is_again[rows], now_s))
             admitted[taken] = True
             self._written.add(int(offered.num_bytes[taken].sum()), now_s)
-        self._remember(offered.keys[~admitted])
+        self._refused[at[~admitted]] = tags[~admitted]
         return admitted
 
     def _num_taken(self, offered: Offered, rows: slice, is_again: BoolMask, now_s: float) -> int:
@@ -178,19 +179,12 @@ class WriteGate:
         else:
             early = min(int(np.searchsorted(ends, EARLY_TOKENS)), num_rows - 1)
             self._sampled.add(int(sizes[num_again:].sum()), now_s)
-            is_chosen = _uniform(offered.hashes[rows.start + early]) < self.share(now_s)
+            # Uniform in [0, 1); equal hashes give equal numbers.
+            number = int(offered.hashes[rows.start + early, :2].view(np.uint64)[0]) / 2.0**64
+            is_chosen = number < self.share(now_s)
             taken, sure = num_rows if is_chosen else num_again, num_again
         self._sure.add(int(sizes[:sure].sum()), now_s)
         return taken
-
-    def _is_remembered(self, keys: Keys) -> BoolMask:
-        at, tags = self._tags(keys)
-        remembered: BoolMask = self._refused[at] == tags
-        return remembered
-
-    def _remember(self, keys: Keys) -> None:
-        at, tags = self._tags(keys)
-        self._refused[at] = tags
 
     def _tags(self, keys: Keys) -> tuple[Keys, NDArray[np.uint32]]:
         """Returns, for each key, its index in the table of refused blocks, and the tag that
@@ -246,9 +240,3 @@ class _Rate:
         age_s = max(60.0, now_s - self._begun_s)
         left = self._sum * math.exp((self._last_s - now_s) / DEMAND_S)
         return left / (DEMAND_S * -math.expm1(-age_s / DEMAND_S))
-
-
-def _uniform(words: Words) -> float:
-    """Computes a number in [0, 1) from a block hash (uint32 [8]). Equal hashes give equal
-    numbers."""
-    return float(int(words[0]) | int(words[1]) << 32) / 2.0**64

@@ -129,7 +129,10 @@ def _read(path: Path) -> _Content | None:
         content = json.loads(path.read_bytes())
         if content["format"] != FORMAT_VERSION:
             raise ValueError(f"format {content['format']!r}")
-        records = {_fingerprint(name): _record(one) for name, one in content["key_spaces"].items()}
+        # A fingerprint is hexadecimal, in lower case.
+        records = {
+            bytes.fromhex(name).hex(): _record(one) for name, one in content["key_spaces"].items()
+        }
         return _Content(int(content["base"]), int(content["last"]), records)
     except FileNotFoundError:
         return None
@@ -158,9 +161,3 @@ def _record(said: Mapping[str, Any]) -> Record:
         for store, (epoch, is_vouched, is_untold) in said["stores"].items()
     }
     return Record(int(said["local"]), stores)
-
-
-def _fingerprint(text: str) -> str:
-    """Returns the text in lower case if it is hexadecimal, as fingerprints are; else raises
-    ValueError."""
-    return bytes.fromhex(text).hex()

@@ -86,7 +86,9 @@ def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: floa
     if login is not None:
         words += [b"AUTH", login.user.encode(), login.password]
     (hello,) = ask([command(*words, b"SETNAME", b"hotkv")], until_s)
-    if isinstance(hello, ErrorReply) and _knows_no_hello(hello, login):
+    # Before AUTH, a server also answers NOAUTH to commands that it does not know.
+    codes = ("ERR", "NOPERM", "NOPROTO", "NOAUTH" if login else "ERR")
+    if isinstance(hello, ErrorReply) and hello.code in codes:
         if b"max number of clients" in hello.text:
             raise UnusableError("has too many clients: raise its maxclients")
         _greet_version_2(ask, login, until_s)
@@ -101,11 +103,6 @@ def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: floa
     asked = [command(b"SELECT", b"%d" % settings.database)] if settings.database else []
     for reply in ask([*asked, command(b"EXISTS", CHECK_KEY)], until_s):
         _check(reply)
-
-
-def _knows_no_hello(reply: ErrorReply, login: Login | None) -> bool:
-    # Before AUTH, a server also answers NOAUTH to commands that it does not know.
-    return reply.code in ("ERR", "NOPERM", "NOPROTO") or (reply.code == "NOAUTH" and bool(login))
 
 
 def _greet_version_2(ask: Ask, login: Login | None, until_s: float) -> None:
