@@ -109,6 +109,7 @@ def role(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts the scheduler's side of an engine with this `kv_role` beside the rig's tier."""
     monkeypatch.setattr(scheduler.checks, "counts_media", lambda _: False)
     monkeypatch.setattr(scheduler, "group_block_tokens", lambda *_: (16,))
+    monkeypatch.setattr(scheduler, "doubtful_tokens", lambda *_: None)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
         kv_transfer_config=SimpleNamespace(

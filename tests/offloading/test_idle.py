@@ -36,6 +36,7 @@ def side_of(
     monkeypatch.setattr(scheduler, "IDLE_WAIT_S", wait_s)
     monkeypatch.setattr(scheduler.checks, "counts_media", lambda _: False)
     monkeypatch.setattr(scheduler, "group_block_tokens", lambda *_: (16,))
+    monkeypatch.setattr(scheduler, "doubtful_tokens", lambda *_: None)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1, data_parallel_size=num_replicas),
         kv_transfer_config=SimpleNamespace(

@@ -138,6 +138,7 @@ def made(patch):
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
     patch.setattr(scheduler.checks, "is_pausing", lambda: False)
     patch.setattr(scheduler, "group_block_tokens", lambda *_: (16,))
+    patch.setattr(scheduler, "doubtful_tokens", lambda *_: None)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=NUM_RANKS, data_parallel_size=1),
         kv_transfer_config=SimpleNamespace(

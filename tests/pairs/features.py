@@ -109,10 +109,12 @@ class Pipeline(Play):
 
 
 class Hybrid(Play):
-    """Full attention beside sliding windows and, except with sparse decode, recurrent states."""
+    """Full attention and sliding windows. Also recurrent states, unless decode is sparse or another
+    connector loads."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
-        specs = hybrid_model() if "sparse" in world else states_and_windows_model()
+        has_states = {"sparse", "multi_first", "multi_second"}.isdisjoint(world.plays)
+        specs = states_and_windows_model() if has_states else hybrid_model()
         return {"specs": specs} | ({} if "preemption" in world else {"blocks": 128})
 
     def met(self, world: World) -> bool:

@@ -109,7 +109,6 @@ class Engine:
         if v2:
             self.vllm_config.__class__ = V2Config
         self.vllm_config.cache_config.kv_cache_layout = layout.name
-        self.vllm_config.scheduler_config.async_scheduling = pipelined
         specs = specs or full_model()
         num_drafts = self.vllm_config.num_speculative_tokens
         for name, spec in specs.items():
@@ -142,6 +141,7 @@ class Engine:
         if self.active is None:
             self.worker.register_kv_caches(self.tensors)
         self.vllm_config.model_config.max_model_len = fitting
+        self.vllm_config.scheduler_config.async_scheduling = pipelined
         scheduler_class = AsyncScheduler if pipelined else Scheduler
         self.scheduler = scheduler_class(
             self.vllm_config,

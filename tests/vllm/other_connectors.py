@@ -175,7 +175,6 @@ def loads_into(one: Any) -> Callable[[str, Sequence[list[int]], int], None]:
         for memory in one.memories:
             one.tensors, one.salt = memory
             one._write(name, 0, tokens)
-            one._write_states(name, tokens, 0)
         one.tensors, one.salt = before
 
     return fill

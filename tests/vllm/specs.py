@@ -92,11 +92,6 @@ def state_spec() -> MambaSpec:
     )
 
 
-def states_model() -> dict[str, KVCacheSpec]:
-    """Returns layers with recurrent states only."""
-    return {f"layer.{i}": state_spec() for i in range(2)}
-
-
 def states_and_full_model() -> dict[str, KVCacheSpec]:
     return {f"layer.{i}": (full_spec() if i % 3 == 0 else state_spec()) for i in range(6)}
 
