@@ -370,21 +370,17 @@ class HotSet:
             raise HotKVError(
                 Reason.INVALID_FIELD, f"capacity is {capacity_blocks} blocks; use 1 or more"
             )
-        self._add_slots(capacity_blocks + self.spare_slots - self.num_slots)
+        more = capacity_blocks + self.spare_slots - self.num_slots
+        if more > 0:
+            self.state = np.concatenate([self.state, np.full(more, FREE, np.int8)])
+            self.block_of = np.concatenate([self.block_of, np.full(more, NO_SLOT, np.int32)])
+            self.used_at = np.concatenate([self.used_at, np.zeros(more, np.int64)])
         self.capacity_blocks = capacity_blocks
         victims = self._victims(self._num_mapped - capacity_blocks)
         self._evict(victims)
         return victims
 
     # --------------------------------------------------------------------------------------- tables
-
-    def _add_slots(self, more: int) -> None:
-        """Appends free slots."""
-        if more <= 0:
-            return
-        self.state = np.concatenate([self.state, np.full(more, FREE, np.int8)])
-        self.block_of = np.concatenate([self.block_of, np.full(more, NO_SLOT, np.int32)])
-        self.used_at = np.concatenate([self.used_at, np.zeros(more, np.int64)])
 
     def _add_blocks(self, num_blocks: int) -> None:
         """Enlarges the tables by block for at least `num_blocks` blocks."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -57,6 +58,13 @@ def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
     bench.wait(60)
     bench.stderr.close()
     wait_for(lambda: not left(prefix))
+
+
+def test_a_server_that_does_not_stop_is_killed_and_awaited() -> None:
+    late = subprocess.TimeoutExpired("hotkv-server", host_bench.STOP_S)
+    process = Mock(wait=Mock(side_effect=[late, 0]))
+    host_bench._stop(process)
+    assert process.kill.called and process.wait.call_count == 2
 
 
 def test_a_machine_without_room_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
