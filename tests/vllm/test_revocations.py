@@ -246,7 +246,7 @@ def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.Monke
     meta = one.connector.build_connector_meta(zeroing)
     assert meta.flush_stores == (store.job.store_id,) and words.is_revoked(store.job.fence_index)
     assert not store.answer.done()
-    one._zero_blocks(SimpleNamespace(new_block_ids_to_zero=blocks))
+    one._zero_blocks(zeroing)
     device.run()
     result = store.answer.result(60)
     results = {int(value) for values in result.results for value in values}
