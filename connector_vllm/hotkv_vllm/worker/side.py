@@ -99,7 +99,7 @@ class HotKVWorker:
     def unregister(self) -> None:
         """Closes the session and withdraws the memory, because vLLM is about to discard it (for a
         sleep)."""
-        if self.rank.session is None:
+        if self.rank.memory is None:
             return
         self._is_unregistered = True
         self._let_go()
@@ -144,16 +144,15 @@ class HotKVWorker:
         later, but only through its own mapping of the old memory. A load that the server has not
         ended is not reported to vLLM, so vLLM retains the load's blocks.
         """
-        if self.rank.session is not None:
-            self.loads.make_void()
-            answers = [answer for answer in self.loads.answers if answer is not None]
-            answers += self.stores.end_early()
-            if wait_futures(answers, self._config.store_timeout_s + FENCE_GRACE_S).not_done:
-                logger.error(
-                    "hotkv: the server did not end all transfers before the engine sleeps; its "
-                    "session is closed"
-                )
-                self.stores.fail_all()
+        self.loads.make_void()
+        answers = [answer for answer in self.loads.answers if answer is not None]
+        answers += self.stores.end_early()
+        if wait_futures(answers, self._config.store_timeout_s + FENCE_GRACE_S).not_done:
+            logger.error(
+                "hotkv: the server did not end all transfers before the engine sleeps; its session "
+                "is closed"
+            )
+            self.stores.fail_all()
         self.rank.shutdown(keeps_fence=True)
 
     # ---------------------------------------------------------------------------------------- steps
