@@ -13,7 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
 from hotkv_client.testing import FakeServer
+from hotkv_vllm.identity import ranks
+from hotkv_vllm.identity.ranks import RankNote
 from hotkv_vllm.metadata import HotKVHandshake
+from tests.vllm.engine_core import Executor
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of, audit
 from tests.vllm.ranked import RankedEngine
@@ -143,6 +146,24 @@ CHANGES: list[tuple[Callable[[Handshakes], Handshakes], str]] = [
     # Another connector's handshake beside them.
     (lambda found: found | {(3, 0): object()}, ""),
 ]
+
+
+def test_at_a_wake_up_a_rank_that_has_turned_off_tells_the_others_which_wait_for_it(
+    ranked: Ranked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, reasons = ranked(), []
+
+    def agree(note: RankNote, *more: Any) -> Any:
+        reasons.append(note.why_off)
+        return one._agree(note, *more)
+
+    monkeypatch.setattr(ranks, "agree", agree)
+    off = [*one.each_worker()][1]._worker
+    off.rank.turn_off("it has no room")
+    Executor(one).sleep(1)
+    Executor(one).wake_up(None)
+    assert reasons == ["", "it has no room"]
+    assert off.rank.session is None and off.rank.memory is None
 
 
 def test_handshakes_of_a_pipelines_stages(ranked: Ranked, warnings: list[str]) -> None:

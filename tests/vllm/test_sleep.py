@@ -3,6 +3,7 @@ way. vLLM's `EngineCore` pauses and resets the harness's scheduler (`engine_core
 
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -89,6 +90,15 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     one.worker.restore_kv_caches()
     assert worker.rank.session is reopened
     assert one.generate("c", PROMPT, 4) == (answer, 192)
+    # An engine to which the system has refused a new session withdraws its memory too.
+    with monkeypatch.context() as patch:
+        refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+        patch.setattr("hotkv_vllm.link.open_session", refuse)
+        worker.stores.begin_anew()
+        core.sleep()
+    assert reopened.closed and worker.rank.memory is None
+    core.wake_up()
+    reopened = worker.rank.session
     # A failure to release memory ends the session; a failure to share it again turns hotkv off.
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_let_go", lambda: 1 // 0)

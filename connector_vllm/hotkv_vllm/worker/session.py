@@ -35,7 +35,7 @@ from hotkv_vllm.metadata import STILL_CONNECTING, HotKVHandshake, LoadJob, Store
 from hotkv_vllm.sparse.shared import HANDLE, shared_pool
 from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.worker.device_order import Mark, Marks, marks_for
-from hotkv_vllm.worker.layout import ExportedMemory, find_own
+from hotkv_vllm.worker.layout import ExportedMemory, OwnMemory, find_own
 from hotkv_vllm.worker.rank_loads import never_begun
 
 logger = link.logger
@@ -53,6 +53,8 @@ class RankSession:
     shared: the sparse worker whose representations (compact forms of keys, for sparse attention)
         are stored and loaded with blocks; None if blocks are stored without representations.
     session: the session with the server; None if no session was opened or the session is closed.
+    has_agreed: True once all ranks have agreed on a key space. From then on each rank takes part in
+        every later agreement, even if it has turned off, because the other ranks wait for it.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
@@ -76,6 +78,8 @@ class RankSession:
         self.adapters = AdapterWatch(None, vllm_config.parallel_config.rank)
         self.shared: SparseWorker | None = None
         self.session: link.CacheSession | None = None
+        self.has_agreed = False
+        self._why_off = ""
         self.handshake = HotKVHandshake(None, "the worker registered no KV cache")
 
     def __repr__(self) -> str:
@@ -112,13 +116,17 @@ class RankSession:
         checks.check_ranks(self._vllm_config)
         place = self.place = checks.rank_place(self._vllm_config, self._kv_cache_config)
         vllm, kv_cache = self._vllm_config, self._kv_cache_config
-        own = find_own(
-            kv_caches, vllm, kv_cache, self._config, place, self._own_space, self._earlier
-        )
+        if self._why_off:
+            own = OwnMemory(ranks.RankNote(place, ranks.this_host(), None, why_off=self._why_off))
+        else:
+            own = find_own(
+                kv_caches, vllm, kv_cache, self._config, place, self._own_space, self._earlier
+            )
         memory = own.memory
         try:
             num_ranks = checks.num_ranks(self._vllm_config)
             space, self.place = ranks.agree(own.note, num_ranks, self._engine_id)
+            self.has_agreed = True
             assert memory is not None, "the ranks agreed, although this one has no memory to show"
             memory.layout = replace(memory.layout, shard_index=self.place.shard_index)
             memory.layout.validate(space.groups)
@@ -290,6 +298,7 @@ class RankSession:
 
         why: the reason, which the handshake passes to the scheduler.
         """
+        self._why_off = why
         self.handshake = HotKVHandshake(None, why, rank=self.place.rank)
         self.shutdown()
 

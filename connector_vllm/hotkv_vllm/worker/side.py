@@ -99,11 +99,10 @@ class HotKVWorker:
     def unregister(self) -> None:
         """Closes the session and withdraws the memory, because vLLM is about to discard it (for a
         sleep)."""
-        if self.rank.session is None:
-            return
-        self._is_unregistered = True
-        self._let_go()
-        self.sparse.will_write_all()
+        self._is_unregistered = self.rank.has_agreed
+        if self.rank.memory is not None:
+            self._let_go()
+            self.sparse.will_write_all()
 
     def unregister_broke(self) -> None:
         """Closes session and memory if `unregister` raised, so that no transfer reaches discarded
@@ -112,7 +111,7 @@ class HotKVWorker:
 
     def restore(self) -> None:
         """Exports the KV memory again after a sleep, and opens a session. The memory has lost its
-        old contents."""
+        old contents. A rank that has turned off only tells the other ranks why (`ranks.agree`)."""
         if self._is_unregistered:
             self._is_unregistered = False
             self._export()
@@ -144,16 +143,15 @@ class HotKVWorker:
         later, but only through its own mapping of the old memory. A load that the server has not
         ended is not reported to vLLM, so vLLM retains the load's blocks.
         """
-        if self.rank.session is not None:
-            self.loads.make_void()
-            answers = [answer for answer in self.loads.answers if answer is not None]
-            answers += self.stores.end_early()
-            if wait_futures(answers, self._config.store_timeout_s + FENCE_GRACE_S).not_done:
-                logger.error(
-                    "hotkv: the server did not end all transfers before the engine sleeps; its "
-                    "session is closed"
-                )
-                self.stores.fail_all()
+        self.loads.make_void()
+        answers = [answer for answer in self.loads.answers if answer is not None]
+        answers += self.stores.end_early()
+        if wait_futures(answers, self._config.store_timeout_s + FENCE_GRACE_S).not_done:
+            logger.error(
+                "hotkv: the server did not end all transfers before the engine sleeps; its session "
+                "is closed"
+            )
+            self.stores.fail_all()
         self.rank.shutdown(keeps_fence=True)
 
     # ---------------------------------------------------------------------------------------- steps
