@@ -193,10 +193,12 @@ class TransferEnd(TransferResult):
 
     copy_began_s: when the copy of the first byte began; None if no byte was copied.
     copy_ended_s: when the node learned that the copy has ended.
+    runs: the blocks of a store, in the order of `results`.
     """
 
     copy_began_s: float | None = None
     copy_ended_s: float = 0.0
+    runs: Sequence[Run] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,7 @@ class Transfer:
     finish: ends the transfer in the core; called exactly once, also if the plan can't be made.
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
     to_engine: True for a load, False for a store.
+    runs: the blocks of a store.
 
     Always true: the answer comes after the last access to the engine's memory and to the slots. If
     blocks of a load must still be compared with their check values, the comparison comes before the
@@ -261,7 +264,9 @@ class Transfer:
         after_copy: Callable[[], None] | None = None,
         *,
         to_engine: bool,
+        runs: Sequence[Run] = (),
     ) -> None:
+        self._runs = runs
         self._means = means
         self._call = call
         self._finish = finish
@@ -376,6 +381,7 @@ class Transfer:
                     message or call.deadline.message,
                     job.begun_s,
                     copy_ended_s,
+                    self._runs,
                 )
             )
         # After the result: if a capability raises, the client still gets its answer.
@@ -587,7 +593,8 @@ class Transfers:
                 finish(Outcome.FAILED, 0)[1]()
             raise
         take_sums = partial(self._take_sums, key_space_id, shard_index, begun[0], sums)
-        return Transfer(self._means, call, finish, take_sums, to_engine=False).start(begun[0])
+        transfer = Transfer(self._means, call, finish, take_sums, to_engine=False, runs=runs)
+        return transfer.start(begun[0])
 
     def _admit(
         self,

@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -204,7 +205,14 @@ class SessionCalls:
         self, request_id: int, groups: list[int], done: "asyncio.Future[TransferEnd]"
     ) -> None:
         if not done.cancelled():
-            answer = store_response(done.result(), groups)
+            end, session = done.result(), self._session
+            if session.hears_evictions and not session.closing:
+                # Notices of blocks that were removed before this answer are sent before it.
+                still = self._node.core.still_ready(
+                    session.record.key_space_id, end.runs, end.results
+                )
+                end = replace(end, results=still)
+            answer = store_response(end, groups)
             self._send(session_pb2.ConnectResponse(request_id=request_id, store=answer))
 
 
