@@ -33,7 +33,7 @@ from hotkv_server.dataplane.plan import Plan, Region, block_copies
 from hotkv_server.integrity.check_values import Sums
 from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Case, Verifier
-from hotkv_server.node.capability import Capability
+from hotkv_server.node.capability import Capability, tell_all
 from hotkv_server.node.event_loop import in_slices
 from hotkv_server.node.growth import Growth
 from hotkv_server.node.health import Health
@@ -499,8 +499,7 @@ class Transfers:
             self.loaded_bytes += num_bytes
 
             def tell() -> None:
-                for one in self._capabilities:
-                    one.bytes_moved(session, num_bytes, 0)
+                tell_all(self._capabilities, lambda one: one.bytes_moved(session, num_bytes, 0))
 
             return [], tell
 
@@ -575,9 +574,11 @@ class Transfers:
             self.stored_bytes += num_bytes
 
             def tell() -> None:
-                for one in self._capabilities:
+                def stored(one: Capability) -> None:
                     one.bytes_moved(session, 0, num_bytes)
                     one.blocks_stored(session, runs, contents, results)
+
+                tell_all(self._capabilities, stored)
 
             return results, tell
 
