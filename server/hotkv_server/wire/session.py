@@ -36,6 +36,7 @@ from hotkv_proto.versions import (
     agreed_version,
 )
 from hotkv_server.cache.values import EvictionNotice
+from hotkv_server.node.capability import SessionCall
 from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.node import Node
 from hotkv_server.node.removals import NOTICE_BLOCKS
@@ -83,9 +84,17 @@ class SessionCalls:
         self._pace = pace
         self._send = send
         self._traceable = calls_of(node)
-        self._of_capabilities = {
-            body: call for one in node.capabilities for body, call in one.session_calls().items()
+        # By name of the message's field: the function that serves it (`SessionCall`).
+        self._functions: dict[str, SessionCall] = {
+            "lookup": partial(self._traceable.lookup, node),
+            "acquire_lease": partial(self._traceable.acquire, node),
+            "reserve_blocks": partial(calls.reserve, node),
+            "release_lease": partial(calls.release, node),
+            "cancel_transfer": partial(calls.cancel, node),
+            "report_use": partial(calls.report_use, node),
         }
+        for one in node.capabilities:
+            self._functions |= one.session_calls()
 
     def refused(self, error: Exception) -> session_pb2.ConnectResponse:
         """Returns the message with the error, as answer to a call that raised `error`. Counts and
@@ -101,20 +110,6 @@ class SessionCalls:
         the request has no answer. Raises the call's errors."""
         node, session = self._node, self._session
         match request.WhichOneof("body"):
-            case "lookup":
-                found = self._traceable.lookup(node, session, request.lookup)
-                return await self._served(request, "lookup", found)
-            case "acquire_lease":
-                acquired = self._traceable.acquire(node, session, request.acquire_lease)
-                return await self._served(request, "acquire_lease", acquired)
-            case "reserve_blocks":
-                return session_pb2.ConnectResponse(
-                    reserve_blocks=await calls.reserve(node, session, request.reserve_blocks)
-                )
-            case "release_lease":
-                return session_pb2.ConnectResponse(
-                    release_lease=calls.release(node, session, request.release_lease)
-                )
             case "load":
                 load = self._traceable.load(node, session, request.load)
                 # Keep no reference to the request in the callback: its message may be large.
@@ -124,13 +119,6 @@ class SessionCalls:
                 store = await self._traceable.store(node, session, request.store)
                 groups = [run.group_index for run in request.store.runs]
                 store.add_done_callback(partial(self._answer_store, request.request_id, groups))
-                return None
-            case "cancel_transfer":
-                return session_pb2.ConnectResponse(
-                    cancel_transfer=calls.cancel(node, session, request.cancel_transfer)
-                )
-            case "report_use":
-                await calls.report_use(node, session, request.report_use)
                 return None
             case "flush":
                 return session_pb2.ConnectResponse(flushed=await calls.flush(node, session))
@@ -153,7 +141,7 @@ class SessionCalls:
                     Reason.INVALID_FIELD,
                     "open_session was sent twice; open another stream for another session",
                 )
-            case body if (call := self._of_capabilities.get(body or "")) is not None:
+            case body if (call := self._functions.get(body or "")) is not None:
                 assert body is not None
                 return await self._served(request, body, call(session, getattr(request, body)))
             case _:
