@@ -178,7 +178,7 @@ class BlockResult(enum.IntEnum):
     IN_FLIGHT = 6
     """Refused: another lease is writing the block."""
     ABORTED = 7
-    """Refused: the copy failed or was cancelled, or the key space was flushed."""
+    """Refused: the copy failed or was cancelled, or the block was removed before the answer."""
 
 
 class TransferStatus(enum.IntEnum):

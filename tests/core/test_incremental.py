@@ -2,6 +2,7 @@
 and the work's promise holds at its end."""
 
 from collections.abc import Callable, Iterator, Sequence
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -19,7 +20,7 @@ from hotkv_server.cache.room.policies import shared
 from hotkv_server.cache.room.policies.shared import ColdQueue, Highest
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.values import HashList, LoadPositions, Run, TenantShare
-from tests.core.support import World, begin_store, evict, reason_of, words_of
+from tests.core.support import World, begin_store, evict, reason_of, reserve, words_of
 
 NUM_SLOTS = 32
 CALLS = ["store", "begin", "end", "lease", "release", "touch", "other", "nothing"]
@@ -271,15 +272,23 @@ def test_what_others_free_between_two_parts_is_not_evicted_again() -> None:
 
 
 def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> None:
-    bound = TenantShare(0, 4 * SLOT_ALIGN)
+    """Once for all runs of a call, of whatever slot sizes: each search looks at all entries."""
+    bound = TenantShare(0, 6 * SLOT_ALIGN)
     world = World(24, tenants={"large": TenantShare(), "small": bound})
-    large, small = (world.open(name, name, tenant=name) for name in ("large", "small"))
-    world.store(large, range(90))
-    world.store(small, range(4))
-    runs = [Run(0, words_of(range(50, 54)))]
+    space, sizes = world.core.space, (SLOT_ALIGN, 2 * SLOT_ALIGN)
+    large, small = (world.open(name, name, sizes, tenant=name) for name in ("large", "small"))
+    world.store(large, range(80))
+    world.store(small, range(6))
+    runs = [*(Run(0, words_of([n])) for n in range(50, 54)), Run(1, words_of([50]))]
+    searches = Mock(side_effect=space.policy.victims)
+    space.policy.victims = searches  # type: ignore[method-assign]
     assert len(list(world.core.reserve(small.number, "new", runs, 0.0, 50.0))) >= 4
-    assert world.core.space.tenants.used.tolist() == [90 * SLOT_ALIGN, 4 * SLOT_ALIGN]
-    assert not world.found(range(4), small.key_space_id)
+    assert not world.found(range(6), small.key_space_id)
+    assert space.tenants.used.tolist() == [80 * SLOT_ALIGN, 6 * SLOT_ALIGN]
+    more = [Run(0, words_of([n])) for n in range(60, 90)]
+    searches.reset_mock()
+    assert not any(map(np.any, reserve(world.core, small.number, "more", more, 0.0, 51.0).entries))
+    assert searches.call_count <= 4
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from hotkv_server.events.drive import KeySpaceCleared
 from hotkv_server.memory import arena
 from hotkv_server.memory.state import ServerState, read_state, write_state
 from hotkv_server.node import event_loop
+from hotkv_server.node.capability import Capability
 from hotkv_server.node.node import Node
 from tests.core.support import begin_store, words_of
 from tests.server.capable import capable
@@ -219,3 +221,24 @@ async def test_the_timer_forgets_what_was_left_long_ago(
         await node.sessions.close(session)
         await until(lambda: not node.core.key_spaces)
         assert (await node.sessions.open("e", "tool", SPACE, "test")).record.key_space_id == 2
+
+
+async def test_a_capability_that_raises_hides_no_event_from_the_others(tmp_path: Path) -> None:
+    """Nor leaves a session, or a key space that it has not taken in."""
+    async with live_node(tmp_path) as node:
+        broken, heard = Mock(spec=Capability), Mock(spec=Capability)
+        node.capabilities += [broken, heard]
+        for call in (broken.key_space_added, broken.session_closed, broken.key_space_flushed):
+            call.side_effect = ZeroDivisionError
+        with pytest.raises(ZeroDivisionError):
+            await node.sessions.open("e", "tool", SPACE, "test")
+        assert heard.key_space_added.called and heard.key_space_forgotten.called
+        assert not node.core.key_spaces
+        broken.key_space_added.side_effect = None
+        session = await node.sessions.open("e", "tool", SPACE, "test")
+        with pytest.raises(ZeroDivisionError):
+            await node.removals.flush(session.record.key_space_id)
+        with pytest.raises(ZeroDivisionError):
+            await node.sessions.close(session)
+        assert heard.key_space_flushed.called and heard.session_closed.called
+        assert not len(node.sessions)

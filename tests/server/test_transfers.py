@@ -21,15 +21,18 @@ from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import hash_words
-from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
+from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc, session_pb2
 from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.node import transfers as transfer_module
 from hotkv_server.node.capability import Capability
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession, SessionMemory
+from hotkv_server.wire.guard.limits import Pace
+from hotkv_server.wire.session import SessionCalls
 from tests.server.nodes import live_node, store_in, worker
 from tests.server.places import found, load, store
 from tests.server.support import block_ids, hashes
+from tests.support.waiting import eventually
 
 Make = Callable[..., PagedEngine]
 
@@ -54,7 +57,8 @@ def test_bytes_move_between_engines_and_are_stored_once(engine: Make) -> None:
 
 
 def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: Make) -> None:
-    """Each block answered `stored` is ready afterwards or was named in a notice."""
+    """Each block answered `stored` is ready afterwards or was named in a notice. A block that is
+    evicted before the answer is answered as aborted."""
     told: list[Evicted] = []
     one = engine(own_server.target, on_evicted=told.append, num_blocks=64)
     lists = [hashes(64) for _ in range(200)]  # 100 MiB into 16 MiB
@@ -63,7 +67,8 @@ def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: 
         for i, h in enumerate(lists)
     ]
     results = np.concatenate([future.result(60).results[0] for future in futures])
-    assert set(results.tolist()) <= {BlockResult.STORED, BlockResult.NO_SPACE}
+    refused = {BlockResult.NO_SPACE, BlockResult.ABORTED}
+    assert set(results.tolist()) <= {BlockResult.STORED, *refused}
     everything = [h for blocks in lists for h in blocks]
     stored = {everything[at] for at in np.flatnonzero(results == BlockResult.STORED)}
     present = set()
@@ -240,6 +245,22 @@ async def test_a_store_that_breaks_a_capability_by_its_evictions_ends(
                 await store_in(node, session, hashes(1))
         assert not len(node.core.transfers)
         assert session.notices.qsize() == node.core.counters.evicted_blocks > 0
+
+
+async def test_what_is_evicted_before_the_answer_is_not_answered_as_there(tmp_path: Path) -> None:
+    """The notice of it comes before the answer."""
+    async with live_node(tmp_path) as node:
+        session, sent = await worker(node, 2), list[session_pb2.ConnectResponse]()
+        old, new = hashes(2)
+        await store_in(node, session, [old])
+        run = cache_pb2.BlockRun(hashes=old + new, block_ids=block_ids(2).tobytes())
+        request = cache_pb2.StoreRequest(transfer_id="t", lease_id="t", runs=[run])
+        stream = SessionCalls(node, session, Pace(1000.0), sent.append)
+        await stream.handle(session_pb2.ConnectRequest(request_id=7, store=request))
+        await node.removals.evict(session.record.key_space_id, 0, hash_words(old, 32))
+        await eventually(lambda: bool(sent))
+        assert [*sent[0].store.runs[0].results] == [BlockResult.ABORTED, BlockResult.STORED]
+        node.core.check_invariants()
 
 
 @pytest.mark.parametrize("broken", ["", "judge", "settle"])

@@ -41,7 +41,7 @@ class _BlockResultEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BLOCK_RESULT_IN_FLIGHT: _BlockResult.ValueType  # 6
     """Refused: another lease is writing the block."""
     BLOCK_RESULT_ABORTED: _BlockResult.ValueType  # 7
-    """Refused: the copy failed or was cancelled."""
+    """Refused: the copy failed or was cancelled, or the block was removed before the answer."""
 
 class BlockResult(_BlockResult, metaclass=_BlockResultEnumTypeWrapper):
     """The result for one block of a store; one byte each on the wire."""
@@ -61,7 +61,7 @@ BLOCK_RESULT_NO_SPACE: BlockResult.ValueType  # 5
 BLOCK_RESULT_IN_FLIGHT: BlockResult.ValueType  # 6
 """Refused: another lease is writing the block."""
 BLOCK_RESULT_ABORTED: BlockResult.ValueType  # 7
-"""Refused: the copy failed or was cancelled."""
+"""Refused: the copy failed or was cancelled, or the block was removed before the answer."""
 Global___BlockResult: typing_extensions.TypeAlias = BlockResult
 
 class _TransferStatus:

@@ -23,7 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto import table
-from hotkv_proto.blocks import NO_OPTIONS, NO_RETENTION, LeaseGrant, Retention, StoreOptions
+from hotkv_proto.blocks import (
+    NO_OPTIONS,
+    NO_RETENTION,
+    BlockResult,
+    LeaseGrant,
+    Retention,
+    StoreOptions,
+)
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_proto.table import BlockTable
 from hotkv_server.cache.leases.books import CacheBooks, Uses
@@ -340,6 +347,18 @@ class CacheCore(CacheBooks):
             `begin_store`. May be empty.
         """
         return self._stores.end(session_number, transfer_id, succeeded, now_s, sums)
+
+    def still_ready(
+        self, key_space_id: int, runs: Sequence[Run], results: Sequence[NDArray[np.uint8]]
+    ) -> tuple[NDArray[np.uint8], ...]:
+        """Returns the results of a store as they are now: ABORTED for blocks that it named STORED
+        or PRESENT and that were removed since."""
+        now = []
+        for run, told in zip(runs, results, strict=True):
+            words = self.space.index.find(key_space_id, run.group_index, run.hashes)
+            is_gone = (told <= BlockResult.PRESENT) & ~table.is_ready(words)
+            now.append(np.where(is_gone, np.uint8(BlockResult.ABORTED), told))
+        return tuple(now)
 
     # Long operations. Each generator does a part of the work in each step and then yields; any
     # other method may be called between two steps. A part takes milliseconds, however large the

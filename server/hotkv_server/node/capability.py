@@ -11,6 +11,7 @@ unless their docstring says otherwise.
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -531,3 +532,11 @@ class Capability:
         an empty text means all tenants.
         """
         return ()
+
+
+def tell_all(capabilities: Sequence[Capability], tell: Callable[[Capability], None]) -> None:
+    """Calls `tell` with each capability, in order. If it raises for one, tells the others all the
+    same, and then raises its error."""
+    with ExitStack() as telling:
+        for one in reversed(capabilities):
+            telling.callback(tell, one)

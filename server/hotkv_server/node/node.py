@@ -24,7 +24,7 @@ from hotkv_server.device.devices import NO_DEVICES, Devices
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.clerk import Clerk
-from hotkv_server.node.capability import BlocksBelow, Capability
+from hotkv_server.node.capability import BlocksBelow, Capability, tell_all
 from hotkv_server.node.event_loop import LoopLag, in_slices, slices
 from hotkv_server.node.growth import Growth
 from hotkv_server.node.health import Health
@@ -221,8 +221,7 @@ class Node:
         """Notifies the capabilities of blocks that became ready in a medium; before that, of all
         blocks that were removed earlier."""
         self.effects.run()
-        for one in self.capabilities:
-            one.blocks_moved(entries, medium, tier)
+        tell_all(self.capabilities, lambda one: one.blocks_moved(entries, medium, tier))
 
     async def _meet(self, key_space_id: int) -> None:
         if self.tiers is not None:

@@ -15,7 +15,7 @@ from hotkv_proto.keys import KeySpace, Representation
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.space import keep_bounds
 from hotkv_server.cache.values import EvictionNotice, TenantShare
-from hotkv_server.node.capability import Capability
+from hotkv_server.node.capability import Capability, tell_all
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.session import LiveSession
 
@@ -71,8 +71,10 @@ class Effects:
         # Last: if a capability raises, the sessions still get their notices.
         if notices or below or flushed_key_space_id:
             pieces = [piece for notice in below for piece in _pieces(notice)]
-            for one in self._capabilities:
-                one.blocks_removed(notices, pieces, flushed_key_space_id)
+            tell_all(
+                self._capabilities,
+                lambda one: one.blocks_removed(notices, pieces, flushed_key_space_id),
+            )
 
 
 def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
@@ -166,8 +168,7 @@ class Removals:
         May also remove blocks that sessions store during the call.
         """
         num_blocks = await self._empty(key_space_id)
-        for one in self._capabilities:
-            one.key_space_flushed(key_space_id)
+        tell_all(self._capabilities, lambda one: one.key_space_flushed(key_space_id))
         log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
         return num_blocks
 
@@ -235,20 +236,19 @@ class Removals:
             if self._core.catalog.has_blocks(number):
                 await self._empty(number)
             # Another task may have forgotten the key space meanwhile, or opened a session of it.
-            self._forget(number)
+            self.forget(number)
 
     def forget_outlived(self, now_s: float) -> None:
         """Forgets key spaces that have no blocks and have had no session for FORGET_S (ten
         minutes)."""
         for number in list(itertools.islice(self._core.catalog.outlived(now_s), MAX_FORGOTTEN)):
-            self._forget(number)
+            self.forget(number)
 
-    def _forget(self, key_space_id: int) -> bool:
+    def forget(self, key_space_id: int) -> bool:
         """Forgets a key space. Returns False if the key space has a session or a block."""
         if not self._core.catalog.forget(key_space_id):
             return False
-        for one in self._capabilities:
-            one.key_space_forgotten(key_space_id)
+        tell_all(self._capabilities, lambda one: one.key_space_forgotten(key_space_id))
         log.info(
             "key space forgotten key_space=%d known=%d", key_space_id, len(self._core.key_spaces)
         )

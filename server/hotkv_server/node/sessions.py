@@ -19,7 +19,7 @@ from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.device.devices import Devices
-from hotkv_server.node.capability import Capability
+from hotkv_server.node.capability import Capability, tell_all
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.names import Names
 from hotkv_server.node.removals import Removals
@@ -128,19 +128,29 @@ class Sessions:
         record = self._core.open_session(
             engine_id, role, key_space, time.monotonic(), representations
         )
-        if is_new:
-            self._add(record.key_space_id, key_space, model_names)
-        else:
-            for one in self._capabilities:
-                for name in model_names:
-                    one.model_named(record.key_space_id, name)
-        self._names.tell(
-            engine_id,
-            engine_name,
-            next(iter(model_names), ""),
-            key_space,
-            {one.record.engine_id for one in self},
-        )
+
+        def named(one: Capability) -> None:
+            for name in model_names:
+                one.model_named(record.key_space_id, name)
+
+        try:
+            if is_new:
+                self._add(record.key_space_id, key_space, model_names)
+            else:
+                tell_all(self._capabilities, named)
+            self._names.tell(
+                engine_id,
+                engine_name,
+                next(iter(model_names), ""),
+                key_space,
+                {one.record.engine_id for one in self},
+            )
+        except BaseException:
+            self._core.close_session(record.number, time.monotonic())
+            if is_new:
+                # The next session adds it again.
+                self._removals.forget(record.key_space_id)
+            raise
         session = LiveSession(
             record,
             secrets.token_hex(16),
@@ -197,8 +207,9 @@ class Sessions:
         return number
 
     def _add(self, number: int, key_space: KeySpace, model_names: Sequence[str] = ()) -> None:
-        for one in self._capabilities:
-            one.key_space_added(number, key_space, model_names)
+        tell_all(
+            self._capabilities, lambda one: one.key_space_added(number, key_space, model_names)
+        )
 
     async def close(self, session: LiveSession) -> None:
         """Cancels the session's transfers, waits until no transfer or read uses its memory or
@@ -229,9 +240,10 @@ class Sessions:
         del self._open[session.secret_id]
         engine_id = session.record.engine_id
         is_last = all(other.record.engine_id != engine_id for other in self)
-        for one in self._capabilities:
-            one.session_closed(session, is_last=is_last)
-        self._run_effects()
+        try:
+            tell_all(self._capabilities, lambda one: one.session_closed(session, is_last=is_last))
+        finally:
+            self._run_effects()
         log.info("session closed number=%d engine=%s", session.record.number, session.engine_name)
 
     async def _end_holds(self, session: LiveSession) -> None:

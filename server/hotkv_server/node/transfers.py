@@ -33,7 +33,7 @@ from hotkv_server.dataplane.plan import Plan, Region, block_copies
 from hotkv_server.integrity.check_values import Sums
 from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Case, Verifier
-from hotkv_server.node.capability import Capability
+from hotkv_server.node.capability import Capability, tell_all
 from hotkv_server.node.event_loop import in_slices
 from hotkv_server.node.growth import Growth
 from hotkv_server.node.health import Health
@@ -193,10 +193,12 @@ class TransferEnd(TransferResult):
 
     copy_began_s: when the copy of the first byte began; None if no byte was copied.
     copy_ended_s: when the node learned that the copy has ended.
+    runs: the blocks of a store, in the order of `results`.
     """
 
     copy_began_s: float | None = None
     copy_ended_s: float = 0.0
+    runs: Sequence[Run] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,7 @@ class Transfer:
     finish: ends the transfer in the core; called exactly once, also if the plan can't be made.
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
     to_engine: True for a load, False for a store.
+    runs: the blocks of a store.
 
     Always true: the answer comes after the last access to the engine's memory and to the slots. If
     blocks of a load must still be compared with their check values, the comparison comes before the
@@ -261,7 +264,9 @@ class Transfer:
         after_copy: Callable[[], None] | None = None,
         *,
         to_engine: bool,
+        runs: Sequence[Run] = (),
     ) -> None:
+        self._runs = runs
         self._means = means
         self._call = call
         self._finish = finish
@@ -376,6 +381,7 @@ class Transfer:
                     message or call.deadline.message,
                     job.begun_s,
                     copy_ended_s,
+                    self._runs,
                 )
             )
         # After the result: if a capability raises, the client still gets its answer.
@@ -493,8 +499,7 @@ class Transfers:
             self.loaded_bytes += num_bytes
 
             def tell() -> None:
-                for one in self._capabilities:
-                    one.bytes_moved(session, num_bytes, 0)
+                tell_all(self._capabilities, lambda one: one.bytes_moved(session, num_bytes, 0))
 
             return [], tell
 
@@ -569,9 +574,11 @@ class Transfers:
             self.stored_bytes += num_bytes
 
             def tell() -> None:
-                for one in self._capabilities:
+                def stored(one: Capability) -> None:
                     one.bytes_moved(session, 0, num_bytes)
                     one.blocks_stored(session, runs, contents, results)
+
+                tell_all(self._capabilities, stored)
 
             return results, tell
 
@@ -587,7 +594,8 @@ class Transfers:
                 finish(Outcome.FAILED, 0)[1]()
             raise
         take_sums = partial(self._take_sums, key_space_id, shard_index, begun[0], sums)
-        return Transfer(self._means, call, finish, take_sums, to_engine=False).start(begun[0])
+        transfer = Transfer(self._means, call, finish, take_sums, to_engine=False, runs=runs)
+        return transfer.start(begun[0])
 
     def _admit(
         self,

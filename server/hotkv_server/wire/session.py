@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from hotkv_proto.versions import (
     agreed_version,
 )
 from hotkv_server.cache.values import EvictionNotice
+from hotkv_server.node.capability import SessionCall
 from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.node import Node
 from hotkv_server.node.removals import NOTICE_BLOCKS
@@ -82,9 +84,17 @@ class SessionCalls:
         self._pace = pace
         self._send = send
         self._traceable = calls_of(node)
-        self._of_capabilities = {
-            body: call for one in node.capabilities for body, call in one.session_calls().items()
+        # By name of the message's field: the function that serves it (`SessionCall`).
+        self._functions: dict[str, SessionCall] = {
+            "lookup": partial(self._traceable.lookup, node),
+            "acquire_lease": partial(self._traceable.acquire, node),
+            "reserve_blocks": partial(calls.reserve, node),
+            "release_lease": partial(calls.release, node),
+            "cancel_transfer": partial(calls.cancel, node),
+            "report_use": partial(calls.report_use, node),
         }
+        for one in node.capabilities:
+            self._functions |= one.session_calls()
 
     def refused(self, error: Exception) -> session_pb2.ConnectResponse:
         """Returns the message with the error, as answer to a call that raised `error`. Counts and
@@ -100,20 +110,6 @@ class SessionCalls:
         the request has no answer. Raises the call's errors."""
         node, session = self._node, self._session
         match request.WhichOneof("body"):
-            case "lookup":
-                found = self._traceable.lookup(node, session, request.lookup)
-                return await self._served(request, "lookup", found)
-            case "acquire_lease":
-                acquired = self._traceable.acquire(node, session, request.acquire_lease)
-                return await self._served(request, "acquire_lease", acquired)
-            case "reserve_blocks":
-                return session_pb2.ConnectResponse(
-                    reserve_blocks=await calls.reserve(node, session, request.reserve_blocks)
-                )
-            case "release_lease":
-                return session_pb2.ConnectResponse(
-                    release_lease=calls.release(node, session, request.release_lease)
-                )
             case "load":
                 load = self._traceable.load(node, session, request.load)
                 # Keep no reference to the request in the callback: its message may be large.
@@ -123,13 +119,6 @@ class SessionCalls:
                 store = await self._traceable.store(node, session, request.store)
                 groups = [run.group_index for run in request.store.runs]
                 store.add_done_callback(partial(self._answer_store, request.request_id, groups))
-                return None
-            case "cancel_transfer":
-                return session_pb2.ConnectResponse(
-                    cancel_transfer=calls.cancel(node, session, request.cancel_transfer)
-                )
-            case "report_use":
-                await calls.report_use(node, session, request.report_use)
                 return None
             case "flush":
                 return session_pb2.ConnectResponse(flushed=await calls.flush(node, session))
@@ -152,7 +141,7 @@ class SessionCalls:
                     Reason.INVALID_FIELD,
                     "open_session was sent twice; open another stream for another session",
                 )
-            case body if (call := self._of_capabilities.get(body or "")) is not None:
+            case body if (call := self._functions.get(body or "")) is not None:
                 assert body is not None
                 return await self._served(request, body, call(session, getattr(request, body)))
             case _:
@@ -204,7 +193,14 @@ class SessionCalls:
         self, request_id: int, groups: list[int], done: "asyncio.Future[TransferEnd]"
     ) -> None:
         if not done.cancelled():
-            answer = store_response(done.result(), groups)
+            end, session = done.result(), self._session
+            if session.hears_evictions and not session.closing:
+                # Notices of blocks that were removed before this answer are sent before it.
+                still = self._node.core.still_ready(
+                    session.record.key_space_id, end.runs, end.results
+                )
+                end = replace(end, results=still)
+            answer = store_response(end, groups)
             self._send(session_pb2.ConnectResponse(request_id=request_id, store=answer))
 
 

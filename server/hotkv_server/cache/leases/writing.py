@@ -23,6 +23,7 @@ from hotkv_server.cache.leases.leases import (
     write_weight,
 )
 from hotkv_server.cache.room.removal import Parts, finished
+from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import MAX_REFRESHED
 from hotkv_server.cache.seams import StorePins
 from hotkv_server.cache.sessions import check_named
@@ -164,6 +165,7 @@ class Reservations:
         if beside is not None:
             staying = np.concatenate((staying, beside))
         generations: Entries | None = None
+        beside_bytes = 0
         for (slot_bytes, is_kind), count in wanted.items():
             if not space.needs_room(slot_bytes, count):
                 continue
@@ -176,7 +178,9 @@ class Reservations:
                 count,
                 has_promise=has_promise,
                 keep_at_s=keep_at_s,
+                beside_bytes=beside_bytes,
             )
+            beside_bytes += count * aligned(slot_bytes)
             while True:
                 if had_parts:
                     same = (
@@ -405,11 +409,13 @@ class Reservations:
         if not is_block:
             wanted = self._representable(lease, record, run, wanted, results)
         slot_bytes = record.shape(run.group_index).slot_bytes
-        keep_at_s = _keep_at_s(lease.retention, has_promise, now_s)
         if len(runs) > 1 and not (slot_bytes in full or space.has_room(slot_bytes, len(wanted))):
             # `make_room` may have counted the same free slab or entry number for several runs.
             making = self.room_for(
-                record.number, runs, has_promise=has_promise, keep_at_s=keep_at_s
+                record.number,
+                runs,
+                has_promise=has_promise,
+                keep_at_s=_keep_at_s(lease.retention, has_promise, now_s),
             )
             finished(making)
             if not space.has_room(slot_bytes, len(wanted)):
@@ -422,7 +428,6 @@ class Reservations:
             run.depth + wanted,
             lease.number,
             has_promise=has_promise,
-            keep_at_s=keep_at_s,
         )
         words[wanted[: len(entries)]] = entries
         results[wanted[: len(entries)]] = BlockResult.RESERVED

@@ -21,7 +21,6 @@ from hotkv_server.cache.room.removal import (
     Parts,
     Rebalancer,
     Removal,
-    finished,
 )
 from hotkv_server.cache.room.shares import Payers, TenantBook
 from hotkv_server.cache.room.slabs import MAX_SIZES, SlabPool, aligned
@@ -156,17 +155,19 @@ class Room:
         return refused
 
     def within_bound(
-        self, taker: int, size: int, count: int, keep_at_s: float | None
+        self, taker: int, size: int, count: int, beside_bytes: int, keep_at_s: float | None
     ) -> Parts[int]:
         """Returns how many of `count` more slots the tenant `taker` may have within its burst bound
-        (the most bytes that it may use). If `count` slots would exceed the bound, evicts the
-        tenant's own coldest blocks first. Yields after each part. For `keep_at_s` see `make`."""
-        if not self._tenants.is_used:
+        (the most bytes that it may use), beside `beside_bytes` more bytes. Evicts the tenant's own
+        coldest blocks first, as far as the bound requires that. Yields after each part. For
+        `keep_at_s` see `make`."""
+        tenants = self._tenants
+        if not tenants.is_used:
             return count
-        count = min(count, self._tenants.burst_bytes(taker) // size)
+        count = min(count, max(0, tenants.burst_bytes(taker) - beside_bytes) // size)
 
         def missing() -> int:
-            return count - self._tenants.room_bytes(taker) // size
+            return count - max(0, tenants.room_bytes(taker) - beside_bytes) // size
 
         for slot_bytes in (size, 0):
             while missing() > 0 and (
@@ -180,7 +181,7 @@ class Room:
                 )
             ):
                 yield
-        return min(count, self._tenants.room_bytes(taker) // size)
+        return count - max(0, missing())
 
     def _make_slots(
         self, slot_bytes: int, num_slots: int, taker: int, keep_at_s: float | None
@@ -456,27 +457,24 @@ class Space:
         lease: int,
         *,
         has_promise: bool = False,
-        keep_at_s: float | None = None,
     ) -> Entries:
         """Reserves slots for keys that have no entry, in order, until there is no more room.
         Returns the new entries, one for each of the first keys.
 
-        The caller has called `make_room` before. `insert` itself evicts only the tenant's own
-        blocks, if its burst bound (the most bytes that it may use) requires that. While the arena
-        is still being prefaulted, fewer slots may be reserved (`grow`). The caller passes the
-        keys that got no slot to `decline`.
+        The caller has called `make_room` before; `insert` itself evicts nothing. While the arena is
+        still being prefaulted, fewer slots may be reserved (`grow`). The caller passes the keys
+        that got no slot to `decline`.
 
         depths: number of blocks before each block in its chain.
         lease: number of the write lease, or of the move between tiers, that owns the entries.
         has_promise: True if the room was reserved for a residency. Then no slots are refused
             because the arena is still being prefaulted.
-        keep_at_s: as for `make_room`.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             hashes = hashes[: len(hashes) - self.room.refuse_coming(size, len(hashes))]
-        bounded = self.room.within_bound(taker, size, len(hashes), keep_at_s)
-        hashes = hashes[: finished(bounded)]
+        if self.tenants.is_used:
+            hashes = hashes[: self.tenants.room_bytes(taker) // size]
         offsets = self.pool.allocate(size, min(len(hashes), self.books.free_numbers()))
         n = len(offsets)
         entries = self.index.insert(
@@ -495,6 +493,7 @@ class Space:
         *,
         has_promise: bool = False,
         keep_at_s: float | None = None,
+        beside_bytes: int = 0,
     ) -> Parts[None]:
         """Makes room for an `insert` of `count` keys. Yields after each part of the work; does not
         yield if there is room already or if the work is short.
@@ -503,12 +502,13 @@ class Space:
         has_promise: True if the room was reserved for a residency.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not. Ignored while `Room.may_keep_at` returns False.
+        beside_bytes: bytes of the tenant's burst bound that the caller's other `insert`s need.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             count -= self.room.coming_slots(size, count)
         self.policy.allow_keeping(self.room.may_keep_at(size))
-        count = yield from self.room.within_bound(taker, size, count, keep_at_s)
+        count = yield from self.room.within_bound(taker, size, count, beside_bytes, keep_at_s)
         is_block = group_index < MAX_GROUPS
         yield from self.room.make(
             size, count, taker, is_block=is_block, has_promise=has_promise, keep_at_s=keep_at_s
