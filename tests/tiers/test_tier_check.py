@@ -152,7 +152,7 @@ DISK = ("--tiers.disk.compress", "auto", "--tiers.disk.bytes", "32MiB", "--tiers
         (lambda patch, at: (at / "arena").mkdir(), ""),
         (lambda patch, at: (at / "disk").touch(), "is no folder that this user may write"),
         (lambda patch, at: (at / "disk/slabs").mkdir(parents=True), "can't open .*slabs"),
-        (lambda patch, at: (at / "epochs.json").mkdir(), "refused to start: .*epochs.json"),
+        (lambda patch, at: (at / "epochs.json").mkdir(), "arena.dir: .*epochs.json"),
         (hang, "has not answered"),
         (lambda patch, at: patch.setattr(Staged, "open", fails), "compress: no memory"),
         (lambda patch, at: patch.setattr(ValkeyTier, "__init__", fails), "tiers.valkey: .*no more"),
