@@ -137,7 +137,10 @@ def test_the_note_is_of_one_file(filling: Filling, arena: FileMapping, place: Pa
     ):
         note.write_bytes(content)
         assert read_note(note, arena) == noted_bytes
-    note.unlink()
+    for odd in (lambda: note.write_bytes(bytes(99)), lambda: os.mkfifo(note)):
+        note.unlink(missing_ok=True)
+        odd()
+        assert read_note(note, arena) == 0 and not note.exists()
     assert read_note(note, arena) == 0
 
 

@@ -145,6 +145,9 @@ def test_spoiled_times_of_last_use_are_unknown_and_nobody_is_warned(tmp_path: Pa
     ):
         (tmp_path / USE_FILE).write_bytes(spoiled)
         assert _read_use(tmp_path / USE_FILE, geometry) is None
+    (tmp_path / USE_FILE).unlink()
+    os.mkfifo(tmp_path / USE_FILE)
+    assert _read_use(tmp_path / USE_FILE, geometry) is None
     memory.remove()
 
 
@@ -168,6 +171,8 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     "format": (lambda f: edit(f, format=99), "has format 99; this version reads 1"),
     "a list": (lambda f: (f / "state.json").write_text("[]"), "has format None"),
     "lists in lists": (lambda f: (f / "state.json").write_text("[" * 100_000), "recursion"),
+    "pipe": (lambda f: [(f / "state.json").unlink(), os.mkfifo(f / "state.json")], "no regular"),
+    "long": (lambda f: os.truncate(f / "state.json", 1 << 40), "more than 1073741824 bytes"),
     "no size": (lambda f: edit(f, slab_bytes=None), "is damaged: TypeError"),
     "order": (lambda f: edit(f, key_spaces=spaces(f)[::-1]), "numbered out of order"),
     "twice": (lambda f: edit(f, key_spaces=[spaces(f)[0], spaces(f)[0] | {"number": 2}]), "twice"),

@@ -320,7 +320,10 @@ async def test_receipts_take_back_hits_of_loads_that_failed_or_whose_session_clo
     monkeypatch.setattr(capability, "MAX_OPEN_LOADS", 3)
     one = await opened(node)
     of_router = replace(report(session_id="s"), saved_s=1.0)
-    await one.note(*[replace(of_router, report_id=number) for number in (1, 2, 3, 4)])
+    # Without a hit nothing is loaded, so no end is reported.
+    reports = [replace(of_router, report_id=number) for number in (1, 2, 3, 4)]
+    missed = [replace(of_router, report_id=number, hit_tokens=0, saved_s=0.0) for number in (5, 6)]
+    await one.note(*reports, *missed)
     ends = [LoadEnd(1, 0.0, failed=True), LoadEnd(2, 0.0, failed=True), LoadEnd(3, 0.0)]
     node.reports.loads_ended(one.session, ends * 2)
     known = one.desk.book.known(KEY_SPACE.tenant)

@@ -17,7 +17,7 @@ import pytest
 from demo.processes import Server
 from hotkv_client.testing import PagedEngine
 from hotkv_server.cli import main
-from hotkv_server.settings import Settings, sources
+from hotkv_server.settings import Settings, load_settings, sources
 from tests.server.certificates import Authority
 from tests.server.faulty import folder
 from tests.support.ports import free_port
@@ -87,6 +87,7 @@ def mistakes(folder: Path, elsewhere: Path, port: int) -> dict[str, list[str]]:
         (["--tcp-address", "localhost:99999"], "port up to 65535"),
         (["--tcp-address", f"{'h' * 64}:0"], "tcp_address: can't listen on hhh"),
         (["--http.host", "h" * 64, "--http.port", "0"], "http.port: can't listen on hhh"),
+        (["--security.admin-socket", "/proc/a/b"], "security.admin_socket: "),
     ],
 )
 def test_addresses_that_can_not_be_are_named(folder: Path, flags: list[str], words: str) -> None:
@@ -180,6 +181,9 @@ def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
     said = started(folder, before=drop).stderr
     assert "runtime_dir: [Errno 13] Permission denied" in said
     assert "choose a directory this user may write" in said
+    flags = ("--arena.dir", "/proc/a", "--security.admin-socket", str(folder / ("x" * 120)))
+    said = started(folder, *flags, check=True).stderr
+    assert "arena.dir: [Errno 2]" in said and "security.admin_socket: can't listen on" in said
 
 
 def test_without_huge_pages_it_goes_on_and_says_so(tmp_path: Path) -> None:
@@ -211,6 +215,9 @@ SECRET = "correct-horse"
         ([], {"HOTKV_SECURITY__ALLOWED_UIDS": "1,2"}, "HOTKV_SECURITY or a variable that begins"),
         ([], {"HOTKV_SECURITY__TENANTS": '[{"name": "", "uids": [1], "uid": 1}]'}, "a tenant has"),
         (["--security.admin-token-sha256", SECRET], {}, "admin_token_sha256.0: String should"),
+        (["--runtime-dir", "/tmp/" + "x" * 300], {}, "runtime_dir has a name of more than 255"),
+        (["--tiers.disk.path", os.fsdecode(b"/\xff")], {}, "tiers.disk.path is not UTF-8"),
+        ([], {"HOTKV_SECURITY__TENANTS": "[" * 100_000}, "is nested too deeply"),
     ],
 )
 def test_a_typo_is_one_line_that_says_what_was_meant(
@@ -271,9 +278,20 @@ def test_a_module_that_is_missing_later_is_named_and_the_server_runs_once(
 
 def test_a_broken_file_is_named(folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "broken.toml"
-    config.write_text("[arena]\nbytes = = 3\n")
-    done = started(folder, "--config", str(config), check=True)
-    assert done.returncode == 2 and f"{config}: " in done.stderr and "line 2" in done.stderr
+    for text, words in (
+        ("[arena]\nbytes = = 3\n", "line 2"),
+        ("x = " + "[" * 100_000, "recursion"),
+        (r'runtime_dir = "/a\u0000"', "runtime_dir has a NUL"),
+    ):
+        config.write_text(text)
+        with pytest.raises(ValueError, match=words) as refused:
+            load_settings(config, [], "run")
+        assert words.startswith("runtime_dir") or f"{config}: " in str(refused.value)
+    done = started(folder, "--config", str(folder), check=True)
+    assert (
+        done.returncode == 2
+        and done.stderr == f"hotkv-server: --config: there is no file {folder}\n"
+    )
 
 
 def test_help_lists_every_setting_with_its_default() -> None:

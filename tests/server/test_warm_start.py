@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_client.admin import AdminClient
-from hotkv_client.command import cli
-from hotkv_client.command.warm_start import CALL_BLOCKS, _calls, export
+from hotkv_client.command import cli, warm_start
+from hotkv_client.command.warm_start import CALL_BLOCKS, _calls, export, fetch_prompts
 from hotkv_client.wire.admin import WarmStartStub, prefetch
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import token_block_hashes
@@ -167,6 +167,17 @@ def test_other_files_are_named(
     assert cli.main(["import", str(file), "--target", "unix:/nonexistent"]) == 2
     said = capsys.readouterr().err
     assert f"{file}:1" in said and "hotkv export" in said and "Traceback" not in said
+
+
+def test_files_without_end_are_not_read_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(warm_start, "_block_tokens", lambda *_: 1)
+    with pytest.raises(ValueError, match="/dev/zero:1: a JSON list"):
+        fetch_prompts(cast(AdminClient, None), Path("/dev/zero"), 1, 0)
+    for words in (["import", "/dev/zero"], ["explain", "@/dev/zero"]):
+        assert cli.main([*words, "--target", "unix:/nonexistent"]) == 2
+        assert "/dev/zero" in capsys.readouterr().err
 
 
 def test_no_device_and_no_link_is_replaced_by_a_file(tmp_path: Path) -> None:

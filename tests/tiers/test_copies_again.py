@@ -3,6 +3,7 @@ restart or the disk brings back. Blocks that the tier already has cost no bytes.
 
 import asyncio
 import contextlib
+import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from hotkv_server.cache.room.removal import Parts
 from hotkv_server.cache.values import Entries, Run
 from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.book.copies import MAX_TRIES, STORED
+from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive import copies as tier_copies
 from tests.core.support import begin_store, evict, words_of
 from tests.support.waiting import eventually
@@ -30,13 +32,24 @@ async def earlier(store: MemoryStore, folder: Path, numbers: list[int]) -> None:
 
 
 async def test_what_fails_is_tried_again_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At first the blocks can't even be checked."""
+    """Each block is a move. Two can't be checked: the first, and one that waits with another."""
+    monkeypatch.setattr(tier_copies, "AGAIN_S", 0.2)
     async with nodes() as (a, b):
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        judge, zeros, tries = a.verifier.judge, [0], list[bytes]()
-        monkeypatch.setattr(
-            a.verifier, "judge", lambda cases: 1 // zeros.pop() if zeros else judge(cases)
-        )
+        judge, numbers, tries = a.verifier.judge, itertools.count(), list[bytes]()
+        (copies,) = a.books.copies
+        begin = copies.begin
+
+        def judges(cases: Any) -> Any:
+            if next(numbers) in (0, 6):
+                raise MemoryError
+            return judge(cases)
+
+        def begins(entries: Entries, lane: int = STORED) -> list[Move]:
+            return [begin(entries[at : at + 1], lane)[0] for at in range(len(entries))]
+
+        monkeypatch.setattr(a.verifier, "judge", judges)
+        monkeypatch.setattr(copies, "begin", begins)
 
         def fails(key: bytes) -> bool:
             tries.append(key)

@@ -67,13 +67,14 @@ DEEP, HUGE = "[" * 100_000, '{"format": 2, "key_spaces": {}, "base": 1e999, "las
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"format": 1}', '{"format": 2, "key_spaces": 3}', DEEP, HUGE],
-    ids=range(7),
+    ["pipe", "", "{", "[]", '{"format": 1}', '{"format": 2, "key_spaces": 3}', DEEP, HUGE],
+    ids=range(8),
 )
 def test_a_file_that_can_not_be_read_says_nothing(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / EPOCHS_FILE).write_text(text)
+    path = tmp_path / EPOCHS_FILE
+    os.mkfifo(path) if text == "pipe" else path.write_text(text)
     book = EpochNotes([NotesFolder(tmp_path, has_blocks=True)]).read(("valkey",))
     assert not book.records and "can't be used" in caplog.text
 

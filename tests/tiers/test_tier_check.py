@@ -4,6 +4,7 @@ leaves every store unchanged."""
 import contextlib
 import errno
 import json
+import os
 import re
 import sys
 import threading
@@ -151,7 +152,7 @@ DISK = ("--tiers.disk.compress", "auto", "--tiers.disk.bytes", "32MiB", "--tiers
         (lambda patch, at: (at / "arena").mkdir(), ""),
         (lambda patch, at: (at / "disk").touch(), "is no folder that this user may write"),
         (lambda patch, at: (at / "disk/slabs").mkdir(parents=True), "can't open .*slabs"),
-        (lambda patch, at: (at / "epochs.json").mkdir(), "refused to start: .*epochs.json"),
+        (lambda patch, at: (at / "epochs.json").mkdir(), "arena.dir: .*epochs.json"),
         (hang, "has not answered"),
         (lambda patch, at: patch.setattr(Staged, "open", fails), "compress: no memory"),
         (lambda patch, at: patch.setattr(ValkeyTier, "__init__", fails), "tiers.valkey: .*no more"),
@@ -190,14 +191,18 @@ def test_a_start_names_what_is_wrong_with_its_tiers(
         ("written.json", b"[[1e999, 1]]", "write budget begins anew .*can't be"),
         ("written.json", b"[[1, -1]]", "write budget begins anew .*can't be"),
         ("written.json", b"[" * 100_000, "write budget begins anew .*recursion"),
+        ("written.json", None, "write budget begins anew .*no regular file"),
+        ("state.json", None, "disk tier starts empty .*no regular file"),
         ("records", b"x", "disk tier starts empty"),
         ("", b"", "key space of the disk tier dropped .*too many"),
     ],
 )
 def test_a_start_passes_over_what_an_earlier_server_left_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    name: str, content: bytes, words: str,
+    name: str, content: bytes | None, words: str,
 ) -> None:  # fmt: skip
+    """`content` None: a pipe."""
+
     def refuse(*arguments: Any) -> Any:
         raise HotKVError(Reason.OVERLOADED, "too many")
 
@@ -206,7 +211,10 @@ def test_a_start_passes_over_what_an_earlier_server_left_damaged(
     settings = load_settings(None, flags, "hotkv-server")
     with started(settings):
         pass
-    if name:
+    if content is None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    elif name:
         (folder / name).write_bytes(content)
     else:
         known = KnownKeySpace(1, make_key_space("m", SLOT_ALIGN, SLOT_ALIGN))

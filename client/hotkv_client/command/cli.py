@@ -149,7 +149,9 @@ def prefetch(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]
     space: dict[str, Any] | int
     if options.like is not None:
         with options.like.open(errors="replace") as file:
-            space = warm_start.read_key_space(options.like, file.readline())
+            space = warm_start.read_key_space(
+                options.like, file.readline(warm_start.MAX_LINE_CHARS)
+            )
     else:
         space, _ = recorder.chosen_key_space(client, options.key_space)
     return warm_start.fetch_prompts(client, options.prompts, space, options.wait)

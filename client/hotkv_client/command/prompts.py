@@ -14,12 +14,14 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 MAX_TOKEN_ID = 9_999_999
 """Largest number that is read as a token id, because no model has more tokens. A larger number is
 read as the first digits of a hash."""
 MAX_ANSWER_BYTES = 256 << 20
+MAX_CHARS = 1 << 26
+"""Longest file with a prompt that is read."""
 PASSED_ON = (
     "model", "messages", "prompt", "tools", "chat_template", "chat_template_kwargs",
     "add_generation_prompt", "continue_final_message", "add_special_tokens", "mm_processor_kwargs",
@@ -38,7 +40,7 @@ def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
     for word in words:
         text = word
         if word == "-":
-            text = sys.stdin.read()
+            text = _content(sys.stdin, word)
         elif word.startswith("@"):
             text = _text(Path(word[1:]))
         if text.lstrip().startswith("{"):
@@ -132,9 +134,17 @@ _ASK_HASHES = "explain can't compute them from tokens: give block hashes, or --s
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        with path.open() as file:
+            return _content(file, str(path))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: this is no text ({error})") from error
+
+
+def _content(file: TextIO, where: str) -> str:
+    text = file.read(MAX_CHARS + 1)
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"{where}: more than {MAX_CHARS} characters")
+    return text
 
 
 def _json(text: str, where: str) -> Any:

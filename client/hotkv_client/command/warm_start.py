@@ -20,6 +20,8 @@ CALL_BLOCKS = 2_000
 """Most blocks in a call. Calls run one after the other, so the hottest blocks are promoted
 first."""
 TOKEN_BYTES = 4
+MAX_LINE_CHARS = 1 << 26
+"""Longest line that is read. A longer one has another format, such as that of /dev/zero."""
 UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error)
 """The exceptions that a line of another format raises."""
 COUNTS = (
@@ -75,7 +77,7 @@ def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
     """
     totals = dict.fromkeys(COUNTS, 0)
     with path.open(errors="replace") as file:
-        space = read_key_space(path, file.readline())
+        space = read_key_space(path, file.readline(MAX_LINE_CHARS))
         for groups in _calls(_groups(path, file)):
             _add(totals, client.prefetch_blocks(space, groups, wait_s=wait_s))
     return {"file": str(path), **totals}
@@ -95,7 +97,7 @@ def fetch_prompts(
     num_prompts = num_short = 0
     block_tokens = _block_tokens(client, key_space)
     with path.open(errors="replace") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_CHARS), ""), 1):
             if line.strip():
                 packed = _tokens(path, number, line)
                 if len(packed) < TOKEN_BYTES * block_tokens:

@@ -60,8 +60,8 @@ class HintsCapability(Capability):
             report.saved_s or (here / speed if speed else 0.0),
         )
         self.desk.scheduled(origin, receipt, speed, report.hints)
-        known = self.desk.book.known(origin.tenant)
-        if report.report_id and known and (of_router := known.sessions.get(report.session_id)):
+        known = here and report.report_id and self.desk.book.known(origin.tenant)
+        if known and (of_router := known.sessions.get(report.session_id)):
             back = SessionReceipt(hit_tokens=-here, saved_s=-receipt.saved_s)
             self._loads[session.secret_id, report.report_id] = of_router.receipt, back
             if len(self._loads) > MAX_OPEN_LOADS:

@@ -381,7 +381,7 @@ def _read(directory: Path | None) -> pack.Kept | None:
     try:
         content = None if directory is None else read_ledger(directory, pack.MAX_BYTES)
         return None if content is None else pack.unpack(content)
-    except (OSError, pack.PackError) as error:
+    except (OSError, ValueError) as error:
         log.warning("ledger begins anew: its file can't be used: %s", error)
         return None
 

@@ -20,6 +20,7 @@ from typing import Final
 
 from hotkv_server.memory import limits
 from hotkv_server.memory.mapping import COLLAPSE_BYTES, HUGE_PAGE_BYTES, FileMapping
+from hotkv_server.memory.state import read_file
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,13 @@ NOTE_MAGIC: Final = b"HOTKVFI1"
 
 def read_note(path: Path, arena: FileMapping) -> int:
     """Reads the note: how many bytes of this arena file an earlier server has filled. Returns 0 if
-    the note is missing or belongs to another file."""
+    the note is missing or belongs to another file. Removes a file that can't be the note."""
     try:
-        content = path.read_bytes()
+        content = read_file(path, NOTE.size)
+    except ValueError:
+        # Opening a pipe for the next note would hold the server.
+        path.unlink()
+        return 0
     except OSError:
         return 0
     if len(content) != NOTE.size:

@@ -11,6 +11,7 @@ file has the key space of every ready block in the table, unless a write of the 
 import itertools
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
 
 FORMAT_VERSION = 1
+MAX_BYTES = 1 << 30
+"""Longest file that `read_file` reads, unless its caller has another limit."""
 _texts: WeakKeyDictionary[KeySpace, str] = WeakKeyDictionary()
 """The JSON texts of key spaces. Each text is computed once, because all key spaces are written
 whenever a key space is added."""
@@ -97,6 +100,20 @@ def replace_file(
             os.close(folder)
 
 
+def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Returns the content of a file that an earlier server has left. Raises OSError if the file
+    can't be read or is a link; ValueError if it is no regular file, such as a pipe, or has more
+    than `max_bytes` bytes."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path.name} is no regular file")
+        if status.st_size > max_bytes:
+            raise ValueError(f"{path.name} has more than {max_bytes} bytes")
+        return file.read(max_bytes)
+
+
 def _entry(known: KnownKeySpace) -> str:
     """Returns the JSON text of a key space in the state file."""
     text = _texts.get(known.key_space)
@@ -114,7 +131,7 @@ def read_state(path: Path) -> ServerState:
     """Reads the state file. Raises StateError if the file is missing, has another format or is
     damaged; OSError if it can't be read at the moment."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_file(path))
     except (FileNotFoundError, ValueError, RecursionError) as error:
         raise StateError(f"{path.name}: {error}") from error
     if not isinstance(content, Mapping) or content.get("format") != FORMAT_VERSION:

@@ -201,7 +201,11 @@ def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Se
         )
         loaded = model(_cli_settings_source=cli)
         assert isinstance(loaded, Settings)
+        if wrong := list(sources.wrong_texts(loaded.model_dump(by_alias=True))):
+            raise ValueError("\n".join(wrong))
         return loaded
+    except RecursionError as error:
+        raise ValueError("a flag or variable is nested too deeply") from error
     except SettingsError as error:
         raise ValueError(sources.wrong_flags(Settings, str(error))) from error
     except ValidationError as error:
@@ -215,7 +219,7 @@ def _read(config: Path) -> dict[str, Any]:
         return tomllib.loads(config.read_text())
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ValueError(f"--config: there is no file {config}") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"--config: {config}: {error}") from error
 
 

@@ -24,6 +24,8 @@ PREFIX = "HOTKV_"
 OTHERS = frozenset({"HOTKV_TARGET"})
 """Variables with the prefix `HOTKV_` that are not settings of the server: the command `hotkv` reads
 them."""
+MAX_NAME_BYTES = 255
+"""Longest name of a file or directory."""
 OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_(TCP|UDP)\w*)?$")
 NOT_JSON = re.compile(r'error parsing value for field "(\w+)" from source "EnvSettingsSource"')
 BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -105,6 +107,30 @@ def wrong_variables(model: type[BaseModel], environment: Mapping[str, str]) -> l
         if not OF_KUBERNETES.search(upper) and (hint := meant(upper, known)):
             wrong.append(f"{name} is no setting{hint}")
     return wrong
+
+
+def wrong_texts(value: object, name: str = "") -> Iterator[str]:
+    """Yields a sentence for each text or path that the system would refuse.
+
+    value: settings, as `model_dump` returns them, or a part of them.
+    name: the dotted name of the part; empty for all settings.
+    """
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from wrong_texts(part, f"{name}.{key}" if name else key)
+    elif isinstance(value, list | tuple):
+        for at, part in enumerate(value):
+            yield from wrong_texts(part, f"{name}.{at}")
+    elif isinstance(value, str | Path):
+        try:
+            text = str(value).encode()
+        except UnicodeEncodeError:
+            yield f"{name} is not UTF-8"
+            return
+        if b"\0" in text:
+            yield f"{name} has a NUL character"
+        elif isinstance(value, Path) and max(map(len, text.split(b"/"))) > MAX_NAME_BYTES:
+            yield f"{name} has a name of more than {MAX_NAME_BYTES} bytes"
 
 
 def listing(model: type[BaseModel]) -> str:

@@ -40,12 +40,15 @@ def lock_runtime_dir(directory: Path) -> int:
 def check_places(settings: Settings) -> None:
     """Raises StartError if another user could have replaced the arena, the sockets or the keys."""
     security = settings.security
+    name = "runtime_dir" if security.admin_socket is None else "security.admin_socket"
     try:
         check_runtime_dir(settings.admin_socket.parent)
         check_sockets([settings.grpc_socket, settings.descriptor_socket, settings.admin_socket])
+        name = "arena.dir"
         check_arena_dir(settings.arena_dir, is_private=bool(security.tenants))
         check_files(settings.arena_dir / name for name in (*FILES, LOCK_FILE))
         if security.tls.key is not None:
+            name = "security.tls.key"
             check_private_key(security.tls.key)
     except (UnsafeError, OSError) as error:
-        raise StartError(f"refused to start: {error}") from error
+        raise StartError(f"{name}: {error}") from error

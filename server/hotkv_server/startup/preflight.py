@@ -126,9 +126,10 @@ def check_sockets(settings: Settings) -> None:
     """Raises StartError if the path of a socket is too long for the kernel."""
     for path in (settings.grpc_socket, settings.descriptor_socket, settings.admin_socket):
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            is_named = path == settings.security.admin_socket
             raise StartError(
-                f"runtime_dir: can't listen on {path}: it is longer than {MAX_SOCKET_PATH_BYTES} "
-                "bytes; choose another directory with --runtime-dir"
+                f"{'security.admin_socket' if is_named else 'runtime_dir'}: can't listen on "
+                f"{path}: it is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose another"
             )
 
 

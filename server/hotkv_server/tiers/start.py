@@ -75,7 +75,7 @@ def check_tiers(settings: Settings) -> None:
     try:
         check_files([settings.arena_dir / EPOCHS_FILE])
     except (UnsafeError, OSError) as error:
-        raise StartError(f"refused to start: {error}") from error
+        raise StartError(f"arena.dir: {error}") from error
     disk = settings.tiers.disk
     if disk.path is not None:
         path = disk.path

@@ -75,7 +75,8 @@ class EpochStanding:
     `is_raising`: True while a raise is under way.
     `has_failed`: True if the last raise failed.
     `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
-    `raise_for`: the last raise covers the first `raise_for` flush requests (`Record.asked`).
+    `raise_for`: the last raise covers the first `raise_for` flush requests (`Record.asked`); -1:
+        none, because another store was raised later.
     `told`: the store's epoch covers the first `told` flush requests; -1: not even a request to an
         earlier server.
     `told_s`: when the store answered the raise that covers these requests.
@@ -427,12 +428,14 @@ class EpochBook:
             standing.has_failed, standing.raise_s = True, now_s + RETRY_S
             return
         if standing.told < standing.raise_for and now_s >= record.asked_at_s + TELL_S:
-            # Nodes may have copied blocks from this store to the others after these were raised.
+            # Nodes may have copied blocks from this store to the others after these were raised. A
+            # raise that is under way does not count either.
             for other in self._mine(record):
-                other.is_untold = True
+                if other is not standing:
+                    other.is_untold, other.raise_for = True, -1
         # If a flush was requested after the raise was sent, the store must raise once more.
         standing.is_untold = standing.raise_for < record.asked
-        standing.told, standing.told_s = standing.raise_for, now_s
+        standing.told, standing.told_s = max(standing.told, standing.raise_for), now_s
         standing.has_failed = False
         self._aim(fingerprint, standing, epoch)
 

@@ -177,7 +177,7 @@ class TierCopies:
                 await self._write(waiting.popleft(), lane, tell)
         finally:
             for move in waiting:
-                self._copies.end(move)
+                self._copies.end(move, np.ones(len(move), np.bool_))
         num_bytes = self._tier.figures().written_bytes - before_bytes
         self._wait_with_old(num_bytes / OLD_BYTES_PER_S)
 
