@@ -43,15 +43,21 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
     assert dense.generate("d", prompt(2, 330), 1)[1] == 320
 
 
+def streamed(one: Any) -> list[int]:
+    """Runs a request with two chunks of streamed input. Returns its context."""
+    for chunk in (prompt(1, 100), prompt(2, 60)):
+        one.add("a", chunk, 5, resumable=True)
+        for _ in range(20):
+            one.step()
+    context = one.scheduler.requests["a"].prompt_token_ids[:]
+    one.abort("a")
+    return context
+
+
 def test_streamed_input_behind_a_sparse_answer_is_not_shared(approximate: Any, engine: Any) -> None:
     """vLLM admits the request again, in the middle of a block that the answer has begun."""
     sparse = approximate()
-    for chunk in (prompt(1, 100), prompt(2, 60)):
-        sparse.add("a", chunk, 5, resumable=True)
-        for _ in range(20):
-            sparse.step()
-    context = sparse.scheduler.requests["a"].prompt_token_ids[:]
-    sparse.abort("a")
+    context = streamed(sparse)
     sparse.generate("stores end", prompt(9, 40))
     assert len(context) == 164 and sparse.num_sparse_rows
     assert engine().generate("b", [*context, 7], 1)[1] == 96
@@ -75,12 +81,7 @@ def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_k
         # The model would see what vLLM does wrong.
         monkeypatch.setattr(one, "_check", lambda *_: None)
         monkeypatch.setattr(one, "_check_state", lambda *_: None)
-    for chunk in (prompt(1, 100), prompt(2, 60)):
-        one.add("a", chunk, 5, resumable=True)
-        for _ in range(20):
-            one.step()
-    context = one.scheduler.requests["a"].prompt_token_ids[:]
-    one.abort("a")
+    context = streamed(one)
     one.generate("b", [*context, 7], 40)
     one.generate("stores end", prompt(9, 40))
     # With a drafter, a hit ends a block earlier.
