@@ -174,7 +174,7 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     "format": (lambda f: edit(f, format=99), "has format 99; this version reads 1"),
     "a list": (lambda f: (f / "state.json").write_text("[]"), "has format None"),
     "lists in lists": (lambda f: (f / "state.json").write_text("[" * 100_000), "recursion"),
-    "pipe": (lambda f: pipe(f / "state.json"), "state.json is no regular file"),
+    "pipe": (lambda f: pipe(f / "state.json"), "state.json: it is no regular file"),
     "long": (lambda f: os.truncate(f / "state.json", 1 << 40), "more than 1073741824 bytes"),
     "no size": (lambda f: edit(f, slab_bytes=None), "is damaged: TypeError"),
     "order": (lambda f: edit(f, key_spaces=spaces(f)[::-1]), "numbered out of order"),
