@@ -16,6 +16,7 @@ import io
 import os
 import tempfile
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,8 @@ def _arrays(path: Path) -> dict[str, Array]:
             ):
                 raise ValueError("its arrays are compressed")
             data = {entry.filename.removesuffix(".npy"): archive.read(entry) for entry in entries}
-    return {name: _array_in(some) for name, some in data.items()}
-
-
-def _array_in(data: bytes) -> Array:
-    array: Array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)  # type: ignore[no-untyped-call]
-    return array
+    read = partial(np.lib.format.read_array, allow_pickle=False)
+    return {name: read(io.BytesIO(some)) for name, some in data.items()}
 
 
 def _scalar(arrays: dict[str, Array], name: str, kind: str) -> Array:

@@ -145,8 +145,7 @@ def test_spoiled_times_of_last_use_are_unknown_and_nobody_is_warned(tmp_path: Pa
     ):
         (tmp_path / USE_FILE).write_bytes(spoiled)
         assert _read_use(tmp_path / USE_FILE, geometry) is None
-    (tmp_path / USE_FILE).unlink()
-    os.mkfifo(tmp_path / USE_FILE)
+    pipe(tmp_path / USE_FILE)
     assert _read_use(tmp_path / USE_FILE, geometry) is None
     memory.remove()
 
@@ -160,9 +159,13 @@ def spaces(folder: Path) -> list[dict[str, Any]]:
     return list(json.loads((folder / "state.json").read_text())["key_spaces"])
 
 
-def link(folder: Path) -> None:
-    (folder / "table").rename(folder / "elsewhere")
-    (folder / "table").symlink_to(folder / "elsewhere")
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def link(file: Path) -> None:
+    file.symlink_to(file.rename(file.with_name("elsewhere")))
 
 
 UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -171,7 +174,7 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     "format": (lambda f: edit(f, format=99), "has format 99; this version reads 1"),
     "a list": (lambda f: (f / "state.json").write_text("[]"), "has format None"),
     "lists in lists": (lambda f: (f / "state.json").write_text("[" * 100_000), "recursion"),
-    "pipe": (lambda f: [(f / "state.json").unlink(), os.mkfifo(f / "state.json")], "no regular"),
+    "pipe": (lambda f: pipe(f / "state.json"), "state.json: it is no regular file"),
     "long": (lambda f: os.truncate(f / "state.json", 1 << 40), "more than 1073741824 bytes"),
     "no size": (lambda f: edit(f, slab_bytes=None), "is damaged: TypeError"),
     "order": (lambda f: edit(f, key_spaces=spaces(f)[::-1]), "numbered out of order"),
@@ -181,7 +184,8 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     "arena": (lambda f: os.truncate(f / "arena", ARENA - 1), f"file has {ARENA - 1} bytes, not"),
     "table": (lambda f: (f / "table").write_bytes(b"HOTKVTB9" + bytes(99)), "HOTKVTB9"),
     "empty": (lambda f: os.truncate(f / "table", 0), "table has 0 bytes"),
-    "link": (link, "symbolic links"),
+    "link": (lambda f: link(f / "table"), "symbolic links"),
+    "linked state": (lambda f: link(f / "state.json"), "symbolic links"),
     "owner": (lambda f: None, "belongs to uid"),
 }  # fmt: skip
 """Changes to the files of a server, and why the next server does not use them."""

@@ -14,8 +14,8 @@ from hotkv_proto.reports import LoadEnd, Miss, RequestReport
 from hotkv_server.ledger import drive as ledger
 from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS
-from hotkv_server.ledger.file import read_ledger
 from hotkv_server.memory.clerk import Clerk
+from hotkv_server.memory.state import read_file
 from tests.server.ledger_world import World, key_space
 
 HASHES = np.arange(1, 33, dtype=np.uint32).reshape(4, 8)
@@ -114,9 +114,9 @@ async def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
     assert World(folder).ledger.savings().total.requests == 2
     size = (folder / "ledger").stat().st_size
     assert not (folder / "ledger").stat().st_mode & 0o177
-    assert len(read_ledger(folder, size) or b"") == size
-    with pytest.raises(OSError, match="more than"):
-        read_ledger(folder, size - 1)
+    assert len(read_file(folder / "ledger", size)) == size
+    with pytest.raises(ValueError, match="more than"):
+        read_file(folder / "ledger", size - 1)
 
 
 def test_a_call_that_was_cancelled_is_left_out() -> None:

@@ -588,7 +588,9 @@ class CacheCore(CacheBooks):
         Takes time linear in the index's capacity."""
         self.space.check_invariants()
         self.catalog.check_invariants([s.key_space_id for s in self.sessions.records.values()])
-        _check_copies(self)
+        for lease in self.leases.all():
+            assert lease.num_copies == self.transfers.count(lease), "copies miscounted"
+            assert not lease.released or lease.num_copies, "a released lease without copies is kept"
         self.retention_pins.check_invariants()
         self.leases.check_invariants()
         self.transfers.check_invariants()
@@ -600,14 +602,6 @@ class CacheCore(CacheBooks):
         for one in self.below:
             one.check_invariants()
         _check_kinds(self)
-
-
-def _check_copies(core: CacheCore) -> None:
-    """Raises AssertionError if the `num_copies` of a lease is wrong, or if a released lease without
-    copies is still in the lease book."""
-    for lease in core.leases.all():
-        assert lease.num_copies == core.transfers.count(lease), "copies miscounted"
-        assert not lease.released or lease.num_copies, "a released lease without copies was kept"
 
 
 def _other_pins(core: CacheCore) -> Int64s:

@@ -230,7 +230,7 @@ class Contents:
             known = sorted(place for place in places if place is not None)
             # Parse each record once: a move may have thousands of its blocks.
             for position, of_record in itertools.groupby(known, lambda place: place >> AT_BITS):
-                run = self._run_at(position)
+                run = _unpacked_run(self._bytes_at(position))
                 mask = np.zeros(len(run.hashes), np.bool_)
                 mask[[place & ((1 << AT_BITS) - 1) for place in of_record]] = True
                 found += [run.part(first, end) for first, end in edges(mask)]
@@ -241,7 +241,8 @@ class Contents:
         before."""
         with self._lock:
             if name not in self._names.get(fingerprint, ()):
-                self._add(_packed_name(fingerprint, name))
+                text = name.encode()
+                self._add(_packed(NAME, fingerprint + struct.pack("<I", len(text)) + text))
 
     def names(self, fingerprint: bytes) -> list[str]:
         """Returns the recorded names by which requests address the model of a key space."""
@@ -504,9 +505,6 @@ class Contents:
         length = PREFIX.unpack_from(self._map, start)[1]
         return bytes(self._map[start : start + length])
 
-    def _run_at(self, position: int) -> BlocksStored:
-        return _unpacked_run(self._bytes_at(position))
-
     def _mapped(self) -> mmap.mmap:
         if self._fd < 0:
             # Map the ring with its largest size at once: untouched pages use no memory.
@@ -570,11 +568,6 @@ def _packed(kind: int, body: bytes, length: int = 0) -> bytes:
     head = struct.pack("<II", length, kind)
     crc = zlib.crc32(padding, zlib.crc32(body, zlib.crc32(head)))
     return b"".join((struct.pack("<I", crc), head, body, padding))
-
-
-def _packed_name(fingerprint: bytes, name: str) -> bytes:
-    text = name.encode()
-    return _packed(NAME, fingerprint + struct.pack("<I", len(text)) + text)
 
 
 def _unpacked_name(packed: bytes) -> tuple[bytes, str]:

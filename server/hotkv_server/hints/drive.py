@@ -123,7 +123,9 @@ class HintDesk:
         for action in hints.actions:
             await breaks.between()
             known = tenant.outcomes.get((hints.message_id, action.action_id))
-            session_id = _session_of(action, origin)
+            session_id = action.target.session_id
+            if action.kind is ActionType.RELEASE:
+                session_id = session_id or origin.session_id
             outcome = tenant.begin(
                 HintOutcome(
                     hints.message_id, action.action_id, action.kind.value, session_id, now_s
@@ -240,14 +242,6 @@ class HintDesk:
         tenant.settle(outcome, Status.REJECTED, one.reason)
         self.num_actions[Status.REJECTED] += 1
         return outcome
-
-
-def _session_of(action: Action, origin: Origin) -> str:
-    """Returns the id of the session that an action names. A release that names no session means the
-    session of its request."""
-    if action.kind is ActionType.RELEASE:
-        return action.target.session_id or origin.session_id
-    return action.target.session_id
 
 
 def _may_end(outcome: HintOutcome) -> bool:

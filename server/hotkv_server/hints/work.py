@@ -186,7 +186,9 @@ class HintWork:
         outcome: HintOutcome,
         prompts: list[Prompt],
     ) -> None:
-        is_noted = not outcome.session_id and _covers(origin.noted, action.retention)
+        noted, asked = origin.noted, action.retention
+        is_noted = not outcome.session_id and noted != NO_RETENTION
+        is_noted &= noted.priority >= asked.priority and noted.ttl_s >= asked.ttl_s
         outcome.num_blocks = outcome.num_done = lacking = 0
         for one in prompts:
             lists = self.blocks.lists(one)
@@ -324,12 +326,6 @@ class HintWork:
             await self._below.prefetch(part.key_space_id, lists, until_s)
         finally:
             tenant.prefetch_bytes -= num_bytes
-
-
-def _covers(noted: Retention, asked: Retention) -> bool:
-    """Returns True if a use that was recorded with the retention `noted` gives the blocks at least
-    the priority and the time to live that `asked` requests."""
-    return noted != NO_RETENTION and noted.priority >= asked.priority and noted.ttl_s >= asked.ttl_s
 
 
 def _add(outcome: HintOutcome, done: Done) -> None:

@@ -32,8 +32,8 @@ from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import Account, Accounts, Usage, Values
 from hotkv_server.ledger.book.forecast import Demand, Forecast, Outlook
 from hotkv_server.ledger.book.outcome import counted_group, note_outcome
-from hotkv_server.ledger.file import read_ledger, save_ledger
 from hotkv_server.memory.clerk import Clerk
+from hotkv_server.memory.state import read_file, replace_file
 from hotkv_server.node.capability import Report
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.names import digits_of
@@ -41,6 +41,9 @@ from hotkv_server.node.session import LiveSession
 
 log = logging.getLogger(__name__)
 
+LEDGER_FILE = "ledger"
+"""Name of the file in the arena's directory. It is no part of the cache: it stays when the cache is
+created anew, and is deleted only with the directory."""
 SAVE_S = 2.0
 CLOSE_S = 5.0
 SEEN_S = 30.0
@@ -378,9 +381,12 @@ def _block_bytes(core: CacheCore, key_space_id: int, block_tokens: int) -> int:
 
 def _read(directory: Path | None) -> pack.Kept | None:
     """Reads an earlier server's ledger. Returns None if the file is missing or can't be used."""
+    if directory is None:
+        return None
     try:
-        content = None if directory is None else read_ledger(directory, pack.MAX_BYTES)
-        return None if content is None else pack.unpack(content)
+        return pack.unpack(read_file(directory / LEDGER_FILE, pack.MAX_BYTES))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError) as error:
         log.warning("ledger begins anew: its file can't be used: %s", error)
         return None
@@ -388,6 +394,6 @@ def _read(directory: Path | None) -> pack.Kept | None:
 
 def _save(directory: Path, pieces: list[bytes]) -> None:
     try:
-        save_ledger(directory, pack.seal(pieces))
+        replace_file(directory / LEDGER_FILE, [pack.seal(pieces)])
     except OSError as error:
         log.warning("ledger not saved: %s", error)

@@ -41,14 +41,10 @@ NOTE_MAGIC: Final = b"HOTKVFI1"
 
 def read_note(path: Path, arena: FileMapping) -> int:
     """Reads the note: how many bytes of this arena file an earlier server has filled. Returns 0 if
-    the note is missing or belongs to another file. Removes a file that can't be the note."""
+    the note is missing or belongs to another file."""
     try:
         content = read_file(path, NOTE.size)
-    except ValueError:
-        # Opening a pipe for the next note would hold the server.
-        path.unlink()
-        return 0
-    except OSError:
+    except (OSError, ValueError):
         return 0
     if len(content) != NOTE.size:
         return 0

@@ -108,9 +108,9 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{path.name} is no regular file")
+            raise ValueError("it is no regular file")
         if status.st_size > max_bytes:
-            raise ValueError(f"{path.name} has more than {max_bytes} bytes")
+            raise ValueError(f"it has more than {max_bytes} bytes")
         return file.read(max_bytes)
 
 

@@ -109,7 +109,8 @@ class PageAccess:
                 'http.token_file, or http.host = "127.0.0.1"',
                 needs_token=False,
             )
-        if not is_admin and not (self.read is not None and _proofs(self.read()).match(peer)):
+        tokens = [] if is_admin or self.read is None else [digest_of(self.read())]
+        if not is_admin and not Proofs(token_digests=frozenset(tokens)).match(peer):
             raise PageRefusal(
                 "a token is needed: send `Authorization: Bearer …` with what is in the file of "
                 "http.token_file, or a token of security.admin_token_sha256",
@@ -145,7 +146,3 @@ def _bearer(authorization: str) -> str:
     """Returns the bearer token in an Authorization header; empty if there is none."""
     kind, token = authorization[: len(BEARER)], authorization[len(BEARER) :]
     return token.strip() if kind.lower() == BEARER else ""
-
-
-def _proofs(token: str) -> Proofs:
-    return Proofs(token_digests=frozenset([digest_of(token)]))

@@ -141,20 +141,15 @@ def check_disk(path: Path, disk: DiskSettings) -> Checked:
     from hotkv_server.tiers.disk.tier import DiskTier
 
     with contextlib.ExitStack() as made:
-        _make_folders(path, made)
+        for folder in [one for one in (*path.parents[::-1], path) if not one.exists()]:
+            folder.mkdir(mode=0o700)
+            made.callback(folder.rmdir)
         folder = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="check-", dir=path)))
         _look_for_room(path, path / SLABS_FILE, disk.bytes)
         arena, _ = _arena()
         tier = DiskTier(arena, SlabFile.open(folder, NUM_BYTES), num_threads=disk.threads)
         made.callback(tier.close)
         return Checked(list(_try(tier, arena, b"hotkv/check", {})))
-
-
-def _make_folders(path: Path, made: contextlib.ExitStack) -> None:
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    for folder in reversed(missing):
-        folder.mkdir(mode=0o700)
-        made.callback(folder.rmdir)
 
 
 def _look_for_room(path: Path, slabs: Path, num_bytes: int) -> None:

@@ -88,7 +88,9 @@ def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) ->
         )
     if count < 0:
         raise ValueError(f"--count {count}: give a number of readings, 0 for no end")
-    has_screen = sys.stdin.isatty() and sys.stdout.isatty() and _has_cursor()
+    # On a terminal that can't move its cursor rich draws nothing.
+    can_draw = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    has_screen = sys.stdin.isatty() and sys.stdout.isatty() and can_draw
     if count or as_json or not has_screen:
         with contextlib.suppress(KeyboardInterrupt):
             show_lines(client, interval_s, count, as_json=as_json)
@@ -99,11 +101,6 @@ def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) ->
             "with --count"
         )
     show_screen(client, interval_s)
-
-
-def _has_cursor() -> bool:
-    """Returns whether the terminal can move its cursor. On other terminals rich draws nothing."""
-    return os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def show_lines(client: AdminClient, interval_s: float, count: int, *, as_json: bool) -> None:

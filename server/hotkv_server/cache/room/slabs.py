@@ -431,14 +431,10 @@ class SlabPool:
     def figures(self) -> PoolFigures:
         """Returns how the arena is divided among the slot sizes."""
         widest = max((shortest_run(size, self.slab_bytes) for size in self._classes), default=1)
-        num_stranded = int((self._free_runs() % widest).sum())
-        return figures_of(self.stats(), self.num_backed, num_stranded, self.slab_bytes)
-
-    def _free_runs(self) -> Int64s:
-        """Returns the lengths of the gaps (ranges of adjacent free slabs). The array also has
-        zeros, which the caller ignores."""
         lent = np.flatnonzero(np.concatenate(([True], self._owner != FREE, [True])))
-        return np.diff(lent) - 1
+        # The lengths of the ranges of adjacent free slabs, and zeros.
+        num_stranded = int(((np.diff(lent) - 1) % widest).sum())
+        return figures_of(self.stats(), self.num_backed, num_stranded, self.slab_bytes)
 
     def run_of(self, slot_bytes: int) -> tuple[int, int]:
         """Returns the number of slabs and of slots in a run of full length for this slot size."""

@@ -76,9 +76,9 @@ class EpochStanding:
     `has_failed`: True if the last raise failed.
     `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
     `raise_for`: the last raise covers the first `raise_for` flush requests (`Record.asked`); -1:
-        none, because another store was raised later.
-    `told`: the store's epoch covers the first `told` flush requests; -1: not even a request to an
-        earlier server.
+        none, because another store has raised its epoch later.
+    `told`: the store's epoch covers the first `told` flush requests; -1: not yet a request that an
+        earlier server has saved.
     `told_s`: when the store answered the raise that covers these requests.
     """
 
@@ -428,8 +428,8 @@ class EpochBook:
             standing.has_failed, standing.raise_s = True, now_s + RETRY_S
             return
         if standing.told < standing.raise_for and now_s >= record.asked_at_s + TELL_S:
-            # Nodes may have copied blocks from this store to the others after these were raised. A
-            # raise that is under way does not count either.
+            # This store was raised late. Nodes may have copied old blocks from it to stores that
+            # were raised before. So the others must raise again, also if a raise is under way.
             for other in self._mine(record):
                 if other is not standing:
                     other.is_untold, other.raise_for = True, -1

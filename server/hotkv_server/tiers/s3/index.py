@@ -54,7 +54,9 @@ class PackIndex:
             if pack.path in self._numbers:
                 return True
             while self._packs and self._num_rows + len(pack) > self._max_blocks:
-                oldest = self._oldest_pack()
+                while (first := self._oldest[0][1]) not in self._packs:
+                    heapq.heappop(self._oldest)
+                oldest = self._packs[first]
                 if pack.age >= oldest.age:
                     return False
                 self._drop(oldest.path)
@@ -120,11 +122,6 @@ class PackIndex:
             for key_tag, at in self._where.items():
                 assert self._packs[at >> _ROW_BITS].tags[at & _ROW_MASK] == key_tag
             assert len(self._oldest) <= 2 * len(self._packs) + 64
-
-    def _oldest_pack(self) -> Pack:
-        while (number := self._oldest[0][1]) not in self._packs:
-            heapq.heappop(self._oldest)
-        return self._packs[number]
 
     def _drop(self, path: str) -> None:
         number = self._numbers.pop(path, None)

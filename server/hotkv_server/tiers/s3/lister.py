@@ -27,7 +27,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hotkv_server.tiers.remote.client import LostError, StoreError, UnusableError
@@ -247,7 +247,10 @@ class Lister:
             is_first = at == 0 and not folder.is_known
             if num_failed > LISTS_AT_ONCE or (errors and is_first and len(failed) == len(batch)):
                 raise errors[0]
-            _add_unread(folder, failed)
+            folder.unread += failed
+            if len(folder.unread) > MAX_UNREAD:
+                newest = set(sorted(folder.unread)[:MAX_UNREAD])
+                folder.unread = [name for name in folder.unread if name in newest]
             if not has_room:
                 break
             with self._changed:
@@ -312,11 +315,3 @@ class Lister:
             if not folder.is_warned:
                 folder.is_warned = True
                 log.warning("packs can't be read, such as %s: s3 %s", path_of(space, name), error)
-
-
-def _add_unread(folder: _Folder, names: Iterable[str]) -> None:
-    """Adds names to `_Folder.unread`. If there are too many, removes the oldest packs."""
-    folder.unread += names
-    if len(folder.unread) > MAX_UNREAD:
-        newest = set(sorted(folder.unread)[:MAX_UNREAD])
-        folder.unread = [name for name in folder.unread if name in newest]

@@ -96,13 +96,11 @@ class Certificates:
                     return None
                 config = self._files.read()
             except (OSError, ValueError, UnsafeError) as error:
-                self._complain(f"{type(error).__name__}: {error}")
+                why = f"{type(error).__name__}: {error}"
+                if why != self._complaint:
+                    self._complaint = why
+                    log.warning("new certificates can't be used, the old ones stay: %s", why)
                 return None
             self._stamp, self._complaint = stamp, ""
             log.info("certificates reloaded certificate=%s", self._files.certificate)
             return config
-
-    def _complain(self, why: str) -> None:
-        if why != self._complaint:
-            self._complaint = why
-            log.warning("new certificates can't be used, the old ones stay: %s", why)
