@@ -157,9 +157,13 @@ def spaces(folder: Path) -> list[dict[str, Any]]:
     return list(json.loads((folder / "state.json").read_text())["key_spaces"])
 
 
-def link(folder: Path) -> None:
-    (folder / "table").rename(folder / "elsewhere")
-    (folder / "table").symlink_to(folder / "elsewhere")
+def link(path: Path) -> None:
+    path.symlink_to(path.rename(path.with_name("elsewhere")))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -168,6 +172,7 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     "format": (lambda f: edit(f, format=99), "has format 99; this version reads 1"),
     "a list": (lambda f: (f / "state.json").write_text("[]"), "has format None"),
     "lists in lists": (lambda f: (f / "state.json").write_text("[" * 100_000), "recursion"),
+    "pipe": (lambda f: pipe(f / "state.json"), "state.json: "),
     "no size": (lambda f: edit(f, slab_bytes=None), "is damaged: TypeError"),
     "order": (lambda f: edit(f, key_spaces=spaces(f)[::-1]), "numbered out of order"),
     "twice": (lambda f: edit(f, key_spaces=[spaces(f)[0], spaces(f)[0] | {"number": 2}]), "twice"),
@@ -176,7 +181,8 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     "arena": (lambda f: os.truncate(f / "arena", ARENA - 1), f"file has {ARENA - 1} bytes, not"),
     "table": (lambda f: (f / "table").write_bytes(b"HOTKVTB9" + bytes(99)), "HOTKVTB9"),
     "empty": (lambda f: os.truncate(f / "table", 0), "table has 0 bytes"),
-    "link": (link, "symbolic links"),
+    "link": (lambda f: link(f / "table"), "symbolic links"),
+    "link to a state": (lambda f: link(f / "state.json"), "symbolic links"),
     "owner": (lambda f: None, "belongs to uid"),
 }  # fmt: skip
 """Changes to the files of a server, and why the next server does not use them."""

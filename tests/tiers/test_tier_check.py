@@ -4,6 +4,7 @@ leaves every store unchanged."""
 import contextlib
 import errno
 import json
+import os
 import re
 import sys
 import threading
@@ -187,6 +188,7 @@ def test_a_start_names_what_is_wrong_with_its_tiers(
     ("name", "content", "words"),
     [
         ("written.json", b"[[1]]", "write budget begins anew .*damaged"),
+        ("written.json", b"", "write budget begins anew .*damaged"),
         ("written.json", b"[[1e999, 1]]", "write budget begins anew .*can't be"),
         ("written.json", b"[[1, -1]]", "write budget begins anew .*can't be"),
         ("written.json", b"[" * 100_000, "write budget begins anew .*recursion"),
@@ -207,7 +209,8 @@ def test_a_start_passes_over_what_an_earlier_server_left_damaged(
     with started(settings):
         pass
     if name:
-        (folder / name).write_bytes(content)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).write_bytes(content) if content else os.mkfifo(folder / name)
     else:
         known = KnownKeySpace(1, make_key_space("m", SLOT_ALIGN, SLOT_ALIGN))
         write_state(folder / "state.json", ServerState(4 * SLOT_ALIGN, [known]))

@@ -4,10 +4,9 @@ it stays when the cache is created anew, and is deleted only with the directory.
 Always true: the file is replaced as a whole.
 """
 
-import os
 from pathlib import Path
 
-from hotkv_server.memory.state import replace_file
+from hotkv_server.memory.state import read_file, replace_file
 
 LEDGER_FILE = "ledger"
 
@@ -22,13 +21,9 @@ def read_ledger(directory: Path, max_bytes: int) -> bytes | None:
     """Returns the file's content; None if there is no file. Raises OSError if the file can't be
     read, is a link, or is larger than `max_bytes`."""
     try:
-        fd = os.open(
-            directory / LEDGER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        )
+        content = read_file(directory / LEDGER_FILE, max_bytes + 1)
     except FileNotFoundError:
         return None
-    with os.fdopen(fd, "rb") as file:
-        content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise OSError(f"{LEDGER_FILE} has more than {max_bytes} bytes")
     return content

@@ -30,6 +30,7 @@ from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.memory.state import (
     ServerState,
     StateError,
+    read_file,
     read_state,
     replace_file,
     write_state,
@@ -538,7 +539,7 @@ def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None
     """Reads the entries' times of last use. Returns None if there is no valid file for this
     table."""
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except OSError:
         return None
     if len(content) < USE_HEADER.size:

@@ -20,6 +20,7 @@ from typing import Final
 
 from hotkv_server.memory import limits
 from hotkv_server.memory.mapping import COLLAPSE_BYTES, HUGE_PAGE_BYTES, FileMapping
+from hotkv_server.memory.state import read_file
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def read_note(path: Path, arena: FileMapping) -> int:
     """Reads the note: how many bytes of this arena file an earlier server has filled. Returns 0 if
     the note is missing or belongs to another file."""
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except OSError:
         return 0
     if len(content) != NOTE.size:

@@ -64,6 +64,14 @@ def write_state(path: Path, state: ServerState, *, sync: bool = False) -> None:
     replace_file(path, itertools.chain([begin], entries, ["]}"]), sync=sync)
 
 
+def read_file(path: Path, max_bytes: int = -1) -> bytes:
+    """Returns a file's content, at most its first `max_bytes` bytes (-1: all). Raises OSError if it
+    can't be read or is a link. Does not wait for the writer of a pipe."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        return file.read(max_bytes) or b""
+
+
 def replace_file(
     path: Path, pieces: Iterable[str | bytes | memoryview], *, sync: bool = False
 ) -> None:
@@ -114,7 +122,7 @@ def read_state(path: Path) -> ServerState:
     """Reads the state file. Raises StateError if the file is missing, has another format or is
     damaged; OSError if it can't be read at the moment."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_file(path))
     except (FileNotFoundError, ValueError, RecursionError) as error:
         raise StateError(f"{path.name}: {error}") from error
     if not isinstance(content, Mapping) or content.get("format") != FORMAT_VERSION:

@@ -10,14 +10,13 @@ also shows engines that have ended. At most one write of the file is queued. On 
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hotkv_proto.keys import KeySpace
-from hotkv_server.memory.state import replace_file
+from hotkv_server.memory.state import read_file, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -129,9 +128,7 @@ class Names:
 
     def _read(self, path: Path) -> None:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with os.fdopen(fd, "rb") as file:
-                content = json.loads(file.read(MAX_BYTES))
+            content = json.loads(read_file(path, MAX_BYTES))
             if content["format"] != FORMAT_VERSION:
                 raise ValueError(f"its format is {content['format']!r}")
             engines = {

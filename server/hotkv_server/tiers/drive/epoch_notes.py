@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotkv_server.memory.state import replace_file
+from hotkv_server.memory.state import read_file, replace_file
 from hotkv_server.tiers.book.epochs import EpochBook, EpochStanding, Record
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Re
 def _read(path: Path) -> _Content | None:
     """Returns the content of a copy of the file; None if the copy is missing or unusable."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_file(path))
         if content["format"] != FORMAT_VERSION:
             raise ValueError(f"format {content['format']!r}")
         # A fingerprint is hexadecimal, in lower case.

@@ -38,6 +38,7 @@ from hotkv_server.memory.arena import lock_file
 from hotkv_server.memory.state import (
     ServerState,
     StateError,
+    read_file,
     read_state,
     replace_file,
     write_state,
@@ -201,7 +202,7 @@ class LowerMemory:
         the calling thread. Raises StateError if the note is damaged, or OSError."""
         path = self.folder / WRITTEN_FILE
         try:
-            found = [(float(at_s), int(size)) for at_s, size in json.loads(path.read_bytes())]
+            found = [(float(at_s), int(size)) for at_s, size in json.loads(read_file(path))]
         except FileNotFoundError:
             return []
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
