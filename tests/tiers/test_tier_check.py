@@ -188,6 +188,7 @@ def test_a_start_names_what_is_wrong_with_its_tiers(
     ("name", "content", "words"),
     [
         ("written.json", b"[[1]]", "write budget begins anew .*damaged"),
+        ("written.json", b"", "write budget begins anew .*damaged"),
         ("written.json", b"[[1e999, 1]]", "write budget begins anew .*can't be"),
         ("written.json", b"[[1, -1]]", "write budget begins anew .*can't be"),
         ("written.json", b"[" * 100_000, "write budget begins anew .*recursion"),

@@ -221,8 +221,9 @@ def restore(
     rows, numbers = _kept(report, "misshapen", rows, numbers, good)
     rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(core, Shapes.of(old, rows)))
     if core.config.check_stride:
-        good = old[rows, table.W_CHECK] != 0  # The low half: its tag is not 0.
-        good |= states[rows] == table.STATE_DETACHED  # Never compared.
+        # The word has the tag of a check value, which is never 0. Detached blocks need no value.
+        good = old[rows, table.W_CHECK] != 0
+        good |= states[rows] == table.STATE_DETACHED
         rows, numbers = _kept(report, "without check value", rows, numbers, good)
     new_of = np.zeros(len(old), np.uint32)
     is_ready = states[rows] == table.STATE_READY

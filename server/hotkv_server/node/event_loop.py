@@ -220,8 +220,8 @@ def _function_of(frame: FrameType | None) -> str:
 
 
 async def begun(call: Callable[..., Any], *arguments: Any) -> "asyncio.Task[Any]":
-    """Begins a call of a session that may wait, and returns its task. The session's next calls
-    don't wait for it, but take effect after it."""
+    """Runs a session's call as a task, up to its first wait, and returns the task. So the session's
+    next calls don't wait for it, but find what it has done up to there."""
     task = asyncio.create_task(call(*arguments))
     await asyncio.sleep(0)
     return task

@@ -311,15 +311,17 @@ class Transfer:
     def _plans(self) -> list[Plan]:
         call, core = self._call, self._means.core
         record = core.catalog.record(call.session.record.key_space_id)
+        # One plan for all runs of a group: each plan takes time of the event loop and of a thread.
+        groups: dict[int, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
+        for run, ids in zip(self._slots, call.block_ids, strict=True):
+            groups.setdefault(run.group_index, []).append((ids[run.positions], run.offsets))
         return [
             plan
-            for run, ids in zip(self._slots, call.block_ids, strict=True)
+            for group, pairs in groups.items()
             for plan in block_copies(
-                call.memory.layout.recipes(
-                    call.session.named(run.group_index), record.shape(run.group_index)
-                ),
-                ids[run.positions],
-                run.offsets,
+                call.memory.layout.recipes(call.session.named(group), record.shape(group)),
+                np.concatenate([ids for ids, _ in pairs]),
+                np.concatenate([offsets for _, offsets in pairs]),
                 self._means.arena,
                 call.memory.regions,
                 to_engine=self._to_engine,

@@ -164,7 +164,7 @@ class Room:
         tenants = self._tenants
         if not tenants.is_used:
             return count
-        count = min(count, max(0, tenants.burst_bytes(taker) - beside_bytes) // size)
+        count = min(count, tenants.burst_bytes(taker) // size)
 
         def missing() -> int:
             return count - max(0, tenants.room_bytes(taker) - beside_bytes) // size
