@@ -187,6 +187,27 @@ def test_a_request_that_waited_while_the_server_restarted_hits(engine: Any, serv
     assert one.external["b"] == 192 and "failed_loads" not in one.counters
 
 
+def test_a_request_is_computed_whose_lease_was_asked_for_before_the_handshakes_broke(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+    one.generate("a", PROMPT, 4)
+    one.drop_local()
+    server.hold = {"acquire"}
+    one.add("b", PROMPT, 4)
+    one.step()
+    server.hold = set()
+    server.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(one.connector._scheduler, "connect", lambda _: 1 // 0)
+        one.connector.set_xfer_handshake_metadata_pp_aware(one.handshakes())
+    one.connector.set_xfer_handshake_metadata_pp_aware(one.handshakes())
+    one.run()
+    assert one.external["b"] == 0 and "failed_loads" not in one.counters
+    one.drop_local()
+    assert one.generate("c", PROMPT, 4)[1] == 192
+
+
 @pytest.mark.parametrize("seed_set", [True, False])
 def test_random_hash_seed_turns_sharing_off(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, seed_set: bool
