@@ -443,12 +443,13 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
 
 
 def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
-    """A state that the step itself writes is at its place in the request's table."""
+    """A state that the step itself writes is at its place in the request's table, or inside a
+    block."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: None)
     monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 3})
     step = admission("a", 0, 16)
-    offers = [(0, 1, 16), (0, 3, 16), (0, 2, 16)]
+    offers = [(0, 1, 16), (0, 3, 16), (0, 2, 16), (0, 3, 8)]
     step.kv_connector_block_state.boundary_state_offloads["a"] = offers
     side.tell_written(step, SimpleNamespace())
-    assert offers == [(0, 1, 16), (0, 2, 16)] and not side.edge.broken
+    assert offers == [(0, 1, 16), (0, 2, 16), (0, 3, 8)] and not side.edge.broken

@@ -11,7 +11,7 @@ from hotkv_client.types import LinkState
 from hotkv_vllm.scheduler import hits
 from hotkv_vllm.scheduler.loads import LoadRoom
 from tests.vllm.harness import prompt
-from tests.vllm.specs import hybrid_model
+from tests.vllm.specs import hybrid_model, states_and_full_model
 from tests.vllm.tiny import BLOCK_TOKENS
 
 PROMPT = prompt(1, 200)
@@ -206,6 +206,24 @@ def test_a_request_is_computed_whose_lease_was_asked_for_before_the_handshakes_b
     assert one.external["b"] == 0 and "failed_loads" not in one.counters
     one.drop_local()
     assert one.generate("c", PROMPT, 4)[1] == 192
+
+
+def test_a_state_whose_block_was_given_away_is_not_stored(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine(specs=states_and_full_model())
+    manager = one.scheduler.kv_cache_manager
+    names = [[], ["a"]]
+
+    def offered() -> Any:
+        """In the second step the prompt's first state, in the block that now has the next state."""
+        step = names.pop(0) if names else ()
+        return {name: [(1, manager.get_block_ids(name)[1][1], BLOCK_TOKENS)] for name in step}
+
+    monkeypatch.setattr(manager, "take_boundary_state_offloads", offered)
+    one.generate("a", prompt(1, 40), 4)
+    one.generate("end", prompt(2, 10), 3)
+    assert not names and {group for _, group, _ in server.blocks} == {0}
 
 
 @pytest.mark.parametrize("seed_set", [True, False])

@@ -284,7 +284,8 @@ class DoorScheduler:
         self._written.step(scheduler_output)
         written = self._written.of_step()
         steps.tell_written(offloading, written)
-        sizes = [group.kv_cache_spec.block_size for group in self._kv_cache_config.kv_cache_groups]
+        groups = self._kv_cache_config.kv_cache_groups
+        sizes = [group.kv_cache_spec.block_size for group in groups]
         steps.withdraw_states(scheduler_output.kv_connector_block_state, written, sizes)
         rows = sparse_rows(self._engine_id, scheduler_output)
         self._exactness.is_watching |= rows is not None
