@@ -148,7 +148,8 @@ def made(patch):
     )
     tier = Tier()
     edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
-    kv_cache_config = SimpleNamespace(num_blocks=4)
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
+    kv_cache_config = SimpleNamespace(num_blocks=4, kv_cache_groups=[group])
     side = DoorScheduler(config, kv_cache_config, ConnectorConfig(), tier, edge)
     side.connect([PageFormat(rank, "page") for rank in range(NUM_RANKS)])
     return side, tier
@@ -439,3 +440,16 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
         side.allocated(SimpleNamespace(request_id=name), 0)
         side.tell_written(admission(name, 16, 16), SimpleNamespace(_req_status={name: status}))
         assert not side.edge.broken and status.max_offload_tokens == 0
+
+
+def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
+    """A state that the step itself writes is at its place in the request's table, or inside a
+    block."""
+    side, _ = made(monkeypatch)
+    monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: None)
+    monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 3})
+    step = admission("a", 0, 16)
+    offers = [(0, 1, 16), (0, 3, 16), (0, 2, 16), (0, 3, 8)]
+    step.kv_connector_block_state.boundary_state_offloads["a"] = offers
+    side.tell_written(step, SimpleNamespace())
+    assert offers == [(0, 1, 16), (0, 2, 16), (0, 3, 8)] and not side.edge.broken

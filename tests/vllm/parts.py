@@ -205,7 +205,9 @@ def admission(name: str, computed: int, num_tokens: int) -> SimpleNamespace:
     """Returns a step that admits a request with the blocks 1 and 2."""
     new = SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=([1, 2],))
     return SimpleNamespace(
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: new.block_ids),
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda _: new.block_ids, boundary_state_offloads={}
+        ),
         kv_cache_block_copies=None,
         scheduled_new_reqs=[new],
         scheduled_cached_reqs=SimpleNamespace(

@@ -208,16 +208,6 @@ def test_a_state_is_stored_under_the_hash_of_the_block_that_ends_at_its_boundary
         assert (run.depth, [*run.hashes]) == (depth, [state.request.block_hashes[depth]])
 
 
-@pytest.mark.parametrize("block, is_stored", [(4, True), (7, False)])
-def test_a_state_whose_block_was_given_away_is_not_stored(block: int, is_stored: bool) -> None:
-    """A state that the step itself writes is at its place in the request's table."""
-    parts = Parts([STATES], by_handoff=[0])
-    state = parts.state(request("a", 64))
-    handoffs = {"a": [(0, block, 64)]}
-    jobs, _ = plan(parts, (state, 64), handoffs=handoffs, written=[4, 7])
-    assert stored(jobs) == ([(0, [block])] if is_stored else [])
-
-
 def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
     """The room is for four blocks."""
     parts = Parts(max_inflight_store_mib=1)

@@ -11,7 +11,7 @@ from hotkv_client.types import LinkState
 from hotkv_vllm.scheduler import hits
 from hotkv_vllm.scheduler.loads import LoadRoom
 from tests.vllm.harness import prompt
-from tests.vllm.specs import hybrid_model
+from tests.vllm.specs import hybrid_model, states_and_full_model
 from tests.vllm.tiny import BLOCK_TOKENS
 
 PROMPT = prompt(1, 200)
@@ -185,6 +185,45 @@ def test_a_request_that_waited_while_the_server_restarted_hits(engine: Any, serv
     server.come_back()
     one.run()
     assert one.external["b"] == 192 and "failed_loads" not in one.counters
+
+
+def test_a_request_is_computed_whose_lease_was_asked_for_before_the_handshakes_broke(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+    one.generate("a", PROMPT, 4)
+    one.drop_local()
+    server.hold = {"acquire"}
+    one.add("b", PROMPT, 4)
+    one.step()
+    server.hold = set()
+    server.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(one.connector._scheduler, "connect", lambda _: 1 // 0)
+        one.connector.set_xfer_handshake_metadata_pp_aware(one.handshakes())
+    one.connector.set_xfer_handshake_metadata_pp_aware(one.handshakes())
+    one.run()
+    assert one.external["b"] == 0 and "failed_loads" not in one.counters
+    one.drop_local()
+    assert one.generate("c", PROMPT, 4)[1] == 192
+
+
+def test_a_state_whose_block_was_given_away_is_not_stored(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine(specs=states_and_full_model())
+    manager = one.scheduler.kv_cache_manager
+    names = [[], ["a"]]
+
+    def offered() -> Any:
+        """In the second step the prompt's first state, in the block that now has the next state."""
+        step = names.pop(0) if names else ()
+        return {name: [(1, manager.get_block_ids(name)[1][1], BLOCK_TOKENS)] for name in step}
+
+    monkeypatch.setattr(manager, "take_boundary_state_offloads", offered)
+    one.generate("a", prompt(1, 40), 4)
+    one.generate("end", prompt(2, 10), 3)
+    assert not names and {group for _, group, _ in server.blocks} == {0}
 
 
 @pytest.mark.parametrize("seed_set", [True, False])

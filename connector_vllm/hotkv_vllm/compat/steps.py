@@ -181,6 +181,32 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
     offloading._current_batch_allocated_block_ids = WholeSet(written)
 
 
+def withdraw_states(state: Any, written: Collection[int], block_sizes: Sequence[int]) -> None:
+    """Removes, from the recurrent states that vLLM offers for storing in a step, each state whose
+    block the step may overwrite because vLLM has just reallocated it.
+
+    state: the step's `KVConnectorBlockState`; None if the step has none.
+    written: ids of the blocks that vLLM has newly allocated. A new request's own states are among
+        them.
+    block_sizes: tokens of a block, per vLLM group.
+
+    Source: vLLM 0.32 and 0.33. A state that accepted drafts have completed is offered when the next
+    step is planned. That step may have freed the state's block and given it to another request. A
+    state inside a block is a copy that the step makes, and vLLM keeps the copy's block.
+    """
+
+    def is_kept(offer: tuple[int, int, int]) -> bool:
+        group, block, tokens = offer
+        place, is_inside = divmod(tokens, block_sizes[group])
+        return bool(
+            is_inside or block not in written or [*tables[group][place - 1 : place]] == [block]
+        )
+
+    for request_id, offers in ({} if state is None else state.boundary_state_offloads).items():
+        tables = state.get_block_ids(request_id) or [()] * len(block_sizes)
+        offers[:] = filter(is_kept, offers)
+
+
 def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]:
     """Prevents vLLM's offloading from storing wrong KV after another connector of a MultiConnector
     has failed to load blocks. Returns the keys of the affected stores that are in progress. The

@@ -269,9 +269,10 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def tell_written(self, scheduler_output: Any, offloading: Any) -> None:
-        """Tells vLLM's offloading which blocks the step writes (see `steps.tell_written`), and how
-        many leading tokens of each request it may store. Must be called before vLLM's offloading
-        plans the stores of the step.
+        """Tells vLLM's offloading which blocks the step writes (see `steps.tell_written`), which
+        recurrent states it must not store (`steps.withdraw_states`), and how many leading tokens of
+        each request it may store. Must be called before vLLM's offloading plans the stores of the
+        step.
 
         A request's tokens may be stored up to its first unsafe block. A block is unsafe if its KV
         is from before a reset, or if another connector of a MultiConnector has decoded it sparsely.
@@ -283,6 +284,9 @@ class DoorScheduler:
         self._written.step(scheduler_output)
         written = self._written.of_step()
         steps.tell_written(offloading, written)
+        groups = self._kv_cache_config.kv_cache_groups
+        sizes = [group.kv_cache_spec.block_size for group in groups]
+        steps.withdraw_states(scheduler_output.kv_connector_block_state, written, sizes)
         rows = sparse_rows(self._engine_id, scheduler_output)
         self._exactness.is_watching |= rows is not None
         if self._exactness.is_watching:

@@ -114,10 +114,7 @@ class HotKVScheduler:
         """
         handshakes = [one for one in found if isinstance(one, HotKVHandshake)]
         if self.sharing.replaces(handshakes):
-            # The running requests continue without hotkv.
-            self.requests.cancel_loads()
             self._leave()
-            self.requests.states.clear()
         self.sharing.connect(handshakes)
 
     def turn_off(self) -> None:
@@ -127,9 +124,12 @@ class HotKVScheduler:
         self.sharing.turn_off()
 
     def _leave(self) -> None:
-        """Ends the traces of all current requests, because they continue without hotkv."""
+        """Cancels the loads of all current requests, and forgets these requests: they continue
+        without hotkv."""
+        self.requests.cancel_loads()
         for state in self.requests.states.values():
             state.leave()
+        self.requests.states.clear()
 
     def bind_manager(self, manager: Any) -> None:
         """Passes vLLM's block manager to the parts that use it or its block pool."""

@@ -45,6 +45,8 @@ class StepPlanner:
         self._sharing = sharing
         self._requests = requests
         self.manager: Any = None
+        groups = engine.kv_cache_config.kv_cache_groups
+        self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
 
     def __repr__(self) -> str:
         return f"StepPlanner({self._engine_id})"
@@ -156,6 +158,9 @@ class StepPlanner:
         flight that must end before the step writes blocks."""
         block_state = scheduler_output.kv_connector_block_state
         handoffs = block_state.boundary_state_offloads if block_state is not None else {}
+        if handoffs:
+            written = self._requests.written.of_step()
+            steps.withdraw_states(block_state, written, self._block_sizes)
         scheduled = []
         if self._may_store and block_state is not None and self._sharing.links.are_complete:
             scheduled = cache.planner.due(

@@ -240,8 +240,6 @@ class MissingBlocks:
         entries: Sequence[Handoff],
         exact_tokens: int,
         planned: set[int],
-        tables: Sequence[Sequence[int]],
-        written: Collection[int],
     ) -> list[BlockRun]:
         """Returns the recurrent states among `entries` that are to be stored, as runs of one block
         each.
@@ -251,9 +249,6 @@ class MissingBlocks:
             more tokens is skipped.
         planned: ids of blocks that this step already stores; the method adds the blocks of the
             returned runs.
-        tables: the request's block ids, per vLLM group.
-        written: ids of the blocks that the step writes. vLLM 0.32 may offer a state although it has
-            just reallocated the state's block; such a state is skipped.
         """
         found: list[BlockRun] = []
         groups = self._cache_groups
@@ -263,8 +258,7 @@ class MissingBlocks:
                 continue
             place = boundary // groups[index].block_tokens - 1
             hashes = self._groups.hashes(state.request, index)
-            is_kept = block not in written or list(tables[vllm_group][place : place + 1]) == [block]
-            if 0 <= place < len(hashes) and is_kept:
+            if 0 <= place < len(hashes):
                 one = np.array([block], np.int32)
                 found += self.runs(state, index, hashes, place, one, planned)
         return found
@@ -594,7 +588,7 @@ class StorePlanner:
             does not know the request.
         handoffs: the recurrent states that vLLM offers for storing in this step.
         written_blocks: returns the ids of the blocks that the step is about to write. Called only
-            if there are stores in flight, tails or handoffs, because it costs time.
+            if there are stores in flight or tails, because it costs time.
         """
         lost = self.in_flight.step()
         if lost:
@@ -611,12 +605,9 @@ class StorePlanner:
             if computed >= state.store.due_tokens:
                 runs += self._runs_of(state, computed, tables, planned)
             request_id = state.request.request_id
-            entries = handoffs.get(request_id)
-            if entries and (table := tables(request_id)) is not None:
+            if entries := handoffs.get(request_id):
                 exact_tokens = self._exactness.exact_tokens(request_id)
-                runs += self._missing.handed_over(
-                    state, entries, exact_tokens, planned, table, written_blocks()
-                )
+                runs += self._missing.handed_over(state, entries, exact_tokens, planned)
             if runs:
                 owner = request_id if self._is_resident(state) else ""
                 batches.setdefault((state.retention, owner, state.trace), []).extend(runs)
