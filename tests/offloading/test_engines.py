@@ -187,8 +187,9 @@ def test_every_shape_that_vllms_offloading_takes_hits(daemon, start, kind, door,
     wait_for(settled)
     warm = other.ask_each(batch, 6)
     assert sum(warm["cached"]) > 0.7 * sum(map(usable, batch)), warm["cached"]
-    if settings.get("despite_vllm"):
-        # These kernels of vLLM's change their answer after any hit; two hits must agree.
+    if kind == "deepseek":
+        # vLLM's CPU kernels of latent attention change their answer after any hit; two hits must
+        # agree.
         cold = start(daemon, kind, door=door, **settings).ask_each(batch, 6)
     assert same(cold, warm)
 
