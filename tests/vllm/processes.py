@@ -142,7 +142,7 @@ class EngineProcess:
 
     def answer(self) -> dict[str, Any]:
         line = self.process.stdout.readline()
-        assert line, f"the engine ended:\n{self.log()[-3000:]}"
+        assert line, f"the engine ended ({self.process.wait(10)}):\n{self.log()[-3000:]}"
         answer: dict[str, Any] = json.loads(line)
         assert "error" not in answer, f"{answer['error']}\n{self.log()[-3000:]}"
         return answer
