@@ -73,8 +73,8 @@ class ConnectorConfig:
     use_table: probe the shared block table if the server offers it; else ask by calls.
     state_interval_tokens: store recurrent states (Mamba and the like) only at multiples of this
         many tokens, rounded up to a length at which a hit can end, and at the end of a prompt; 0
-        for every state that vLLM hands over. With vLLM's default `prefix_cache_retention_interval`
-        of 0, vLLM hands over only a prompt's last state and those at the ends of shared prefixes.
+        for every state that vLLM hands over: by default a prompt's last state and those at the ends
+        of shared prefixes (vLLM's `prefix_cache_retention_interval` adds others)
     hook_timing_file: file for the time spent in connector hooks, as JSON, written at shutdown.
     sparse: an object that switches on sparse decode (on CUDA only with its field `residency`);
         without it attention is vLLM's own.
