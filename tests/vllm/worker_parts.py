@@ -123,6 +123,7 @@ class Rig:
         self.device = Device()
         self.rank.marks._device = self.device
         self.rank.session = self.session
+        self.rank.memory = SimpleNamespace(close=lambda: None)
         self.opened: list[Session] = []
         monkeypatch.setattr(link, "threading", SimpleNamespace(Thread=AtOnce))
         monkeypatch.setattr(self.rank, "begin", self._begin)
