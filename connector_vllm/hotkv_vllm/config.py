@@ -74,7 +74,7 @@ class ConnectorConfig:
     state_interval_tokens: store recurrent states (Mamba and the like) only at multiples of this
         many tokens, rounded up to a length at which a hit can end, and at the end of a prompt; 0
         for every state that vLLM hands over: by default a prompt's last state and those at the ends
-        of shared prefixes (vLLM's `prefix_cache_retention_interval` adds others)
+        of shared prefixes (vLLM's `prefix_cache_retention_interval` adds others).
     hook_timing_file: file for the time spent in connector hooks, as JSON, written at shutdown.
     sparse: an object that switches on sparse decode (on CUDA only with its field `residency`);
         without it attention is vLLM's own.
