@@ -15,13 +15,7 @@ from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import SLOT_ALIGN, BlockTable, Words
 from hotkv_server.cache.room.policies.protocol import Policy
-from hotkv_server.cache.room.removal import (
-    EVICTED_PER_PART,
-    Books,
-    Parts,
-    Rebalancer,
-    Removal,
-)
+from hotkv_server.cache.room.removal import EVICTED_PER_PART, Books, Parts, Rebalancer, Removal
 from hotkv_server.cache.room.shares import Payers, TenantBook
 from hotkv_server.cache.room.slabs import MAX_SIZES, SlabPool, aligned
 from hotkv_server.cache.table.index import BlockIndex, Chains, Keys
