@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import get_ident
 
 import numpy as np
 import pytest
@@ -293,6 +294,26 @@ def test_a_store_without_an_answer_never_has_the_pages_of_the_next_block(
     wait_for(lambda: not engine.session._life.connection.num_pending)
     found = engine.session.extend_residency("c", 0, 0, [b"1" * 32]).result(20).offsets
     assert found.tolist() == [-1]
+
+
+def test_blocks_whose_load_failed_are_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(CONFIG, 32)
+    model.prefill("a", 60)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(model.host, "load", lambda layer, *_: layer == LAYERS[0] or 1 / 0)
+        patch.setattr(model, "check", lambda *_: None)
+        model.step("a")
+    model.handler._states["a", LAYERS[0]].hot.forget(np.arange(60, dtype=np.int32))
+    # Host memory is used by one thread.
+    threads = set()
+    for name in ("read", "load", "store"):
+        call = getattr(model.host, name)
+        told = lambda *args, call=call: (threads.add(get_ident()), call(*args))[1]  # noqa: E731
+        monkeypatch.setattr(model.host, name, told)
+    for _ in range(20):
+        model.step("a")
+    assert len(threads) == 1
+    model.handler.close()
 
 
 def test_regions_of_hot_slots_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
