@@ -3,6 +3,7 @@ newer than the loaded weights."""
 
 import json
 import os
+import re
 import struct
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 from vllm.model_executor import model_loader
+from vllm.model_executor import models as models_of_vllm
 
 from hotkv_vllm.compat import Unsupported, model_weights
 from hotkv_vllm.compat.model_weights import MAX_SLICES, changed_since, files_identity
@@ -181,10 +183,37 @@ def test_weights_from_elsewhere_are_not_named_by_the_models_files(
         model_weights.weights_identity(None)
 
 
+@pytest.mark.parametrize(
+    "where", ["text", "audio", "model/whisper-large-v3", "model/audio_tokenizer"]
+)
+def test_weights_beside_the_models_own_count(tmp_path: Path, where: str) -> None:
+    for name in ("model", "text", "audio", where):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "model.bin").write_bytes(b"1")
+    ids = {f"{name}_model_id": str(tmp_path / name) for name in ("text", "audio")}
+    path, config = str(tmp_path / "model"), SimpleNamespace(**ids)
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(model=path, revision=None, hf_config=config),
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+    )
+    seen = {model_weights.weights_identity(engine)}
+    for name in ("model.bin", "config.json"):
+        (tmp_path / where / name).write_bytes(b"2")
+        seen.add(model_weights.weights_identity(engine))
+    assert len(seen) == 3
+
+
 def test_every_way_of_loading_weights_that_vllm_has_was_reviewed() -> None:
     """A new way may take weights from elsewhere than the model's files."""
     elsewhere = {"dummy", "ipc_cache", "modelexpress", "tensorizer"}
     assert set(get_args(model_loader.LoadFormats)) == model_weights.FROM_FILES | elsewhere
+    models = Path(*models_of_vllm.__path__)
+    more = re.compile(r"secondary_weights|load_file\(|torch\.load\(")
+    found = {file.stem for file in models.rglob("*.py") if more.search(file.read_text())}
+    beside = {"kimi_audio", "mimo_audio", "ultravox"}
+    # Further files of the model's folder, layers behind the last one, bytes of the checkpoint.
+    assert found == beside | {"clef_omni", "roberta", "adapters", "qwen3_dflash"}
 
 
 def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
