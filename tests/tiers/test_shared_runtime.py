@@ -188,6 +188,9 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
     assert all(await node.leased(BLOCKS))
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
+    before = node.shared.reads.asked_blocks
+    await node.looked_up([*BLOCKS, 99])
+    assert node.shared.reads.asked_blocks == before + 1, "it is asked for what the disk has"
     node.tier.faults.problem = "gone"
     await eventually(lambda: not node.epochs.are_all_confirmed(1), "it stays confirmed")
     assert await node.leased(BLOCKS) == [False] * 3 + [True] * 3
