@@ -81,6 +81,15 @@ async def test_what_is_leased_without_a_lookup_is_asked_for() -> None:
         assert both == [[True] * 6] * 2 and b.tier.figures().read_blocks == 6
 
 
+async def test_a_lookup_that_may_not_wait_serves_the_next() -> None:
+    async with nodes(lookup_wait_s=0.0) as (a, b):
+        await a.share(BLOCKS)
+        await b.looked_up(BLOCKS)
+        await eventually(lambda: b.epochs.is_confirmed("shared", 1), "no epoch is asked for")
+        await b.looked_up(BLOCKS)
+        await eventually(lambda: len(b.shared._found) == len(BLOCKS), "no block is asked for")
+
+
 async def test_a_flush_counts_though_the_store_is_away() -> None:
     """The engine does not wait for the store, which receives the flush when it is back."""
     async with nodes() as (a, b):
