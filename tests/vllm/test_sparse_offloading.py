@@ -16,6 +16,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse import SparseConfig
+from hotkv_sparse.axes import AxesEstimate
 from hotkv_vllm.sparse.offloading import (
     ArrayPages,
     DecodeMetadata,
@@ -63,7 +64,13 @@ class Model:
         host = np.zeros((4, num_host, PAGE), np.uint8)
         self.host: HostPages = residency or ArrayPages(host, config.copy_method)
         self.hot = np.zeros((4, slots * sequences, PAGE), np.uint8)
-        shape = LayerShape(num_host, T, H, D, ("rot2u",))
+        estimate = AxesEstimate(H, D)
+        keys, queries = (self.rng.standard_normal((1024, heads, D)) for heads in (H, H * G))
+        estimate.add(keys.astype(np.float32), queries.astype(np.float32))
+        calibration = estimate.axes()
+        assert calibration is not None
+        mu, axes = calibration
+        shape = LayerShape(num_host, T, H, D, (config.scorer,), mu, {}, axes)
         self.handler = SparseOffloadingHandler(
             config, dict.fromkeys(LAYERS, shape), slots, self.host, self.hot, keys_of
         )
@@ -154,9 +161,12 @@ class Model:
             )
 
 
-@pytest.mark.parametrize("method", ["memcpy", "batch", "kernel", "auto"])
-def test_the_loop_of_the_rfc(method: str) -> None:
-    model = Model(replace(CONFIG, copy_method=method), 32)
+@pytest.mark.parametrize(
+    ("method", "scorer"),
+    [("memcpy", "rot2u"), ("batch", "rot2u"), ("kernel", "rot2u"), ("auto", "mix2")],
+)
+def test_the_loop_of_the_rfc(method: str, scorer: str) -> None:
+    model = Model(replace(CONFIG, copy_method=method, scorer=scorer), 32)
     loop(model)
     model.handler.close()
 

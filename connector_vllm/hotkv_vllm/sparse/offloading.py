@@ -34,9 +34,9 @@ import numpy.typing as npt
 from hotkv_client import BlockRun, ResidencyOpened, Session
 from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_sparse import HotSet, SparseConfig, prepare, score, span
+from hotkv_sparse import HotSet, SparseConfig, span
 from hotkv_sparse.config import COPY_METHODS
-from hotkv_sparse.selection import exact_log_mass, select_layer
+from hotkv_sparse.selection import estimated_log_mass, exact_log_mass, select_layer
 from hotkv_vllm.residency.pages import PageCopier
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 
@@ -109,18 +109,13 @@ class SparseOffloadingManager:
             return NO_BLOCKS, np.empty(0, np.float32)
         always = rows[span(self._config, context_tokens, self._block_tokens).always]
         sources = self._reprs.sources(layer_idx)
-        name, source = next(iter(sources.items()))
-        kept = score(prepare(name, query, source.mu), source.pool, always)
-        log_mass = (
-            np.logaddexp.reduce(kept, axis=1) if len(always) else np.full(len(query), -np.inf)
-        )
         selection = select_layer(
             self._config,
             layer_idx,
             query,
             sources,
             rows,
-            log_mass.astype(np.float32),
+            estimated_log_mass(query, sources, always),
             context_tokens,
             self._block_tokens,
         )
