@@ -132,11 +132,13 @@ class Telling(RuleBasedStateMachine):
         """Removes half of the blocks without an event."""
         self.cached = dict.fromkeys(list(self.cached)[::2])
 
-    @rule()
-    def be_alone(self) -> None:
-        """Disconnects the server for long. Blocks can't be loaded then."""
+    @rule(lacking=st.sampled_from(["connected", "has_events"]))
+    def be_alone(self, lacking: str) -> None:
+        """For long the server is away, or restarted without events: it tells nothing."""
         if self.session is not None and self.session.connected:
-            self.session.connected = False
+            self.store(0, [1], (Medium.CPU, ""))
+            self.settle()
+            setattr(self.session, lacking, False)
             self.step(0.01)
             self.step(ABSENCE_PATIENCE_S)
             assert not self.index

@@ -3,6 +3,7 @@ newer than the loaded weights."""
 
 import json
 import os
+import re
 import struct
 import time
 from collections.abc import Callable
@@ -14,9 +15,13 @@ import huggingface_hub
 import numpy as np
 import pytest
 from vllm.model_executor import model_loader
+from vllm.model_executor import models as models_of_vllm
 
 from hotkv_vllm.compat import Unsupported, model_weights
 from hotkv_vllm.compat.model_weights import MAX_SLICES, changed_since, files_identity
+
+PLAIN = {"trust_remote_code": False, "code_revision": None, "multimodal_config": None}
+"""Settings of a model without code or scales of other places."""
 
 
 def safetensors(path: Path, **tensors: np.ndarray) -> Path:
@@ -143,7 +148,7 @@ def test_when_this_process_began() -> None:
 def test_whether_an_engine_may_have_loaded_older_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = [(None, SimpleNamespace(load_format="auto"))]
+    models = [(SimpleNamespace(multimodal_config=None), SimpleNamespace(load_format="auto"))]
     monkeypatch.setattr(model_weights, "_models", lambda _: models)
     monkeypatch.setattr(model_weights, "_weights_path", lambda _: tmp_path)
     monkeypatch.setattr(model_weights, "process_start_s", lambda: time.time() + 60)
@@ -161,7 +166,7 @@ def test_weights_from_elsewhere_are_not_named_by_the_models_files(
 ) -> None:
     (tmp_path / "model.bin").write_bytes(b"of another version")
     path, revision = (str(tmp_path), None) if place == "folder" else ("org/model", "0" * 40)
-    model = SimpleNamespace(model=path, revision=revision)
+    model = SimpleNamespace(model=path, revision=revision, **PLAIN)
     load = SimpleNamespace(load_format="auto")
     monkeypatch.setattr(model_weights, "_models", lambda _: [(model, load)])
     assert model_weights.weights_identity(None)
@@ -178,10 +183,37 @@ def test_weights_from_elsewhere_are_not_named_by_the_models_files(
         model_weights.weights_identity(None)
 
 
+@pytest.mark.parametrize(
+    "where", ["text", "audio", "model/whisper-large-v3", "model/audio_tokenizer"]
+)
+def test_weights_beside_the_models_own_count(tmp_path: Path, where: str) -> None:
+    for name in ("model", "text", "audio", where):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "model.bin").write_bytes(b"1")
+    ids = {f"{name}_model_id": str(tmp_path / name) for name in ("text", "audio")}
+    path, config = str(tmp_path / "model"), SimpleNamespace(**ids)
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(model=path, revision=None, hf_config=config),
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+    )
+    seen = {model_weights.weights_identity(engine)}
+    for name in ("model.bin", "config.json"):
+        (tmp_path / where / name).write_bytes(b"2")
+        seen.add(model_weights.weights_identity(engine))
+    assert len(seen) == 3
+
+
 def test_every_way_of_loading_weights_that_vllm_has_was_reviewed() -> None:
     """A new way may take weights from elsewhere than the model's files."""
     elsewhere = {"dummy", "ipc_cache", "modelexpress", "tensorizer"}
     assert set(get_args(model_loader.LoadFormats)) == model_weights.FROM_FILES | elsewhere
+    models = Path(*models_of_vllm.__path__)
+    more = re.compile(r"secondary_weights|load_file\(|torch\.load\(")
+    found = {file.stem for file in models.rglob("*.py") if more.search(file.read_text())}
+    beside = {"kimi_audio", "mimo_audio", "ultravox"}
+    # Further files of the model's folder, layers behind the last one, bytes of the checkpoint.
+    assert found == beside | {"clef_omni", "roberta", "adapters", "qwen3_dflash"}
 
 
 def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
@@ -193,8 +225,8 @@ def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
         folder.mkdir(parents=True)
     (cache / "refs" / "main").write_text(newest)
 
-    def name(revision: str | None) -> str:
-        model = SimpleNamespace(model="org/model", revision=revision)
+    def name(revision: str | None, **code: Any) -> str:
+        model = SimpleNamespace(model="org/model", revision=revision, **PLAIN | code)
         load = SimpleNamespace(load_format="auto")
         monkeypatch.setattr(model_weights, "_models", lambda _: [(model, load)])
         return model_weights.weights_identity(None)
@@ -206,6 +238,13 @@ def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
     assert names == [f"hub:org/model@{commit}" for commit in (loaded, loaded, newest, newest)]
     with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
         name("v1.0")
+    # Python code of other places is named too, unless the engine has none of it.
+    config = SimpleNamespace(auto_map={"A": "org/model--m.A", "B": ["none/x--m.B", "m.C"]})
+    code = {"trust_remote_code": True, "hf_config": config}
+    assert name(loaded, **code) == f"hub:org/model@{loaded}+code:hub:org/model@{newest}"
+    config.auto_map = {"A": "m.A"}
+    assert name(loaded, **code) == f"hub:org/model@{loaded}"
+    assert name(loaded, code_revision="main", **code).endswith(f"+code:hub:org/model@{newest}")
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
     with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
         name("main")

@@ -8,8 +8,8 @@ idle engine, which plans no steps, publishes no events.
 
 Always true: a block is published as stored once for each medium (host memory, disk, shared store).
 It is published as removed when the server removes it, when the key space changes, or when the
-engine has been without a server for ABSENCE_PATIENCE_S. vLLM's event "all blocks cleared" is never
-published, because routers would then also forget the blocks on the engine's device. Scheduler
+engine has had no server with events for ABSENCE_PATIENCE_S. vLLM's event "all blocks cleared" is
+never published, because routers would then also forget the blocks on the engine's device. Scheduler
 thread only; never waits for the server.
 """
 
@@ -26,7 +26,7 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.link import CacheSession, logger
 
 ABSENCE_PATIENCE_S = 5.0
-"""How long blocks stay published while the engine has no server, seconds. A restart of the server
+"""How long blocks stay published while no server tells of them, seconds. A restart of the server
 takes less time and keeps the server's blocks."""
 READ_S = 0.05
 """Seconds between two reads of the server's events. A read costs the server more than the events in
@@ -69,7 +69,7 @@ class SharedEvents:
             self._session, self._groups, self._asked = session, groups, None
         if session is None:
             return taken
-        if not session.connected:
+        if not (session.connected and session.has_events):
             # After a reconnect the server lists all its blocks first.
             self._asked = None
             self._absent_since_s = self._absent_since_s or now_s
@@ -86,7 +86,7 @@ class SharedEvents:
                     self._has_warned = True
                     logger.warning("hotkv: events of the shared cache can't be read: %s", error)
                 return taken
-        if self._asked is None and session.has_events and now_s >= self._next_s:
+        if self._asked is None and now_s >= self._next_s:
             self._asked, self._next_s = session.read_events(), now_s + READ_S
         return taken
 
