@@ -1,6 +1,7 @@
 """Shares of tenants: bounds hold, only a tenant's own blocks use its guarantee, claims are met."""
 
 from collections import deque
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hotkv_proto.errors import Reason
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import SLOT_ALIGN, Words
+from hotkv_server.cache.room import removal
 from hotkv_server.cache.room import space as space_module
 from hotkv_server.cache.room.policies import POLICIES, shared
 from hotkv_server.cache.room.shares import TenantBook
@@ -188,10 +190,15 @@ def test_a_free_slab_and_emptied_ones_make_room_together() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("size", [SLOT_ALIGN, 2 * SLOT_ALIGN])
-def test_who_comes_late_gets_its_guarantee(policy: str, size: int) -> None:
+def test_who_comes_late_gets_its_guarantee(
+    policy: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fills the arena and keeps using it; then a tenant with a guarantee comes, with blocks of this
-    or another size."""
+    or another size. No step looks at all blocks."""
+    monkeypatch.setattr(removal, "PART_ENTRIES", 16)
     space = make_space(policy)
+    heat = Mock(side_effect=space.policy.heat)
+    monkeypatch.setattr(space.policy, "heat", heat)
     assert fill(space, 4, 60) == 60
     for round_ in range(3):
         space.touch(space.index.ready_blocks(4), 100.0 + round_)
@@ -201,6 +208,7 @@ def test_who_comes_late_gets_its_guarantee(policy: str, size: int) -> None:
     assert space.tenants.used[1] >= 4 * SLAB
     assert fill(space, 4, 200, SLOT_ALIGN, 500) == 200
     assert space.tenants.used[1] >= 4 * SLAB, "what is guaranteed was taken"
+    assert all(len(call.args[0]) <= removal.PART_ENTRIES for call in heat.call_args_list)
     space.check_invariants()
 
 

@@ -5,6 +5,7 @@ same checks first. Its later steps may still fail if the machine has changed sin
 """
 
 import contextlib
+import errno
 import os
 import pwd
 import re
@@ -44,7 +45,7 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
         check_audit,
         check_devices,
         *checks_of_capabilities(),
-        *(() if is_running else (check_http, check_tcp)),
+        *(() if is_running else (check_admin_socket, check_http, check_tcp)),
     ]
     made = _missing(settings.admin_socket.parent, settings.arena_dir)
     if problems := _problems(checks, settings):
@@ -219,6 +220,18 @@ def check_devices(settings: Settings) -> None:
         found = device_start.look(settings.copy_)
         if found.runtime is None:
             raise StartError(f"copy.cuda is on: {found.why_none}")
+
+
+def check_admin_socket(settings: Settings) -> None:
+    """Raises StartError if another server uses the admin socket: its directory has no lock."""
+    path = settings.admin_socket
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as one:
+        try:
+            one.connect(os.fspath(path))
+        except OSError as error:
+            if error.errno != errno.EAGAIN:
+                return
+    raise StartError(f"security.admin_socket: another server uses {path}; choose another")
 
 
 def check_http(settings: Settings) -> None:
