@@ -175,8 +175,8 @@ class LoadEnd:
     """The end of a load.
 
     report_id: the `report_id` of the load's request in its earlier `RequestReport`.
-    wait_s: time from the start of the load to its end.
-    failed: whether the load failed.
+    wait_s: time from the start of the load to its end; 0 if the request has ended before.
+    failed: whether the load failed, or the request has ended before.
     """
 
     report_id: int

@@ -230,7 +230,7 @@ class HotSet:
             )
         self._evict(victims)
         if where.count < old.count:
-            self._forget(np.arange(where.count, old.count, dtype=np.int32))
+            self.forget(np.arange(where.count, old.count, dtype=np.int32))
         self.span = where
         self.has_copy[old.count : num_host] = True
         self.has_copy[where.count :] = False
@@ -360,6 +360,12 @@ class HotSet:
             self._publish(maps[:, :num_mapped])
         return SlotMoves(moves[0, :num], moves[1, :num], moves[2, :num_out])
 
+    def forget(self, blocks: I32) -> None:
+        """Frees all slots of `blocks`, which have left the context or could not be loaded."""
+        slots = self.slot_of[blocks]
+        self._evict(blocks[(slots >= 0) & (self.state[slots] == MAPPED)])
+        self._abandon(blocks)
+
     def resize(self, capacity_blocks: int) -> I32:
         """Sets the capacity and returns the evicted blocks.
 
@@ -472,12 +478,6 @@ class HotSet:
         self.slot_of[self.block_of[slots]] = NO_SLOT
         self.block_of[slots] = NO_SLOT
         self.state[slots] = np.where(self.state[slots] == LOADING, CANCELLED, FREE)
-
-    def _forget(self, blocks: I32) -> None:
-        """Frees all slots of `blocks`, which have left the context."""
-        slots = self.slot_of[blocks]
-        self._evict(blocks[(slots >= 0) & (self.state[slots] == MAPPED)])
-        self._abandon(blocks)
 
     # ------------------------------------------------------------------------------- who is evicted
 

@@ -308,6 +308,18 @@ def select_layer(
     )
 
 
+def estimated_log_mass(
+    query_QD: F32, sources: Mapping[str, Source], rows: I32, scale: float | None = None
+) -> F32:
+    """Returns the log mass of the blocks whose representations lie in `rows` of the sources'
+    pools, float32 [Q], as the first scorer estimates it; -inf without blocks."""
+    name, source = next(iter(sources.items()))
+    query = prepare(name, query_QD, source.mu, scale, source.bias, source.axes)
+    scores = score(query, source.pool, rows)
+    log_mass: F32 = np.logaddexp.reduce(scores, axis=1, initial=-np.inf).astype(np.float32)
+    return log_mass
+
+
 def exact_log_mass(query_QD: F32, keys_RHD: F32, scale: float | None = None) -> F32:
     """Returns the exact log mass of tokens: the logsumexp of q · k * scale over the R tokens,
     float32 [Q]; -inf without keys.

@@ -326,6 +326,8 @@ def test_values_of_a_server_are_completed(own_server: Server, stocked: PagedEngi
     assert len(found) == 3 and first.endswith("\ttiny, block 0")
     assert offered("hash", first[:4], "evict") == [first]
     assert offered("session", "", "explain") == offered("nonsense", "", "status") == []
+    split = ["--target", *re.split("(:)", own_server.target)]
+    assert list(completion.values(["hash", "", *split])) == found, "bash splits words at colons"
     command = [*HOTKV, completion.VALUES, "hash", "", "--target", own_server.target]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout.splitlines() == found

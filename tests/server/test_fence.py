@@ -4,12 +4,14 @@ takes another's place."""
 import asyncio
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS
+from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from tests.server.nodes import SPACE, live_node, memory_file, store_in, worker
@@ -54,12 +56,18 @@ async def test_a_fence_index_is_a_word_of_the_page_that_revokes_its_store(tmp_pa
 
 
 @pytest.mark.parametrize("num_bytes", [FENCE_BYTES - 1, 13, 12, 0])
-async def test_a_page_that_is_cut_short_revokes(tmp_path: Path, num_bytes: int) -> None:
+async def test_a_page_that_is_cut_short_revokes(
+    tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The word itself may still exist, and not be set."""
     async with live_node(tmp_path) as node:
         fd = memory_file(FENCE_BYTES)
         session = await worker(node, fence_fd=os.dup(fd))
         assert not session.is_revoked(3) and not session.is_revoked(0)
+        with monkeypatch.context() as patched:
+            # It is cut between the look at the page and the read of the word.
+            patched.setattr(FileMapping, "is_whole", Mock(side_effect=[True, False]))
+            assert session.is_revoked(3)
         storing = asyncio.create_task(store(node, session, 3))
         await asyncio.sleep(0)
         os.truncate(fd, num_bytes)

@@ -81,6 +81,11 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     total = world.ledger.savings().total
     assert (total.failed_loads, total.saved_s, total.waited_s) == (1, 3.0, 2.5)
     assert total.hit_tokens["host"] == 64 and total.missed_tokens[Miss.FAILED_LOAD] == 64
+    # A request that has ended before its load has no failed load.
+    world.report(hit_tokens=32, report_id=5)
+    world.ledger.load_ended(world.session, LoadEnd(5, 0.0, failed=True))
+    total = world.ledger.savings().total
+    assert (total.failed_loads, total.missed_tokens[Miss.FAILED_LOAD]) == (1, 96)
     # Hits are taken back where they were counted.
     assert world.ledger.savings(60.0).total.hit_tokens["host"] == 0
 

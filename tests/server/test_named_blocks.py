@@ -88,7 +88,8 @@ def test_a_prefix_names_the_block_in_each_key_space_and_group(
 ) -> None:
     server, _ = stocked
     other = engine(server.target, model="other", windows=(0, 32))
-    store(other, HASHES[:1])
+    store(other, [HASHES[0], b"\xee" * 32])
+    assert "; with e begin:\n  eeeeeeeeeeeeeeee  key space" in run("evict", "efff")[2]
     with AdminClient(server.target) as admin:
         number = number_of(admin, "other")
     assert "would evict 2 blocks" in run("evict", "abcd12", "--dry-run")[1]

@@ -3,6 +3,7 @@
 import mmap
 import subprocess
 import sys
+from unittest.mock import patch
 
 import grpc
 import numpy as np
@@ -68,6 +69,8 @@ def test_only_whole_copies_of_unused_libraries_are_given_back() -> None:
     assert view[0] and not has_own_pages(address, address + mmap.PAGESIZE)
     pages[0] = 1
     assert has_own_pages(address, address + mmap.PAGESIZE)
+    with patch("builtins.open", side_effect=FileNotFoundError):
+        assert has_own_pages(address, address + mmap.PAGESIZE), "a kernel without the file"
 
 
 def test_a_client_that_is_closed_says_so(server: Server) -> None:

@@ -20,6 +20,7 @@ from hotkv_server.cli import main
 from hotkv_server.settings import Settings, load_settings, sources
 from tests.server.certificates import Authority
 from tests.server.faulty import folder
+from tests.support import daemons
 from tests.support.ports import free_port
 
 __all__ = ["folder"]
@@ -31,17 +32,14 @@ def started(
     folder: Path, *flags: str, check: bool = False, before: Sequence[str] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs a server that should refuse to start, with `--check` if `check` is set. `before`: a
-    command that runs it. Returns the ended process."""
-    command = [*before, sys.executable, "-m", "hotkv_server", "run"]
-    command += ["--runtime-dir", str(folder / "run")]
-    command += ["--arena.dir", str(folder / "arena"), *ARENA, *flags]
-    return subprocess.run(
-        [*command, *(["--check"] if check else [])],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **environment},
-    )
+    command that runs the program; without one the server is forked. Returns the ended process."""
+    arguments = ["run", "--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
+    arguments += [*ARENA, *flags, *(["--check"] if check else [])]
+    if not before:
+        return daemons.run(*arguments, timeout_s=60, environment=environment)
+    command = [*before, sys.executable, "-m", "hotkv_server", *arguments]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
 
 
 def left_in(folder: Path) -> set[str]:
@@ -103,7 +101,7 @@ def test_all_that_is_wrong_is_said_at_once_and_before_anything_is_made(
     wrong = mistakes(folder, tmp_path, taken)
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     flags = [flag for some in wrong.values() for flag in some]
-    done = started(folder, *flags, check=check, PYTHONPATH=path)
+    done = started(folder, *flags, check=check, before=["env"], PYTHONPATH=path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     for words in wrong:
         assert re.search(words, done.stderr), (words, done.stderr)

@@ -82,6 +82,10 @@ def test_rates_are_the_growth_between_two_readings(readings: tuple[Reading, Read
     (host,) = figures.tiers
     assert host.used_bytes == after.tiers[0]["used_byte_count"] > 0
     assert host.hit_ratio == figures.hit_ratio
+    rows = [{**row, "hits": {"host": TOKENS}} for row in before.ledger["rows"]]
+    failed = dataclasses.replace(before, ledger={**before.ledger, "rows": rows})
+    figures = figures_of(failed, after)
+    assert figures.hit_ratio == figures.tiers[0].hit_ratio == 0, "a load failed, its hit is undone"
 
 
 def test_a_first_reading_and_one_of_another_process_have_no_rates(

@@ -106,11 +106,18 @@ class ServerNursery:
         self._answer()
 
     def fork(
-        self, arguments: Sequence[str], stdin: int, stdout: int, stderr: int, *, leads_group: bool
+        self,
+        arguments: Sequence[str],
+        streams: Sequence[int],
+        *,
+        leads_group: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> ForkedServer:
-        """Forks `python -m ARGUMENTS` with these standard streams, in the tests' directory."""
+        """Forks `python -m ARGUMENTS` with these standard streams and additions to the environment,
+        in the tests' directory."""
         order = {"arguments": list(arguments), "cwd": os.getcwd(), "leads_group": leads_group}
-        return ForkedServer(self, self._ask(order, [stdin, stdout, stderr])["pid"])
+        order["environment"] = environment or {}
+        return ForkedServer(self, self._ask(order, list(streams))["pid"])
 
     def status_of(self, pid: int) -> int:
         status: int = self._ask({"wait_for": pid}, [])["status"]
@@ -163,9 +170,8 @@ class ForkedChild(processes.Child):
         self.name = name
         self.log = log
         with log.open("wb") as sink, open(os.devnull, "rb") as nothing:
-            self.process = nursery().fork(
-                command[2:], nothing.fileno(), sink.fileno(), sink.fileno(), leads_group=True
-            )  # type: ignore[assignment]
+            streams = nothing.fileno(), sink.fileno(), sink.fileno()
+            self.process = nursery().fork(command[2:], streams, leads_group=True)  # type: ignore[assignment]
 
 
 def _cli(server: processes.Server, *arguments: str) -> str:
@@ -197,16 +203,18 @@ def start_server(*arguments: str) -> "ForkedServer | subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "hotkv_server", "run", *arguments]
     if not can_fork(command, {}):
         return subprocess.Popen(command)
-    return nursery().fork(command[2:], 0, 1, 2, leads_group=False)
+    return nursery().fork(command[2:], (0, 1, 2))
 
 
-def run(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m hotkv_server` with these arguments to its end and captures its output. Raises
-    subprocess.TimeoutExpired."""
+def run(
+    *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m hotkv_server` with these arguments to its end and captures its output.
+    `environment`: additions. Raises subprocess.TimeoutExpired."""
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as said:
         streams = 0, printed.fileno(), said.fileno()
         command = ["hotkv_server", *arguments]
-        child = nursery().fork(command, *streams, leads_group=False)
+        child = nursery().fork(command, streams, environment=environment)
         try:
             status = child.wait(timeout_s)
         finally:

@@ -1,9 +1,9 @@
 """The process that forks servers for tests: it imports hotkv-server and loads its kernels once.
 
 Run by `daemons`: `python -m tests.support.server_nursery FD`, FD a SOCK_SEQPACKET socket. An order
-is JSON: `arguments` (of `python -m`), `cwd` and `leads_group`, with the standard streams as
-descriptors; the answer has the `pid`. `wait_for` names a child that has ended; the answer has its
-`status`.
+is JSON: `arguments` (of `python -m`), `cwd`, `leads_group` and `environment` (additions), with the
+standard streams as descriptors; the answer has the `pid`. `wait_for` names a child that has ended;
+the answer has its `status`.
 
 Invariant: a forked server has only the modules that `hotkv-server` would have, and this one. It
 ends with Python's own exit, like a program. It gets SIGTERM when this process ends.
@@ -48,6 +48,7 @@ def _become(order: Mapping[str, Any], fds: Sequence[int], link: socket.socket) -
     if order["leads_group"]:
         os.setsid()
     os.chdir(order["cwd"])
+    os.environ.update(order["environment"])
     sys.argv = order["arguments"]
     module: Any = importlib.import_module(
         {"hotkv_server": "hotkv_server.cli"}.get(sys.argv[0], sys.argv[0])

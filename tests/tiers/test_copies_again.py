@@ -16,9 +16,11 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room.removal import Parts
 from hotkv_server.cache.values import Entries, Run
 from hotkv_server.testing.memory_tier import MemoryStore
+from hotkv_server.tiers.book import epochs as epoch_book
 from hotkv_server.tiers.book.copies import MAX_TRIES, STORED
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive import copies as tier_copies
+from hotkv_server.tiers.drive import epochs as tier_epochs
 from tests.core.support import begin_store, evict, words_of
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, running
@@ -173,6 +175,33 @@ async def test_what_comes_from_the_disk_is_offered() -> None:
                 assert all(await one.leased(BLOCKS))
                 origins = one.core.space.origins[one.core.space.index.ready_blocks()]
                 assert {one.tiers.names[number - 1] for number in origins.tolist()} == {name}
+
+
+async def test_no_store_gets_what_another_still_had_during_a_flush(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second store raises its epoch later. Before that, a node brings a block from there to its
+    disk, and from the disk back."""
+    for module, name in ((epoch_book, "TELL_S"), (epoch_book, "SPARE_S"), (tier_epochs, "TELL_S")):
+        monkeypatch.setattr(module, name, 60.0)
+    store, other = MemoryStore(places=False), MemoryStore(places=False)
+    a = SharedNode(store, 10.0, other=other)
+    b, c = (SharedNode(store, 10.0, disk=MemoryStore(places=True), other=other) for _ in range(2))
+    async with running(a, b):
+        await a.share([1])
+        await eventually(lambda: len(other.content) == 1, "not copied")
+        before, raised, raise_epoch = b.epoch(), list[Any](), a.others[0].raise_epoch
+        monkeypatch.setattr(a.others[0], "raise_epoch", lambda *one: raised.append(one))
+        flushing = asyncio.create_task(a.flush())
+        await eventually(lambda: raised and b.epoch() not in (0, before), "no new epoch")
+        assert await b.leased([1]) == [True]
+        await b.until_down(1)
+        evict(b.core, 1, 0, words_of([1]))
+        assert await b.leased([1]) == [True] and b.books.lower.counters.promoted
+        raise_epoch(*raised[0])
+        assert not await flushing
+        async with running(c):
+            assert await c.leased([1]) == [False] and len(store.content) == 1
 
 
 async def test_a_restart_does_not_flood_the_store(

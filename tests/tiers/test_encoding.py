@@ -380,7 +380,6 @@ def test_a_flush_during_a_read_refuses_all_its_blocks(raised_at: int | None) -> 
         blocks = replace(blocks, epochs={"f": 7})
         found = Read.FOUND if raised_at is None else Read.ABSENT
         assert read(made.tier, blocks).tolist() == [found] * 4
-        assert made.tier.figures().absent_blocks == (0 if raised_at is None else 4)
 
 
 def test_epochs_and_depths_reach_the_store() -> None:

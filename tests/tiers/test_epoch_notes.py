@@ -18,10 +18,11 @@ records = st.builds(
 )
 
 
-def book_of(epoch: int = 7, local: int = 3, *, is_untold: bool = False) -> EpochBook:
-    return EpochBook(
-        ("valkey",), {FP: Record(local, {"valkey": EpochStanding(epoch, True, is_untold)})}
-    )
+def book_of(
+    epoch: int = 7, local: int = 3, *, is_vouched: bool = True, is_untold: bool = False
+) -> EpochBook:
+    standing = EpochStanding(epoch, is_vouched, is_untold)
+    return EpochBook(("valkey",), {FP: Record(local, {"valkey": standing})})
 
 
 def folders(tmp_path: Path, *, has_blocks: bool = True) -> list[NotesFolder]:
@@ -60,6 +61,9 @@ def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
     found = EpochNotes([arena, disk]).read(("valkey", "s3")).records[FP]
     assert found.stores == {"valkey": EpochStanding(9, False, True, told=-1), "s3": EpochStanding()}
     assert found.local == 3
+    EpochNotes([arena]).write(text_of(book_of(9, is_vouched=False)))
+    found = EpochNotes([arena, disk]).read(("valkey",)).records[FP]
+    assert found.stores["valkey"] == EpochStanding(9, False, True, told=-1)
 
 
 DEEP, HUGE = "[" * 100_000, '{"format": 2, "key_spaces": {}, "base": 1e999, "last": 0}'

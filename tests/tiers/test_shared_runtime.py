@@ -81,6 +81,15 @@ async def test_what_is_leased_without_a_lookup_is_asked_for() -> None:
         assert both == [[True] * 6] * 2 and b.tier.figures().read_blocks == 6
 
 
+async def test_a_lookup_that_may_not_wait_serves_the_next() -> None:
+    async with nodes(lookup_wait_s=0.0) as (a, b):
+        await a.share(BLOCKS)
+        await b.looked_up(BLOCKS)
+        await eventually(lambda: b.epochs.is_confirmed("shared", 1), "no epoch is asked for")
+        await b.looked_up(BLOCKS)
+        await eventually(lambda: len(b.shared._found) == len(BLOCKS), "no block is asked for")
+
+
 async def test_a_flush_counts_though_the_store_is_away() -> None:
     """The engine does not wait for the store, which receives the flush when it is back."""
     async with nodes() as (a, b):
@@ -188,6 +197,9 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
     assert all(await node.leased(BLOCKS))
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
+    before = node.shared.reads.asked_blocks
+    await node.looked_up([*BLOCKS, 99])
+    assert node.shared.reads.asked_blocks == before + 1, "it is asked for what the disk has"
     node.tier.faults.problem = "gone"
     await eventually(lambda: not node.epochs.are_all_confirmed(1), "it stays confirmed")
     assert await node.leased(BLOCKS) == [False] * 3 + [True] * 3

@@ -232,6 +232,18 @@ def test_a_drafters_model_is_in_the_key_space_and_drafting_without_one_is_not(
         assert plain == ngram != eagle
 
 
+def test_scales_of_an_image_encoder_are_named_by_their_content(config: Any, tmp_path: Path) -> None:
+    scales, seen = tmp_path / "scales.json", {model_weights.weights_identity(config)}
+    media = copy.copy(config.model_config.multimodal_config)
+    media.mm_encoder_fp8_scale_path = str(scales)
+    with_scales = changed(config, "model_config", multimodal_config=media)
+    for text in ("{}", '{"layer": 2.0}', "{}"):
+        scales.write_text(text)
+        assert model_weights.weights_may_be_older(with_scales)
+        seen.add(model_weights.weights_identity(with_scales))
+    assert len(seen) == 3
+
+
 def packed(name: str, module: str = "vllm.attention") -> Any:
     """Returns a layer that packs KV by the backend of this name."""
     own = {"get_name": lambda: name, "__module__": module}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_client.types import RequestReport
+from hotkv_client.types import LoadEnd, RequestReport
 from hotkv_proto.reports import Miss
 from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
@@ -34,6 +34,17 @@ def test_reports_say_why_tokens_missed_and_how_loads_ended(engine: Any, server: 
         assert hit.hit_tokens > hit.device_hit_tokens == 0 and hit.report_id == end.report_id > 0
         assert end.wait_s > 0 and end.failed == fails
     assert len(server.load_ends) == 2
+    # The engine aborts a request whose load is in progress.
+    server.hold, one = {"load"}, engine()
+    one.add("aborted", PROMPT, 2)
+    while not server.held:
+        one.step()
+    one.abort("aborted")
+    one.step()
+    server.settle()
+    one.run()
+    ended = reports_to(server)[-1].report_id
+    assert server.load_ends[2:] == [LoadEnd(ended, 0.0, failed=True)]
 
 
 @pytest.mark.parametrize("load", ["auto", "always"])

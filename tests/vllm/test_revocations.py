@@ -99,7 +99,9 @@ test_words = Words.TestCase
 
 def test_a_page_that_is_not_there_or_is_another_is_refused(tmp_path: Path) -> None:
     page, other = SharedFence(), SharedFence()
-    assert Revocations([page.place, other.place]).take()
+    revocations = Revocations([page.place, other.place])
+    assert page._words[: fence.SHARED_WORDS + 1].tolist() == [0, *[1] * (fence.SHARED_WORDS - 1), 0]
+    assert revocations.take()
     with pytest.raises(ValueError, match="another fence"):
         Revocations([replace(page.place, fd=other.fd)])
     for num_bytes in (0, 1, 4 * FENCE_WORDS - 1, 4 * FENCE_WORDS + 1):

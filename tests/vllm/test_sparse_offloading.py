@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import get_ident
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse import SparseConfig
+from hotkv_sparse.axes import AxesEstimate
 from hotkv_vllm.sparse.offloading import (
     ArrayPages,
     DecodeMetadata,
@@ -62,7 +64,13 @@ class Model:
         host = np.zeros((4, num_host, PAGE), np.uint8)
         self.host: HostPages = residency or ArrayPages(host, config.copy_method)
         self.hot = np.zeros((4, slots * sequences, PAGE), np.uint8)
-        shape = LayerShape(num_host, T, H, D, ("rot2u",))
+        estimate = AxesEstimate(H, D)
+        keys, queries = (self.rng.standard_normal((1024, heads, D)) for heads in (H, H * G))
+        estimate.add(keys.astype(np.float32), queries.astype(np.float32))
+        calibration = estimate.axes()
+        assert calibration is not None
+        mu, axes = calibration
+        shape = LayerShape(num_host, T, H, D, (config.scorer,), mu, {}, axes)
         self.handler = SparseOffloadingHandler(
             config, dict.fromkeys(LAYERS, shape), slots, self.host, self.hot, keys_of
         )
@@ -153,9 +161,12 @@ class Model:
             )
 
 
-@pytest.mark.parametrize("method", ["memcpy", "batch", "kernel", "auto"])
-def test_the_loop_of_the_rfc(method: str) -> None:
-    model = Model(replace(CONFIG, copy_method=method), 32)
+@pytest.mark.parametrize(
+    ("method", "scorer"),
+    [("memcpy", "rot2u"), ("batch", "rot2u"), ("kernel", "rot2u"), ("auto", "mix2")],
+)
+def test_the_loop_of_the_rfc(method: str, scorer: str) -> None:
+    model = Model(replace(CONFIG, copy_method=method, scorer=scorer), 32)
     loop(model)
     model.handler.close()
 
@@ -293,6 +304,26 @@ def test_a_store_without_an_answer_never_has_the_pages_of_the_next_block(
     wait_for(lambda: not engine.session._life.connection.num_pending)
     found = engine.session.extend_residency("c", 0, 0, [b"1" * 32]).result(20).offsets
     assert found.tolist() == [-1]
+
+
+def test_blocks_whose_load_failed_are_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(CONFIG, 32)
+    model.prefill("a", 60)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(model.host, "load", lambda layer, *_: layer == LAYERS[0] or 1 / 0)
+        patch.setattr(model, "check", lambda *_: None)
+        model.step("a")
+    model.handler._states["a", LAYERS[0]].hot.forget(np.arange(60, dtype=np.int32))
+    # Host memory is used by one thread.
+    threads = set()
+    for name in ("read", "load", "store"):
+        call = getattr(model.host, name)
+        told = lambda *args, call=call: (threads.add(get_ident()), call(*args))[1]  # noqa: E731
+        monkeypatch.setattr(model.host, name, told)
+    for _ in range(20):
+        model.step("a")
+    assert len(threads) == 1
+    model.handler.close()
 
 
 def test_regions_of_hot_slots_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,9 @@ from vllm.model_executor import models as models_of_vllm
 from hotkv_vllm.compat import Unsupported, model_weights
 from hotkv_vllm.compat.model_weights import MAX_SLICES, changed_since, files_identity
 
+PLAIN = {"trust_remote_code": False, "code_revision": None, "multimodal_config": None}
+"""Settings of a model without code or scales of other places."""
+
 
 def safetensors(path: Path, **tensors: np.ndarray) -> Path:
     """Writes arrays of bytes; returns the path."""
@@ -145,7 +148,7 @@ def test_when_this_process_began() -> None:
 def test_whether_an_engine_may_have_loaded_older_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = [(None, SimpleNamespace(load_format="auto"))]
+    models = [(SimpleNamespace(multimodal_config=None), SimpleNamespace(load_format="auto"))]
     monkeypatch.setattr(model_weights, "_models", lambda _: models)
     monkeypatch.setattr(model_weights, "_weights_path", lambda _: tmp_path)
     monkeypatch.setattr(model_weights, "process_start_s", lambda: time.time() + 60)
@@ -163,7 +166,7 @@ def test_weights_from_elsewhere_are_not_named_by_the_models_files(
 ) -> None:
     (tmp_path / "model.bin").write_bytes(b"of another version")
     path, revision = (str(tmp_path), None) if place == "folder" else ("org/model", "0" * 40)
-    model = SimpleNamespace(model=path, revision=revision)
+    model = SimpleNamespace(model=path, revision=revision, **PLAIN)
     load = SimpleNamespace(load_format="auto")
     monkeypatch.setattr(model_weights, "_models", lambda _: [(model, load)])
     assert model_weights.weights_identity(None)
@@ -222,8 +225,8 @@ def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
         folder.mkdir(parents=True)
     (cache / "refs" / "main").write_text(newest)
 
-    def name(revision: str | None) -> str:
-        model = SimpleNamespace(model="org/model", revision=revision)
+    def name(revision: str | None, **code: Any) -> str:
+        model = SimpleNamespace(model="org/model", revision=revision, **PLAIN | code)
         load = SimpleNamespace(load_format="auto")
         monkeypatch.setattr(model_weights, "_models", lambda _: [(model, load)])
         return model_weights.weights_identity(None)
@@ -235,6 +238,13 @@ def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
     assert names == [f"hub:org/model@{commit}" for commit in (loaded, loaded, newest, newest)]
     with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
         name("v1.0")
+    # Python code of other places is named too, unless the engine has none of it.
+    config = SimpleNamespace(auto_map={"A": "org/model--m.A", "B": ["none/x--m.B", "m.C"]})
+    code = {"trust_remote_code": True, "hf_config": config}
+    assert name(loaded, **code) == f"hub:org/model@{loaded}+code:hub:org/model@{newest}"
+    config.auto_map = {"A": "m.A"}
+    assert name(loaded, **code) == f"hub:org/model@{loaded}"
+    assert name(loaded, code_revision="main", **code).endswith(f"+code:hub:org/model@{newest}")
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
     with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
         name("main")

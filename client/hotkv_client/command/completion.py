@@ -7,6 +7,7 @@ within WAIT_S.
 """
 
 import argparse
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 from hotkv_client.admin import AdminClient
@@ -159,7 +160,9 @@ def values(words: Sequence[str]) -> Iterator[str]:
         word to complete, then all words of the command line, in which flags may name the server.
     """
     kind, word, *typed = [*words, "", ""]
-    common, _ = common_options(has_defaults=True).parse_known_args([one for one in typed if one])
+    # bash splits words at these characters: `--target unix : /run/hotkv/grpc.sock`.
+    line = re.sub(r"\0([:=]+)\0", r"\1", "\0".join(filter(None, typed)))
+    common, _ = common_options(has_defaults=True).parse_known_args(line.split("\0"))
     listed = _LISTED.get(kind)
     if listed is None:
         return

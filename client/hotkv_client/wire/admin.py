@@ -170,8 +170,7 @@ def _plain_event(event: events_pb2.Event) -> dict[str, Any]:
     kind = str(event.WhichOneof("body"))
     fields = plain(getattr(event, kind))
     if "medium" in fields:
-        # Servers without tiers leave `medium` unset.
-        fields["medium"] = str(fields["medium"]).upper() or "CPU"
+        fields["medium"] = str(fields["medium"]).upper()
     if kind == "stored":
         fields["token_ids"] = np.frombuffer(event.stored.token_ids, "<i4").tolist()
         fields["extra_keys"] = [

@@ -1,11 +1,13 @@
 """Computes the identity of the weights that an engine has loaded, including those of a draft model
 and of other models that the model's config names.
 
-Reads `ModelConfig.model`, `model_weights`, `revision`, `hf_config` and `seed`,
-`LoadConfig.load_format`, `SpeculativeConfig.draft_load_config`, `envs.VLLM_USE_MODELSCOPE` and
+Reads `ModelConfig.model`, `model_weights`, `revision`, `hf_config`, `seed`, `trust_remote_code` and
+`code_revision`, `MultiModalConfig.mm_encoder_fp8_scale_path`, `LoadConfig.load_format`,
+`SpeculativeConfig.draft_load_config`, `envs.VLLM_USE_MODELSCOPE` and
 `envs.VLLM_ELASTIC_EP_SCALE_UP_LAUNCH`.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -75,6 +77,8 @@ other values, including values that plugins define, weights may come from elsewh
 process or a service, so the model's files don't identify them."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_OTHERS_CODE = re.compile(r'"([^"]+)--')
+"""Matches the repository in a class's name in `auto_map`, such as "org/model--modeling.Model"."""
 _EMBEDDINGS = re.compile(r"embed|wte|wpe")
 """Matches names of embedding tensors. A model reads single rows of them, so a change of a single
 row matters."""
@@ -227,20 +231,43 @@ def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
 def weights_identity(vllm_config: Any) -> str:
     """Returns the identity of the engine's weights, of all `_models`. A model is identified by its
     commit, by the digest of its files, or (if its weights are random) by a digest of its config and
-    the seed.
+    the seed. Python code and scales from elsewhere than the model are identified too.
 
     Raises Unsupported if the weights can't be identified, OSError if files can't be read.
     """
-    return "+".join(_model_identity(model, load) for model, load in _models(vllm_config))
+    models = _models(vllm_config)
+    name = "+".join(_model_identity(model, load) + _code(model) for model, load in models)
+    return "+scales:".join([name, *map(files_identity, _scales(models[0][0]))])
+
+
+def _code(model: Any) -> str:
+    """Returns the commits of the Python code that the model takes from other repositories or
+    revisions than its weights, as far as the hub's cache has such code."""
+    if not model.trust_remote_code:
+        return ""
+    places = set(_OTHERS_CODE.findall(json.dumps(getattr(model.hf_config, "auto_map", {}))))
+    if model.code_revision and not _weights_path(model).exists():
+        places.add(str(model.model))
+    names = ""
+    for repo in sorted(places):
+        with contextlib.suppress(Unsupported):
+            names += f"+code:{_hub_identity(repo, model.code_revision)}"
+    return names
+
+
+def _scales(model: Any) -> list[Path]:
+    """Returns the file with scales for the attention of an image encoder, if the engine has one."""
+    path = model.multimodal_config and model.multimodal_config.mm_encoder_fp8_scale_path
+    return [Path(path)] if path else []
 
 
 def weights_may_be_older(vllm_config: Any) -> bool:
     """Returns True if files that `weights_identity` reads have changed since this process began.
     The process may then have loaded their old contents. Also returns True if the times can't be
     determined."""
-    paths = [
-        _weights_path(model) for model, load in _models(vllm_config) if load.load_format != "dummy"
-    ]
+    models = _models(vllm_config)
+    paths = [_weights_path(model) for model, load in models if load.load_format != "dummy"]
+    paths += _scales(models[0][0])
     try:
         began_s = process_start_s()
         return any(path.exists() and changed_since(path, began_s) for path in paths)
@@ -260,7 +287,7 @@ def _models(vllm_config: Any) -> list[tuple[Any, Any]]:
     places = [(model.model, model.revision, of.load_format) for model, of in models]
     models = models[:1] if places[0] == places[-1] else models
     return models + [
-        (SimpleNamespace(model=name, revision=None), load)
+        (SimpleNamespace(model=name, revision=None, trust_remote_code=False), load)
         for model, load in models
         for field in OTHER_MODELS
         if load.load_format != "dummy" and (name := getattr(model.hf_config, field, None))

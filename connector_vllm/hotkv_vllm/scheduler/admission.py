@@ -328,8 +328,8 @@ class Admission:
         )
         if not state.is_loading:
             self.choice.drop(state, state.hit.server_s)
-        finder.give_back(state)
         cache.reports.ended(state)
+        finder.give_back(state)
         del self.states[request.request_id]
         if (
             self._may_store

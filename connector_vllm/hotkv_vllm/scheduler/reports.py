@@ -90,9 +90,11 @@ class UseReports:
     def ended(self, state: RequestState) -> None:
         """Records that a request has ended, and ends its trace. The next message reports the end if
         the request was admitted and its hints name a client session or contain actions
-        (`RequestHints.lasts`)."""
+        (`RequestHints.lasts`). It also reports the end of the request's load in progress."""
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
+        if state.is_loading:
+            self._loads.append(LoadEnd(state.use.report_id, 0.0, failed=True))
         if state.trace is not None:
             use, miss = (
                 state.use,

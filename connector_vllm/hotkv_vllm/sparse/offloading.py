@@ -34,9 +34,9 @@ import numpy.typing as npt
 from hotkv_client import BlockRun, ResidencyOpened, Session
 from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_sparse import HotSet, SparseConfig, prepare, score, span
+from hotkv_sparse import HotSet, SparseConfig, span
 from hotkv_sparse.config import COPY_METHODS
-from hotkv_sparse.selection import exact_log_mass, select_layer
+from hotkv_sparse.selection import estimated_log_mass, exact_log_mass, select_layer
 from hotkv_vllm.residency.pages import PageCopier
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 
@@ -109,18 +109,13 @@ class SparseOffloadingManager:
             return NO_BLOCKS, np.empty(0, np.float32)
         always = rows[span(self._config, context_tokens, self._block_tokens).always]
         sources = self._reprs.sources(layer_idx)
-        name, source = next(iter(sources.items()))
-        kept = score(prepare(name, query, source.mu), source.pool, always)
-        log_mass = (
-            np.logaddexp.reduce(kept, axis=1) if len(always) else np.full(len(query), -np.inf)
-        )
         selection = select_layer(
             self._config,
             layer_idx,
             query,
             sources,
             rows,
-            log_mass.astype(np.float32),
+            estimated_log_mass(query, sources, always),
             context_tokens,
             self._block_tokens,
         )
@@ -540,8 +535,8 @@ class SparseOffloadingHandler:
     """Manages the hot slots (device blocks to attend to) of every layer, and the copies between
     hot slots and host memory. Each sequence has its own region of hot slots.
 
-    Decisions are made in the caller's thread. Copies run in a thread of the handler, in the order
-    in which they were submitted.
+    Decisions are made in the caller's thread. Copies and reads of host memory run in a thread of
+    the handler, in the order in which they were submitted.
 
     layers: by layer index, the shape of the layer's keys.
     slots_per_sequence: number of hot slots in a region, so the most blocks of a hot set (the blocks
@@ -709,7 +704,8 @@ class SparseOffloadingHandler:
         always = hot.span.always
         resident = np.isin(always, hot.map().blocks)
         pages = np.empty((len(always), self._hot.shape[2]), np.uint8)
-        pages[~resident] = self._host.read(layer_idx, metadata.block_table[always[~resident]])
+        if not resident.all():
+            pages[~resident] = self._read(layer_idx, metadata.block_table[always[~resident]])
         pages[resident] = self._hot[
             layer_idx, self._slots_of(metadata.sequence_id, hot, always[resident])
         ]
@@ -719,10 +715,13 @@ class SparseOffloadingHandler:
         return exact_log_mass(query, keys_RHD[: len(keys_RHD) - excess])
 
     def _host_keys(self, layer_idx: int, blocks: I32) -> F32:
-        """Returns the unpacked keys of host blocks in a layer, float32 [n, T, H, D]. First waits
-        for the copies to host memory, some of which may write these blocks."""
-        wait_futures([job for spec, job in self._jobs.values() if not spec.is_load])
-        return self._keys_of(self._host.read(layer_idx, blocks))
+        """Returns the unpacked keys of host blocks in a layer, float32 [n, T, H, D]."""
+        return self._keys_of(self._read(layer_idx, blocks))
+
+    def _read(self, layer_idx: int, blocks: I32) -> U8:
+        """Returns the pages of host blocks in a layer, read in the handler's thread: after the
+        copies submitted before, some of which may write these blocks."""
+        return self._copier.submit(self._host.read, layer_idx, blocks).result()
 
     # --------------------------------------------------------------------------------------- copies
 
@@ -741,16 +740,17 @@ class SparseOffloadingHandler:
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Waits until the jobs (`transfer_async`) have ended, and raises the error of a failed job.
-        Afterwards blocks that were copied to host memory may leave their hot slots.
+        Afterwards blocks that were copied to host memory may leave their hot slots, and blocks
+        whose load failed have left them: a later step loads them again.
         """
         jobs = [self._jobs.pop(job_id) for job_id in job_ids]
         wait_futures([job for _, job in jobs])
         for spec, job in jobs:
-            if (
-                not spec.is_load
-                and (state := self._states.get((spec.sequence_id, spec.layer_idx))) is not None
-            ):
+            state = self._states.get((spec.sequence_id, spec.layer_idx))
+            if state is not None and not spec.is_load:
                 state.hot.swapped_out(spec.positions, job.exception() is None)
+            elif state is not None and job.exception() is not None:
+                state.hot.forget(spec.positions)
         for _, job in jobs:
             job.result()
 

@@ -436,9 +436,9 @@ class LoadEnd(google.protobuf.message.Message):
     report_id: builtins.int
     """RequestReport.report_id, in this session."""
     wait_s: builtins.float
-    """Seconds from the begin of the load to its end. The request has waited for this time."""
+    """Seconds from the begin of the load to its end; zero if the request has ended before."""
     failed: builtins.bool
-    """True if the load failed: the request computes the blocks instead."""
+    """True if the load failed (the request computes the blocks) or the request has ended before."""
     def __init__(
         self,
         *,

@@ -181,14 +181,15 @@ class LiveLedger:
 
     def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
         """Counts how long a request waited for its load. If the load failed, subtracts the hit and
-        its saved time, and counts the hit's tokens as missed."""
+        its saved time, and counts the hit's tokens as missed. A load whose request has ended
+        before is no failed load, of which operators are told."""
         was = self._loads.pop((session.secret_id, end.report_id), None)
         if was is None or not end.failed:
             # The load was already counted or forgotten, or succeeded. A request may load again
             # after a preemption.
             self._count(_account(session), Usage(waited_s=end.wait_s))
         else:
-            self._take_back(was, Usage(waited_s=end.wait_s, failed_loads=1))
+            self._take_back(was, Usage(waited_s=end.wait_s, failed_loads=int(end.wait_s > 0)))
 
     def _take_back(self, load: _OpenLoad, more: Usage) -> None:
         """Subtracts the hit of a load, counts its tokens as missed, and adds the usage `more`, all
@@ -207,7 +208,7 @@ class LiveLedger:
 
     def session_closed(self, session: LiveSession) -> None:
         """Subtracts the hits of the session's loads whose end was not reported: the engine or the
-        request has ended before. They do not count as failed loads, of which operators are told."""
+        request has ended before. They do not count as failed loads."""
         for key in [key for key in self._loads if key[0] == session.secret_id]:
             self._take_back(self._loads.pop(key), Usage())
 

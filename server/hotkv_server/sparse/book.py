@@ -23,8 +23,14 @@ from hotkv_sparse.centre import TOKEN_FORMATS
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.formats import bytes_per_block, head_bytes, needs_axes, token_scorer
 from hotkv_sparse.hotset import HotMap, HotSet, SlotMoves, Step
-from hotkv_sparse.scores import prepare, score
-from hotkv_sparse.selection import Selection, Source, Span, select_layer, span
+from hotkv_sparse.selection import (
+    Selection,
+    Source,
+    Span,
+    estimated_log_mass,
+    select_layer,
+    span,
+)
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -390,9 +396,8 @@ def select(
     log_mass = request.always_log_mass
     if log_mass is None:
         always = where.always
-        log_mass = _estimated_log_mass(
-            spec, sources, request.query, rows_C[always[always < len(rows_C)]]
-        )
+        rows = rows_C[always[always < len(rows_C)]]
+        log_mass = estimated_log_mass(request.query, sources, rows, spec.scale)
     evicted = (
         NO_BLOCKS if hot is None else hot.follow(where, request.context_tokens // spec.block_tokens)
     )
@@ -411,14 +416,3 @@ def select(
         return Selected(selection)
     step = hot.step(selection)
     return Selected(selection, step.map, step.load, np.concatenate([evicted, step.load.victims]))
-
-
-def _estimated_log_mass(
-    spec: SelectSpec, sources: Mapping[str, Source], query_QD: F32, rows: I32
-) -> F32:
-    """Returns the log of the attention mass of the blocks whose representations lie in `rows` of
-    the sources, float32 [Q], as the first scorer estimates it; -inf if there are no blocks."""
-    name, source = next(iter(sources.items()))
-    scores = score(prepare(name, query_QD, source.mu, spec.scale, source.bias), source.pool, rows)
-    log_mass: F32 = np.logaddexp.reduce(scores, axis=1, initial=-np.inf).astype(np.float32)
-    return log_mass

@@ -92,13 +92,12 @@ def unused_library_pages(maps: str) -> list[tuple[int, int]]:
 
 def has_own_pages(start: int, end: int) -> bool:
     """Returns whether some pages of the range differ from the mapped file (relocated data). If such
-    pages were dropped, they could not be read again."""
-    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-        entries = np.frombuffer(
-            os.pread(
-                pagemap.fileno(), (end - start) // mmap.PAGESIZE * 8, start // mmap.PAGESIZE * 8
-            ),
-            np.uint64,
-        )
+    pages were dropped, they could not be read again. Also returns True if the kernel can't tell."""
+    at, count = start // mmap.PAGESIZE * 8, (end - start) // mmap.PAGESIZE * 8
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            entries = np.frombuffer(os.pread(pagemap.fileno(), count, at), np.uint64)
+    except OSError:
+        return True
     present, swapped, of_file = (entries >> np.uint64(bit) & np.uint64(1) for bit in (63, 62, 61))
     return bool(np.any(swapped | (present & ~of_file & np.uint64(1))))

@@ -295,11 +295,7 @@ class MemoryTier:
             found = codes == Read.FOUND
             self._sums["read_blocks"] += int(found.sum())
             self._sums["read_bytes"] += int(num_bytes[found].sum())
-            for code, name in (
-                (Read.ABSENT, "absent_blocks"),
-                (Read.CORRUPT, "corrupt_blocks"),
-                (Read.FAILED, "failed_blocks"),
-            ):
+            for code, name in ((Read.CORRUPT, "corrupt_blocks"), (Read.FAILED, "failed_blocks")):
                 self._sums[name] += int((codes == code).sum())
 
 

@@ -221,7 +221,6 @@ class TierFigures:
     read_bytes: int = 0
     written_blocks: int = 0
     written_bytes: int = 0
-    absent_blocks: int = 0
     corrupt_blocks: int = 0
     failed_blocks: int = 0
     queued_bytes: int = 0

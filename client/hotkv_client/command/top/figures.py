@@ -233,14 +233,15 @@ class _Between:
         return self.counter(name) / self.seconds if self.seconds > 0 else 0.0
 
     def ledger(self, engine: str | None = None) -> dict[str, Any]:
-        """Returns the growth of the ledger for an engine; None: for all engines."""
+        """Returns the growth of the ledger for an engine; None: for all engines. A count that has
+        fallen, because a load failed whose hit was counted before, has grown by 0."""
         now = _of(self.after.ledger, engine)
         then = now if self.before is None else _of(self.before.ledger, engine)
         return {
             name: (
-                {key: count - then[name].get(key, 0) for key, count in value.items()}
+                {key: max(0, count - then[name].get(key, 0)) for key, count in value.items()}
                 if isinstance(value, Mapping)
-                else value - then[name]
+                else max(0, value - then[name])
             )
             for name, value in now.items()
         }

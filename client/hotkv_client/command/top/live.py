@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.top import plain
-from hotkv_client.command.top.figures import Figures, Reading, figures_of, read
+from hotkv_client.command.top.figures import Reading, figures_of, read
 from hotkv_proto import extras
 from hotkv_proto.errors import HotKVError
 
@@ -104,28 +104,21 @@ def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) ->
 
 
 def show_lines(client: AdminClient, interval_s: float, count: int, *, as_json: bool) -> None:
-    """Prints figures every `interval_s`, `count` times (0: until Ctrl-C).
+    """Prints figures every `interval_s`, `count` times (0: until Ctrl-C). Rates cover the last
+    interval.
 
     Raises HotKVError if the server does not answer.
     """
-    first = True
-    for figures in _figures(client, interval_s, count):
-        if as_json:
-            print(json.dumps(figures.as_json()), flush=True)
-        else:
-            shown = plain.text(figures, sorted(figures.engines, key=lambda e: e.name))
-            print(("" if first else "\n") + shown, flush=True)
-        first = False
-
-
-def _figures(client: AdminClient, interval_s: float, count: int) -> Iterator[Figures]:
-    """Yields figures every `interval_s`, `count` times (0: for ever). Their rates cover the last
-    interval."""
     before, number = read(client), 0
     while not count or number < count:
         time.sleep(interval_s)
         after = read(client)
-        yield figures_of(before, after)
+        figures = figures_of(before, after)
+        if as_json:
+            print(json.dumps(figures.as_json()), flush=True)
+        else:
+            shown = plain.text(figures, sorted(figures.engines, key=lambda e: e.name))
+            print(("\n" if number else "") + shown, flush=True)
         before, number = after, number + 1
 
 

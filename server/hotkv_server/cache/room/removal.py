@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto import table
 from hotkv_proto.table import Words
+from hotkv_server.cache.arrays import distinct
 from hotkv_server.cache.histogram import AGES_S, Histogram
 from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.removed import Causes, RemovedKeys
@@ -359,6 +360,34 @@ def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) ->
     return blocks
 
 
+Ranked = tuple[Int64s, Int64s, Entries]
+"""Entries from cold to hot: a rank for each, which rises with its heat [n]; the bytes that the
+removal of the first 0 to n of them frees [n + 1]; the entries [n]."""
+
+
+def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
+    """Yields, part by part, the coldest entries of all parts that free at most `most_bytes`
+    together. Before that yields empty arrays, between the steps of a binary search."""
+
+    def bytes_below(rank: int) -> int:
+        return sum(int(sums[np.searchsorted(ranks, rank)]) for ranks, sums, _ in parts)
+
+    low = int(min(ranks[0] for ranks, _, _ in parts))
+    high = int(max(ranks[-1] for ranks, _, _ in parts)) + 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if bytes_below(middle) <= most_bytes else (low, middle - 1)
+        yield np.empty(0, np.uint32)
+    # Of the entries that rank at `low`, only some fit.
+    left_bytes = most_bytes - bytes_below(low)
+    for ranks, sums, entries in parts:
+        begin, end = np.searchsorted(ranks, (low, low + 1))
+        more = sums[begin + 1 : end + 1] - sums[begin]
+        count = begin + np.searchsorted(more, left_bytes, "right")
+        left_bytes -= int(sums[count] - sums[begin])
+        yield entries[:count]
+
+
 MayGo = Callable[[Entries], BoolMask]
 """Function that returns which of the entries [n] may be evicted."""
 
@@ -462,19 +491,29 @@ class Rebalancer:
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
             return self.index.evictable
-        found = [np.empty(0, np.uint32)]
-        for live in books.walk():
-            mine = self.index.evictable(live)
-            if paying is Payers.OTHERS:
-                mine &= books.owners(live) != taker
-            found.append(live[mine])
-            yield
-        going = np.concatenate(found)
-        going = going[np.argsort(books.heat(going), kind="stable")]
-        sizes = books.representations.bytes_with(going)
         allowed = np.zeros(self.index.capacity + 1, np.bool_)
-        allowed[going[books.tenants.within(books.owners(going), sizes, taker)]] = True
+        others: dict[int, list[Ranked]] = {}
+        for live in books.walk():
+            going = live[self.index.evictable(live)]
+            owners = books.owners(going)
+            allowed[going[owners == taker]] = paying is Payers.ALL
+            for owner in distinct(owners[owners != taker]).tolist():
+                others.setdefault(owner, []).append(self._ranked(going[owners == owner]))
+            yield
+        for owner, parts in others.items():
+            for entries in coldest(parts, books.tenants.spare_bytes(owner)):
+                allowed[entries] = True
+                yield
         return lambda entries: self.index.evictable(entries) & allowed[entries]
+
+    def _ranked(self, entries: Entries) -> Ranked:
+        heat = self._books.heat(entries)
+        order = np.argsort(heat, kind="stable")
+        bits = heat[order].view(np.int64)
+        sizes = self._books.representations.bytes_with(entries[order])
+        # The bits of negative numbers fall while the numbers rise.
+        ranks = bits ^ (bits >> 63 & np.iinfo(np.int64).max)
+        return ranks, np.append(0, np.cumsum(sizes)), entries[order]
 
     def _costs(
         self, slot_bytes: int, num_slots: int, may_go: MayGo

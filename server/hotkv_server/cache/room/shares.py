@@ -308,6 +308,10 @@ class TenantBook:
         )
         return allowed
 
+    def spare_bytes(self, tenant: int) -> int:
+        """Returns how many bytes the tenant uses above its guarantee; negative if it uses less."""
+        return int(self.used[tenant] - self._guaranteed[tenant])
+
     def within(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
         """Returns which of the entries [n] may be evicted together for the tenant `taker`, in this
         order, so that no other tenant falls below its guarantee.
@@ -318,7 +322,7 @@ class TenantBook:
         allowed: BoolMask = owners == taker
         for owner in np.unique(owners[~allowed]).tolist():
             here = owners == owner
-            allowed[here] = np.cumsum(sizes[here]) <= self.used[owner] - self._guaranteed[owner]
+            allowed[here] = np.cumsum(sizes[here]) <= self.spare_bytes(owner)
         return allowed
 
     def may_claim(self, taker: int, more_bytes: int) -> bool:

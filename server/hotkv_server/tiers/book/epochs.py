@@ -43,6 +43,10 @@ answered although the store has not raised the epoch; the store must raise it la
 SPARE_S = 0.5
 """Longest time that a flush waits, in addition to CONFIRMED_S, for a store to confirm the new
 epoch."""
+CALM_S = 5.0
+"""For this time after this node has adopted a new epoch of a store, another store may seem to have
+ended none yet. The time is longer than a question (`drive.epochs.ASK_S`), TELL_S and CONFIRMED_S
+together."""
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
@@ -119,7 +123,7 @@ class Record:
     `need`: the latest flush on this node that is required.
     `begun`: the latest flush on this node that has begun.
     `ended`: the latest flush on this node that has ended.
-    `ended_s`: when the flush `ended` has ended.
+    `ended_s`: when the flush `ended` has ended, or an epoch was adopted later without a flush.
     `saved_at`: the first revision of the book that records the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
     `used_s`: when blocks were last requested.
@@ -390,6 +394,7 @@ class EpochBook:
             elif fingerprint not in has_blocks and record.begun == record.ended:
                 standing.epoch, standing.is_vouched, standing.is_none = epoch, True, False
                 standing.target = None
+                record.ended_s = max(record.ended_s, sent_s)
                 if epoch >= restored_below:
                     standing.confirmed_s = sent_s
                 self._seal_anew(record)
@@ -464,6 +469,14 @@ class EpochBook:
         flush of this node nor a raise is pending."""
         standing = self.standing(fingerprint, store)
         return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
+
+    def is_calm(self, fingerprint: str, now_s: float) -> bool:
+        """Returns True if blocks that may come from one store may be copied to another one. Returns
+        False for CALM_S after this node has adopted an epoch: a flush raises the epochs of all
+        stores within TELL_S, but not at the same moment, and until then a store may serve a block
+        that the others have ended."""
+        is_alone = len(self.stores) < 2
+        return is_alone or now_s >= self._record(fingerprint).ended_s + CALM_S
 
     def is_outdated(self, fingerprint: str) -> bool:
         """Returns True if a store has shown a new epoch and this node has not yet flushed the key

@@ -130,9 +130,9 @@ class TierCopies:
         tasks.spawn(self._offer_left(tasks))
 
     def offer_old(self, key_space_id: int, entries: Entries) -> None:
-        """Queues old blocks of host memory (see the module), if this node knows the store's epoch
-        for the key space. Otherwise does nothing."""
-        if self._epochs.get(self._name, key_space_id):
+        """Queues old blocks of host memory (see the module), if `Epochs.may_offer` allows it.
+        Otherwise does nothing."""
+        if self._epochs.may_offer(self._name, key_space_id):
             self._copies.add_old(entries)
 
     async def _copy_stored(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
@@ -186,7 +186,7 @@ class TierCopies:
 
     async def _offer_left(self, tasks: TierTasks) -> None:
         """Queues the blocks that an earlier server left in host memory, a part in each turn. Queues
-        the blocks of a key space only once this node knows the store's epoch for the key space."""
+        the blocks of a key space only once `Epochs.may_offer` allows it."""
         first = 0
         async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
             if not self._left:
@@ -195,7 +195,7 @@ class TierCopies:
             if key_space_id not in self._core.key_spaces:
                 self._left.popleft()
                 first = 0
-            elif not self._epochs.get(self._name, key_space_id):
+            elif not self._epochs.may_offer(self._name, key_space_id):
                 self._left.rotate()
                 first = 0
             elif not len(self._copies.lanes[OLD]):

@@ -232,6 +232,12 @@ class Epochs:
         written. Returns NO_EPOCH if they may not be read or written now."""
         return self.book.epoch(self.fingerprint(key_space_id), store)
 
+    def may_offer(self, store: str, key_space_id: int) -> bool:
+        """Returns True if blocks of the key space may be copied to the store even if they may come
+        from another store: the store has an epoch, and no flush is about to reach the others."""
+        is_calm = self.book.is_calm(self.fingerprint(key_space_id), now_s())
+        return is_calm and self.get(store, key_space_id) != NO_EPOCH
+
     def prefix(self, store: str, key_space_id: int) -> bytes:
         """Returns the prefix of the keys of the key space's blocks in the store. The prefix
         contains the epoch."""

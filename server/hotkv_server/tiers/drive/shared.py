@@ -48,6 +48,8 @@ MAX_FOUND = 1 << 16
 """Most blocks that are remembered as found in the tier."""
 NUM_BUCKETS = 16 * MAX_FOUND
 """Buckets of `FoundBlocks`: so many that few blocks share a bucket with a remembered block."""
+PROBE_S = 0.2
+"""Least time until the deadline of a probe. A lookup that may wait less still serves the next."""
 FOUND_S = 10.0
 """Time for which a block is remembered as found in the tier, unless it is read earlier."""
 
@@ -187,7 +189,8 @@ class TierShared:
         expected = self._epochs.expected(self.name, key_space_id)
         # An answer that is too late for this lookup still serves the next lookup.
         ended.add_done_callback(lambda answer: self._heard(asked, answer))
-        self.tier.probe(keys, until_s, on_loop(ended), expected)
+        deadline_s = max(until_s, time.monotonic() + PROBE_S)
+        self.tier.probe(keys, deadline_s, on_loop(ended), expected)
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:

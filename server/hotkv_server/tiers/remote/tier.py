@@ -261,7 +261,6 @@ class RemoteTier:
         self._count(
             read_blocks=int(found.sum()),
             read_bytes=int(blocks.num_bytes[found].sum()),
-            absent_blocks=int((call.codes == Read.ABSENT).sum()),
             corrupt_blocks=int((call.codes == Read.CORRUPT).sum()),
             failed_blocks=int((call.codes == Read.FAILED).sum()),
         )

@@ -64,13 +64,15 @@ class StoreClock:
     def __repr__(self) -> str:
         return f"StoreClock(run_id={self._run_id!r}, started_us={self._started_us})"
 
-    def restored_below(self, reply: Reply, now_s: float) -> int:
+    def restored_below(self, reply: Reply, now_s: float, highest: int = 0) -> int:
         """Returns the value for `Shown.restored_below`. If the server has just restarted, the value
         is the least epoch that can have begun after the server's start. The value is 0 otherwise,
         and also if the reply does not show when the server started.
 
         `reply`: the reply to INFO_SERVER.
         `now_s`: a time of time.monotonic.
+        `highest`: the highest epoch that the server shows. If it is ahead of the server's clock,
+            because raises at the same moment add up, it may be from before the start too.
         """
         run_id, now_us, up_s = _said(reply)
         if not run_id or not now_us:
@@ -82,8 +84,10 @@ class StoreClock:
             if run_id != self._run_id:
                 self._run_id, self._seen_s, self._started_us = run_id, now_s, started_us
             self._started_us = min(self._started_us, started_us)
-            is_young = up_s < YOUNG_S and now_s < self._seen_s + GRACE_S
-            return protocol.begun(self._started_us) if is_young else 0
+            if up_s >= YOUNG_S or now_s >= self._seen_s + GRACE_S:
+                return 0
+            is_ahead = highest > protocol.begun(now_us)
+            return highest + 1 if is_ahead else protocol.begun(self._started_us)
 
 
 INFO_SERVER = Command(b"", (command(b"INFO", b"server"),))

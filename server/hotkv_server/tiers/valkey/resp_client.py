@@ -178,7 +178,8 @@ class RespClient:
                 assert isinstance(begun, ErrorReply)
                 raise unusable(begun.code) or LostError(f"begins no epoch: {begun.code}")
         shown = {name: epoch for name, epoch in found.items() if epoch is not None}
-        return Shown(shown, self._clock.restored_below(info, time.monotonic()))
+        below = self._clock.restored_below(info, time.monotonic(), max(shown.values(), default=0))
+        return Shown(shown, below)
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
         """Raises the epoch of a key space; see `Client.raise_epoch`."""
