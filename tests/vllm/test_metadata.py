@@ -54,11 +54,7 @@ def test_two_reports_are_joined_and_stay_as_they_are() -> None:
     before = copy.deepcopy((one, two))
     both = one.aggregate(two)
     assert both == HotKVWorkerMetadata(
-        stores={
-            1: StoreReport([b"a"]),
-            2: StoreReport([b"b", b"c", b"d"]),
-            3: StoreReport([b"e"]),
-        },
+        stores={1: StoreReport([b"a"]), 2: StoreReport([b"b", b"c", b"d"]), 3: StoreReport([b"e"])},
         counters={"stores": 6.0, "loads": 2.0, "new": 7.0},
         sparse=sparse(x=3.0),
         handshakes=(FIRST, SECOND),
@@ -108,8 +104,7 @@ SAID: dict[str, st.SearchStrategy[Any]] = {
     | st.builds(
         AdapterReport,
         st.dictionaries(
-            st.integers(1, 2),
-            st.dictionaries(RANKS, st.sampled_from([UNKNOWN, LATER, "x", "y"])),
+            st.integers(1, 2), st.dictionaries(RANKS, st.sampled_from([UNKNOWN, LATER, "x", "y"]))
         ),
         st.frozensets(st.integers(1, 2)),
     ),
