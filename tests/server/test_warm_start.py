@@ -22,6 +22,7 @@ from hotkv_proto.keys import token_block_hashes
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_proto.v1 import warm_pb2
 from hotkv_server.cache.values import HashList
+from hotkv_server.tiers.drive import shared as tier_shared
 from hotkv_server.warm_start import book as hottest
 from hotkv_server.warm_start.book import Warmth
 from hotkv_server.warm_start.drive import WarmStart
@@ -256,6 +257,7 @@ async def test_blocks_of_several_prompts_keep_their_depths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hottest, "PART_ENTRIES", 2)
+    monkeypatch.setattr(tier_shared, "PROBE_S", 0.0)
     async with tier_nodes() as (one, other):
         await one.share([0, 1, 2, 10, 11])
         prompts = [HashList(0, words_of(numbers)) for numbers in ([0, 1, 2], [0, 10, 11, 99])]
