@@ -273,3 +273,7 @@ async def test_blocks_of_several_prompts_keep_their_depths(
         parts = [part async for part in WarmStart(other.core, None).export(1, 4 * SLOT_ALIGN)]
         named = np.concatenate([one.hashes for part in parts for one in part])
         assert np.array_equal(np.sort(named, 0), np.sort(words_of([0, 2, 10, 11]), 0))
+        warm = hottest.joined([*hottest.warmth(other.core, 1)])
+        evict(other.core, 1, 0, words_of([2, 11]))
+        other.put([20])
+        assert sum(len(one.hashes) for one in hottest.names(other.core, warm)) == 2
