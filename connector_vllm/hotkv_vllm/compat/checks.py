@@ -34,8 +34,7 @@ def check_ranks(vllm_config: Any) -> None:
         raise Unsupported("prefill context parallelism is not supported yet")
     if getattr(parallel, "nnodes_within_dp", 1) > 1:
         raise Unsupported(
-            "the engine's ranks are on several machines (nnodes); hotkv keeps KV of engines "
-            "that "
+            "the engine's ranks are on several machines (nnodes); hotkv keeps KV of engines that "
             "are on one"
         )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:

@@ -60,8 +60,7 @@ class CacheReset:
         accepted = _is_good(answer)
         if not accepted and not self._session.connected:
             logger.info(
-                "hotkv: there is no server whose cache could be emptied; that is done when "
-                "it is "
+                "hotkv: there is no server whose cache could be emptied; that is done when it is "
                 "back, before anything is loaded"
             )
             self._answer = None

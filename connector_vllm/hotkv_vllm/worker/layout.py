@@ -114,8 +114,7 @@ def _why_not_shared(storage: Any) -> str:
         return "a MIG instance shares memory only within itself: run the server in the same one"
     return (
         "memory must come from cudaMalloc: leave out enable_sleep_mode and "
-        "enable_cumem_allocator, and use no managed memory or other "
-        "allocator"
+        "enable_cumem_allocator, and use no managed memory or other allocator"
     )
 
 
@@ -353,8 +352,7 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
         free = os.statvfs(SHARED_MEMORY_DIR)
         if free.f_bavail * free.f_frsize < storage.nbytes() * 1.02:
             raise Unsupported(
-                f"{SHARED_MEMORY_DIR} has {free.f_bavail * free.f_frsize >> 20} MiB left, "
-                "the KV "
+                f"{SHARED_MEMORY_DIR} has {free.f_bavail * free.f_frsize >> 20} MiB left, the KV "
                 f"cache needs {storage.nbytes() >> 20} MiB"
             )
     fd, size = share()

@@ -194,10 +194,6 @@ class RankLoads:
             for load in self._active.values()
             if load.answer is not None and load.answer.done()
         ]
-        finished, failed = self._taken(ended)
-        return finished, failed, ended
-
-    def _taken(self, ended: list[Ended]) -> tuple[set[str], set[str]]:
         failed = self._failed | {one.load.job.request_id for one in ended if one.num_bytes is None}
         finished = failed | {one.load.job.request_id for one in ended}
         self._active = {
@@ -206,7 +202,7 @@ class RankLoads:
             if request_id not in finished
         }
         self._failed = set()
-        return finished, failed
+        return finished, failed, ended
 
     def take_failed(self) -> tuple[set[str], list[ActiveLoad]]:
         """Removes all loads that have ended or were never sent. Returns the ids of the requests
