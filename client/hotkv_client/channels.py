@@ -107,8 +107,7 @@ def metadata(target: str, credentials: Credentials) -> Metadata:
             Reason.INVALID_FIELD,
             (
                 f"token_file {credentials.token_file!r} holds no token; write one line of ASCII "
-                "into "
-                "it"
+                "into it"
             ),
         )
     return (("authorization", f"Bearer {token}"),)

@@ -145,16 +145,6 @@ class HookClock:
             self.longest_s * 1e3,
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "hook_s": self.hook_s,
-            "startup_s": self.startup_s,
-            "longest_s": self.longest_s,
-            "steps": self.steps,
-            "step_s": self.step_s,
-            "by_hook_s": dict(sorted(self.by_hook.items())),
-        }
-
     def write(self, path: str) -> None:
         """Merges this side's figures into a JSON file, into which the engine's other processes
         write too. If the file has the figures of another engine, replaces them. Raises OSError.
@@ -172,7 +162,14 @@ class HookClock:
                 merged = {}
         if merged.get("engine_id") != self._engine_id:
             merged = {"engine_id": self._engine_id, "sides": {}}
-        merged["sides"][self.who] = self.as_dict()
+        merged["sides"][self.who] = {
+            "hook_s": self.hook_s,
+            "startup_s": self.startup_s,
+            "longest_s": self.longest_s,
+            "steps": self.steps,
+            "step_s": self.step_s,
+            "by_hook_s": dict(sorted(self.by_hook.items())),
+        }
         sides = merged["sides"].values()
         merged["hook_s"] = sum(side["hook_s"] for side in sides)
         merged["steps"] = max(side["steps"] for side in sides)

@@ -239,8 +239,7 @@ class Layout:
                 )
             if handle.is_cuda and (len(handle.cuda_handle) != 64 or len(handle.device_uuid) != 16):
                 raise ValueError(
-                    f"handles[{index}].cuda_ipc needs a handle of 64 bytes and a device_uuid "
-                    "of "
+                    f"handles[{index}].cuda_ipc needs a handle of 64 bytes and a device_uuid of "
                     "16 bytes"
                 )
         num_runs = 0
@@ -249,8 +248,7 @@ class Layout:
             num_runs += math.prod(count for count, _ in tensor.dims)
             if num_runs > MAX_RUNS:
                 raise ValueError(
-                    f"tensors[{index}].dims and those before enumerate more than {MAX_RUNS} "
-                    "runs "
+                    f"tensors[{index}].dims and those before enumerate more than {MAX_RUNS} runs "
                     "of a block"
                 )
             if not 0 <= tensor.group_index < len(groups) and tensor.group_index not in (
@@ -258,8 +256,7 @@ class Layout:
             ):
                 raise ValueError(
                     f"tensors[{index}].group_index is {tensor.group_index}; this key space has "
-                    f"{len(groups)} groups "
-                    f"and {len(representations or {})} representations"
+                    f"{len(groups)} groups and {len(representations or {})} representations"
                 )
         tensors_of = self._by_group()
         for group_index, group in enumerate(groups):
@@ -343,8 +340,7 @@ class Layout:
         for offset, page_bytes in pages:
             if offset != at:
                 raise ValueError(
-                    f"tensors of group {group_index} leave a gap or overlap at byte {at} of "
-                    "the "
+                    f"tensors of group {group_index} leave a gap or overlap at byte {at} of the "
                     "shard"
                 )
             at += page_bytes

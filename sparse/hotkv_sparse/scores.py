@@ -80,8 +80,7 @@ def prepare(
                 Reason.INVALID_FIELD,
                 (
                     f"mu is {list(mu_HD.shape)}; a query [{num_heads}, {head_size}] needs "
-                    "[kv_heads, "
-                    f"{head_size}]"
+                    f"[kv_heads, {head_size}]"
                 ),
             )
         shift = np.sum(

@@ -116,8 +116,7 @@ def fuse(
             Reason.INVALID_FIELD,
             (
                 f"fusion of {len(scores_QS)} scorers has exponents {list(exponents)}; pass one "
-                "above "
-                "0 for each"
+                "above 0 for each"
             ),
         )
     totals = [_log_total(scores, always_log_mass_Q) for scores in scores_QS]

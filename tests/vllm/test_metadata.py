@@ -16,12 +16,6 @@ from hotkv_vllm.metadata import JOINS, HotKVHandshake, HotKVWorkerMetadata, Stor
 from hotkv_vllm.sparse.reporter import SparseReport
 
 FIRST, SECOND = HotKVHandshake(None, "first"), HotKVHandshake(None, "second")
-
-
-def sparse(**counters: float) -> SparseReport:
-    return SparseReport(layers={0: dict(counters)})
-
-
 EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
     "stores": (
         {1: StoreReport([b"a"]), 2: StoreReport([b"b"])},
@@ -29,7 +23,7 @@ EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
         {1: StoreReport([b"a"]), 2: StoreReport([b"b", b"c", b"d"])},
     ),
     "counters": ({"a": 1.0, "b": 2.0}, {"a": 5.0, "c": 7.0}, {"a": 6.0, "b": 2.0, "c": 7.0}),
-    "sparse": (sparse(x=1.0), sparse(x=2.0), sparse(x=3.0)),
+    "sparse": tuple(SparseReport(layers={0: {"x": value}}) for value in (1.0, 2.0, 3.0)),
     "handshakes": ((FIRST,), (SECOND,), (FIRST, SECOND)),
     "settled_step": (3, 2, 3),
     "overdue_loads": (("a", "b"), ("b", "c"), ("a", "b", "c")),
@@ -151,3 +145,17 @@ def test_the_worst_that_a_rank_says_is_kept(said: list[tuple[Any, Any]]) -> None
     found = both.load_seconds.get("a", 0.0)
     assert (found < 0) == (min(seconds) < 0) and abs(found) == max(map(abs, seconds))
     assert bool(both.links.get(1)) == any(links.get(1) for _, links in said)
+
+
+@given(st.lists(SAID["sparse"], min_size=1, max_size=4))
+def test_what_ranks_say_of_sparse_decode_is_summed_up(said: list[SparseReport | None]) -> None:
+    both, reports = joined([HotKVWorkerMetadata(sparse=one) for one in said]), [*filter(None, said)]
+    found = both.sparse or SparseReport()
+    assert both.is_empty() == (not reports)
+    assert found.ended == frozenset().union(*(one.ended for one in reports))
+    for name in "ab":
+        at = [one.positions[name].tolist() for one in reports if name in one.positions]
+        assert found.positions.get(name, np.array(())).tolist() == sorted(set[int]().union(*at))
+        for layer in (0, 1):
+            counters = [one.layers.get(layer, {}).get(name, 0) for one in (*reports, found)]
+            assert sum(counters[:-1]) == counters[-1]

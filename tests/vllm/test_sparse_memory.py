@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -18,7 +18,6 @@ from hotkv_client.types import Role, SessionConfig
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, group_hashes
-from hotkv_vllm.metadata import HotKVWorkerMetadata
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.sparse import sequences as memory_module
 from hotkv_vllm.sparse.reporter import REPORT_INTERVAL_S, SparseReport, SparseReporter
@@ -338,37 +337,6 @@ def test_each_group_has_a_sequence_of_its_own(second_tokens: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------- worker
-
-REPORTS = st.builds(
-    SparseReport,
-    st.dictionaries(
-        st.sampled_from("abc"),
-        st.sets(st.integers(0, 20), min_size=1).map(lambda s: np.array(sorted(s), np.int32)),
-    ),
-    st.dictionaries(
-        st.integers(1, 2),
-        st.dictionaries(st.sampled_from(["selects", "recall"]), st.integers(1, 9).map(float)),
-    ),
-    st.frozensets(st.sampled_from("abc")),
-)
-
-
-@given(st.lists(REPORTS, min_size=1, max_size=4))
-def test_what_ranks_report_is_joined(reports: list[SparseReport]) -> None:
-    whole = HotKVWorkerMetadata(counters={"load_bytes": 1})
-    for report in reports:
-        whole = whole.aggregate(HotKVWorkerMetadata(sparse=report)).aggregate(HotKVWorkerMetadata())
-    found = whole.sparse
-    assert found is not None and not whole.is_empty()
-    for name in "abc":
-        expected = set().union(
-            *(report.positions[name].tolist() for report in reports if name in report.positions)
-        )
-        assert found.positions.get(name, np.empty(0, np.int32)).tolist() == sorted(expected)
-        assert (name in found.ended) == any(name in report.ended for report in reports)
-    for layer, name in itertools.product((1, 2), ("selects", "recall")):
-        expected_sum = sum(report.layers.get(layer, {}).get(name, 0) for report in reports)
-        assert found.layers.get(layer, {}).get(name, 0) == expected_sum
 
 
 def test_nothing_is_left_out_of_reports_and_most_steps_have_none() -> None:

@@ -70,12 +70,6 @@ class Exactness:
         self._inexact[NULL_BLOCK] = False
         self._exact_tokens.clear()
 
-    def step_was_lost(self) -> None:
-        """Handles a step that vLLM has planned and for which `step` was not called. If
-        `is_watching`, does the same as `distrust_all`; otherwise does nothing."""
-        if self.is_watching:
-            self.distrust_all()
-
     def matched(self, request_id: str, device_tokens: int, is_streamed: bool = False) -> None:
         """Records that vLLM has asked how long a request's hit is.
 

@@ -22,7 +22,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -556,13 +556,9 @@ class HotKVTier(SecondaryTierManager):
         if not session.wants_token_ids or known.request is None or start_tokens % size:
             return run
         stop = first + len(chain)
-        return BlockRun(
-            run.group_index,
-            run.hashes,
-            run.block_ids,
-            run.parent_hash,
-            first,
-            known.request.all_token_ids[first * size : stop * size],
+        return replace(
+            run,
+            token_ids=known.request.all_token_ids[first * size : stop * size],
             extra_keys=steps.event_extra_keys(known.request, range(first, stop), size),
         )
 

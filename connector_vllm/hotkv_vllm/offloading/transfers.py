@@ -233,7 +233,10 @@ class Transfers:
     def drain(self) -> None:
         """Blocks until no job is in progress. Logs a warning every WARN_AFTER_S."""
         warn_at_s = time.monotonic() + WARN_AFTER_S
-        while not self._wait_idle(0.05):
+        while True:
+            with self._settled:
+                if self._settled.wait_for(lambda: self.is_idle, 0.05):
+                    return
             self._check_patience()
             if time.monotonic() > warn_at_s:
                 warn_at_s += WARN_AFTER_S
@@ -252,10 +255,6 @@ class Transfers:
             if self._num_loads:
                 self._settled.wait_for(lambda: self._ended, timeout_s)
             return bool(self._ended)
-
-    def _wait_idle(self, timeout_s: float) -> bool:
-        with self._settled:
-            return self._settled.wait_for(lambda: self.is_idle, timeout_s)
 
     def _end(self, ended: Ended, *, is_load: bool) -> None:
         with self._settled:

@@ -208,7 +208,8 @@ class StepPlanner:
         stores that were not sent to the workers yet. Loads that were to begin are reported as
         failed, and the blocks that the step computes are not stored.
         """
-        self._exactness.step_was_lost()
+        if self._exactness.is_watching:
+            self._exactness.distrust_all()
         self._requests.others.lost()
         self._adapters.give_back()
         self._requests.lost_track = False

@@ -310,13 +310,12 @@ class MissingBlocks:
         """
         stop, tokens = first + len(ids), self._groups.specs[index].block_tokens
         parent = hashes[first - 1] if first else b""
+        run = BlockRun(index, list(hashes[first:stop]), ids, parent, first)
         if not self._session.wants_token_ids:
-            return BlockRun(index, list(hashes[first:stop]), ids, parent, first)
+            return run
         token_ids = state.request.all_token_ids[first * tokens : stop * tokens]
         extra_keys = steps.event_extra_keys(state.request, range(first, stop), tokens)
-        return BlockRun(
-            index, list(hashes[first:stop]), ids, parent, first, token_ids, extra_keys=extra_keys
-        )
+        return replace(run, token_ids=token_ids, extra_keys=extra_keys)
 
 
 def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:

@@ -122,13 +122,9 @@ class SparseOffloadingManager:
         return rows[selection.blocks], selection.weights
 
     def _ready_prefix(self, block_hashes: Sequence[bytes]) -> I32:
-        rows = []
-        for block_hash in block_hashes:
-            block = self._block_of.get(block_hash)
-            if block is None or not self._is_ready[block]:
-                break
-            rows.append(block)
-        return np.array(rows, np.int32)
+        blocks = (self._block_of.get(block_hash, -1) for block_hash in block_hashes)
+        ready = itertools.takewhile(lambda block: block >= 0 and self._is_ready[block], blocks)
+        return np.fromiter(ready, np.int32)
 
     def prepare_sparse_load(self, selected_blocks: I32) -> LoadSpec:
         """Pins host blocks until `complete_load`. Raises HotKVError (INVALID_FIELD) if a block is

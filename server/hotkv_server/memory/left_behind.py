@@ -96,8 +96,7 @@ def remove(found: ArenaLeft) -> int:
             remove_by_descriptor(fd)
         except BusyError as error:
             raise BusyError(
-                f"{found.path} is in use by a running server, pid {_pid(fd) or 'unknown'}: "
-                "stop "
+                f"{found.path} is in use by a running server, pid {_pid(fd) or 'unknown'}: stop "
                 "it first"
             ) from error
     finally:

@@ -55,8 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Replays traces of requests (Mooncake's format: JSON lines with timestamp in ms and "
         "hash_ids) through the cache's own core and "
         "says which share of the blocks would hit, beside what a cache without end (unbounded) "
-        "and one that knows the future "
-        "(clairvoyant) would reach."
+        "and one that knows the future (clairvoyant) would reach."
     )
     parser.add_argument(
         "--trace",

@@ -250,8 +250,7 @@ def _request(line: bytes, where: str) -> tuple[Request, Tokens]:
         or not abs(timestamp_ms) <= MAX_TIME_MS
     ):
         raise TraceError(
-            f"{where}: timestamp is {_shown(fields, 'timestamp')}; give the time of the "
-            "request "
+            f"{where}: timestamp is {_shown(fields, 'timestamp')}; give the time of the request "
             "as a number of milliseconds"
         )
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:

@@ -163,8 +163,7 @@ def _centres(messages: Iterable[sparse_pb2.LayerCentre]) -> dict[int, PackedCent
         bias = {of.scorer: of.bias for of in m.biases}
         if len(bias) < len(m.biases):
             raise _invalid(
-                f"select.centres.biases lists a scorer of layer {m.layer_index} twice; give "
-                "each "
+                f"select.centres.biases lists a scorer of layer {m.layer_index} twice; give each "
                 "one bias"
             )
         centres[m.layer_index] = PackedCentre(m.mu, bias)

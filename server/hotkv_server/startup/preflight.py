@@ -151,8 +151,7 @@ def check_arena_room(settings: Settings) -> None:
         raise StartError(
             f"arena: {folder} has {free_bytes >> 20} MiB free, arena and table need "
             f"{missing_bytes >> 20} MiB more: lower arena.bytes ({arena.bytes >> 20} MiB), or "
-            "enlarge the file system (Docker, Kubernetes: mount a directory of the node's "
-            "/dev/shm)"
+            "enlarge the file system (Docker, Kubernetes: mount a directory of the node's /dev/shm)"
         )
     granted = limits.machine_bytes()
     if arena.bytes > granted:

@@ -121,8 +121,7 @@ def address_of(argument: Argument) -> int:
             Reason.INVALID_FIELD,
             (
                 f"{type(argument).__name__} is no device memory; pass a CUDA tensor, a CuPy "
-                "array or "
-                "an address"
+                "array or an address"
             ),
         )
     return int(interface["data"][0])

@@ -71,8 +71,7 @@ class FairBound:
         `what`: the name of the units, in the plural."""
         return (
             f"{self.held(owner)} {what} are held by this client and {self.capacity - self.total} "
-            f"of {self.capacity} are free; "
-            "nobody may hold more than is left for others"
+            f"of {self.capacity} are free; nobody may hold more than is left for others"
         )
 
     def check(self, held: dict[str, int]) -> None:
