@@ -24,7 +24,7 @@ from hotkv_proto.blocks import (
     TransferResult,
     TransferStatus,
 )
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.messages import fields
 from hotkv_proto.table import Words, hash_words
@@ -166,11 +166,7 @@ def read_runs(
 
 
 def _check_blocks(num_blocks: int, most: int) -> None:
-    if num_blocks > most:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"runs name {num_blocks} blocks; at most {most} are accepted in a call: send several",
-        )
+    check_most(most, num_blocks, "runs name {} blocks", " in a call: send several")
 
 
 def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunContent:

@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf.descriptor import EnumDescriptor
 from numpy.typing import ArrayLike, NDArray
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most
 
 MAX_IDENTIFIER = 256
 MAX_LISTS = 1024
@@ -48,12 +48,7 @@ def check_printable(field: str, text: str) -> None:
 
 def check_lists(field: str, messages: Sequence[object]) -> None:
     """Raises TOO_LARGE for more than MAX_LISTS entries."""
-    if len(messages) > MAX_LISTS:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"{field} has {len(messages)} entries; at most {MAX_LISTS} are accepted: join "
-            "neighbours",
-        )
+    check_most(MAX_LISTS, len(messages), field + " has {} entries", ": join neighbours")
 
 
 def seconds(field: str, milliseconds: int) -> float:

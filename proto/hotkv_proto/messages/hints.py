@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from hotkv_proto import hints
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most
 from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Target
 from hotkv_proto.messages import fields
 from hotkv_proto.v1 import hints_pb2
@@ -128,11 +128,7 @@ def read_envelope(text: str) -> Hints:
     """Reads a router's envelope (a set of actions on blocks) in JSON. A wrong action is listed in
     `Hints.rejected`. Raises INVALID_FIELD if the text is no JSON object, TOO_LARGE if it is too
     long."""
-    if len(text) > MAX_ENVELOPE_CHARS:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"kv_hints has {len(text)} characters; at most {MAX_ENVELOPE_CHARS} are accepted",
-        )
+    check_most(MAX_ENVELOPE_CHARS, len(text), "kv_hints has {} characters")
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError) as error:

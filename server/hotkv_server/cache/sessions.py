@@ -7,7 +7,7 @@ a compact form of a block's keys, for sparse attention.
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_server.cache.room.removal import Books
 from hotkv_server.cache.room.shares import TenantBook
@@ -383,11 +383,7 @@ def check_named(
                 "groups.group_index names a representation; those go with their blocks, so "
                 "name these",
             )
-    if num_blocks > most_blocks:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"the call names {num_blocks} blocks; at most {most_blocks} are accepted",
-        )
+    check_most(most_blocks, num_blocks, "the call names {} blocks")
 
 
 class SessionBook:

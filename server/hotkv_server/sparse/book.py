@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_sparse.centre import TOKEN_FORMATS
 from hotkv_sparse.config import SparseConfig
@@ -141,12 +141,7 @@ class SelectSpec:
                     )
 
     def _check_centres(self) -> None:
-        if self.centre_bytes > MAX_CENTRE_BYTES:
-            raise _invalid(
-                f"select.centres have {self.centre_bytes} bytes; at most {MAX_CENTRE_BYTES} are "
-                "accepted",
-                Reason.TOO_LARGE,
-            )
+        check_most(MAX_CENTRE_BYTES, self.centre_bytes, "select.centres have {} bytes")
         shape = (self.num_shards * self.kv_heads, self.head_size)
         for layer, centre in self.centres.items():
             if layer not in self.layer_indices:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sized
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.messages import fields
@@ -123,10 +123,7 @@ def _positions(field: str, packed: bytes, most: int) -> I32:
 
 
 def _check_count(field: str, values: Sized, most: int) -> None:
-    if len(values) > most:
-        raise _invalid(
-            f"{field} has {len(values)} entries; at most {most} are accepted", Reason.TOO_LARGE
-        )
+    check_most(most, len(values), field + " has {} entries")
 
 
 def _check_layer(field: str, layer: int) -> None:

@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import packed_words, read_groups
@@ -92,11 +92,8 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
             hashes = await asyncio.to_thread(prompt_hashes, space, prompt.hashes, prompt.token_ids)
             lists += of_groups(space, hashes)
         most = inspect.limits(self._node.core).max_blocks_per_call
-        if (num_blocks := sum(len(one.hashes) for one in lists)) > most:
-            raise HotKVError(
-                Reason.TOO_LARGE,
-                f"the call names {num_blocks} blocks; at most {most} are accepted: send several",
-            )
+        num_blocks = sum(len(one.hashes) for one in lists)
+        check_most(most, num_blocks, "the call names {} blocks", ": send several")
         if not num_blocks:
             raise HotKVError(
                 Reason.INVALID_FIELD, "groups and prompts name no whole block; name some"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hotkv_proto.blocks import LeaseGrant
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most
 from hotkv_proto.messages import cache, fields
 from hotkv_proto.messages.layout import read_device_mark
 from hotkv_proto.messages.session import MAX_REPORTS, read_ended, read_load_ends, read_reports
@@ -326,12 +326,8 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
             f"with {inspect.limits(node.core).max_blocks_per_call}"
             " are accepted in a message; send several",
         )
-    if len(request.loads) > MAX_REPORTS:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"loads has {len(request.loads)} entries; at most {MAX_REPORTS} are accepted in a "
-            "message; send several",
-        )
+    advice = " in a message; send several"
+    check_most(MAX_REPORTS, len(request.loads), "loads has {} entries", advice)
     speed = fields.rate("prefill_tokens_per_s", request.prefill_tokens_per_s)
     if not SLOWEST <= speed <= FASTEST:
         speed = 0.0

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import hotkv_proto
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most
 from hotkv_proto.keys import KeySpace, signed_salt
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import load_response, packed_words, store_response
@@ -556,12 +556,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         fields.name("engine_id", opening.engine_id)
         fields.name("client_name", opening.client_name)
         fields.name("engine_name", opening.engine_name)
-        if len(opening.model_names) > MAX_MODEL_NAMES:
-            raise HotKVError(
-                Reason.TOO_LARGE,
-                f"model_names has {len(opening.model_names)} entries; at most {MAX_MODEL_NAMES} "
-                "are accepted",
-            )
+        check_most(MAX_MODEL_NAMES, len(opening.model_names), "model_names has {} entries")
         for name in opening.model_names:
             fields.name("model_names", name)
         key_space, representations = (
