@@ -7,6 +7,7 @@ vLLM does not (MultiConnector), the scheduler side asks for them, and the next r
 All messages are small picklable values: they contain hashes and ids, never KV bytes.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -244,7 +245,6 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 Value = TypeVar("Value")
-Number = TypeVar("Number", int, float)
 Join = Callable[[Any, Any], Any]
 
 
@@ -267,21 +267,6 @@ def _if_any(one: Value | None, other: Value | None) -> Value | None:
     return joined
 
 
-def _sum(one: Number, other: Number) -> Number:
-    return one + other
-
-
-def _ordered(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the names in either tuple, sorted and without duplicates."""
-    return tuple(sorted({*one, *other}))
-
-
-def _by_rank(
-    one: tuple[HotKVHandshake, ...], other: tuple[HotKVHandshake, ...]
-) -> tuple[HotKVHandshake, ...]:
-    return tuple(sorted(one + other, key=lambda said: (said.rank, repr(said))))
-
-
 def _slower(one: float, other: float) -> float:
     """Returns the longer of two load times. The result is negative if either time is negative: the
     load reached its time limit in that rank."""
@@ -299,13 +284,15 @@ def _worse_answer(one: WeightsReport, other: WeightsReport) -> WeightsReport:
 
 JOINS: dict[str, Join] = {
     "stores": _each(StoreReport.join),
-    "counters": _each(_sum),
+    "counters": _each(operator.add),
     "sparse": _if_any,
-    "handshakes": _by_rank,
+    "handshakes": lambda one, other: tuple(
+        sorted(one + other, key=lambda said: (said.rank, repr(said)))
+    ),
     "settled_step": max,
     "timed_step": max,
-    "overdue_loads": _ordered,
-    "settled_loads": _each(_sum),
+    "overdue_loads": lambda one, other: tuple(sorted({*one, *other})),
+    "settled_loads": _each(operator.add),
     "load_seconds": _each(_slower),
     "links": _each(max),
     "adapters": _if_any,

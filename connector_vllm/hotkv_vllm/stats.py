@@ -80,14 +80,11 @@ class HotKVPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         try:
-            self._observe(transfer_stats_data, engine_idx)
+            for name, value in transfer_stats_data.items():
+                if name in self._counters:
+                    self._counters[name][engine_idx].inc(value)
         except Exception:  # noqa: BLE001 - hook edge: a fault here would end vLLM's output loop
             logger.exception("hotkv: counters could not be observed")
-
-    def _observe(self, transfer_stats_data: dict[str, Any], engine_idx: int) -> None:
-        for name, value in transfer_stats_data.items():
-            if name in self._counters:
-                self._counters[name][engine_idx].inc(value)
 
 
 class SilentPromMetrics(KVConnectorPromMetrics):

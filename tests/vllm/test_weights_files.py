@@ -193,7 +193,7 @@ def test_weights_beside_the_models_own_count(tmp_path: Path, where: str) -> None
     ids = {f"{name}_model_id": str(tmp_path / name) for name in ("text", "audio")}
     path, config = str(tmp_path / "model"), SimpleNamespace(**ids)
     engine = SimpleNamespace(
-        model_config=SimpleNamespace(model=path, revision=None, hf_config=config),
+        model_config=SimpleNamespace(model=path, revision=None, hf_config=config, **PLAIN),
         load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,
     )
