@@ -7,7 +7,7 @@ the registration of memory do that.
 
 from collections.abc import Iterable
 
-from hotkv_proto.errors import HotKVError, Reason, check_most
+from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
@@ -66,7 +66,7 @@ def read_key_space(message: layout_pb2.KeySpace) -> KeySpace:
             extra=tuple(message.extra),
         )
     except ValueError as error:
-        raise HotKVError(Reason.INVALID_FIELD, f"key_space.{error}") from error
+        raise invalid(f"key_space.{error}") from error
 
 
 def _check_texts(message: layout_pb2.KeySpace) -> None:
@@ -123,7 +123,7 @@ def read_representations(
                 Representation(m.group_index, m.format, m.version, tuple(m.shard_byte_counts))
             )
         except ValueError as error:
-            raise HotKVError(Reason.INVALID_FIELD, f"representations[{index}].{error}") from error
+            raise invalid(f"representations[{index}].{error}") from error
     return tuple(kinds)
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hotkv_proto.errors import HotKVError, Reason, check_most
+from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.messages.hints import read_envelope
@@ -100,7 +100,7 @@ def page_size(asked: int) -> int:
         of range.
     """
     if not 0 <= asked <= MAX_PAGE:
-        raise HotKVError(Reason.INVALID_FIELD, f"page_size is {asked}; allowed are 0 to {MAX_PAGE}")
+        raise invalid(f"page_size is {asked}; allowed are 0 to {MAX_PAGE}")
     return asked or DEFAULT_PAGE
 
 
