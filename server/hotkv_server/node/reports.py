@@ -21,7 +21,7 @@ from hotkv_proto.reports import LoadEnd
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.broadcast import Feeds
-from hotkv_server.node.capability import Capability, Ended, Report
+from hotkv_server.node.capability import Capability, Ended, Report, tell_all
 from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.session import LiveSession
 
@@ -136,15 +136,21 @@ class Reports:
 
     def ended(self, session: LiveSession, requests: Sequence[Ended]) -> None:
         """Notifies the capabilities of requests that have ended."""
-        for request in requests:
-            for one in self._capabilities:
+
+        def told(one: Capability) -> None:
+            for request in requests:
                 one.request_ended(session, request)
+
+        tell_all(self._capabilities, told)
 
     def loads_ended(self, session: LiveSession, loads: Sequence[LoadEnd]) -> None:
         """Notifies the capabilities of loads of reported requests that have ended."""
-        for load in loads:
-            for one in self._capabilities:
+
+        def told(one: Capability) -> None:
+            for load in loads:
                 one.load_ended(session, load)
+
+        tell_all(self._capabilities, told)
 
     def _uses(
         self, session: LiveSession, reports: Sequence[Report], now_s: float
