@@ -325,15 +325,15 @@ def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
     assert [side.report(None).hook_errors for _ in range(2)] == [1, 0]
 
 
-@pytest.mark.parametrize("counts_media", [False, True])
+@pytest.mark.parametrize("media", ["named", "counted", "old", "new"])
 @pytest.mark.parametrize("has_adapter", [False, True])
 @pytest.mark.parametrize("has_media", [False, True])
 def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
-    monkeypatch, counts_media, has_adapter, has_media
+    monkeypatch, media, has_adapter, has_media
 ):
-    """An adapter is named by its path. Media are named by a counter if `counts_media`."""
+    """An adapter is named by its path. Media are named by a counter, or encoded by old weights."""
     side, tier = made(monkeypatch)
-    side._counts_media = counts_media
+    side._counts_media = media == "counted"
     request = SimpleNamespace(
         request_id="r",
         lora_request="adapter" if has_adapter else None,
@@ -341,7 +341,14 @@ def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
         mm_features=("picture",) if has_media else (),
     )
     side.arrived(request)
-    assert tier.told == {"r": has_adapter or (counts_media and has_media)}
+    if media in ("old", "new"):
+        monkeypatch.setattr(scheduler.checks, "is_pausing", lambda: media == "new")
+        side.reset(True)
+        side._weights.ask(0.0)
+        side._adopt("other")
+    is_left_out = has_adapter or (has_media and media in ("counted", "old"))
+    assert side._is_excluded(request) == is_left_out
+    assert tier.told == {"r": is_left_out}
 
 
 def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):

@@ -185,6 +185,14 @@ def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
     said = started(folder, before=drop).stderr
     assert "runtime_dir: [Errno 13] Permission denied" in said
     assert "choose a directory this user may write" in said
+    (folder / "run").chmod(0o755)
+    (folder / "shut").mkdir(mode=0o600)
+    for name, words in (
+        ("arena.dir", "arena.dir: [Errno 13]"),
+        ("tiers.disk.path", "is no folder"),
+    ):
+        said = started(folder, f"--{name}", f"{folder}/shut/a/b", before=drop, check=True).stderr
+        assert words in said and "Traceback" not in said
     flags = ("--arena.dir", "/proc/a", "--security.admin-socket", str(folder / ("x" * 120)))
     said = started(folder, *flags, check=True).stderr
     assert "arena.dir: [Errno 2]" in said and "security.admin_socket: can't listen on" in said

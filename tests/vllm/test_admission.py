@@ -187,6 +187,16 @@ def test_rows_follow_every_request_and_the_memory_those_that_have_a_name(desk: A
     assert not one.edge.broken
 
 
+def test_a_load_whose_hook_broke_is_reported_as_failed_and_never_begun(desk: Any) -> None:
+    one = desk()
+    one.load("a")
+    one.desk.alloc_broke("a", 4 * TOKENS)
+    assert one.desk.loads.take() == ((), (), ("a",))
+    one.load("b")
+    one.desk.request_broke("b")
+    assert not one.parts.server.leases
+
+
 @pytest.mark.parametrize("why", ["hook broke", "no cache", "no state"])
 def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
     desk: Any, why: str

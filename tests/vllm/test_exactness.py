@@ -117,12 +117,15 @@ def test_states_that_another_connector_loads_are_inexact() -> None:
 def test_blocks_that_are_computed_anew_are_exact_again() -> None:
     exactness = Exactness((BLOCK_TOKENS,), 4)
     exactness.distrust_all()
-    for name, computed, written, exact_tokens in (
-        ("hits what was distrusted", 2 * BLOCK_TOKENS, (), 0),
-        ("computes", 0, (1, 2), EVERYTHING),
-        ("hits what was computed", 2 * BLOCK_TOKENS, (), EVERYTHING),
+    for name, hit, computed, written, exact_tokens in (
+        ("hits what was distrusted", 2, 2 * BLOCK_TOKENS, (), 0),
+        ("computes the first block", 0, 0, (1,), EVERYTHING),
+        ("computes the end of its hit again", 2, BLOCK_TOKENS, (2,), BLOCK_TOKENS),
+        ("hits what is half exact", 2, 2 * BLOCK_TOKENS, (), BLOCK_TOKENS),
+        ("computes", 0, 0, (1, 2), EVERYTHING),
+        ("hits what was computed", 2, 2 * BLOCK_TOKENS, (), EVERYTHING),
     ):
-        exactness.matched(name, computed)
+        exactness.matched(name, hit * BLOCK_TOKENS)
         exactness.step(admission(name, computed, 2 * BLOCK_TOKENS - computed or 1), written, ())
         assert exactness.exact_tokens(name) == exact_tokens
 

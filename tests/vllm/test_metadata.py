@@ -50,7 +50,9 @@ def test_reports_are_joined_field_by_field() -> None:
         HotKVWorkerMetadata(**{name: values[at] for name, values in EXAMPLES.items()})
         for at in range(3)
     )
+    before = copy.deepcopy((one, two))
     assert one.aggregate(two) == both
+    assert (one, two) == before
     # Other connectors' reports are ignored.
     assert one.aggregate(object()) is one  # type: ignore[arg-type]
 
@@ -89,8 +91,7 @@ SAID: dict[str, st.SearchStrategy[Any]] = {
     | st.builds(
         AdapterReport,
         st.dictionaries(
-            st.integers(1, 2),
-            st.dictionaries(RANKS, st.sampled_from([UNKNOWN, LATER, "x", "y"])),
+            st.integers(1, 2), st.dictionaries(RANKS, st.sampled_from([UNKNOWN, LATER, "x", "y"]))
         ),
         st.frozensets(st.integers(1, 2)),
     ),

@@ -214,6 +214,8 @@ def test_what_no_rank_can_do_is_refused_without_asking_the_others(
 ) -> None:
     sizes = {"prefill_context_parallel_size": 1, "nnodes_within_dp": 1, "world_size": 2}
     shape = sizes | {"distributed_executor_backend": "mp"}
-    checks.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**shape)))
+    alone = {"distributed_executor_backend": "external_launcher", "world_size": 1}
+    for fine in (shape, shape | alone):
+        checks.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**fine)))
     with pytest.raises(Unsupported, match=words):
         checks.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**shape | parallel)))

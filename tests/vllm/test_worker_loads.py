@@ -172,3 +172,6 @@ def test_a_held_load_is_cancelled_or_reported_as_it_ended_or_never_sent(rig: Any
     one.step()
     assert "t-d-k0" not in one.session.sent
     assert one.worker.take_results() == ({"b", "d"}, {"b", "d"})
+    # What is void is cancelled too.
+    one.worker.loads.make_void()
+    assert one.session.cancelled == ["t-b-k0", "t-c-k0"]

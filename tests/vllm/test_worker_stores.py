@@ -180,6 +180,16 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     assert len(one.opened) == num_opened and one.rank.session is None
 
 
+def test_what_is_computed_from_lost_blocks_is_not_stored(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = rig()
+    monkeypatch.setattr(one.worker.sparse, "find_lost", lambda ids: {*ids} & {"a"})
+    one.step(stores=tuple(store(number + 1, request_id=name) for number, name in enumerate("ab")))
+    assert [*one.session.sent] == ["w2-k0"]
+    assert one.worker.stores.take_reports()[1].results == [FAILED]
+
+
 @pytest.mark.parametrize("how", ["built", "breaks", "absent", "not shared", "none"])
 def test_representations_go_with_a_store_if_they_are_built(
     rig: Any, monkeypatch: pytest.MonkeyPatch, how: str

@@ -34,8 +34,7 @@ def check_ranks(vllm_config: Any) -> None:
         raise Unsupported("prefill context parallelism is not supported yet")
     if getattr(parallel, "nnodes_within_dp", 1) > 1:
         raise Unsupported(
-            "the engine's ranks are on several machines (nnodes); hotkv keeps KV of engines "
-            "that "
+            "the engine's ranks are on several machines (nnodes); hotkv keeps KV of engines that "
             "are on one"
         )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
@@ -188,9 +187,8 @@ def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:
     """
     if None in configs:
         logger.warning(
-            "hotkv can't set kv_load_failure_policy in this MultiConnector; set it to "
-            "'recompute' beside kv_connector MultiConnector, "
-            "or a failed load ends its request as an error"
+            "hotkv can't set kv_load_failure_policy in this MultiConnector; set it to 'recompute' "
+            "beside kv_connector MultiConnector, or a failed load ends its request as an error"
         )
     transfers = [config.kv_transfer_config for config in configs if config is not None]
     others = [one for one in transfers if one.kv_load_failure_policy != "recompute"]

@@ -97,8 +97,7 @@ def _hash_seed(algorithm: str) -> str:
     seed: str = resolve_none_hash_seed(hash_function)
     if seed != resolve_none_hash_seed(hash_function):
         raise Unsupported(
-            f"prefix_caching_hash_algo {algorithm} draws a seed per process; set "
-            "PYTHONHASHSEED, "
+            f"prefix_caching_hash_algo {algorithm} draws a seed per process; set PYTHONHASHSEED, "
             "or use sha256"
         )
     return seed

@@ -94,8 +94,7 @@ def _cache_group(group_id: int, group: Any, dcp_size: int, pcp_size: int) -> Cac
     mamba_mode = getattr(first, "mamba_cache_mode", "")
     if mamba_mode == "none":
         raise Unsupported(
-            f"KV cache group {group_id} keeps no states at block boundaries "
-            "(mamba_cache_mode is "
+            f"KV cache group {group_id} keeps no states at block boundaries (mamba_cache_mode is "
             "'none')"
         )
     block_tokens = resolve_dcp_kv_block_size(spec, dcp_size)

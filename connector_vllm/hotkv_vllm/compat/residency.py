@@ -406,10 +406,7 @@ class ResidentManager(FullAttentionManager):
     # ------------------------------------------------------------------------------------- freeing
 
     def remove_skipped_blocks(
-        self,
-        request_id: str,
-        processed_computed_tokens: int,
-        num_prompt_tokens: int | None = None,
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Frees the request's device blocks that the server has pinned and that are older than the
         recent window. The window ends at the last token whose computation has ended. Does nothing
@@ -611,10 +608,9 @@ class DevicePool:
         if self.spec.begins_whole:
             where = "contexts move to host memory once the device lacks room; then"
         return (
-            f"{where}; a request of up to {self.max_model_len} tokens "
-            f"holds at most {held} of the device's {self._num_blocks} blocks ({size:.1f} MiB a "
-            f"layer, {self.spec.hot_blocks} of them hot slots), so {self._num_blocks // held} of "
-            "them decode at a time"
+            f"{where}; a request of up to {self.max_model_len} tokens holds at most {held} of the "
+            f"device's {self._num_blocks} blocks ({size:.1f} MiB a layer, {self.spec.hot_blocks} "
+            f"of them hot slots), so {self._num_blocks // held} of them decode at a time"
         )
 
     def longest(self, request: Any) -> int:

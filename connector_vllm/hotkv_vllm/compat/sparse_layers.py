@@ -141,8 +141,7 @@ def check_centres(vllm_config: Any, kv_cache_config: Any, centres: Centres) -> N
             if mu_HD is not None and mu_HD.shape != needed:
                 raise ConfigError(
                     f"{CENTRE}: its centre of layer {index} is {list(mu_HD.shape)}, the model's "
-                    f"layer has {needed[0]} KV heads of size "
-                    f"{needed[1]}; calibrate with this model"
+                    f"layer has {needed[0]} KV heads of size {needed[1]}; calibrate with this model"
                 )
 
 

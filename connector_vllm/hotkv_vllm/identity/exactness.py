@@ -104,27 +104,30 @@ class Exactness:
         if not self.is_watching:
             return
         state = scheduler_output.kv_connector_block_state
-        copies = scheduler_output.kv_cache_block_copies or ()
-        copied = [c.dst_block_id for c in copies if self._inexact[c.src_block_id]]
-        # A request with streamed input appears as a new request in each turn. Its last block may be
-        # partly filled from the turn before, and keeps its mark.
-        begun = {
-            block
-            for new in scheduler_output.scheduled_new_reqs
-            for tokens, ids in zip(self._block_tokens, new.block_ids, strict=False)
-            if tokens and new.num_computed_tokens % tokens
-            for block in ids[new.num_computed_tokens // tokens :][:1]
-        }.difference(c.dst_block_id for c in copies)
-        self._inexact[list({*allocated} - begun)] = False
-        self._inexact[copied] = True
-        if state is None:
-            return
         computed = {
             new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
         }
         cached = scheduler_output.scheduled_cached_reqs
         admitted = {*computed, *cached.resumed_req_ids}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        copies = scheduler_output.kv_cache_block_copies or ()
+        copied = [c.dst_block_id for c in copies if self._inexact[c.src_block_id]]
+        # The step does not write all of these blocks. A request with streamed input appears as a
+        # new request in each turn, and its last block may be partly filled from the turn before.
+        # Of a hit, vLLM may compute the last tokens again for a sliding window (bounded replay),
+        # and leave the hit's blocks as they are.
+        kept = {
+            block
+            for name in admitted
+            for tokens, ids in zip(
+                self._block_tokens, state.get_block_ids(name) or (), strict=False
+            )
+            if tokens
+            for hit in [max(computed[name], self._own_tokens.get(name, 0))]
+            for block in ids[computed[name] // tokens : -(-hit // tokens)]
+        }.difference(c.dst_block_id for c in copies)
+        self._inexact[list({*allocated} - kept)] = False
+        self._inexact[copied] = True
         sparse = frozenset(sparse_requests)
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             self._scheduled(
@@ -160,7 +163,7 @@ class Exactness:
             if any(computed // size > own // size for size in sizes):
                 self._mark(tables or (), own, computed)
             self._exact_tokens[request_id] = (
-                0 if tables is None else self._exact_prefix(tables, computed)
+                0 if tables is None else self._exact_prefix(tables, max(computed, own))
             )
         exact = self.exact_tokens(request_id)
         if is_sparse and computed < exact:

@@ -162,8 +162,7 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
     writers = [note for note in notes if note.place.is_writer]
     if len(writers) > MAX_SHARDS:
         raise Unsupported(
-            f"the engine's ranks hold {len(writers)} different shards; at most {MAX_SHARDS} "
-            "are "
+            f"the engine's ranks hold {len(writers)} different shards; at most {MAX_SHARDS} are "
             "supported"
         )
     space = _joined(notes, writers)

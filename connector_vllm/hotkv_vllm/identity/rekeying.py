@@ -82,6 +82,7 @@ class Rekeying:
 
     identity: identity of the weights to which the present key space belongs.
     were_written: True if a rank has reported a write to its weights after the last completed check.
+    media_are_old: True if vLLM may still use encodings of media that old weights have computed.
     """
 
     def __init__(self, num_ranks: int, original: str, in_doubt: bool = False) -> None:
@@ -96,8 +97,10 @@ class Rekeying:
         self._answers: dict[int, WeightsReport] = {}
         self._is_due = in_doubt
         self._is_asking = False
+        # A new engine has no encodings of media, like an engine that has paused.
+        self._has_paused, self._began_paused = in_doubt, False
         self.identity = original
-        self.were_written = False
+        self.were_written = self.media_are_old = False
 
     def __repr__(self) -> str:
         return (
@@ -110,15 +113,21 @@ class Rekeying:
         """Returns True while a check is due or open. The engine must not store or load then."""
         return self._is_due or self._is_asking
 
-    def suspect(self) -> None:
+    def suspect(self, has_paused: bool = False) -> None:
         """Makes a check due. The check begins when the engine next runs or looks up a request.
-        Called when the engine pauses, or when its caches are reset."""
+        Called when the engine pauses, or when its caches are reset.
+
+        has_paused: True if the engine pauses, so that vLLM also drops its encodings of media.
+        """
         self._is_due = True
+        self._has_paused |= has_paused
+        self.media_are_old &= not has_paused
 
     def ask(self, now_s: float) -> None:
         """Begins a check: the next step asks all ranks which weights they have."""
         if not self._is_asking:
             self._since_s = now_s
+        self._began_paused, self._has_paused = self._has_paused, False
         self._question = next(_questions)
         self._asked_s = now_s
         self._answers.clear()
@@ -177,6 +186,8 @@ class Rekeying:
 
     def adopt(self, identity: str) -> None:
         """Ends the check. From here on the key space belongs to the weights with this identity."""
+        if self.were_written or identity != self.identity:
+            self.media_are_old = not self._began_paused
         self.identity = identity
         self._is_asking = False
         self.were_written = False

@@ -182,10 +182,10 @@ class DoorScheduler:
 
     def _is_excluded(self, request: Any) -> bool:
         """Returns True if the request must not use hotkv, because vLLM's hashes do not cover
-        everything that decides its KV: they name adapters by path, and may name media by a
-        counter."""
-        counts_media = self._counts_media and request.mm_features
-        return request.lora_request is not None or bool(counts_media)
+        everything that decides its KV: they name adapters by path, and may name media by a counter.
+        Nor do they say whether old weights have encoded its media."""
+        leaves_media_out = self._counts_media or self._weights.media_are_old
+        return request.lora_request is not None or bool(leaves_media_out and request.mm_features)
 
     def _keys(self, request: Any) -> Any:
         return () if self._is_excluded(request) else request.block_hashes
@@ -441,6 +441,8 @@ class DoorScheduler:
                 identity,
             )
         self._weights.adopt(identity)
+        states = self._states.items()
+        self._tier.exclude([name for name, state in states if self._is_excluded(state.request)])
 
     @hook(_hold, of="door")
     def update(self, report: DoorReport, finished_loads: Collection[str]) -> None:
@@ -502,7 +504,8 @@ class DoorScheduler:
 
         is_device_empty: True if the device has no blocks from before the reset.
         """
-        self._weights.suspect()
+        is_pausing = checks.is_pausing()
+        self._weights.suspect(is_pausing)
         self._tier.is_held = self._space is not None
         self._is_empty = is_device_empty
         # vLLM has forgotten all stores.
@@ -513,7 +516,7 @@ class DoorScheduler:
         self._tier.may_repeat = is_device_empty
         if not is_device_empty:
             self._tier.exclude(self._states)
-        if self._reset is None or checks.is_pausing():
+        if self._reset is None or is_pausing:
             return True
         if not is_device_empty:
             self._exactness.distrust_all()

@@ -30,8 +30,8 @@ class CachedGroups:
     Always true:
     - A hit ends at a multiple of `alignment_tokens` and does not cover the last token.
     - A request has no shared names if its LoRA adapter is not identified, or if vLLM's hashes don't
-      cover the content of its media. Such a request gets no hit, and no other request finds its
-      blocks.
+      cover the content of its media, or who encoded them. Such a request gets no hit, and no other
+      request finds its blocks.
 
     specs: the groups of the key space.
     hash_block_tokens: number of tokens of a hash block; vLLM computes one hash for each hash block
@@ -41,8 +41,8 @@ class CachedGroups:
         block after a hit's end must be ready too.
     adapters: computes the keys (hashes) of requests with LoRA adapters. None: such requests
         have vLLM's own hashes as keys.
-    counts_media: True if vLLM's hashes identify media by a counter, not by content. Requests with
-        media then have no shared names.
+    leaves_media_out: True if requests with media have no shared names: vLLM's hashes identify media
+        by a counter, or vLLM's encodings of media may be of old weights.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class CachedGroups:
         alignment_tokens: int,
         draft_groups: frozenset[int] = frozenset(),
         adapters: Adapters | None = None,
-        counts_media: bool = False,
+        leaves_media_out: bool = False,
     ) -> None:
         self.specs = tuple(specs)
         self.hash_block_tokens = hash_block_tokens
         self.alignment_tokens = alignment_tokens
         self.draft_groups = draft_groups
         self._adapters = adapters
-        self._counts_media = counts_media
+        self.leaves_media_out = leaves_media_out
 
     def __repr__(self) -> str:
         return f"CachedGroups({len(self.specs)}, alignment {self.alignment_tokens} tokens)"
@@ -67,7 +67,7 @@ class CachedGroups:
     def may_share(self, request: Any) -> bool:
         """Returns True if vLLM's hashes cover everything that determines the request's KV, except
         for the bytes of its LoRA adapter."""
-        return not (self._counts_media and request.mm_features)
+        return not (self.leaves_media_out and request.mm_features)
 
     def keys(self, request: Any) -> Sequence[bytes]:
         """Returns the hashes that identify a request's tokens in the server, one for each of vLLM's

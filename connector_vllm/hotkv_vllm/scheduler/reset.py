@@ -54,32 +54,27 @@ class CacheReset:
         Returns True if the session has no server: loads are impossible then, and `step` sends the
         flush when the server is back.
         """
-        self.under_way = self._stores.is_held = True
+        self.hold()
         answer = self._session.flush()
         wait([answer], timeout_s)
         accepted = _is_good(answer)
         if not accepted and not self._session.connected:
             logger.info(
-                "hotkv: there is no server whose cache could be emptied; that is done when "
-                "it is "
+                "hotkv: there is no server whose cache could be emptied; that is done when it is "
                 "back, before anything is loaded"
             )
-            self._answer = None
-            self._retry_at_s = 0.0
             return True
         if not accepted:
+            self._retry_at_s = time.monotonic() + RETRY_S
             logger.warning(
                 "hotkv: the shared cache was not emptied (%s); it is not used until that is done",
                 _why(answer),
             )
-        # Stores of old blocks that reach the server after this flush would bring the blocks back.
-        # They need another flush.
-        if accepted and not self._stores.in_flight:
+        elif not self._stores.in_flight:
+            # Otherwise stores of old blocks may reach the server after this flush, and `step` sends
+            # another one.
             _warn_of_pending(answer)
             self._done()
-        else:
-            self._answer = None
-            self._retry_at_s = 0.0 if accepted else time.monotonic() + RETRY_S
         return accepted
 
     def hold(self) -> None:

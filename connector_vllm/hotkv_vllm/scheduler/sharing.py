@@ -657,6 +657,13 @@ class Sharing:
                 identity,
             )
         self.weights.adopt(identity)
+        self.choose_media()
+
+    def choose_media(self) -> None:
+        """Decides whether requests with media share KV (`CachedGroups.leaves_media_out`)."""
+        if self.cache is not None:
+            is_old = self.weights.media_are_old
+            self.cache.finder.groups.leaves_media_out = self._engine.counts_media or is_old
 
     def join(self, report: HotKVWorkerMetadata) -> list[Any]:
         """Calls `connect` if this report contains the handshakes of all ranks. Then returns the

@@ -210,12 +210,14 @@ class HotKVScheduler:
         if cache is None:
             return True
         # Until the ranks have answered, steps store nothing, and drop the tails of ended requests.
-        self.sharing.weights.suspect()
+        has_paused = checks.is_pausing()
+        self.sharing.weights.suspect(has_paused)
+        self.sharing.choose_media()
         self.requests.cancel_loads()
         for state in self.requests.states.values():
             cache.finder.forget(state)
             cache.planner.reset(state)
-        if checks.is_pausing():
+        if has_paused:
             return True
         if not checks.is_device_empty(self.steps.manager):
             # Requests may still hit the device's blocks, which are from before the reset.

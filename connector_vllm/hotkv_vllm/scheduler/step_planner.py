@@ -157,12 +157,12 @@ class StepPlanner:
         """Returns the stores of blocks that this step completes, and the ids of the stores in
         flight that must end before the step writes blocks."""
         block_state = scheduler_output.kv_connector_block_state
-        handoffs = block_state.boundary_state_offloads if block_state is not None else {}
+        handoffs = block_state.boundary_state_offloads
         if handoffs:
             written = self._requests.written.of_step()
             steps.withdraw_states(block_state, written, self._block_sizes)
         scheduled = []
-        if self._may_store and block_state is not None and self._sharing.links.are_complete:
+        if self._may_store and self._sharing.links.are_complete:
             scheduled = cache.planner.due(
                 self._requests.states,
                 scheduler_output.num_scheduled_tokens,
@@ -170,10 +170,7 @@ class StepPlanner:
                 handoffs,
             )
         stores, flush = cache.planner.plan(
-            scheduled,
-            block_state.get_block_ids if block_state is not None else lambda _: None,
-            handoffs,
-            self._requests.written.of_step,
+            scheduled, block_state.get_block_ids, handoffs, self._requests.written.of_step
         )
         if flush:
             self._stats.add("flushes", len(flush))

@@ -12,7 +12,7 @@ outermost first: L layers, B blocks, H KV heads, N tokens of a block, C channels
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -113,9 +113,8 @@ def _why_not_shared(storage: Any) -> str:
     if "MIG" in torch.cuda.get_device_name(storage.device):
         return "a MIG instance shares memory only within itself: run the server in the same one"
     return (
-        "memory must come from cudaMalloc: leave out enable_sleep_mode and "
-        "enable_cumem_allocator, and use no managed memory or other "
-        "allocator"
+        "memory must come from cudaMalloc: leave out enable_sleep_mode and enable_cumem_allocator, "
+        "and use no managed memory or other allocator"
     )
 
 
@@ -275,23 +274,14 @@ def _folded(layers: Sequence[LayerPages]) -> list[list[LayerPages]]:
     same form and are at equal distances in memory, so that one `PageTensor` can describe them."""
     runs: list[list[LayerPages]] = []
     for layer in layers:
-        last = runs[-1] if runs else []
-        fits = bool(last) and (layer.handle_id, layer.block_stride, layer.run, layer.dims) == (
-            last[-1].handle_id,
-            last[-1].block_stride,
-            last[-1].run,
-            last[-1].dims,
-        )
-        distance = layer.base - last[-1].base if last else 0
         span = layer.run + sum((count - 1) * stride for count, stride in layer.dims)
-        if (
-            fits
-            and distance >= span
-            and (len(last) == 1 or distance == last[1].base - last[0].base)
-        ):
-            last.append(layer)
-        else:
-            runs.append([layer])
+        last = runs[-1] if runs else []
+        if last and replace(last[0], name=layer.name, base=layer.base) == layer:
+            distance = layer.base - last[-1].base
+            if distance >= span and (len(last) == 1 or distance == last[1].base - last[0].base):
+                last.append(layer)
+                continue
+        runs.append([layer])
     return runs
 
 
@@ -353,8 +343,7 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
         free = os.statvfs(SHARED_MEMORY_DIR)
         if free.f_bavail * free.f_frsize < storage.nbytes() * 1.02:
             raise Unsupported(
-                f"{SHARED_MEMORY_DIR} has {free.f_bavail * free.f_frsize >> 20} MiB left, "
-                "the KV "
+                f"{SHARED_MEMORY_DIR} has {free.f_bavail * free.f_frsize >> 20} MiB left, the KV "
                 f"cache needs {storage.nbytes() >> 20} MiB"
             )
     fd, size = share()

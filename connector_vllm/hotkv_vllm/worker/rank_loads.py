@@ -186,27 +186,19 @@ class RankLoads:
         """Returns the ends of loads that were not reported to vLLM before; returns each end once.
         The result has the ids of the requests whose load has ended (failed or not), the ids of the
         requests whose load failed, and the ended loads."""
-        if not self._active:
-            failed, self._failed = self._failed, set()
-            return set(failed), failed, []
         ended = [
             self._end_of(load)
             for load in self._active.values()
             if load.answer is not None and load.answer.done()
         ]
-        finished, failed = self._taken(ended)
-        return finished, failed, ended
-
-    def _taken(self, ended: list[Ended]) -> tuple[set[str], set[str]]:
         failed = self._failed | {one.load.job.request_id for one in ended if one.num_bytes is None}
         finished = failed | {one.load.job.request_id for one in ended}
-        self._active = {
-            request_id: load
-            for request_id, load in self._active.items()
-            if request_id not in finished
-        }
+        self._forget(finished)
+        return finished, failed, ended
+
+    def _forget(self, over: set[str]) -> None:
+        self._active = {name: load for name, load in self._active.items() if name not in over}
         self._failed = set()
-        return finished, failed
 
     def take_failed(self) -> tuple[set[str], list[ActiveLoad]]:
         """Removes all loads that have ended or were never sent. Returns the ids of the requests
@@ -214,12 +206,7 @@ class RankLoads:
         `HotKVWorker` has raised."""
         over = [load for load in self._active.values() if load.is_over]
         failed = self._failed | {load.job.request_id for load in over}
-        self._active = {
-            request_id: load
-            for request_id, load in self._active.items()
-            if request_id not in failed
-        }
-        self._failed = set()
+        self._forget(failed)
         return failed, over
 
     def _end_of(self, load: ActiveLoad) -> Ended:

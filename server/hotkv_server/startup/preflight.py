@@ -78,7 +78,7 @@ def check_and_clean(settings: Settings) -> tuple[list[str], str]:
     running = ""
     made = _missing(settings.runtime_dir, settings.admin_socket.parent, settings.arena_dir)
     lock = settings.runtime_dir / LOCK_FILE
-    had_lock = lock.exists()
+    had_lock = os.path.exists(lock)
     try:
         os.close(lock_runtime_dir(settings.runtime_dir))
         if not had_lock:
@@ -99,7 +99,7 @@ def become_owner(settings: Settings) -> None:
     root owns it, the owner of the directory of the sockets. Use it only in a process that only
     makes checks."""
     for directory in (settings.arena_dir, settings.runtime_dir):
-        if os.geteuid() == 0 and directory.is_dir() and (owner := directory.stat().st_uid):
+        if os.geteuid() == 0 and os.path.isdir(directory) and (owner := directory.stat().st_uid):
             with contextlib.suppress(KeyError):
                 user = pwd.getpwuid(owner)
                 os.initgroups(user.pw_name, user.pw_gid)
@@ -113,7 +113,7 @@ def _missing(*directories: Path) -> set[Path]:
         folder
         for path in directories
         for folder in (path.absolute(), *path.absolute().parents)
-        if not folder.exists()
+        if not os.path.exists(folder)
     }
 
 
@@ -141,7 +141,7 @@ def check_arena_room(settings: Settings) -> None:
     geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
     held = sum(limits.allocated_bytes(directory / name) for name in (ARENA_FILE, TABLE_FILE))
     missing_bytes = arena.bytes + table_file_bytes(geometry) - held
-    folder = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    folder = next(filter(os.path.exists, (directory, *directory.absolute().parents)))
     try:
         space = os.statvfs(folder)
     except OSError as error:
