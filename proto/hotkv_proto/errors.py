@@ -87,6 +87,20 @@ class HotKVError(Exception):
         return f"{self.reason_name}: {self.message}"
 
 
+def invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
+    """Returns the error with which a call with a wrong field is refused."""
+    return HotKVError(reason, message)
+
+
+def check_most(most: int, count: int, what: str, advice: str = "") -> None:
+    """Raises TOO_LARGE if `count` exceeds `most`. `what`: begin of the message, with {} for the
+    count. `advice`: its end."""
+    if count > most:
+        raise HotKVError(
+            Reason.TOO_LARGE, f"{what.format(count)}; at most {most} are accepted{advice}"
+        )
+
+
 class NoAnswerError(HotKVError):
     """The server could not be reached, or did not answer in time. The server may have executed the
     call. `reason` is INTERNAL, because no reason of the protocol fits; `reason_name` is

@@ -26,6 +26,7 @@ from hotkv_server.device.start import CudaError, CudaPart, look_in_background, o
 from hotkv_server.memory.arena import ARENA_FILE, NodeMemory
 from hotkv_server.memory.clerk import full_pool
 from hotkv_server.memory.limits import allocated_bytes
+from hotkv_server.node.capability import tell_all
 from hotkv_server.node.health import keep_checking
 from hotkv_server.node.node import STALLED_WORK_S, Node
 from hotkv_server.settings import Settings
@@ -131,8 +132,7 @@ class OpenedNode:
         self.cuda.close()
         if self.below is not None:
             self.below.close()
-        for one in self.node.capabilities:
-            one.release()
+        tell_all(self.node.capabilities, lambda one: one.release())
         if any(one.is_moving for one in self.node.core.below):
             # A disk that hangs may still write slots: the next server gets the arena when the
             # kernel has ended this process.

@@ -2,11 +2,15 @@
 
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
+
+import pytest
 
 from demo.processes import Server
 from hotkv_client import BlockRun, RequestReport, Retention
 from hotkv_client.admin import AdminClient
 from hotkv_proto.blocks import StoreOptions
+from hotkv_server.node.reports import Reports
 from tests.server.page_support import groups_engine
 from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes, number_of
 
@@ -69,6 +73,16 @@ def test_stores_and_reservations_carry_their_retention(server: Server, groups_en
         run = BlockRun(0, [block], block_ids(1))
         one.session.store(lease, lease, [run], 10, option).result(60)
     assert listed(server, one, "pin_count") == {(0, kept): 1, (0, passing): 0, (0, reserved): 1}
+
+
+def test_a_capability_that_breaks_hides_no_end_from_the_others() -> None:
+    well, broken = Mock(), Mock()
+    broken.request_ended.side_effect = broken.load_ended.side_effect = ZeroDivisionError
+    reports = Reports(Mock(), [broken, well])
+    for tell in (reports.ended, reports.loads_ended):
+        with pytest.raises(ZeroDivisionError):
+            tell(Mock(), [Mock(), Mock()])
+    assert well.request_ended.call_count == well.load_ended.call_count == 2
 
 
 def test_reports_are_counted(server: Server, groups_engine: Make) -> None:

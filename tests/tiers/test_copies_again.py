@@ -202,6 +202,8 @@ async def test_no_store_gets_what_another_still_had_during_a_flush(
         assert not await flushing
         async with running(c):
             assert await c.leased([1]) == [False] and len(store.content) == 1
+        monkeypatch.setattr(epoch_book, "CALM_S", 0.0)
+        await eventually(lambda: b.epochs.may_offer("shared", 1), "nothing is offered any more")
 
 
 async def test_a_restart_does_not_flood_the_store(

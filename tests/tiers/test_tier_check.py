@@ -195,6 +195,7 @@ def test_a_start_names_what_is_wrong_with_its_tiers(
         ("written.json", None, "write budget begins anew .*no regular file"),
         ("state.json", None, "disk tier starts empty .*no regular file"),
         ("records", b"x", "disk tier starts empty"),
+        ("records", None, "disk tier starts empty .*no regular file"),
         ("", b"", "key space of the disk tier dropped .*too many"),
     ],
 )

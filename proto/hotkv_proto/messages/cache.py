@@ -24,7 +24,7 @@ from hotkv_proto.blocks import (
     TransferResult,
     TransferStatus,
 )
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.messages import fields
 from hotkv_proto.table import Words, hash_words
@@ -166,11 +166,7 @@ def read_runs(
 
 
 def _check_blocks(num_blocks: int, most: int) -> None:
-    if num_blocks > most:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"runs name {num_blocks} blocks; at most {most} are accepted in a call: send several",
-        )
+    check_most(most, num_blocks, "runs name {} blocks", " in a call: send several")
 
 
 def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunContent:
@@ -186,15 +182,13 @@ def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunCon
     num_blocks = len(message.hashes) // key_space.hash_bytes
     num_tokens = num_blocks * key_space.groups[message.group_index].block_tokens
     if message.token_ids and len(message.token_ids) != 4 * num_tokens:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
+        raise invalid(
             f"runs.token_ids has {len(message.token_ids)} bytes; {num_tokens} tokens of "
-            f"{num_blocks} blocks take 4 each",
+            f"{num_blocks} blocks take 4 each"
         )
     if message.extra_keys and len(message.extra_keys) != num_blocks:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"runs.extra_keys has {len(message.extra_keys)} entries for {num_blocks} blocks",
+        raise invalid(
+            f"runs.extra_keys has {len(message.extra_keys)} entries for {num_blocks} blocks"
         )
     return RunContent(
         np.frombuffer(message.token_ids, "<i4"),
@@ -233,10 +227,7 @@ def _extra_key(message: cache_pb2.ExtraKey) -> ExtraKey:
         case "multi_modal":
             return message.multi_modal.identifier, message.multi_modal.offset
         case _:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                "runs.extra_keys.keys.key is empty; give text, digest or multi_modal",
-            )
+            raise invalid("runs.extra_keys.keys.key is empty; give text, digest or multi_modal")
 
 
 # ------------------------------------------------------------------------------ options of a store
@@ -262,7 +253,7 @@ def read_retention(field: str, message: cache_pb2.Retention) -> Retention:
             message.priority, fields.seconds(f"{field}.ttl_ms", message.ttl_ms), message.pin
         )
     except ValueError as error:
-        raise HotKVError(Reason.INVALID_FIELD, f"{field}: {error}") from error
+        raise invalid(f"{field}: {error}") from error
 
 
 def put_store_options(request: cache_pb2.StoreRequest, value: StoreOptions) -> None:
@@ -315,10 +306,7 @@ def read_load_runs(
     block_ids = [fields.int32s("runs.block_ids", m.block_ids) for m in messages]
     for (_, places), ids in zip(positions, block_ids, strict=True):
         if len(places) != len(ids):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"runs.block_ids has {len(ids)} ids for {len(places)} lease_positions",
-            )
+            raise invalid(f"runs.block_ids has {len(ids)} ids for {len(places)} lease_positions")
     return positions, block_ids
 
 

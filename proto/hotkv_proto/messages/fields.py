@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf.descriptor import EnumDescriptor
 from numpy.typing import ArrayLike, NDArray
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 
 MAX_IDENTIFIER = 256
 MAX_LISTS = 1024
@@ -40,28 +40,21 @@ def name(field: str, text: str) -> str:
 def check_printable(field: str, text: str) -> None:
     """Raises INVALID_FIELD if a text has characters that can't be printed."""
     if not text.isprintable():
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"{field} is {text[:MAX_IDENTIFIER]!r}; only printable characters are allowed",
+        raise invalid(
+            f"{field} is {text[:MAX_IDENTIFIER]!r}; only printable characters are allowed"
         )
 
 
 def check_lists(field: str, messages: Sequence[object]) -> None:
     """Raises TOO_LARGE for more than MAX_LISTS entries."""
-    if len(messages) > MAX_LISTS:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"{field} has {len(messages)} entries; at most {MAX_LISTS} are accepted: join "
-            "neighbours",
-        )
+    check_most(MAX_LISTS, len(messages), field + " has {} entries", ": join neighbours")
 
 
 def seconds(field: str, milliseconds: int) -> float:
     """Returns the seconds of a duration field. Raises INVALID_FIELD if it is negative."""
     if milliseconds < 0:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"{field} is {milliseconds}; durations are not negative, and 0 asks for the default",
+        raise invalid(
+            f"{field} is {milliseconds}; durations are not negative, and 0 asks for the default"
         )
     return min(milliseconds, 1 << 40) / 1000
 
@@ -76,9 +69,7 @@ def rate(field: str, value: float) -> float:
     """Returns a rate per second unchanged; 0 means unknown. Raises INVALID_FIELD if it is negative
     or not finite."""
     if not 0 <= value < math.inf:
-        raise HotKVError(
-            Reason.INVALID_FIELD, f"{field} is {value}; use a finite number from 0, 0 for unknown"
-        )
+        raise invalid(f"{field} is {value}; use a finite number from 0, 0 for unknown")
     return value
 
 
@@ -91,9 +82,7 @@ def int32s(field: str, packed: bytes) -> NDArray[np.int64]:
     """Unpacks little-endian int32 as int64 [n]. Raises INVALID_FIELD if the length is not a
     multiple of 4."""
     if len(packed) % 4:
-        raise HotKVError(
-            Reason.INVALID_FIELD, f"{field} has {len(packed)} bytes; packed int32 take 4 each"
-        )
+        raise invalid(f"{field} has {len(packed)} bytes; packed int32 take 4 each")
     return np.frombuffer(packed, "<i4").astype(np.int64)
 
 
@@ -111,9 +100,7 @@ def float32s(field: str, packed: bytes) -> NDArray[np.float32]:
     """Unpacks little-endian float32 [n]. Raises INVALID_FIELD if the length is not a multiple of
     4."""
     if len(packed) % 4:
-        raise HotKVError(
-            Reason.INVALID_FIELD, f"{field} has {len(packed)} bytes; packed float32 take 4 each"
-        )
+        raise invalid(f"{field} has {len(packed)} bytes; packed float32 take 4 each")
     return np.frombuffer(packed, "<f4").astype(np.float32)
 
 

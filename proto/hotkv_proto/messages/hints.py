@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from hotkv_proto import hints
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Target
 from hotkv_proto.messages import fields
 from hotkv_proto.v1 import hints_pb2
@@ -76,16 +76,14 @@ def read_request_hints(field: str, message: hints_pb2.RequestHints) -> Hints:
 def _action(field: str, message: hints_pb2.HintAction) -> Action:
     kind = KINDS.get(message.action_type)
     if kind is None:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"{field}.action_type is {message.action_type}; allowed are 1 to {len(KINDS)}",
+        raise invalid(
+            f"{field}.action_type is {message.action_type}; allowed are 1 to {len(KINDS)}"
         )
     end = message.end_token or None
     if not 0 <= message.start_token < (end or hints.MAX_TOKENS) <= hints.MAX_TOKENS:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
+        raise invalid(
             f"{field}.start_token is {message.start_token}, end_token {message.end_token}; they "
-            "must rise",
+            "must rise"
         )
     priority = message.priority if kind in (ActionType.RETAIN, ActionType.PIN) else 0
     action = Action(
@@ -102,7 +100,7 @@ def _action(field: str, message: hints_pb2.HintAction) -> Action:
     try:
         _ = action.retention
     except ValueError as error:
-        raise HotKVError(Reason.INVALID_FIELD, f"{field}: {error}") from error
+        raise invalid(f"{field}: {error}") from error
     return action
 
 
@@ -117,10 +115,7 @@ def hint_identifier(field: str, text: str) -> str:
     """Returns an id that a router has chosen, unchanged; it may be empty. Raises INVALID_FIELD if
     it has more than MAX_ID_CHARS characters, or characters that can't be printed."""
     if text and not hints.is_identifier(text):
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"{field} must be printable, of at most {hints.MAX_ID_CHARS} characters",
-        )
+        raise invalid(f"{field} must be printable, of at most {hints.MAX_ID_CHARS} characters")
     return text
 
 
@@ -128,15 +123,11 @@ def read_envelope(text: str) -> Hints:
     """Reads a router's envelope (a set of actions on blocks) in JSON. A wrong action is listed in
     `Hints.rejected`. Raises INVALID_FIELD if the text is no JSON object, TOO_LARGE if it is too
     long."""
-    if len(text) > MAX_ENVELOPE_CHARS:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"kv_hints has {len(text)} characters; at most {MAX_ENVELOPE_CHARS} are accepted",
-        )
+    check_most(MAX_ENVELOPE_CHARS, len(text), "kv_hints has {} characters")
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise HotKVError(Reason.INVALID_FIELD, f"kv_hints is no JSON: {error}"[:200]) from error
+        raise invalid(f"kv_hints is no JSON: {error}"[:200]) from error
     if not isinstance(value, dict):
-        raise HotKVError(Reason.INVALID_FIELD, "kv_hints is no JSON object")
+        raise invalid("kv_hints is no JSON object")
     return hints.read(value)

@@ -7,7 +7,7 @@ the registration of memory do that.
 
 from collections.abc import Iterable
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
@@ -28,17 +28,8 @@ KEY_SPACE_TEXTS = (
 def read_key_space(message: layout_pb2.KeySpace) -> KeySpace:
     """Reads a key space. Raises INVALID_FIELD if it contradicts itself, TOO_LARGE if it is too
     large to store."""
-    if message.ByteSize() > MAX_KEY_SPACE_BYTES:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"key_space has {message.ByteSize()} bytes; at most {MAX_KEY_SPACE_BYTES} are accepted",
-        )
-    if len(message.groups) > MAX_GROUPS:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"key_space.groups has {len(message.groups)} entries; at most {MAX_GROUPS} are "
-            "accepted",
-        )
+    check_most(MAX_KEY_SPACE_BYTES, message.ByteSize(), "key_space has {} bytes")
+    check_most(MAX_GROUPS, len(message.groups), "key_space.groups has {} entries")
     _check_texts(message)
     try:
         groups = []
@@ -75,7 +66,7 @@ def read_key_space(message: layout_pb2.KeySpace) -> KeySpace:
             extra=tuple(message.extra),
         )
     except ValueError as error:
-        raise HotKVError(Reason.INVALID_FIELD, f"key_space.{error}") from error
+        raise invalid(f"key_space.{error}") from error
 
 
 def _check_texts(message: layout_pb2.KeySpace) -> None:
@@ -132,7 +123,7 @@ def read_representations(
                 Representation(m.group_index, m.format, m.version, tuple(m.shard_byte_counts))
             )
         except ValueError as error:
-            raise HotKVError(Reason.INVALID_FIELD, f"representations[{index}].{error}") from error
+            raise invalid(f"representations[{index}].{error}") from error
     return tuple(kinds)
 
 
@@ -252,12 +243,7 @@ def device_order_message(value: DeviceOrder) -> layout_pb2.DeviceOrder:
 def read_device_order(message: layout_pb2.DeviceOrder) -> DeviceOrder:
     """Reads a device order (the kinds of marks that an engine offers). Raises TOO_LARGE for more
     than MAX_MARKS events or an id that is too long."""
-    if len(message.event_handles) > MAX_MARKS:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"order.event_handles has {len(message.event_handles)} entries; at most {MAX_MARKS} "
-            "are accepted",
-        )
+    check_most(MAX_MARKS, len(message.event_handles), "order.event_handles has {} entries")
     return DeviceOrder(
         message.device_uuid,
         tuple(message.event_handles),

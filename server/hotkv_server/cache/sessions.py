@@ -7,7 +7,7 @@ a compact form of a block's keys, for sparse attention.
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_server.cache.room.removal import Books
 from hotkv_server.cache.room.shares import TenantBook
@@ -43,10 +43,6 @@ FORGET_S = 600.0
 _ENTRY_BYTES = 96
 """Bytes that each string or number of a key space uses in addition to its characters, in memory and
 in the state file together."""
-
-
-def _invalid(message: str) -> HotKVError:
-    return HotKVError(Reason.INVALID_FIELD, message)
 
 
 def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
@@ -278,7 +274,7 @@ class Catalog:
 
     def _check(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> None:
         if key_space.num_shards > MAX_SHARDS:
-            raise _invalid(
+            raise invalid(
                 f"key_space.groups have {key_space.num_shards} shards; at most {MAX_SHARDS} "
                 "are supported"
             )
@@ -288,7 +284,7 @@ class Catalog:
         number = self._numbers.get(key_space.fingerprint)
         known = () if number is None else self.records[number].representations
         if len(set(kinds)) != len(kinds):
-            raise _invalid("representations lists one twice; give each once")
+            raise invalid("representations lists one twice; give each once")
         if len({*known, *kinds}) > MAX_REPRESENTATIONS:
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -300,12 +296,12 @@ class Catalog:
         for index, kind in enumerate(kinds):
             name = f"representations[{index}]"
             if kind.group_index >= len(key_space.groups):
-                raise _invalid(
+                raise invalid(
                     f"{name}.group_index is {kind.group_index}; this key space has "
                     f"{len(key_space.groups)} groups"
                 )
             if len(kind.shard_bytes) != key_space.num_shards:
-                raise _invalid(
+                raise invalid(
                     f"{name}.shard_byte_counts has {len(kind.shard_bytes)} entries; this key "
                     f"space has {key_space.num_shards}"
                 )
@@ -314,7 +310,7 @@ class Catalog:
     def _check_fits(self, what: str, slot_bytes: int) -> None:
         arena_bytes = self._books.pool.num_slabs * self._books.pool.slab_bytes
         if slot_bytes > arena_bytes:
-            raise _invalid(f"{what} of {slot_bytes} bytes does not fit the arena of {arena_bytes}")
+            raise invalid(f"{what} of {slot_bytes} bytes does not fit the arena of {arena_bytes}")
 
     def check_invariants(self, in_sessions: list[int]) -> None:
         """Raises AssertionError if the catalog's counts, numbers and rows disagree. `in_sessions`:
@@ -372,22 +368,16 @@ def check_named(
     """
     for group_index in groups:
         if not record.has(group_index):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
+            raise invalid(
                 f"groups.group_index is {group_index}; this key space has "
-                f"{len(record.key_space.groups)} groups",
+                f"{len(record.key_space.groups)} groups"
             )
         if only_blocks and group_index >= MAX_GROUPS:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
+            raise invalid(
                 "groups.group_index names a representation; those go with their blocks, so "
-                "name these",
+                "name these"
             )
-    if num_blocks > most_blocks:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"the call names {num_blocks} blocks; at most {most_blocks} are accepted",
-        )
+    check_most(most_blocks, num_blocks, "the call names {} blocks")
 
 
 class SessionBook:
@@ -429,9 +419,7 @@ class SessionBook:
         errors of `Catalog.register`.
         """
         if not engine_id:
-            raise HotKVError(
-                Reason.INVALID_FIELD, "engine_id is empty; give one id to all sessions of an engine"
-            )
+            raise invalid("engine_id is empty; give one id to all sessions of an engine")
         self.check_takes_new("takes no new sessions")
         key_space_id, groups = self._catalog.register(key_space, representations, now_s)
         self._catalog.enter(key_space_id)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.messages.hints import read_envelope
@@ -70,11 +70,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
                 f"key_space_id is {number}; this tenant has no such key space here",
             )
         hashes = read_hashes("hashes", request.hashes, core.key_space(number).hash_bytes)
-        most = inspect.limits(core).max_blocks_per_call
-        if len(hashes) > most:
-            raise HotKVError(
-                Reason.TOO_LARGE, f"hashes has {len(hashes)} hashes; at most {most} are accepted"
-            )
+        check_most(inspect.limits(core).max_blocks_per_call, len(hashes), "hashes has {} hashes")
         return Origin(tenant, number, hashes)
 
     async def GetHintOutcomes(
@@ -104,7 +100,7 @@ def page_size(asked: int) -> int:
         of range.
     """
     if not 0 <= asked <= MAX_PAGE:
-        raise HotKVError(Reason.INVALID_FIELD, f"page_size is {asked}; allowed are 0 to {MAX_PAGE}")
+        raise invalid(f"page_size is {asked}; allowed are 0 to {MAX_PAGE}")
     return asked or DEFAULT_PAGE
 
 

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -438,6 +439,9 @@ def lock_file(path: Path) -> int:
     descriptor; closing it releases the lock. Raises BusyError if another process holds the lock, or
     OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "no regular file, so remove it", str(path))
     for left in reversed(range(LOCK_TRIES)):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.blocks import Flushed, RunContent
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import invalid
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import EndedRequest, LoadEnd, RequestReport
 from hotkv_proto.table import Words
@@ -63,9 +63,7 @@ class Filters:
         """Returns the filter `name` as a whole number from 0 to `most`; 0 if it is not given."""
         text = self.text(name) or "0"
         if not (text.isascii() and text.isdecimal()) or len(text) > 20 or int(text) > most:
-            raise HotKVError(
-                Reason.INVALID_FIELD, f"{name} is {text[:40]!r}; give a whole number, 0 to {most}"
-            )
+            raise invalid(f"{name} is {text[:40]!r}; give a whole number, 0 to {most}")
         return int(text)
 
     def page_size(self, default: int, most: int) -> int:
@@ -81,9 +79,7 @@ class Filters:
         except ValueError:
             found = math.nan
         if not (math.isfinite(found) and found >= 0):
-            raise HotKVError(
-                Reason.INVALID_FIELD, f"{name} is {text[:40]!r}; give seconds, 0 for all"
-            )
+            raise invalid(f"{name} is {text[:40]!r}; give seconds, 0 for all")
         return found
 
 
@@ -109,15 +105,11 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
         return {"topics": {name: list(topic.filters) for name, topic in topics.items()}}
     topic = topics.get(name)
     if topic is None:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"topic is {name[:40]!r}; this server tells of {', '.join(topics)}",
-        )
+        raise invalid(f"topic is {name[:40]!r}; this server tells of {', '.join(topics)}")
     for known in given:
         if known not in topic.filters:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"filters has {known[:40]!r}; {name} heeds {', '.join(topic.filters) or 'none'}",
+            raise invalid(
+                f"filters has {known[:40]!r}; {name} heeds {', '.join(topic.filters) or 'none'}"
             )
     told = topic.tell(Filters(given))
     return told if isinstance(told, dict) else await told

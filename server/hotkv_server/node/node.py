@@ -169,8 +169,7 @@ class Node:
         """Writes the blocks' times of last use and the capabilities' files, for the next server.
         Blocks the calling thread: do not call it on the event loop."""
         self._persistence.save_use()
-        for one in self.capabilities:
-            one.save()
+        tell_all(self.capabilities, lambda one: one.save())
 
     def capability(self, kind: type[C]) -> C:
         """Returns the node's capability of the class `kind`. Raises LookupError if the node has

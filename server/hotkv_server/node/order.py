@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import invalid
 from hotkv_proto.layout import Layout
 from hotkv_proto.order import (
     EVENT_HANDLE_BYTES,
@@ -222,21 +222,17 @@ class SessionOrder:
         on_released: called from any thread when the gate no longer delays the transfer.
         """
         if self.marks is None:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
+            raise invalid(
                 "after: this session has no device order (HOST); send the transfer when its "
-                "mark has passed",
+                "mark has passed"
             )
         if not 0 <= mark.index < self.marks.num_marks:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
+            raise invalid(
                 f"after.index is {mark.index}; this session has {self.marks.num_marks} marks, "
-                "counted from 0",
+                "counted from 0"
             )
         if not 0 <= mark.value < 1 << 32:
-            raise HotKVError(
-                Reason.INVALID_FIELD, f"after.value is {mark.value}; it must be a number of 32 bits"
-            )
+            raise invalid(f"after.value is {mark.value}; it must be a number of 32 bits")
         return MarkGate(self.marks, mark, on_released)
 
     def close(self) -> None:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotkv_proto.blocks import NO_RETENTION
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import invalid
 from hotkv_proto.groups import needed_blocks
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import LoadEnd
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.broadcast import Feeds
-from hotkv_server.node.capability import Capability, Ended, Report
+from hotkv_server.node.capability import Capability, Ended, Report, tell_all
 from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.session import LiveSession
 
@@ -33,23 +33,20 @@ all reports fit into 64 bits."""
 def check(report: Report, key_space: KeySpace) -> None:
     """Raises INVALID_FIELD if the numbers of a report contradict each other."""
     if len(report.hashes) * key_space.hash_block_tokens > report.prompt_tokens:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
+        raise invalid(
             f"requests.hashes has {len(report.hashes)} hashes of {key_space.hash_block_tokens} "
-            f"tokens each; prompt_token_count is {report.prompt_tokens}",
+            f"tokens each; prompt_token_count is {report.prompt_tokens}"
         )
     if not 0 <= report.device_hit_tokens <= report.hit_tokens <= report.prompt_tokens:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
+        raise invalid(
             f"requests: device_hit_token_count {report.device_hit_tokens}, hit_token_count "
             f"{report.hit_tokens} and "
-            f"prompt_token_count {report.prompt_tokens} must rise in this order, from 0",
+            f"prompt_token_count {report.prompt_tokens} must rise in this order, from 0"
         )
     if report.prompt_tokens > MAX_PROMPT_TOKENS:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
+        raise invalid(
             f"requests.prompt_token_count is {report.prompt_tokens}; at most "
-            f"{MAX_PROMPT_TOKENS} are accepted",
+            f"{MAX_PROMPT_TOKENS} are accepted"
         )
 
 
@@ -139,15 +136,21 @@ class Reports:
 
     def ended(self, session: LiveSession, requests: Sequence[Ended]) -> None:
         """Notifies the capabilities of requests that have ended."""
-        for request in requests:
-            for one in self._capabilities:
+
+        def told(one: Capability) -> None:
+            for request in requests:
                 one.request_ended(session, request)
+
+        tell_all(self._capabilities, told)
 
     def loads_ended(self, session: LiveSession, loads: Sequence[LoadEnd]) -> None:
         """Notifies the capabilities of loads of reported requests that have ended."""
-        for load in loads:
-            for one in self._capabilities:
+
+        def told(one: Capability) -> None:
+            for load in loads:
                 one.load_ended(session, load)
+
+        tell_all(self._capabilities, told)
 
     def _uses(
         self, session: LiveSession, reports: Sequence[Report], now_s: float

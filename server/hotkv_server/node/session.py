@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.keys import MAX_GROUPS, KeySpace
 from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS, Layout, MemoryHandle
 from hotkv_proto.order import DeviceOrder
@@ -82,16 +82,14 @@ class SessionMemory:
         """
         for ids in block_ids:
             if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.layout.num_blocks):
-                raise HotKVError(
-                    Reason.INVALID_FIELD,
-                    f"runs.block_ids go beyond the {self.layout.num_blocks} blocks of the layout",
+                raise invalid(
+                    f"runs.block_ids go beyond the {self.layout.num_blocks} blocks of the layout"
                 )
         for group_index in representations:
             if not self.layout.covers(group_index):
-                raise HotKVError(
-                    Reason.INVALID_FIELD,
+                raise invalid(
                     f"runs.group_index {group_index} is a representation that the layout has "
-                    "no tensors of; register some",
+                    "no tensors of; register some"
                 )
         for handle_id, mapping in self.mappings.items():
             is_whole, has_holes = mapping.look()
@@ -132,7 +130,7 @@ def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
     try:
         check_order(order, layout)
     except ValueError as error:
-        raise HotKVError(Reason.INVALID_FIELD, f"order.{error}") from error
+        raise invalid(f"order.{error}") from error
 
 
 def _opened(
@@ -358,10 +356,9 @@ class LiveSession:
         if 0 <= named < num_groups:
             return named
         if not 0 <= named - num_groups < len(kinds):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
+            raise invalid(
                 f"group_index is {named}; this key space has {num_groups} groups and the "
-                f"session declares {len(kinds)} representations",
+                f"session declares {len(kinds)} representations"
             )
         return kinds[named - num_groups]
 
@@ -435,22 +432,19 @@ class LiveSession:
         of the fence page: the index is too high, or the session has no whole fence page. Accepts 0,
         for a store that is never revoked."""
         if not 0 <= fence_index < FENCE_WORDS:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}",
+            raise invalid(
+                f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}"
             )
         if fence_index and self.fence is None:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
+            raise invalid(
                 f"fence_index is {fence_index}, but this session has linked no fence, so that the "
                 f"store could not be revoked; send the page's descriptor as {FENCE_HANDLE!r} with "
-                "the link, or 0 for a store that is never revoked",
+                "the link, or 0 for a store that is never revoked"
             )
         if fence_index and self.fence is not None and not self.fence.is_whole():
-            raise HotKVError(
-                Reason.INVALID_FIELD,
+            raise invalid(
                 f"fence_index is {fence_index}, but the file of the fence is shorter than its "
-                f"{FENCE_WORDS * 4} bytes by now; open another session with a whole one",
+                f"{FENCE_WORDS * 4} bytes by now; open another session with a whole one"
             )
 
     def is_revoked(self, fence_index: int) -> bool:

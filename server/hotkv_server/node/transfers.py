@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.blocks import NO_OPTIONS, RunContent, StoreOptions, TransferResult, TransferStatus
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.order import DeviceMark
 from hotkv_server.cache.core import CacheCore
@@ -671,10 +671,9 @@ class Transfers:
 def _check_lengths(runs: Sequence[Run], block_ids: BlockIds) -> None:
     for run, ids in zip(runs, block_ids, strict=True):
         if len(ids) != len(run.hashes):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
+            raise invalid(
                 f"runs.block_ids has {len(ids)} ids for {len(run.hashes)} hashes; give one id a "
-                "hash",
+                "hash"
             )
 
 

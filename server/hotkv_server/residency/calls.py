@@ -7,7 +7,7 @@ the arena's descriptor may open or extend a residency.
 
 import numpy as np
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.v1 import residency_pb2
@@ -40,7 +40,7 @@ async def open_residency(
     fields.check_lists("groups", request.groups)
     num_blocks = {session.group_index(g.group_index): g.block_count for g in request.groups}
     if len(num_blocks) < len(request.groups):
-        raise HotKVError(Reason.INVALID_FIELD, "groups lists a group twice; list each once")
+        raise invalid("groups lists a group twice; list each once")
     opened = await desk.open(session, residency_id(request.residency_id), num_blocks)
     return residency_pb2.OpenResidencyResponse(
         residency_id=opened.residency_id,

@@ -48,6 +48,8 @@ else:
     import tomli as tomllib
 
 MIB = 1 << 20
+MAX_CONFIG_BYTES = MIB
+"""Longest settings file that is read."""
 
 
 class Settings(BaseSettings):
@@ -216,7 +218,11 @@ def _read(config: Path) -> dict[str, Any]:
     """Reads the settings file once. Raises ValueError, with the file's name, if the file is missing
     or is not TOML."""
     try:
-        return tomllib.loads(config.read_text())
+        with config.open("rb") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+        if len(text) > MAX_CONFIG_BYTES:
+            raise ValueError(f"it has more than {MAX_CONFIG_BYTES} bytes")
+        return tomllib.loads(text.decode())
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ValueError(f"--config: there is no file {config}") from error
     except (ValueError, OSError, RecursionError) as error:

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import Reason, check_most, invalid
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_sparse.centre import TOKEN_FORMATS
 from hotkv_sparse.config import SparseConfig
@@ -47,10 +47,6 @@ and shards."""
 MAX_CENTRE_BYTES = 4 << 20
 """Most bytes of a sequence's centres (mean keys), over all layers. For comparison: 128 layers with
 8 KV heads of 128 channels take 512 KiB."""
-
-
-def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
-    return HotKVError(reason, message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,7 @@ class SelectSpec:
             or sorted(set(layers)) != list(layers)
             or not 0 <= layers[0] <= layers[-1] < MAX_LAYERS
         ):
-            raise _invalid(
+            raise invalid(
                 f"select.layer_indices must be layers from 0 to {MAX_LAYERS - 1}, ascending, "
                 "each once, and at least one"
             )
@@ -110,20 +106,20 @@ class SelectSpec:
             ("head_size", self.head_size, MAX_HEAD_SIZE),
         ):
             if not 1 <= value <= most:
-                raise _invalid(f"select.{name} is {value}; allowed are 1 to {most}")
+                raise invalid(f"select.{name} is {value}; allowed are 1 to {most}")
         if self.scale is not None and not (np.isfinite(self.scale) and self.scale > 0):
-            raise _invalid(
+            raise invalid(
                 f"select.scale is {self.scale}; use a number above 0, or 0 for the usual one"
             )
         least = self.config.max_always_blocks(self.block_tokens) + 1
         if self.hot_blocks and self.hot_blocks < least:
-            raise _invalid(
+            raise invalid(
                 f"select.hot_block_count is {self.hot_blocks}; what is always kept and one more "
                 f"take {least}, or use 0 for none"
             )
         if not 0 <= self.hot_blocks * len(layers) * self.num_shards <= MAX_HOT_SLOTS:
             most = MAX_HOT_SLOTS // (len(layers) * self.num_shards)
-            raise _invalid(
+            raise invalid(
                 f"select.hot_block_count is {self.hot_blocks}; allowed are 0 to {most} with "
                 "these layers",
                 Reason.TOO_LARGE,
@@ -135,43 +131,38 @@ class SelectSpec:
         for layer in self.layer_indices:
             for name in self.config.scorers_of(layer):
                 if needs_axes(name):
-                    raise _invalid(
+                    raise invalid(
                         f"select: layer {layer} is scored by {name}, whose axes only the engine "
                         "has; select in the engine, or use another scorer"
                     )
 
     def _check_centres(self) -> None:
-        if self.centre_bytes > MAX_CENTRE_BYTES:
-            raise _invalid(
-                f"select.centres have {self.centre_bytes} bytes; at most {MAX_CENTRE_BYTES} are "
-                "accepted",
-                Reason.TOO_LARGE,
-            )
+        check_most(MAX_CENTRE_BYTES, self.centre_bytes, "select.centres have {} bytes")
         shape = (self.num_shards * self.kv_heads, self.head_size)
         for layer, centre in self.centres.items():
             if layer not in self.layer_indices:
-                raise _invalid(
+                raise invalid(
                     f"select.centres.layer_index is {layer}; layer_indices are "
                     f"{list(self.layer_indices)}"
                 )
             if len(centre.mu) != 4 * shape[0] * shape[1]:
-                raise _invalid(
+                raise invalid(
                     f"select.centres.mu of layer {layer} has {len(centre.mu)} bytes; float32 "
                     f"{list(shape)} takes {4 * shape[0] * shape[1]}"
                 )
             if not np.isfinite(np.frombuffer(centre.mu, "<f4")).all():
-                raise _invalid(
+                raise invalid(
                     f"select.centres.mu of layer {layer} has values that are not finite; "
                     "calibrate again"
                 )
             for name, bias in centre.bias.items():
                 if name not in TOKEN_FORMATS:
-                    raise _invalid(
+                    raise invalid(
                         f"select.centres.biases of layer {layer} name {name!r}; token formats "
                         f"are {', '.join(TOKEN_FORMATS)}"
                     )
                 if not np.isfinite(bias):
-                    raise _invalid(
+                    raise invalid(
                         f"select.centres.biases of layer {layer} has {bias} for {name}; give a "
                         "finite number"
                     )
@@ -223,7 +214,7 @@ class SelectSpec:
             representation (compact form of keys).
         """
         if any(size != self.shard_bytes for size in shard_bytes):
-            raise _invalid(
+            raise invalid(
                 "select: layer_indices, scorers, kv_head_count and head_size make "
                 f"{self.shard_bytes} bytes a shard; the representation is "
                 f"declared with {list(shard_bytes)}"
@@ -332,44 +323,44 @@ def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) ->
         (compact forms of keys) are leased.
     """
     if request.layer not in spec.places:
-        raise _invalid(
+        raise invalid(
             f"layer_index is {request.layer}; the sequence was created with layers "
             f"{list(spec.layer_indices)}"
         )
     if not 0 <= request.shard < spec.num_shards:
-        raise _invalid(
+        raise invalid(
             f"shard_index is {request.shard}; this key space has {spec.num_shards} shards"
         )
     if not 1 <= request.context_tokens <= MAX_CONTEXT_BLOCKS * spec.block_tokens:
-        raise _invalid(
+        raise invalid(
             f"context_token_count is {request.context_tokens}; allowed are 1 to "
             f"{MAX_CONTEXT_BLOCKS * spec.block_tokens}"
         )
     num_heads = len(request.query)
     if not num_heads or num_heads % spec.kv_heads:
-        raise _invalid(
+        raise invalid(
             f"query has {num_heads} heads; it must have a multiple of the {spec.kv_heads} KV heads"
         )
     if request.always_log_mass is not None and len(request.always_log_mass) != num_heads:
-        raise _invalid(
+        raise invalid(
             f"always_log_mass has {len(request.always_log_mass)} values for {num_heads} query "
             "heads; give one each, or none"
         )
     if request.always_log_mass is not None and not (request.always_log_mass < np.inf).all():
-        raise _invalid(
+        raise invalid(
             "always_log_mass has values that are no log mass; give finite ones, or -inf for nothing"
         )
     where = span(spec.config, request.context_tokens, spec.block_tokens)
     if num_heads * where.count > MAX_SCORES:
-        raise _invalid(
+        raise invalid(
             f"query has {num_heads} heads for {where.count} blocks; at most {MAX_SCORES} scores "
             "are made",
             Reason.TOO_LARGE,
         )
     if not np.isfinite(request.query).all():
-        raise _invalid("query has values that are not finite")
+        raise invalid("query has values that are not finite")
     if where.first < where.last > num_covered:
-        raise _invalid(
+        raise invalid(
             f"context_token_count is {request.context_tokens}, but only {num_covered} leading "
             "blocks are covered: store the others with "
             "their representations and append them, or ask for less"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sized
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, check_most, invalid
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.messages import fields
@@ -32,10 +32,6 @@ MAX_COUNT = 1e18
 """Largest growth of a counter in a report, so that float64 sums stay exact enough."""
 
 
-def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
-    return HotKVError(reason, message)
-
-
 # -------------------------------------------------------------------------------------------- calls
 
 
@@ -44,17 +40,17 @@ async def create_sequence(
 ) -> sparse_pb2.CreateSequenceResponse:
     """Creates a sequence: a context that the session decodes sparsely."""
     if not 0 <= request.group_index < len(session.key_space.groups):
-        raise _invalid(
+        raise invalid(
             f"group_index is {request.group_index}; this key space has "
-            f"{len(session.key_space.groups)} groups",
+            f"{len(session.key_space.groups)} groups"
         )
     spec = None
     if request.HasField("select"):
         kind = session.key_space.groups[request.group_index].kind
         if kind not in PREFIX_CLOSED:
-            raise _invalid(
+            raise invalid(
                 f"group_index is {request.group_index}, a group of {kind.name}, which does not "
-                "attend to its whole context; select from a group of FULL_ATTENTION or MLA",
+                "attend to its whole context; select from a group of FULL_ATTENTION or MLA"
             )
         spec = _select_spec(request.select, session, request.group_index)
         record = sparse.core.key_spaces[session.record.key_space_id]
@@ -62,10 +58,10 @@ async def create_sequence(
             spec.representation_group < MAX_GROUPS
             or record.block_group(spec.representation_group) != request.group_index
         ):
-            raise _invalid(
+            raise invalid(
                 "select.representation_group_index is "
                 f"{request.select.representation_group_index}; name a representation of group "
-                f"{request.group_index} that the session declares",
+                f"{request.group_index} that the session declares"
             )
         spec.check_slots(record.representation(spec.representation_group).shard_bytes)
     hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
@@ -118,20 +114,17 @@ def _positions(field: str, packed: bytes, most: int) -> I32:
     values = fields.int32s(field, packed).astype(np.int32)
     _check_count(field, values, most)
     if len(values) and int(values.min()) < 0:
-        raise _invalid(f"{field} has {int(values.min())}; positions count blocks from 0")
+        raise invalid(f"{field} has {int(values.min())}; positions count blocks from 0")
     return values
 
 
 def _check_count(field: str, values: Sized, most: int) -> None:
-    if len(values) > most:
-        raise _invalid(
-            f"{field} has {len(values)} entries; at most {most} are accepted", Reason.TOO_LARGE
-        )
+    check_most(most, len(values), field + " has {} entries")
 
 
 def _check_layer(field: str, layer: int) -> None:
     if not 0 <= layer < MAX_LAYERS:
-        raise _invalid(f"{field} is {layer}; allowed are 0 to {MAX_LAYERS - 1}")
+        raise invalid(f"{field} is {layer}; allowed are 0 to {MAX_LAYERS - 1}")
 
 
 def _select_spec(
@@ -157,12 +150,10 @@ def _centres(messages: Iterable[sparse_pb2.LayerCentre]) -> dict[int, PackedCent
     centres: dict[int, PackedCentre] = {}
     for m in messages:
         if m.layer_index in centres:
-            raise _invalid(
-                f"select.centres lists layer {m.layer_index} twice; give each one centre"
-            )
+            raise invalid(f"select.centres lists layer {m.layer_index} twice; give each one centre")
         bias = {of.scorer: of.bias for of in m.biases}
         if len(bias) < len(m.biases):
-            raise _invalid(
+            raise invalid(
                 f"select.centres.biases lists a scorer of layer {m.layer_index} twice; give each "
                 "one bias"
             )
@@ -173,10 +164,10 @@ def _centres(messages: Iterable[sparse_pb2.LayerCentre]) -> dict[int, PackedCent
 def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
     fusion = {fused.scorer: fused.exponent for fused in message.fusion}
     if len(fusion) < len(message.fusion):
-        raise _invalid("select.fusion lists a scorer twice; give each one exponent")
+        raise invalid("select.fusion lists a scorer twice; give each one exponent")
     kind = message.WhichOneof("sparse_topk")
     if kind is None:
-        raise _invalid(
+        raise invalid(
             "select.sparse_topk is missing; give a number of tokens or a share of the context"
         )
     try:
@@ -205,7 +196,7 @@ def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) ->
     """
     query = fields.float32s("query", message.query)
     if len(query) % spec.head_size:
-        raise _invalid(
+        raise invalid(
             f"query has {len(message.query)} bytes; float32 heads of {spec.head_size} channels "
             f"take {4 * spec.head_size} each"
         )
@@ -260,7 +251,7 @@ def _layer_growth(messages: Iterable[sparse_pb2.LayerCounters]) -> list[LayerGro
         for name in SPARSE_COUNTERS:
             value = getattr(m, name)
             if not (math.isfinite(value) and 0 <= value <= MAX_COUNT):
-                raise _invalid(f"layers.{name} is {value}; counters grow by 0 to {MAX_COUNT:.0e}")
+                raise invalid(f"layers.{name} is {value}; counters grow by 0 to {MAX_COUNT:.0e}")
         growth.append(
             LayerGrowth(m.layer_index, np.array([getattr(m, name) for name in SPARSE_COUNTERS]))
         )

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto import native, table
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import Histogram
@@ -416,8 +416,7 @@ def spec_of(sequence: LiveSequence) -> SelectSpec:
     """Returns the settings by which the server selects blocks for a sequence. Raises INVALID_FIELD
     if the sequence was created without such settings."""
     if sequence.spec is None:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"sequence_id {sequence.sequence_id!r} was created without select; create one with it",
+        raise invalid(
+            f"sequence_id {sequence.sequence_id!r} was created without select; create one with it"
         )
     return sequence.spec

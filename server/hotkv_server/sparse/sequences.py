@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import Reason, invalid
 from hotkv_proto.table import Words
 from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.sparse.book import KeptHotSet, SelectSpec
@@ -27,10 +27,6 @@ SEQUENCE_BLOCKS = 32
 TOUCH_INTERVAL_S = 1.0
 """Interval at which the uses of a sequence's blocks are counted, in seconds. A block that is used
 in every step counts as used once per interval."""
-
-
-def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
-    return HotKVError(reason, message)
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +161,7 @@ class SequenceBook:
         """Returns the session's sequence with this id. Raises INVALID_FIELD if it is unknown."""
         sequence = self.find(session_number, sequence_id)
         if sequence is None:
-            raise _invalid(
+            raise invalid(
                 f"sequence_id {sequence_id!r} is unknown in this session; create it first"
             )
         return sequence
@@ -186,7 +182,7 @@ class SequenceBook:
         it, OVERLOADED or TOO_LARGE if a bound is reached.
         """
         if not sequence_id:
-            raise _invalid("sequence_id is empty; choose an id that is unique in the session")
+            raise invalid("sequence_id is empty; choose an id that is unique in the session")
         existing = self.find(session_number, sequence_id)
         if existing is not None:
             is_same = (existing.group_index, existing.created_blocks, existing.spec) == (
@@ -195,14 +191,14 @@ class SequenceBook:
                 spec,
             )
             if not is_same or not np.array_equal(existing.hashes[: len(hashes)], hashes):
-                raise _invalid(
+                raise invalid(
                     f"sequence_id {sequence_id!r} is in use for another sequence; choose a new id",
                     Reason.DUPLICATE_ID,
                 )
             return existing, False
         sequences = self._sessions.get(session_number, {})
         if len(sequences) >= self.max_sequences:
-            raise _invalid(
+            raise invalid(
                 f"sequence_id: the session has {self.max_sequences} sequences; delete some first",
                 Reason.OVERLOADED,
             )
@@ -227,7 +223,7 @@ class SequenceBook:
         sequence = self.get(session_number, sequence_id)
         count = len(sequence.hashes)
         if not 0 <= first_position <= count:
-            raise _invalid(
+            raise invalid(
                 f"first_position is {first_position}; the sequence has {count} blocks, go on at "
                 f"{count}"
             )
@@ -235,7 +231,7 @@ class SequenceBook:
         if not np.array_equal(
             sequence.hashes[first_position : first_position + known], hashes[:known]
         ):
-            raise _invalid(
+            raise invalid(
                 "hashes differ from those of blocks that the sequence has already; create "
                 "another sequence"
             )
@@ -250,13 +246,13 @@ class SequenceBook:
 
     def _check_room(self, owner: str, num_more: int, num_blocks: int) -> None:
         if num_blocks > self.max_sequence_blocks:
-            raise _invalid(
+            raise invalid(
                 f"hashes: a sequence of {num_blocks} blocks; at most {self.max_sequence_blocks} "
                 "are accepted",
                 Reason.TOO_LARGE,
             )
         if num_more > self.bound.room(owner):
-            raise _invalid(
+            raise invalid(
                 f"hashes: {num_more} blocks' worth of memory more; "
                 f"{self.bound.refusal(owner, 'of them')}",
                 Reason.OVERLOADED,

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.messages.errors import error_detail
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_server.cache.room.shares import FairBound
@@ -134,10 +134,9 @@ async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
     try:
         return await asyncio.wait_for(anext(requests), max(0.0, deadline_s - time.monotonic()))
     except asyncio.TimeoutError:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
+        raise invalid(
             f"no request of a session has come within {FIRST_REQUEST_TIMEOUT_S:g} s; open the "
-            "stream with the first selection",
+            "stream with the first selection"
         ) from None
 
 

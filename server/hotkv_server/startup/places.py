@@ -27,9 +27,7 @@ def lock_runtime_dir(directory: Path) -> int:
         check_runtime_dir(directory)
         check_files([directory / LOCK_FILE])
         return lock_file(directory / LOCK_FILE)
-    except UnsafeError as error:
-        raise StartError(f"runtime_dir: {error}") from error
-    except BusyError as error:
+    except (UnsafeError, BusyError) as error:
         raise StartError(f"runtime_dir: {error}") from error
     except OSError as error:
         raise StartError(

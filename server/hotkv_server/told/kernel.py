@@ -16,7 +16,7 @@ import orjson
 
 import hotkv_proto
 from hotkv_proto import versions
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import invalid
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import Words
 from hotkv_server.cache import inspect
@@ -302,10 +302,7 @@ async def _blocks(node: Node, filters: Filters) -> Figures:
     """Returns a page of the list of blocks. The list has no particular order."""
     token, number = filters.text("page_token"), filters.whole("key_space_id", MAX_KEY_SPACE_ID)
     if token and not (token.isascii() and token.isdecimal() and len(token) <= MAX_TOKEN_DIGITS):
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            "page_token is none that this server gave out; leave it empty to begin",
-        )
+        raise invalid("page_token is none that this server gave out; leave it empty to begin")
     size = min(filters.page_size(DEFAULT_BLOCKS, MAX_BLOCKS), SERVED_BLOCKS)
     if number:
         node.core.key_space(number)
@@ -328,9 +325,7 @@ def _prefix(digits: str) -> inspect.HashPrefix | None:
     try:
         return inspect.HashPrefix(digits) if digits else None
     except ValueError as error:
-        raise HotKVError(
-            Reason.INVALID_FIELD, f"hash_prefix is {digits[:80]!r}: {error}"
-        ) from error
+        raise invalid(f"hash_prefix is {digits[:80]!r}: {error}") from error
 
 
 def _block(node: Node, block: inspect.BlockFigures, now_s: float) -> dict[str, Any]:

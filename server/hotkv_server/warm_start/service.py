@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import check_most, invalid
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import packed_words, read_groups
@@ -33,10 +33,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
     ) -> AsyncIterator[warm_pb2.ExportBlocksResponse]:
         try:
             if request.byte_count < 0:
-                raise HotKVError(
-                    Reason.INVALID_FIELD,
-                    f"byte_count is {request.byte_count}; it is 0 for all, or positive",
-                )
+                raise invalid(f"byte_count is {request.byte_count}; it is 0 for all, or positive")
             space = self._node.core.key_space(request.key_space_id)
             message = key_space_message(space)
             yield warm_pb2.ExportBlocksResponse(key_space=message)
@@ -52,9 +49,8 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
         async def call() -> warm_pb2.PrefetchBlocksResponse:
             wait_s = fields.seconds("timeout_ms", request.timeout_ms) or DEFAULT_WAIT_S
             if wait_s > MAX_WAIT_S:
-                raise HotKVError(
-                    Reason.INVALID_FIELD,
-                    f"timeout_ms is {request.timeout_ms}; at most {MAX_WAIT_S * 1000:.0f}",
+                raise invalid(
+                    f"timeout_ms is {request.timeout_ms}; at most {MAX_WAIT_S * 1000:.0f}"
                 )
             number = await self._key_space_id(request)
             lists = await self._lists(number, request)
@@ -70,9 +66,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
 
     async def _key_space_id(self, request: warm_pb2.PrefetchBlocksRequest) -> int:
         if request.HasField("key_space") == bool(request.key_space_id):
-            raise HotKVError(
-                Reason.INVALID_FIELD, "key_space and key_space_id: give exactly one of them"
-            )
+            raise invalid("key_space and key_space_id: give exactly one of them")
         if request.key_space_id:
             return request.key_space_id
         key_space = read_key_space(request.key_space)
@@ -91,15 +85,10 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
             hashes = await asyncio.to_thread(prompt_hashes, space, prompt.hashes, prompt.token_ids)
             lists += of_groups(space, hashes)
         most = inspect.limits(self._node.core).max_blocks_per_call
-        if (num_blocks := sum(len(one.hashes) for one in lists)) > most:
-            raise HotKVError(
-                Reason.TOO_LARGE,
-                f"the call names {num_blocks} blocks; at most {most} are accepted: send several",
-            )
+        num_blocks = sum(len(one.hashes) for one in lists)
+        check_most(most, num_blocks, "the call names {} blocks", ": send several")
         if not num_blocks:
-            raise HotKVError(
-                Reason.INVALID_FIELD, "groups and prompts name no whole block; name some"
-            )
+            raise invalid("groups and prompts name no whole block; name some")
         return lists
 
 
@@ -110,8 +99,7 @@ def _named(some: HashList, space: KeySpace) -> cache_pb2.GroupHashes:
 
 def _checked(space: KeySpace, group_index: int) -> int:
     if not 0 <= group_index < len(space.groups):
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"groups.group_index is {group_index}; this key space has {len(space.groups)} groups",
+        raise invalid(
+            f"groups.group_index is {group_index}; this key space has {len(space.groups)} groups"
         )
     return group_index

@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.groups import alignment_tokens, longest_hit, needed_blocks
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.messages import fields
@@ -113,10 +113,7 @@ the prompt), key space id, packed hashes, packed token ids."""
 
 def _of_prompt(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
     if not request.hashes and not request.token_ids:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            "hashes, token_ids and session_id are empty; give one of them",
-        )
+        raise invalid("hashes, token_ids and session_id are empty; give one of them")
     numbers = [request.key_space_id] if request.key_space_id else sorted(node.core.key_spaces)
     return [("", number, request.hashes, request.token_ids) for number in numbers]
 
@@ -124,7 +121,7 @@ def _of_prompt(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
 def _of_session(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
     """Returns the latest prompts of the user's session (conversation) that the request names."""
     if request.hashes or request.token_ids:
-        raise HotKVError(Reason.INVALID_FIELD, "session_id: give it without a prompt")
+        raise invalid("session_id: give it without a prompt")
     return [
         (tenant, number, packed_words(words, node.core.key_space(number).hash_bytes), b"")
         for one in node.capabilities
@@ -372,7 +369,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         all blocks. Raises INVALID_FIELD if the request both names blocks and asks for all, or does
         neither."""
         if request.all == bool(request.hashes):
-            raise HotKVError(Reason.INVALID_FIELD, "hashes and all: give exactly one of them")
+            raise invalid("hashes and all: give exactly one of them")
         if request.all:
             return None
         hash_bytes = self._node.core.key_space(request.key_space_id).hash_bytes

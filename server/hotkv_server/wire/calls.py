@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hotkv_proto.blocks import LeaseGrant
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.messages import cache, fields
 from hotkv_proto.messages.layout import read_device_mark
 from hotkv_proto.messages.session import MAX_REPORTS, read_ended, read_load_ends, read_reports
@@ -58,9 +58,7 @@ def lookup(
     began_s = time.monotonic()
     number = request.key_space_id or (session.record.key_space_id if session else 0)
     if number == 0:
-        raise HotKVError(
-            Reason.INVALID_FIELD, "key_space_id is 0 and session_id is empty; give one of them"
-        )
+        raise invalid("key_space_id is 0 and session_id is empty; give one of them")
     # A session declares representations only in its own key space. In any other key space, a
     # group index is the core's.
     is_own = session is not None and number == session.record.key_space_id
@@ -326,12 +324,8 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
             f"with {inspect.limits(node.core).max_blocks_per_call}"
             " are accepted in a message; send several",
         )
-    if len(request.loads) > MAX_REPORTS:
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"loads has {len(request.loads)} entries; at most {MAX_REPORTS} are accepted in a "
-            "message; send several",
-        )
+    advice = " in a message; send several"
+    check_most(MAX_REPORTS, len(request.loads), "loads has {} entries", advice)
     speed = fields.rate("prefill_tokens_per_s", request.prefill_tokens_per_s)
     if not SLOWEST <= speed <= FASTEST:
         speed = 0.0

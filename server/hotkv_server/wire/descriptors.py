@@ -24,7 +24,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.errors import error_detail
 from hotkv_proto.v1 import session_pb2
@@ -243,9 +243,8 @@ class DescriptorServer:
         session has none of them. Adds to `kept` the descriptors that the caller must not close,
         because the session owns them or has closed them."""
         if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"handle_ids names {len(request.handle_ids)} handles for {len(fds)} descriptors",
+            raise invalid(
+                f"handle_ids names {len(request.handle_ids)} handles for {len(fds)} descriptors"
             )
         if session.close_link is not None:
             raise HotKVError(Reason.DUPLICATE_ID, "session_id has a link already")
@@ -269,7 +268,7 @@ class DescriptorServer:
         try:
             return session_pb2.LinkRequest.FromString(packet)
         except DecodeError as error:
-            raise HotKVError(Reason.INVALID_FIELD, "the packet is no LinkRequest") from error
+            raise invalid("the packet is no LinkRequest") from error
 
     def _send(self, connection: socket.socket, session: LiveSession, peer: Peer) -> None:
         """Sends the client the descriptors of arena and block table that its session may map. The

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import invalid
 from hotkv_proto.keys import KeySpace, token_block_hashes
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import read_hashes
@@ -103,9 +103,7 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
             tokens.tolist(), space.hash_block_tokens, space.hash_algorithm, space.hash_seed
         )
     except ValueError as error:
-        raise HotKVError(
-            Reason.INVALID_FIELD, f"token_ids: {error}; give hashes instead"
-        ) from error
+        raise invalid(f"token_ids: {error}; give hashes instead") from error
     return read_hashes("token_ids", b"".join(computed), space.hash_bytes)
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import hotkv_proto
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 from hotkv_proto.keys import KeySpace, signed_salt
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import load_response, packed_words, store_response
@@ -137,15 +137,14 @@ class SessionCalls:
             case "malformed":
                 raise await self._slowed(request.error())
             case "open_session":
-                raise HotKVError(
-                    Reason.INVALID_FIELD,
-                    "open_session was sent twice; open another stream for another session",
+                raise invalid(
+                    "open_session was sent twice; open another stream for another session"
                 )
             case body if (call := self._functions.get(body or "")) is not None:
                 assert body is not None
                 return await self._served(request, body, call(session, getattr(request, body)))
             case _:
-                raise HotKVError(Reason.INVALID_FIELD, "body is empty or of a newer protocol")
+                raise invalid("body is empty or of a newer protocol")
 
     async def _served(
         self, request: session_pb2.ConnectRequest, body: str, answer: Any
@@ -549,19 +548,13 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         try:
             role = Role(opening.role).name.lower()
         except ValueError:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"role is {opening.role}; allowed are 1 (scheduler), 2 (worker) and 3 (tool)",
+            raise invalid(
+                f"role is {opening.role}; allowed are 1 (scheduler), 2 (worker) and 3 (tool)"
             ) from None
         fields.name("engine_id", opening.engine_id)
         fields.name("client_name", opening.client_name)
         fields.name("engine_name", opening.engine_name)
-        if len(opening.model_names) > MAX_MODEL_NAMES:
-            raise HotKVError(
-                Reason.TOO_LARGE,
-                f"model_names has {len(opening.model_names)} entries; at most {MAX_MODEL_NAMES} "
-                "are accepted",
-            )
+        check_most(MAX_MODEL_NAMES, len(opening.model_names), "model_names has {} entries")
         for name in opening.model_names:
             fields.name("model_names", name)
         key_space, representations = (
@@ -672,7 +665,5 @@ async def _first(requests: AsyncIterator[session_pb2.ConnectRequest]) -> session
     except (StopAsyncIteration, asyncio.TimeoutError):
         first = session_pb2.ConnectRequest()
     if first.WhichOneof("body") != "open_session":
-        raise HotKVError(
-            Reason.INVALID_FIELD, "open_session is missing; send it as the first message"
-        )
+        raise invalid("open_session is missing; send it as the first message")
     return first

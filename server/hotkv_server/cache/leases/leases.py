@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.blocks import NO_RETENTION, Retention
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_server.cache.room.shares import BoundShare, FairBound
 from hotkv_server.cache.seams import StorePins
 from hotkv_server.cache.table.index import Keys
@@ -254,9 +254,7 @@ class LeaseBook:
         engine has no such lease. Raises INVALID_FIELD if the id is empty. Raises DUPLICATE_ID if
         the engine's lease with this id belongs to another key space."""
         if not lease_id:
-            raise HotKVError(
-                Reason.INVALID_FIELD, "lease_id is empty; choose an id that is unique in the engine"
-            )
+            raise invalid("lease_id is empty; choose an id that is unique in the engine")
         lease = self.get(session.engine_id, lease_id)
         if lease is not None and lease.key_space_id != session.key_space_id:
             raise HotKVError(
@@ -456,10 +454,7 @@ class TransferBook:
         """Raises HotKVError if a session may not start a transfer with this id: the id is empty,
         the session has a transfer in flight with this id, or the owner has too many transfers."""
         if not transfer_id:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                "transfer_id is empty; choose an id that is unique in the session",
-            )
+            raise invalid("transfer_id is empty; choose an id that is unique in the session")
         if (session_number, transfer_id) in self._transfers:
             raise HotKVError(
                 Reason.DUPLICATE_ID, f"transfer_id {transfer_id!r} is in flight; choose a new id"

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto import table
 from hotkv_proto.blocks import LeaseGrant
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_server.cache.arrays import repeats
 from hotkv_server.cache.leases.books import CacheBooks
@@ -65,9 +65,7 @@ class ReadLeases:
         record = books.catalog.record(session.key_space_id)
         check_named(record, indices, num_blocks, books.config.max_blocks_per_call)
         if len(set(indices)) != len(indices):
-            raise HotKVError(
-                Reason.INVALID_FIELD, "groups lists a group twice; give each group one list"
-            )
+            raise invalid("groups lists a group twice; give each group one list")
         existing, content = books.leases.of_call(session, lease_id), content_of(groups)
         if existing is not None:
             if (
@@ -153,10 +151,9 @@ class ReadLeases:
         not pin, and for a block that must still be compared with its check value."""
         lease = self._books.leases.live(session, lease_id)
         if not isinstance(lease, ReadLease):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
+            raise invalid(
                 f"lease_id {lease_id!r} is a write lease; only blocks under a read lease stay "
-                "where they are",
+                "where they are"
             )
         index = self._books.space.index
         return tuple(
@@ -250,19 +247,13 @@ class Loads:
         books.transfers.check_new(session.number, transfer_id, owner)
         lease = books.leases.live(session, lease_id)
         if not isinstance(lease, ReadLease):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"lease_id {lease_id!r} is a write lease; a load needs a read lease",
-            )
+            raise invalid(f"lease_id {lease_id!r} is a write lease; a load needs a read lease")
         books.sessions.check_takes_new("starts no new transfers")
         pinned = dict(lease.groups)
         slots = [self._slots(run, _chosen(run, pinned.get(run.group_index))) for run in runs]
         # Two positions may name the same block: the lease may list its hash twice.
         if repeats([run.entries for run in slots]):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                "runs.lease_positions name a block twice; a load copies each block once",
-            )
+            raise invalid("runs.lease_positions name a block twice; a load copies each block once")
         self._read_leases.admit(lease)
         lease.num_copies += 1
         num_blocks = sum(len(run.positions) for run in slots if run.group_index < MAX_GROUPS)
@@ -293,18 +284,10 @@ def _chosen(run: LoadPositions, pinned: Entries | None) -> Entries:
     pinned: the lease's entries for the group of `run`; None if the lease has no such group.
     """
     if pinned is None:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"runs.group_index is {run.group_index}, which the lease does not cover",
-        )
+        raise invalid(f"runs.group_index is {run.group_index}, which the lease does not cover")
     if len(run.positions) and (run.positions.min() < 0 or run.positions.max() >= len(pinned)):
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"runs.lease_positions go beyond the {len(pinned)} hashes of the lease",
-        )
+        raise invalid(f"runs.lease_positions go beyond the {len(pinned)} hashes of the lease")
     chosen = pinned[run.positions]
     if np.any(chosen == 0):
-        raise HotKVError(
-            Reason.INVALID_FIELD, "runs.lease_positions name a block that the lease does not pin"
-        )
+        raise invalid("runs.lease_positions name a block that the lease does not pin")
     return chosen

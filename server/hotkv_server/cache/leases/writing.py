@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto import table
 from hotkv_proto.blocks import NO_RETENTION, BlockResult, Retention
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import RESERVED_FLAG
 from hotkv_server.cache.arrays import first_occurrences, rows, without
@@ -276,10 +276,8 @@ class Reservations:
             self._books.config.max_blocks_per_call,
         )
         if any(run.depth < 0 or run.depth + len(run.hashes) >= 1 << 31 for run in runs):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                "runs.depth is negative or too large; it counts blocks from the start of the "
-                "prompt",
+            raise invalid(
+                "runs.depth is negative or too large; it counts blocks from the start of the prompt"
             )
 
     def _joined(self, session: SessionRecord, lease_id: str, listed: Keys) -> WriteLease | None:
@@ -538,10 +536,7 @@ class Stores:
         books.transfers.check_new(session.number, transfer_id, books.sessions.owner(session))
         num_shards = books.catalog.record(session.key_space_id).key_space.num_shards
         if not 0 <= shard_index < num_shards:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"shard_index is {shard_index}; this key space has {num_shards} shards",
-            )
+            raise invalid(f"shard_index is {shard_index}; this key space has {num_shards} shards")
         books.sessions.check_takes_new("starts no new transfers")
 
     def begin(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import invalid
 from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantShare
 
 # A `FairBound` limits a shared resource so that no single owner can use it up.
@@ -179,16 +179,14 @@ class TenantBook:
         guaranteed = np.array([share.guaranteed_bytes for share in listed], np.int64)
         burst = np.array([share.burst_bytes or _NO_BOUND for share in listed], np.int64)
         if np.any(guaranteed < 0) or np.any(burst < guaranteed):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                "tenants: guaranteed_bytes must be from 0 to burst_bytes, where that is given",
+            raise invalid(
+                "tenants: guaranteed_bytes must be from 0 to burst_bytes, where that is given"
             )
         # As int, because the sum of several may not fit into 64 bits.
         if (total := sum(guaranteed.tolist())) > self.arena_bytes:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
+            raise invalid(
                 f"tenants: their guaranteed_bytes are {total} together; the arena has "
-                f"{self.arena_bytes}",
+                f"{self.arena_bytes}"
             )
         return guaranteed, burst
 
@@ -197,9 +195,7 @@ class TenantBook:
         arena, a bound is below its guarantee, or the first share would be added or the last removed
         (both need a restart). Changes nothing."""
         if bool(shares) != self.is_used:
-            raise HotKVError(
-                Reason.INVALID_FIELD, "tenants: the first and the last one need a restart"
-            )
+            raise invalid("tenants: the first and the last one need a restart")
         self._checked(shares.values())
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_server.cache.room.shares import BoundShare, FairBound
 from hotkv_server.cache.values import BoolMask, Entries, Int64s, SessionRecord
 
@@ -304,10 +304,7 @@ class ResidencyBook:
         space.
         """
         if not residency_id:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                "residency_id is empty; choose an id that is unique in the engine",
-            )
+            raise invalid("residency_id is empty; choose an id that is unique in the engine")
         residency = self.get(session.engine_id, residency_id)
         if residency is not None and residency.key_space_id != session.key_space_id:
             raise HotKVError(

@@ -21,7 +21,7 @@ import numpy as np
 
 from hotkv_proto import table
 from hotkv_proto.blocks import ResidencyOpened
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.shares import BoundShare
@@ -236,10 +236,9 @@ class Residencies:
         is not open or lacks the group, or if `num_blocks` is too large for a call."""
         residency = self.book.live(session, residency_id)
         if group_index not in residency.groups:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
+            raise invalid(
                 f"group_index is {group_index}; the residency was opened for groups "
-                f"{sorted(residency.groups)}",
+                f"{sorted(residency.groups)}"
             )
         if num_blocks > self._config.max_blocks_per_call:
             raise HotKVError(
@@ -387,19 +386,15 @@ def _new_groups(
     """
     check_named(record, num_blocks, 0, 0, only_blocks=True)
     if not num_blocks or min(num_blocks.values()) < 1 or max(num_blocks.values()) >= MAX_POSITION:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            "groups.block_count must be from 1 to 2147483647, for one group at least",
-        )
+        raise invalid("groups.block_count must be from 1 to 2147483647, for one group at least")
     return {group: _new_group(session, record, group, count) for group, count in num_blocks.items()}
 
 
 def _check_position(first_position: int, num_blocks: int) -> None:
     if not 0 <= first_position < MAX_POSITION - num_blocks:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
+        raise invalid(
             "first_position is negative or too large; it counts blocks from the start of the "
-            "request",
+            "request"
         )
 
 
@@ -408,10 +403,9 @@ def _check_most(group: ResidentGroup, num_fresh: int) -> None:
     residency was opened."""
     count = len(group.positions) + num_fresh
     if count > group.most:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
+        raise invalid(
             f"hashes: the residency was opened for {group.most} blocks of this group and would "
-            f"have {count}; open it again for more",
+            f"have {count}; open it again for more"
         )
 
 

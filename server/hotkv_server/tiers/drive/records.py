@@ -21,6 +21,7 @@ import logging
 import math
 import mmap
 import os
+import stat
 import threading
 import time
 from collections import deque
@@ -407,8 +408,12 @@ def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState 
 
 
 def _read(fd: int) -> NDArray[np.uint8]:
-    """Returns a file's content. If the file becomes shorter during the read, the rest is zeros."""
-    content = _memory(max(1, os.fstat(fd).st_size))
+    """Returns a file's content. If the file becomes shorter during the read, the rest is zeros.
+    Raises ValueError for a pipe and the like."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{TABLE_FILE} is no regular file")
+    content = _memory(max(1, status.st_size))
     view, at = content.data, 0
     while at < len(view) and (count := os.preadv(fd, [view[at : at + READ_BYTES]], at)):
         at += count
