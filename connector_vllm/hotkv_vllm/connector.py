@@ -228,12 +228,6 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         self._scheduler.connect(metadata.values())
 
-    @hook(lambda self, *_: self._scheduler.turn_off())
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
-    ) -> None:
-        self._scheduler.connect(metadata.values())
-
     @hook(nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._scheduler.bind_manager(kv_cache_manager)

@@ -76,7 +76,6 @@ FALLBACKS: dict[str, str] = {
     ),
     # ------------------------------------------------------------------------------------ scheduler
     "set_xfer_handshake_metadata_pp_aware": "The scheduler offers nothing and plans nothing.",
-    "set_xfer_handshake_metadata": "The scheduler offers nothing and plans nothing.",
     "bind_kv_cache_manager": (
         "Without the pool no block is held back: a request whose load hangs waits for the server. "
         "Without the manager no block is given back."

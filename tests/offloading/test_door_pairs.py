@@ -394,6 +394,17 @@ def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
     assert model().generate("again", prompt(120, 100), 2)[1] == 0
 
 
+def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(model: Make) -> None:
+    """vLLM names it as preempted in the step that begins its load, which ended the engine."""
+    one = model()
+    one.add("a", prompt(130, 100), 40)
+    wait_for(lambda: one.step() or len(one.outputs["a"]) > 5, "stores")
+    assert one.scheduler.reset_prefix_cache(reset_running_requests=True)
+    one.run()
+    assert one.outputs["a"] == answer_of(prompt(130, 100), 40)
+    assert any(meta.load_jobs for meta in one.metas)
+
+
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_blocks_of_answers_that_another_connector_decodes_sparsely_are_not_stored(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, ours_first: bool

@@ -36,7 +36,6 @@ AT_START = {
     "register_kv_caches",
     "get_handshake_metadata",
     "set_xfer_handshake_metadata_pp_aware",
-    "set_xfer_handshake_metadata",
     "bind_kv_cache_manager",
     "opened",
 }
@@ -330,7 +329,7 @@ def starting_functions(make: Callable[[], Engine]) -> dict[str, list[FunctionTyp
     return found
 
 
-@pytest.mark.parametrize("hook", sorted(AT_START - {"set_xfer_handshake_metadata"} - OF_THE_CLASS))
+@pytest.mark.parametrize("hook", sorted(AT_START - OF_THE_CLASS))
 def test_a_hook_that_breaks_at_the_start(bench: Bench, hook: str) -> None:
     """Checks that the engine runs, with hotkv or without, and stores only right blocks."""
     functions = starting_functions(bench.new)[hook]
@@ -359,7 +358,7 @@ def test_a_rank_without_a_handshake_leaves_the_engine_off(bench: Bench) -> None:
         one = bench.new()
     bench.server.blocks.clear()
     assert one.generate("x", FIRST, 2)[0] == bench.expected["a"] and not bench.server.blocks
-    one.connector.set_xfer_handshake_metadata({0: one.worker.get_handshake_metadata()})
+    one.connector.set_xfer_handshake_metadata_pp_aware(one.handshakes())
     assert one.connector._scheduler.cache is not None
     one.shutdown()
 

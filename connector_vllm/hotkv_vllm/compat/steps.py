@@ -233,6 +233,20 @@ def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]
     return keys
 
 
+def without_loading(scheduler_output: Any, offloading: Any) -> Any:
+    """Returns a copy of a step's `SchedulerOutput` that names no request as preempted whose load
+    the step begins.
+
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+
+    Source: vLLM 0.32 asserts this. A reset that preempts running requests may keep vLLM's CPU tier,
+    and the next step then names them as preempted and loads them.
+    """
+    loading = {job.req_id for job in offloading._current_batch_load_jobs.values()}
+    preempted = scheduler_output.preempted_req_ids - loading
+    return replace(scheduler_output, preempted_req_ids=preempted)
+
+
 def before_stores(offloading: Any, then: Callable[[Any], None]) -> None:
     """Makes vLLM's offloading call `then` in each step, with the step's `SchedulerOutput`. The call
     comes after the offloading has recorded the blocks of all requests, and before it plans the
@@ -341,19 +355,6 @@ def fail_stores(manager: Any, spoilt: set[Any]) -> None:
         complete(keys, req_context, success and not is_spoilt)
 
     manager.complete_store = complete_store
-
-
-def stop_at_computed(offloading: Any, request: Any) -> None:
-    """Prevents vLLM's offloading from storing blocks that an ended request has not computed, or
-    does not hold any more.
-
-    offloading: vLLM's `OffloadingConnectorScheduler`.
-
-    Source: vLLM 0.32 and 0.33. `_build_store_jobs` assumes that all tokens but the last of a
-    finished request were computed, unless the request was aborted. With asynchronous scheduling a
-    request may also end after vLLM has preempted it and freed its blocks.
-    """
-    limit_stores(offloading, request.request_id, written_tokens(request))
 
 
 def limit_stores(offloading: Any, request_id: str, num_tokens: int) -> None:

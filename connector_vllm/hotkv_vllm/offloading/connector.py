@@ -8,7 +8,7 @@ hotkv's code do not (`hooks`).
 If hotkv is off with this version of vLLM, no tier is added, and vLLM's offloading runs alone.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hotkv_vllm import versions
@@ -118,16 +118,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self._connect(metadata.values())
-
-    def set_xfer_handshake_metadata(
-        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
-    ) -> None:
-        self._connect(metadata.values())
-
-    def _connect(self, handshakes: Collection[KVConnectorHandshakeMetadata]) -> None:
         if self._door is not None:
-            self._door.connect([one for one in handshakes if isinstance(one, PageFormat)])
+            self._door.connect([one for one in metadata.values() if isinstance(one, PageFormat)])
 
     def on_new_request(self, request: Any) -> None:
         if self._door is not None:
@@ -151,12 +143,12 @@ class HotKVOffloadingConnector(OffloadingConnector):
             self._door.got_blocks(request, blocks, self.scheduler)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        timed_step = 0 if self._door is None else self._door.begin_step(scheduler_output)
-        if self._door is not None:
-            self._door.tell_written(scheduler_output, self.scheduler)
-        theirs = super().build_connector_meta(scheduler_output)
+        step = steps.without_loading(scheduler_output, self.scheduler)
         if self._door is None:
-            return theirs
+            return super().build_connector_meta(step)
+        timed_step = self._door.begin_step(scheduler_output)
+        self._door.tell_written(scheduler_output, self.scheduler)
+        theirs = super().build_connector_meta(step)
         self._door.planned(theirs, self.scheduler)
         self._door.end_step()
         return DoorMetadata.beside(theirs, self._door.order, self._door.wants_formats, timed_step)
@@ -181,10 +173,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self._door is not None:
-            self._door.finished(request)
-            self._door.stop_at_computed(request, self.scheduler)
-        return super().request_finished_all_groups(request, block_ids)
+        return self.request_finished(request, [])
 
     def reset_cache(self) -> bool | None:
         """Empties the primary tier (vLLM's CPU memory). Unless the engine only pauses, also empties

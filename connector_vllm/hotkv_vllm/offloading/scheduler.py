@@ -329,9 +329,14 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def stop_at_computed(self, request: Any, offloading: Any) -> None:
-        """Prevents vLLM's offloading from storing blocks that an ended request has not computed
-        (see `steps.stop_at_computed`)."""
-        steps.stop_at_computed(offloading, request)
+        """Prevents vLLM's offloading from storing blocks that an ended request has not computed, or
+        does not hold any more.
+
+        Source: vLLM 0.32 and 0.33. `_build_store_jobs` assumes that all tokens but the last of a
+        finished request were computed, unless the request was aborted. With asynchronous scheduling
+        a request may also end after vLLM has preempted it and freed its blocks.
+        """
+        steps.limit_stores(offloading, request.request_id, steps.written_tokens(request))
 
     @hook(nothing, of="door")
     def finished(self, request: Any) -> None:
