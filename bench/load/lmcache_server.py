@@ -4,7 +4,6 @@ import http.client
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from demo.processes import Child
@@ -42,12 +41,7 @@ class LMCacheServer:
     def __enter__(self) -> "LMCacheServer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._child.stop(hurry=True)
 
     @property

@@ -1,7 +1,6 @@
 """Admin calls for operators and scripts. Calls accept and return plain Python values."""
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 from hotkv_client import channels
@@ -46,12 +45,7 @@ class AdminClient:
     def __enter__(self) -> "AdminClient":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._channel.close()
 
     def ping(self, service: str = "") -> bool:

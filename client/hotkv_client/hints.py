@@ -1,7 +1,6 @@
 """Sends hints about cached blocks to the server, for routers, and reads the hints' outcomes."""
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from hotkv_client import channels
@@ -37,12 +36,7 @@ class HintClient:
     def __enter__(self) -> "HintClient":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._channel.close()
 
     def send(

@@ -64,7 +64,7 @@ class Link:
         """
         self._lock = threading.Lock()
         self._arena: Arena | None = None
-        self._arena_fd = -1
+        self._arena_fd: int | None = None
         self._sizes = _answers.LinkSizes(0, 0, 0, 0)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -109,7 +109,7 @@ class Link:
         closed. Raises OSError if the arena can't be mapped.
         """
         with self._lock:
-            if self._arena is None and self._arena_fd >= 0:
+            if self._arena is None and self._arena_fd is not None:
                 sizes = self._sizes
                 self._arena = Arena(
                     self._arena_fd, sizes.arena_bytes, sizes.words_offset_bytes, sizes.num_words
@@ -120,10 +120,9 @@ class Link:
         """Closes the arena's descriptor and drops the link's `Arena`. The arena stays mapped while
         a caller still references that `Arena`."""
         with self._lock:
-            if self._arena_fd >= 0:
+            if self._arena_fd is not None:
                 os.close(self._arena_fd)
-            self._arena = None
-            self._arena_fd = -1
+            self._arena = self._arena_fd = None
 
     def wait_closed(self) -> None:
         """Blocks until the server has closed the link or has died. Then closes this end of the

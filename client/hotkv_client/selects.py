@@ -10,7 +10,6 @@ stream. So use the same stream for all decode steps of a sequence.
 """
 
 import queue
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -35,12 +34,7 @@ class Selects:
     def __enter__(self) -> "Selects":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def select(

@@ -267,17 +267,6 @@ def _if_any(one: Value | None, other: Value | None) -> Value | None:
     return joined
 
 
-def _ordered(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the names in either tuple, sorted and without duplicates."""
-    return tuple(sorted({*one, *other}))
-
-
-def _by_rank(
-    one: tuple[HotKVHandshake, ...], other: tuple[HotKVHandshake, ...]
-) -> tuple[HotKVHandshake, ...]:
-    return tuple(sorted(one + other, key=lambda said: (said.rank, repr(said))))
-
-
 def _slower(one: float, other: float) -> float:
     """Returns the longer of two load times. The result is negative if either time is negative: the
     load reached its time limit in that rank."""
@@ -297,10 +286,12 @@ JOINS: dict[str, Join] = {
     "stores": _each(StoreReport.join),
     "counters": _each(operator.add),
     "sparse": _if_any,
-    "handshakes": _by_rank,
+    "handshakes": lambda one, other: tuple(
+        sorted(one + other, key=lambda said: (said.rank, repr(said)))
+    ),
     "settled_step": max,
     "timed_step": max,
-    "overdue_loads": _ordered,
+    "overdue_loads": lambda one, other: tuple(sorted({*one, *other})),
     "settled_loads": _each(operator.add),
     "load_seconds": _each(_slower),
     "links": _each(max),

@@ -2,6 +2,7 @@
 that can't be sent is logged, and the server continues."""
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -21,13 +22,18 @@ def notify(*lines: str) -> None:
     if not address:
         return
     try:
-        with socket.socket(
-            socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-        ) as notifier:
-            notifier.connect("\0" + address[1:] if address.startswith("@") else address)
-            notifier.sendall("\n".join(lines).encode())
+        to = "\0" + address[1:] if address.startswith("@") else address
+        _notifier().sendto("\n".join(lines).encode(), to)
     except OSError as error:
         log.warning("systemd not told %s: %s", lines[0], error)
+
+
+@functools.cache
+def _notifier() -> socket.socket:
+    """Returns the socket for all notices. A new socket for each would fail, and the watchdog end
+    the server, while clients hold all descriptors that the server may open."""
+    kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+    return socket.socket(socket.AF_UNIX, kind)
 
 
 def extension(seconds: float) -> str:

@@ -283,9 +283,10 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
     demoted = set(data.draw(st.lists(st.integers(1, num_entries), max_size=3, unique=True)))
     policy.demote(entries_of(sorted(demoted)), keys_of(sorted(demoted)), now_s)
     held = set(data.draw(st.lists(st.integers(1, num_entries), max_size=9, unique=True)))
-    policy.hold(entries_of(sorted(held)), now_s + 5.0)
-    if data.draw(st.booleans()):
-        now_s, held = now_s + 5.0, set()
+    for hold_s_more in (5.0, 1.0):
+        policy.hold(entries_of(sorted(held)), now_s + hold_s_more)
+    more_s = data.draw(st.sampled_from([0.0, 2.0, 5.0]))
+    now_s, held = now_s + more_s, held if more_s < 5.0 else set()
     may_go = {entry for entry in used_s if now_s - used_s[entry] >= hold_s} - held | demoted
     gone: set[int] = set()
 

@@ -16,10 +16,9 @@ from hotkv_proto.keys import MAX_GROUPS, Representation
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import core as core_module
 from hotkv_server.cache.room import removal, space
-from hotkv_server.cache.room.policies import POLICIES, shared
+from hotkv_server.cache.room.policies import shared
 from hotkv_server.cache.room.policies.shared import ColdQueue, Highest
-from hotkv_server.cache.room.removal import Rebalancer, coldest, finished
-from hotkv_server.cache.room.shares import Payers
+from hotkv_server.cache.room.removal import coldest, finished
 from hotkv_server.cache.values import HashList, LoadPositions, Run, TenantShare
 from tests.core.support import World, begin_store, evict, reason_of, reserve, words_of
 
@@ -290,32 +289,6 @@ def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> Non
     searches.reset_mock()
     assert not any(map(np.any, reserve(world.core, small.number, "more", more, 0.0, 51.0).entries))
     assert searches.call_count <= 4
-
-
-@pytest.mark.parametrize("payers", [Payers.OTHERS, Payers.ALL])
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_what_tenants_have_above_their_guarantees_is_found_in_parts(
-    payers: Payers, policy: str
-) -> None:
-    """The coldest blocks of each, as many as its guarantee leaves. No step sorts all blocks."""
-    shares = {"a": TenantShare(3 * SLOT_ALIGN), "b": TenantShare(40 * SLOT_ALIGN)}
-    world = World(24, policy=policy, tenants=shares | {"c": TenantShare()})
-    sizes, space = (SLOT_ALIGN, 2 * SLOT_ALIGN), world.core.space
-    a, b, c = (world.open(name, name, sizes, tenant=name) for name in "abc")
-    for numbers in (range(9), range(9, 11), [3, 11, 7], [12, 0]):
-        for session in (a, c, b):
-            world.store(session, numbers)
-        space.touch(world.entries([5, 2], a.key_space_id), 9.0)
-    live = np.concatenate(list(space.books.walk()))
-    live = live[np.argsort(space.books.heat(live), kind="stable")]
-    owners, slots = space.books.owners(live), space.index.slot_bytes(live)
-    wanted = live[space.tenants.within(owners, slots, 2)]
-    wanted = wanted[(space.books.owners(wanted) != 2) | (payers is Payers.ALL)]
-    heats = Mock(side_effect=space.policy.heat)
-    space.policy.heat = heats  # type: ignore[method-assign]
-    may_go = finished(Rebalancer(space.books, space.removal)._may_go(2, payers))
-    assert sorted(live[may_go(live)]) == sorted(wanted)
-    assert max(len(call.args[0]) for call in heats.call_args_list) <= removal.PART_ENTRIES
 
 
 BLOCKS = st.tuples(st.integers(-2, 2), st.integers(1, 3)).map(np.array)

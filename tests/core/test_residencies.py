@@ -204,6 +204,7 @@ def test_what_was_flushed_under_a_reader_survives_a_kill_several_times() -> None
     expire(place.core, 5.0)
     place.core.check_invariants()
     assert not place.holds(opened) and not place.core.grace.is_on
+    assert place.memory.words[opened.word_index] > opened.word_value, "no value comes again"
     assert place.memory.words[GENERATION] == place.memory.words[LATEST]
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import resource
 import signal
 import socket
 import threading
@@ -20,6 +21,7 @@ from hotkv_client import BlockResult, BlockRun, TransferStatus
 from hotkv_client.testing import PagedEngine
 from hotkv_proto import __version__
 from hotkv_proto.errors import HotKVError, SessionLostError
+from hotkv_server import systemd
 from hotkv_server.dataplane.engines import CopyJob
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import CopyPlan, Region
@@ -288,6 +290,19 @@ class Manager:
             with contextlib.suppress(TimeoutError):
                 heard += self._socket.recv(4096).decode().splitlines()
         return heard
+
+
+def test_systemd_is_told_although_no_descriptor_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.closing(Manager(tmp_path / "notify")) as manager:
+        monkeypatch.setenv("NOTIFY_SOCKET", manager.environment["NOTIFY_SOCKET"])
+        systemd.notify("READY=1")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        systemd.notify("WATCHDOG=1")
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert manager.read(0.1) == ["READY=1", "WATCHDOG=1"]
 
 
 @pytest.mark.long

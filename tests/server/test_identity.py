@@ -293,6 +293,7 @@ NO_PROOF = '[[security.tenants]]\nname = "a"\n'
         ('[tracing]\nendpoint = "http://far:1"\nheaders_file = "/x"', "insecure"),
         ('[tracing]\nendpoint = "env"\nheaders_file = "/x"', "OTLP_HEADERS"),
         ('[tracing]\nendpoint = "https://me:secret@far"', "headers_file"),
+        ('[tracing]\nendpoint = "grpc://me:secret@far"', "tracing.endpoint: must be a URL"),
         ("[tracing]\nsample_ratio = 2", "less than or equal to 1"),
         (TCP, "tcp_address needs security.tls.certificate and key"),
         (TCP + TLS, "tcp_address lets everybody in"),

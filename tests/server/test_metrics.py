@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import orjson
 import pytest
@@ -101,7 +102,14 @@ async def test_a_long_census_is_that_of_the_scrape_before(
             run = Run(0, words_of(range(first, first + 10)))
             begin_store(core, session.number, f"{first}", f"{first}", [run], 0, 60.0, 1.0)
             core.end_store(session.number, f"{first}", True, 2.0)
-    assert seen == [0, 0, 10, 20], "each but the first a scrape late"
+        with monkeypatch.context() as short:
+            short.setattr(counts, "census", AsyncMock(side_effect=MemoryError))
+            seen.append((await taker.read()).num_blocks)
+            await asyncio.sleep(0.01)
+        with pytest.raises(MemoryError):
+            await taker.read()
+        seen.append((await taker.read()).num_blocks)
+    assert seen == [0, 0, 10, 20, 30, 30], "each but the first a scrape late"
 
 
 # Topics

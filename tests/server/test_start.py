@@ -73,6 +73,9 @@ def mistakes(folder: Path, elsewhere: Path, port: int) -> dict[str, list[str]]:
             *("--tcp-address", f"127.0.0.1:{port}", "--security.tcp-insecure", "true")
         ],
         "longer than 107 bytes; choose": ["--runtime-dir", str(folder / ("long" * 30))],
+        "another server uses .*admin.sock": [
+            *("--security.admin-socket", str(elsewhere / "admin.sock"))
+        ],
         "arena.numa": ["--arena.numa", "977"],
         "copy.cuda is on": ["--copy.cuda", "on"],
         "tiers.disk": disk,
@@ -101,7 +104,10 @@ def test_all_that_is_wrong_is_said_at_once_and_before_anything_is_made(
     wrong = mistakes(folder, tmp_path, taken)
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     flags = [flag for some in wrong.values() for flag in some]
-    done = started(folder, *flags, check=check, before=["env"], PYTHONPATH=path)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "admin.sock"))
+        other.listen()
+        done = started(folder, *flags, check=check, before=["env"], PYTHONPATH=path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     for words in wrong:
         assert re.search(words, done.stderr), (words, done.stderr)
@@ -179,6 +185,14 @@ def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
     said = started(folder, before=drop).stderr
     assert "runtime_dir: [Errno 13] Permission denied" in said
     assert "choose a directory this user may write" in said
+    (folder / "run").chmod(0o755)
+    (folder / "shut").mkdir(mode=0o600)
+    for name, words in (
+        ("arena.dir", "arena.dir: [Errno 13]"),
+        ("tiers.disk.path", "is no folder"),
+    ):
+        said = started(folder, f"--{name}", f"{folder}/shut/a/b", before=drop, check=True).stderr
+        assert words in said and "Traceback" not in said
     flags = ("--arena.dir", "/proc/a", "--security.admin-socket", str(folder / ("x" * 120)))
     said = started(folder, *flags, check=True).stderr
     assert "arena.dir: [Errno 2]" in said and "security.admin_socket: can't listen on" in said

@@ -375,6 +375,8 @@ def test_rows_are_models_then_their_engines_then_one(readings: tuple[Reading, Re
     view.press("enter", engines)
     view.press("escape", engines)
     assert not view.inside and len(view.listed(engines)) == 3
+    shown = "".join(screen_of(figures, dataclasses.replace(view, model="left"), HEIGHT))
+    assert "no engine of left is connected" in shown
     for key in ("?", "x"):
         view.press(key, engines)
     assert not view.helps and not view.press("q", engines)

@@ -22,6 +22,7 @@ from hotkv_proto.keys import token_block_hashes
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_proto.v1 import warm_pb2
 from hotkv_server.cache.values import HashList
+from hotkv_server.tiers.drive import shared as tier_shared
 from hotkv_server.warm_start import book as hottest
 from hotkv_server.warm_start.book import Warmth
 from hotkv_server.warm_start.drive import WarmStart
@@ -256,6 +257,7 @@ async def test_blocks_of_several_prompts_keep_their_depths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hottest, "PART_ENTRIES", 2)
+    monkeypatch.setattr(tier_shared, "PROBE_S", 0.0)
     async with tier_nodes() as (one, other):
         await one.share([0, 1, 2, 10, 11])
         prompts = [HashList(0, words_of(numbers)) for numbers in ([0, 1, 2], [0, 10, 11, 99])]
@@ -271,3 +273,7 @@ async def test_blocks_of_several_prompts_keep_their_depths(
         parts = [part async for part in WarmStart(other.core, None).export(1, 4 * SLOT_ALIGN)]
         named = np.concatenate([one.hashes for part in parts for one in part])
         assert np.array_equal(np.sort(named, 0), np.sort(words_of([0, 2, 10, 11]), 0))
+        warm = hottest.joined([*hottest.warmth(other.core, 1)])
+        evict(other.core, 1, 0, words_of([2, 11]))
+        other.put([20])
+        assert sum(len(one.hashes) for one in hottest.names(other.core, warm)) == 2

@@ -142,6 +142,7 @@ def test_plot(trace: Path, tmp_path: Path) -> None:
         ("--arena", "1GiB", "give both or neither"),
         ("--policy", "lru,arc --arena auto --bytes-per-token 9", "needs one policy"),
         ("--hints", "--arena auto --bytes-per-token 9", "sizes host memory alone"),
+        ("--plot", "a.png --arena auto --bytes-per-token 9", "draws no plot"),
     ],
 )
 def test_mistakes_are_named(trace: Path, flag: str, value: str, message: str) -> None:

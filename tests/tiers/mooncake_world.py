@@ -5,7 +5,6 @@ The master, and the owner of the store's memory, are child processes; both end w
 """
 
 import contextlib
-import ctypes
 import importlib.util
 import itertools
 import mmap
@@ -40,15 +39,10 @@ from tests.server.support import PATIENT, hashes
 from tests.support.waiting import stop, wait_for
 from tests.tiers import encodings
 from tests.tiers.encodings import check_larger_blocks, compressible, encoding_rig
+from tests.tiers.mooncake_owner import MASTER, WAIT_S, end_with_parent, set_up
 
-MASTER = "127.0.0.1:50051"
 CLIENT_PORT, OWNER_PORT = 17001, 17002
 OWNED_BYTES, SMALL_BYTES = 64 << 20, 16 << 20
-WAIT_S = 60.0
-
-
-def end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class World:
@@ -65,7 +59,7 @@ class World:
 
     def start_owner(self, number: int = 0) -> None:
         """Starts a process that provides memory to the store, again or for the first time."""
-        command = [sys.executable, "-m", "tests.tiers.mooncake_world", "own"]
+        command = [sys.executable, "-m", "tests.tiers.mooncake_owner"]
         owner = subprocess.Popen(
             [*command, f"127.0.0.1:{OWNER_PORT + number}", str(self._owned_bytes)],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent,
@@ -106,18 +100,6 @@ class World:
         assert self.client.put(quoted(name), value) == 0
 
 
-def set_up(hostname: str, owned_bytes: int) -> Any:
-    from mooncake.store import MooncakeDistributedStore
-
-    until_s = time.monotonic() + WAIT_S
-    while True:
-        store = MooncakeDistributedStore()
-        if not store.setup(hostname, "P2PHANDSHAKE", owned_bytes, 16 << 20, "tcp", "", MASTER):
-            return store
-        assert time.monotonic() < until_s, "the master does not answer"
-        time.sleep(0.1)
-
-
 @contextlib.contextmanager
 def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]:
     """Yields a node. `is_first` empties the store."""
@@ -137,9 +119,15 @@ def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]
         os.close(fd)
 
 
-def check_contract() -> None:
+def check_one_node() -> None:
+    """Checks that the tier keeps the contract, refuses foreign values, flushes, and outlives the
+    faults of the store's parts."""
     world = World()
     check_tier(lambda: rig(world), seed=1)
+    check_values(world)
+    check_flushes(world)
+    check_orphans(world)
+    check_faults(world)
 
 
 def check_compressed() -> None:
@@ -167,9 +155,8 @@ def check_compressed() -> None:
         check_larger_blocks(Bench(one))
 
 
-def check_values() -> None:
+def check_values(world: World) -> None:
     """Checks that values of other sizes, versions and keys are refused."""
-    world = World()
     with rig(world) as one:
         bench = Bench(one)
         bench.fill([1, 2, 3, 4], [0, 1, 2, 3])
@@ -185,10 +172,9 @@ def check_values() -> None:
         assert bench.probe([1, 2, 3]).tolist() == [Read.ABSENT] * 3
 
 
-def check_flushes() -> None:
+def check_flushes(world: World) -> None:
     """Checks flushes without races: when two nodes flush simultaneously, a node may have to
     retry."""
-    world = World()
 
     @contextlib.contextmanager
     def node(**options: Any) -> Iterator[Bench]:
@@ -248,10 +234,9 @@ def _fill(benches: Sequence[Bench], num_mib: int) -> None:
         assert found == [Read.ABSENT] * 4, found
 
 
-def check_faults() -> None:
+def check_faults(world: World) -> None:
     """Checks that a master or an owner that hangs or dies costs hits: calls end in time, and slots
     stay unchanged."""
-    world = World()
     with rig(world, timeout_s=0.5, connect_timeout_s=30.0) as one:
         bench = Bench(one)
         bench.fill([1, 2], [0, 1])
@@ -582,9 +567,8 @@ def _kill(world: World, seed: int, num_faults: int, num_filled: int) -> None:
         print(f"{kills.num_loads} loads", flush=True)
 
 
-def check_orphans() -> None:
+def check_orphans(world: World) -> None:
     """Checks that a child ends with its daemon, however the daemon ends."""
-    world = World()
     command = [sys.executable, "-m", "tests.tiers.mooncake_world", "orphan"]
     daemon = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert daemon.returncode == -signal.SIGKILL
@@ -616,25 +600,16 @@ def children_of(parent: int) -> list[int]:
 
 CHECKS: dict[str, Callable[..., None]] = {
     "compressed": check_compressed,
-    "contract": check_contract,
+    "one node": check_one_node,
     "daemons": check_daemons,
     "kills": check_kills,
     "squeezed": check_squeezed,
-    "values": check_values,
-    "flushes": check_flushes,
     "full": check_full,
-    "orphans": check_orphans,
-    "faults": check_faults,
 }
 
 
 def main() -> int:
     os.environ["MC_TCP_BIND_ADDRESS"] = "127.0.0.1"
-    if sys.argv[1] == "own":
-        end_with_parent()
-        _store = set_up(sys.argv[2], int(sys.argv[3]))
-        print("owns", flush=True)
-        signal.pause()
     if sys.argv[1] == "orphan":
         leave_an_orphan()
     CHECKS[sys.argv[1]](*map(int, sys.argv[2:]))

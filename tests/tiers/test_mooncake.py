@@ -15,10 +15,14 @@ pytest.importorskip("obstore", reason="obstore speaks S3")
 
 from tests.tiers.mooncake_world import CHECKS
 
-if subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True).returncode:
-    pytest.skip("Mooncake's client can't be loaded (`make programs`)", allow_module_level=True)
-if not shutil.which("unshare") or subprocess.run(["unshare", "-n", "true"]).returncode:
-    pytest.skip("network namespaces are not allowed", allow_module_level=True)
+
+@pytest.fixture(scope="module", autouse=True)
+def possible() -> None:
+    done = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True)
+    if done.returncode:
+        pytest.skip("Mooncake's client can't be loaded (`make programs`)")
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-n", "true"]).returncode:
+        pytest.skip("network namespaces are not allowed")
 
 
 FAULTS = ("kills", "squeezed")

@@ -149,6 +149,8 @@ async def test_blocks_wait_for_what_came_while_they_were_taken(monkeypatch: Any,
         one.put(BLOCKS)
         await one.until_down(len(BLOCKS))
         assert waiting.count(len(BLOCKS)) > 1
+        ((_, num_bytes),) = one.lower.down.gate.written(time.monotonic())
+        assert num_bytes == len(BLOCKS) * SLOT_ALIGN, "blocks count twice in the budget"
 
 
 async def test_stores_evict_no_block_whose_prompt_is_on_its_way_up() -> None:

@@ -22,49 +22,36 @@ def sparse(**counters: float) -> SparseReport:
     return SparseReport(layers={0: dict(counters)})
 
 
-FULL: dict[str, Any] = {
-    "stores": {1: StoreReport([b"a"]), 2: StoreReport([b"b"])},
-    "counters": {"stores": 1.0, "loads": 2.0},
-    "sparse": sparse(x=1.0),
-    "handshakes": (FIRST,),
-    "settled_step": 3,
-    "overdue_loads": ("a", "b"),
-    "settled_loads": {"a": 1},
-    "links": {0: "gone"},
-    "adapters": AdapterReport({1: {0: "x"}}),
-    "weights": {0: WeightsReport(1)},
+EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
+    "stores": (
+        {1: StoreReport([b"a"]), 2: StoreReport([b"b"])},
+        {2: StoreReport([b"c", b"d"])},
+        {1: StoreReport([b"a"]), 2: StoreReport([b"b", b"c", b"d"])},
+    ),
+    "counters": ({"a": 1.0, "b": 2.0}, {"a": 5.0, "c": 7.0}, {"a": 6.0, "b": 2.0, "c": 7.0}),
+    "sparse": (sparse(x=1.0), sparse(x=2.0), sparse(x=3.0)),
+    "handshakes": ((FIRST,), (SECOND,), (FIRST, SECOND)),
+    "settled_step": (3, 2, 3),
+    "overdue_loads": (("a", "b"), ("b", "c"), ("a", "b", "c")),
+    "settled_loads": ({"a": 1}, {"a": 1, "b": 1}, {"a": 2, "b": 1}),
+    "links": ({0: "gone"}, {1: ""}, {0: "gone", 1: ""}),
+    "adapters": (
+        AdapterReport({1: {0: "x"}}),
+        AdapterReport({1: {1: "y"}}, frozenset({5})),
+        AdapterReport({1: {0: "x", 1: "y"}}, frozenset({5})),
+    ),
+    "weights": tuple({n: WeightsReport(n) for n in ranks} for ranks in ((0,), (1,), (0, 1))),
 }
-"""A report with every field set."""
+"""Values of two ranks, and the joined value, by field."""
 
 
-def test_two_reports_are_joined_and_stay_as_they_are() -> None:
-    one = HotKVWorkerMetadata(**copy.deepcopy(FULL))
-    two = HotKVWorkerMetadata(
-        stores={2: StoreReport([b"c", b"d"]), 3: StoreReport([b"e"])},
-        counters={"stores": 5.0, "new": 7.0},
-        sparse=sparse(x=2.0),
-        handshakes=(SECOND,),
-        settled_step=2,
-        overdue_loads=("b", "c"),
-        settled_loads={"a": 1, "b": 1},
-        links={1: ""},
-        adapters=AdapterReport({1: {1: "y"}}, frozenset({5})),
-        weights={1: WeightsReport(2)},
+def test_reports_are_joined_field_by_field() -> None:
+    one, two, both = (
+        HotKVWorkerMetadata(**{name: values[at] for name, values in EXAMPLES.items()})
+        for at in range(3)
     )
     before = copy.deepcopy((one, two))
-    both = one.aggregate(two)
-    assert both == HotKVWorkerMetadata(
-        stores={1: StoreReport([b"a"]), 2: StoreReport([b"b", b"c", b"d"]), 3: StoreReport([b"e"])},
-        counters={"stores": 6.0, "loads": 2.0, "new": 7.0},
-        sparse=sparse(x=3.0),
-        handshakes=(FIRST, SECOND),
-        settled_step=3,
-        overdue_loads=("a", "b", "c"),
-        settled_loads={"a": 2, "b": 1},
-        links={0: "gone", 1: ""},
-        adapters=AdapterReport({1: {0: "x", 1: "y"}}, frozenset({5})),
-        weights={0: WeightsReport(1), 1: WeightsReport(2)},
-    )
+    assert one.aggregate(two) == both
     assert (one, two) == before
     # Other connectors' reports are ignored.
     assert one.aggregate(object()) is one  # type: ignore[arg-type]

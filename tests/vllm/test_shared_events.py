@@ -57,7 +57,9 @@ class Wire:
             self.is_failing = False
             future.set_exception(HotKVError(Reason.INTERNAL, "no"))
             return future
-        future.set_result(answers._events(self._reader.read(3).read_events, KEY_SPACE.hash_bytes))
+        read = self._reader.read(3).read_events
+        assert len(read.events) <= 3, "the engine asked for fewer"
+        future.set_result(answers._events(read, KEY_SPACE.hash_bytes))
         return future
 
 

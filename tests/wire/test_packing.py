@@ -86,7 +86,8 @@ def test_reports_come_in_messages_that_the_server_takes(hash_bytes: int) -> None
     assert [m.report_id for one in used for m in one.loads] == list(range(2500))
     assert [m.session_id for one in used for m in one.ended] == [str(n) for n in range(1025)]
     assert [one.prefill_tokens_per_s for one in used if one.prefill_tokens_per_s] == [7.0]
-    assert [*split_messages([3, 3, 1, 9], int, 6)] == [[3, 3], [1], [9]]
+    assert len([*_wire.report_requests([], hash_bytes, 0.0, over[:MAX_REPORTS])]) == 1
+    assert [*split_messages([3, 3, 1, 5, 9], int, 6)] == [[3, 3], [1, 5], [9]]
 
 
 @given(

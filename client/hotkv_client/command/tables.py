@@ -78,24 +78,11 @@ def show_devices(answer: dict[str, Any]) -> str:
         )
         for d in answer["devices"]
     ]
+    head = "device,name,uuid,pci,node,loaded,stored,pieces,failed,problem"
     parts = [
         f"arena registered with CUDA: {human_bytes(answer['registered_byte_count'])}, {state}; "
         f"allocations of engines open: {answer['open_allocation_count']}",
-        table(
-            (
-                "device",
-                "name",
-                "uuid",
-                "pci",
-                "node",
-                "loaded",
-                "stored",
-                "pieces",
-                "failed",
-                "problem",
-            ),
-            rows,
-        ),
+        table(head.split(","), rows),
     ]
     return "\n\n".join([*parts, *(speeds(d) for d in answer["devices"] if d["speeds"])])
 
@@ -121,24 +108,12 @@ def speeds(device: dict[str, Any]) -> str:
 
 
 def show_sessions(answer: list[dict[str, Any]]) -> str:
+    head = (
+        "session,engine,role,model,door,key space,age,leases,transfers,memory,order,loaded,stored,"
+        "prefill,client"
+    )
     return table(
-        (
-            "session",
-            "engine",
-            "role",
-            "model",
-            "door",
-            "key space",
-            "age",
-            "leases",
-            "transfers",
-            "memory",
-            "order",
-            "loaded",
-            "stored",
-            "prefill",
-            "client",
-        ),
+        head.split(","),
         [
             (
                 s["session_number"],
@@ -179,23 +154,8 @@ def show_blocks(answer: dict[str, Any]) -> str:
         )
         for b in answer["blocks"]
     ]
-    text = table(
-        (
-            "hash",
-            "key space",
-            "model",
-            "group",
-            "depth",
-            "state",
-            "size",
-            "representation",
-            "pins",
-            "idle",
-            "parent",
-        ),
-        rows,
-    )
-    return text + (
+    head = "hash,key space,model,group,depth,state,size,representation,pins,idle,parent"
+    return table(head.split(","), rows) + (
         f"\nmore: --page {answer['next_page_token']}" if answer["next_page_token"] else ""
     )
 
@@ -275,18 +235,7 @@ def show_sparse(answer: dict[str, Any]) -> str:
     def mean(value: float | None, scale: float = 1.0) -> str:
         return "-" if value is None else f"{value * scale:.1f}"
 
-    columns = (
-        "engine",
-        "layer",
-        "selects",
-        "hits",
-        "recall",
-        "est. mass",
-        "selected",
-        "swapped",
-        "select us",
-        "faults",
-    )
+    head = "engine,layer,selects,hits,recall,est. mass,selected,swapped,select us,faults"
     rows = [
         (
             engine_of(row) if "engine_id" in row else "total",
@@ -302,7 +251,7 @@ def show_sparse(answer: dict[str, Any]) -> str:
         )
         for row in (*answer["layers"], answer["total"])
     ]
-    return table(columns, rows)
+    return table(head.split(","), rows)
 
 
 def show_drain(answer: dict[str, Any]) -> str:
@@ -543,17 +492,8 @@ def show_residencies(answer: dict[str, Any]) -> str:
         )
     ]
     if rows:
-        headers = (
-            "engine",
-            "residency",
-            "key space",
-            "model",
-            "age",
-            "blocks",
-            "pinned",
-            "promised",
-        )
-        parts += ["", table(headers, rows)]
+        head = "engine,residency,key space,model,age,blocks,pinned,promised"
+        parts += ["", table(head.split(","), rows)]
     for r in answer["refusals"]:
         parts += [
             "",

@@ -266,9 +266,7 @@ class EventHub:
             return
         now_s = time.time()
         if self.publisher is not None:
-            published = events
-            if self._of_pool:
-                published = [one for one in events if _is_of_pool(one)]
+            published = [one for one in events if not self._of_pool or _is_of_pool(one)]
             if published:
                 self.publisher.publish(now_s, published)
         if len(self.feeds):

@@ -66,7 +66,7 @@ class Filling:
         self.problem = ""
         self._arena = arena
         self._note = note
-        self._filled_bytes = filled_bytes
+        self.filled_bytes = filled_bytes
         self._bytes_per_s = 0.0
         self._note_fd = -1
         # The offset up to which `make_huge` has tried to make huge pages.
@@ -78,29 +78,22 @@ class Filling:
 
     def __repr__(self) -> str:
         return (
-            f"Filling({self._filled_bytes >> 20} of {self._arena.num_bytes >> 20} "
+            f"Filling({self.filled_bytes >> 20} of {self._arena.num_bytes >> 20} "
             f"MiB{', ' + self.problem if self.problem else ''})"
         )
 
     @property
-    def filled_bytes(self) -> int:
-        """Number of bytes, from the arena's start, that have memory."""
-        return self._filled_bytes
-
-    @property
     def is_done(self) -> bool:
         """True if all of the arena has memory."""
-        return self._filled_bytes == self._arena.num_bytes
+        return self.filled_bytes == self._arena.num_bytes
 
     @property
     def coming_bytes(self) -> int:
         """Number of bytes that will get memory within COMING_S seconds, at the speed of the last
         piece; 0 when filling has ended."""
-        return (
-            0
-            if self.problem
-            else int(min(self._arena.num_bytes - self._filled_bytes, self._bytes_per_s * COMING_S))
-        )
+        if self.problem:
+            return 0
+        return int(min(self._arena.num_bytes - self.filled_bytes, self._bytes_per_s * COMING_S))
 
     def progress(self) -> str:
         """Returns how far the arena is filled, or why filling ended early, as text for people;
@@ -108,29 +101,28 @@ class Filling:
         if self.problem or self.is_done:
             return self.problem
         return (
-            f"bringing the arena in: {self._filled_bytes >> 20} of "
-            f"{self._arena.num_bytes >> 20} MiB"
+            f"bringing the arena in: {self.filled_bytes >> 20} of {self._arena.num_bytes >> 20} MiB"
         )
 
     def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
         """Fills the arena for `budget_s` seconds, but at least one piece and at least
         `least_bytes`. Blocks the calling thread. Raises OSError if memory is short for even one
         piece."""
-        if self._filled_bytes:
+        if self.filled_bytes:
             # An earlier server has filled these bytes: count their huge pages for HUGE_LOOK_S.
             # `settle` counts the others.
             self._huge_end = self._arena.make_huge(
-                0, HUGE_LOOK_S, HUGE_PAGE_BYTES, self._filled_bytes
+                0, HUGE_LOOK_S, HUGE_PAGE_BYTES, self.filled_bytes
             )
         deadline_s = time.monotonic() + budget_s
         while not self.is_done and not self.problem:
             try:
                 self._fill_next()
             except OSError as error:
-                if not self._filled_bytes:
+                if not self.filled_bytes:
                     raise
                 self._end_early(error)
-            if time.monotonic() >= deadline_s and self._filled_bytes >= least_bytes:
+            if time.monotonic() >= deadline_s and self.filled_bytes >= least_bytes:
                 break
 
     def bring_in(self, start: int, num_bytes: int) -> None:
@@ -142,13 +134,13 @@ class Filling:
         """Blocks until the first `end` bytes of the arena have memory. If the thread has not been
         started yet, the calling thread fills these bytes itself. Raises OSError if filling ends
         before the bytes have memory."""
-        while self._thread is None and self._filled_bytes < end:
+        while self._thread is None and self.filled_bytes < end:
             self._fill_next()
         with self._changed:
             self._changed.wait_for(
-                lambda: self._filled_bytes >= end or bool(self.problem) or self._stop.is_set()
+                lambda: self.filled_bytes >= end or bool(self.problem) or self._stop.is_set()
             )
-        if self._filled_bytes < end:
+        if self.filled_bytes < end:
             raise OSError(self.problem or "the server stops")
 
     def start(
@@ -171,7 +163,7 @@ class Filling:
                         return
             except OSError as error:
                 self._end_early(error)
-                on_filled(self._filled_bytes, self.coming_bytes)
+                on_filled(self.filled_bytes, self.coming_bytes)
             self._fill_rest(on_filled)
             try:
                 if settles:
@@ -209,7 +201,7 @@ class Filling:
         of `pause_s`, because while a piece is processed, no other thread of this process can map
         memory.
         """
-        end = self._filled_bytes if num_bytes is None else start + num_bytes
+        end = self.filled_bytes if num_bytes is None else start + num_bytes
         self.wait(end)
         for at in range(start, end, COLLAPSE_BYTES):
             self._arena.populate(at, min(COLLAPSE_BYTES, end - at))
@@ -222,18 +214,18 @@ class Filling:
                 return
 
     def _fill_rest(self, on_filled: Callable[[int, int], None]) -> None:
-        began_s, began_bytes = time.monotonic(), self._filled_bytes
+        began_s, began_bytes = time.monotonic(), self.filled_bytes
         while not self.is_done and not self.problem and not self._stop.is_set():
             try:
                 self._fill_next()
             except OSError as error:
                 self._end_early(error)
-            on_filled(self._filled_bytes, self.coming_bytes)
-        if self.is_done and began_bytes < self._filled_bytes:
+            on_filled(self.filled_bytes, self.coming_bytes)
+        if self.is_done and began_bytes < self.filled_bytes:
             took_s = time.monotonic() - began_s
             log.info(
                 "arena filled bytes=%d huge_bytes=%d took_s=%.1f",
-                self._filled_bytes,
+                self.filled_bytes,
                 self._arena.huge_bytes,
                 took_s,
             )
@@ -243,7 +235,7 @@ class Filling:
         # Locked, because a caller that entered `wait` before `start` fills by itself, and may still
         # do so when the thread begins.
         with self._turn:
-            start = self._filled_bytes
+            start = self.filled_bytes
             length, began_s = min(COLLAPSE_BYTES, self._arena.num_bytes - start), time.monotonic()
             if not length:
                 return
@@ -253,7 +245,7 @@ class Filling:
             self._bring_in_next(start, length)
             self._bytes_per_s = length / max(1e-6, time.monotonic() - began_s)
             with self._changed:
-                self._filled_bytes = start + length
+                self.filled_bytes = start + length
                 self._changed.notify_all()
             self._write_note()
 
@@ -270,7 +262,7 @@ class Filling:
     def _end_early(self, error: OSError) -> None:
         with self._changed:
             self.problem = (
-                f"the arena has memory up to {self._filled_bytes >> 20} of "
+                f"the arena has memory up to {self.filled_bytes >> 20} of "
                 f"{self._arena.num_bytes >> 20} MiB, no more is free ({error}): "
                 "make room (hotkv-server arenas lists what servers left behind) or lower "
                 "arena.bytes, then restart"
@@ -287,6 +279,6 @@ class Filling:
             )
         os.pwrite(
             self._note_fd,
-            NOTE.pack(NOTE_MAGIC, os.fstat(self._arena.fd).st_ino, self._filled_bytes),
+            NOTE.pack(NOTE_MAGIC, os.fstat(self._arena.fd).st_ino, self.filled_bytes),
             0,
         )

@@ -24,6 +24,7 @@ class ArenaPinner:
 
     address, num_bytes: address and size of the arena.
     piece_bytes: bytes that are registered at a time; a multiple of the page size.
+    pinned_bytes: number of bytes, from the arena's start, that are registered.
     error: why pinning ended early; an empty text if it did not end early.
     took_s: time that pinning has taken so far, in seconds.
     prepare: function that makes a part of the arena ready for pinning, for example with huge pages,
@@ -53,25 +54,20 @@ class ArenaPinner:
         """Bytes that `close` has unregistered so far."""
         self._runtime = runtime
         self._prepare = prepare
-        self._pinned_bytes = 0
+        self.pinned_bytes = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hotkv-pin", daemon=True)
 
     def __repr__(self) -> str:
         return (
-            f"ArenaPinner({self._pinned_bytes >> 20} of {self.num_bytes >> 20} "
+            f"ArenaPinner({self.pinned_bytes >> 20} of {self.num_bytes >> 20} "
             f"MiB{', ' + self.error if self.error else ''})"
         )
 
     @property
-    def pinned_bytes(self) -> int:
-        """Number of bytes, from the arena's start, that are registered."""
-        return self._pinned_bytes
-
-    @property
     def is_done(self) -> bool:
         """True if all of the arena is pinned."""
-        return self._pinned_bytes == self.num_bytes
+        return self.pinned_bytes == self.num_bytes
 
     def is_alive(self) -> bool:
         """Returns False if the thread has died without a known reason. The known reasons: all of
@@ -86,12 +82,12 @@ class ArenaPinner:
 
     def pin_next(self) -> None:
         """Registers the next piece with CUDA. Blocks the calling thread. Raises DeviceError."""
-        start = self._pinned_bytes
+        start = self.pinned_bytes
         count = min(self.piece_bytes, self.num_bytes - start)
         if self._prepare is not None:
             self._prepare(start, count)
         self._runtime.register(self.address + start, -(-count // mmap.PAGESIZE) * mmap.PAGESIZE)
-        self._pinned_bytes = start + count
+        self.pinned_bytes = start + count
 
     def start(self) -> None:
         """Starts the thread, which pins the remaining pieces."""
@@ -103,7 +99,7 @@ class ArenaPinner:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
-        pieces, self._pinned_bytes = range(0, self._pinned_bytes, self.piece_bytes), 0
+        pieces, self.pinned_bytes = range(0, self.pinned_bytes, self.piece_bytes), 0
         for start in pieces:
             try:
                 self._runtime.unregister(self.address + start)
@@ -121,12 +117,12 @@ class ArenaPinner:
             self.error = refusal(error, self.num_bytes)
             log.warning(
                 "arena not pinned beyond bytes=%d of=%d: %s",
-                self._pinned_bytes,
+                self.pinned_bytes,
                 self.num_bytes,
                 self.error,
             )
         else:
-            log.info("arena pinned bytes=%d took_s=%.1f", self._pinned_bytes, self.took_s)
+            log.info("arena pinned bytes=%d took_s=%.1f", self.pinned_bytes, self.took_s)
 
 
 def refusal(error: Exception, num_bytes: int) -> str:

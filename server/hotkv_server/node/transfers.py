@@ -436,9 +436,7 @@ class Transfers:
         self.kept_bytes = BoundShare(core.client_memory)
         self.loaded_bytes = 0
         self.stored_bytes = 0
-        self._arena = arena
         self._capabilities = capabilities
-        self._run_effects = run_effects
         self._means = Means(
             core,
             arena,
@@ -550,7 +548,7 @@ class Transfers:
         def after_slice() -> None:
             nonlocal num_slices
             num_slices += 1
-            self._run_effects()
+            self._means.run_effects()
 
         beginning = self._core.begin_store(
             number,
@@ -637,7 +635,7 @@ class Transfers:
                 "some",
             )
         if len(session.jobs) >= MAX_TRANSFERS_OF_SESSION or session.inflight_bytes >= max(
-            self._arena.num_bytes, MIN_INFLIGHT_BYTES
+            self._means.arena.num_bytes, MIN_INFLIGHT_BYTES
         ):
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -660,7 +658,7 @@ class Transfers:
             shard_bytes = record.shape(run.group_index).shard_bytes
             found = np.zeros(len(run.offsets), np.uint64)
             self._sums.add_sums(
-                self._arena,
+                self._means.arena,
                 run.offsets + sum(shard_bytes[:shard_index]),
                 shard_bytes[shard_index],
                 shard_index,

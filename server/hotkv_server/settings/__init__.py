@@ -225,7 +225,7 @@ def _read(config: Path) -> dict[str, Any]:
 
 def _line(error: ErrorDetails) -> str:
     """Returns a sentence about a mistake in the settings. Does not quote values that may be secret:
-    values of unknown settings, of a store's settings, and of tokens."""
+    values of unknown settings, of a store's settings, of tokens, and URLs with a user."""
     location, value = error["loc"], error.get("input")
     name = ".".join(str(part) for part in location) or "settings"
     if error["type"] == "extra_forbidden":
@@ -235,7 +235,8 @@ def _line(error: ErrorDetails) -> str:
             hint = f"; a tenant has {', '.join(TenantSettings.model_fields)}"
         return f"{name} is no setting{hint}"
     is_store = location[:1] == ("tiers",) and location[1:2] != ("disk",)
-    is_hidden = is_store or "token" in name or isinstance(value, dict | BaseModel)
+    has_user = "://" in str(value) and "@" in str(value)
+    is_hidden = is_store or has_user or "token" in name or isinstance(value, dict | BaseModel)
     shown = "" if is_hidden else f" is {value!r}"
     return f"{name}{shown}: {error['msg'].removeprefix('Value error, ')}"
 

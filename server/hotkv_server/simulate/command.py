@@ -194,6 +194,8 @@ def _check_units(options: argparse.Namespace) -> None:
         for flag, is_set in (("--tier", tier is not None), ("--hints", options.hints)):
             if is_set:
                 raise UnitsError(f"{flag}: --arena sizes host memory alone; leave it out")
+        if options.plot is not None:
+            raise UnitsError("--plot: --arena draws no plot; leave it out")
     if options.disk_write_gb_per_day is not None and tier is None:
         raise UnitsError("--disk-write-gb-per-day: there is no tier; add --tier disk=SIZE")
     if options.hints and tier is not None:

@@ -5,6 +5,7 @@ same checks first. Its later steps may still fail if the machine has changed sin
 """
 
 import contextlib
+import errno
 import os
 import pwd
 import re
@@ -44,7 +45,7 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
         check_audit,
         check_devices,
         *checks_of_capabilities(),
-        *(() if is_running else (check_http, check_tcp)),
+        *(() if is_running else (check_admin_socket, check_http, check_tcp)),
     ]
     made = _missing(settings.admin_socket.parent, settings.arena_dir)
     if problems := _problems(checks, settings):
@@ -77,7 +78,7 @@ def check_and_clean(settings: Settings) -> tuple[list[str], str]:
     running = ""
     made = _missing(settings.runtime_dir, settings.admin_socket.parent, settings.arena_dir)
     lock = settings.runtime_dir / LOCK_FILE
-    had_lock = lock.exists()
+    had_lock = os.path.exists(lock)
     try:
         os.close(lock_runtime_dir(settings.runtime_dir))
         if not had_lock:
@@ -98,7 +99,7 @@ def become_owner(settings: Settings) -> None:
     root owns it, the owner of the directory of the sockets. Use it only in a process that only
     makes checks."""
     for directory in (settings.arena_dir, settings.runtime_dir):
-        if os.geteuid() == 0 and directory.is_dir() and (owner := directory.stat().st_uid):
+        if os.geteuid() == 0 and os.path.isdir(directory) and (owner := directory.stat().st_uid):
             with contextlib.suppress(KeyError):
                 user = pwd.getpwuid(owner)
                 os.initgroups(user.pw_name, user.pw_gid)
@@ -112,7 +113,7 @@ def _missing(*directories: Path) -> set[Path]:
         folder
         for path in directories
         for folder in (path.absolute(), *path.absolute().parents)
-        if not folder.exists()
+        if not os.path.exists(folder)
     }
 
 
@@ -140,7 +141,7 @@ def check_arena_room(settings: Settings) -> None:
     geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
     held = sum(limits.allocated_bytes(directory / name) for name in (ARENA_FILE, TABLE_FILE))
     missing_bytes = arena.bytes + table_file_bytes(geometry) - held
-    folder = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    folder = next(filter(os.path.exists, (directory, *directory.absolute().parents)))
     try:
         space = os.statvfs(folder)
     except OSError as error:
@@ -219,6 +220,18 @@ def check_devices(settings: Settings) -> None:
         found = device_start.look(settings.copy_)
         if found.runtime is None:
             raise StartError(f"copy.cuda is on: {found.why_none}")
+
+
+def check_admin_socket(settings: Settings) -> None:
+    """Raises StartError if another server uses the admin socket: its directory has no lock."""
+    path = settings.admin_socket
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as one:
+        try:
+            one.connect(os.fspath(path))
+        except OSError as error:
+            if error.errno != errno.EAGAIN:
+                return
+    raise StartError(f"security.admin_socket: another server uses {path}; choose another")
 
 
 def check_http(settings: Settings) -> None:

@@ -141,7 +141,7 @@ def check_disk(path: Path, disk: DiskSettings) -> Checked:
     from hotkv_server.tiers.disk.tier import DiskTier
 
     with contextlib.ExitStack() as made:
-        for folder in [one for one in (*path.parents[::-1], path) if not one.exists()]:
+        for folder in [one for one in (*path.parents[::-1], path) if not os.path.exists(one)]:
             folder.mkdir(mode=0o700)
             made.callback(folder.rmdir)
         folder = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="check-", dir=path)))

@@ -106,7 +106,7 @@ def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
 
 
 def _check_disk(path: Path, num_bytes: int) -> None:
-    folder = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    folder = next(filter(os.path.exists, (path.absolute(), *path.absolute().parents)))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise StartError(f"tiers.disk.path: {folder} is no folder that this user may write")
     space = os.statvfs(folder)

@@ -42,8 +42,9 @@ class RecentCensus:
     async def read(self) -> Census:
         """Returns a census. Waits for the count only if counting is short, or if no census has
         finished yet."""
-        if self._counting is not None and (self._counting.done() or self._last is None):
-            self._last, self._counting = await self._counting, None
+        if (counting := self._counting) and (counting.done() or self._last is None):
+            self._counting = None
+            self._last = await counting
         if self._last is None or self._is_short:
             self._last = await census(self._node)
         elif self._counting is None:

@@ -74,7 +74,6 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
                 Reason.INVALID_FIELD, "key_space and key_space_id: give exactly one of them"
             )
         if request.key_space_id:
-            self._node.core.key_space(request.key_space_id)
             return request.key_space_id
         key_space = read_key_space(request.key_space)
         return await self._node.sessions.declare(key_space)

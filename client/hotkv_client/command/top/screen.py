@@ -303,7 +303,7 @@ def _height(rows: Sequence[RowRates]) -> int:
 
 def _all(rows: Sequence[RowRates], chosen: int, view: View, width: int) -> list[RenderableType]:
     if not rows:
-        return [Text("no engine is connected")]
+        return [Text(f"no engine{f' of {view.model}' if view.model else ''} is connected")]
     is_wide, of_models = width >= WIDE, isinstance(rows[0], ModelRates)
     room = width - (WIDE_FIGURES_WIDTH if is_wide else FIGURES_WIDTH)
     if is_wide:

@@ -252,15 +252,6 @@ class TenantBook:
         """Returns the bytes of slots that a key space uses."""
         return self._bytes.get(key_space_id, 0)
 
-    def usage(self) -> dict[str, tuple[int, TenantShare]]:
-        """Returns for each tenant, by name, the bytes that it uses and its share."""
-        bounds = (0 if burst == _NO_BOUND else burst for burst in self._set_burst.tolist())
-        shares = (
-            TenantShare(guaranteed, burst)
-            for guaranteed, burst in zip(self._guaranteed.tolist(), bounds, strict=True)
-        )
-        return dict(zip(self._names, zip(self.used.tolist(), shares, strict=True), strict=True))
-
     def burst_bytes(self, tenant: int) -> int:
         """Returns the most bytes that the tenant may use at the moment: its burst bound. If the
         bound was lowered and the tenant still uses more, returns the bytes that it uses."""

@@ -7,6 +7,7 @@ JSON.
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -173,13 +174,17 @@ def _read_speed(field: str, entry: object) -> tuple[tuple[Direction, Method, int
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from error
     page_bytes, speed = entry.get("page_bytes"), entry.get("gb_per_s")
-    if not isinstance(page_bytes, int) or isinstance(page_bytes, bool) or page_bytes <= 0:
+    if (
+        isinstance(page_bytes, bool)
+        or not isinstance(page_bytes, int)
+        or not 0 < page_bytes < 1 << 63
+    ):
         raise ValueError(f"{field}.page_bytes must be a positive integer")
+    # No giant integer: it would not fit into a float.
     if (
         not isinstance(speed, int | float)
         or isinstance(speed, bool)
-        or not math.isfinite(speed)
-        or speed < 0
+        or not 0 <= speed <= sys.float_info.max
     ):
         raise ValueError(f"{field}.gb_per_s must be a number that is not negative")
     return (direction, method, page_bytes), float(speed)

@@ -94,6 +94,15 @@ class Demotion:
         ready: Entries = taken[(generations[taken] == known) & index.is_ready(taken)]
         return ready
 
+    def put_back(self, entries: Entries, now_s: float) -> None:
+        """Queues blocks that `take` has just returned. The gate no longer counts them as written:
+        it will count them once more."""
+        sizes = (
+            (len(at), self._sizes.place_bytes(*kind)) for *kind, at in by_group(self._host, entries)
+        )
+        self.gate.add(-sum(count * size for count, size in sizes), now_s)
+        self.waiting.add(entries)
+
     def _offered(self, entries: Entries, taken: Entries) -> Offered:
         """Describes blocks for the gate (`WriteGate`). `taken`: blocks that the gate has already
         admitted in the same call of `take`; they count as being on the disk."""

@@ -113,7 +113,7 @@ class WriteGate:
 
     def add(self, num_bytes: int, now_s: float) -> None:
         """Counts written bytes that `admit` has not counted, because the blocks needed larger
-        places than it assumed."""
+        places than it assumed. Negative: bytes that it has counted are not written."""
         self._written.add(num_bytes, now_s)
 
     def written(self, now_s: float) -> list[tuple[float, int]]:
@@ -205,7 +205,8 @@ class _Day:
         self.total = 0
 
     def add(self, num_bytes: int, now_s: float) -> None:
-        if not self.slots or now_s >= self.slots[-1][0] + SLOT_S:
+        # Bytes are taken back from the slot that counted them last, so no slot is negative.
+        if num_bytes >= 0 and (not self.slots or now_s >= self.slots[-1][0] + SLOT_S):
             self.slots.append((now_s, 0))
         begun_s, before = self.slots.pop()
         self.slots.append((begun_s, before + num_bytes))

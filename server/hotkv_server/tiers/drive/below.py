@@ -115,7 +115,7 @@ class TierBelow:
             entries = await in_slices(taking, tell)
             if not self._is_kept():
                 # A key space was added or flushed meanwhile, and `entries` may have its blocks.
-                down.waiting.add(entries)
+                down.put_back(entries, time.monotonic())
                 continue
             moves = await self._begin(entries, tell) if len(entries) else []
             for move in moves:

@@ -6,21 +6,19 @@ Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache",
 paper handles one block at a time; here all blocks of a call see the shares from before the call.
 """
 
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hotkv_proto.blocks import NO_RETENTION, Retention
-from hotkv_server.cache.room.policies.lru import Stamps
+from hotkv_server.cache.room.policies.lru import StampedPolicy
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.cache.room.policies.shared import ColdQueues, GhostTable, others
 
 ONCE, AGAIN = 1, 2
 
 
-class ARC:
+class ARC(StampedPolicy):
     """The ARC policy; the module docstring describes it.
 
     _list: the list of each entry: ONCE, AGAIN, or 0 for an unknown entry; uint8 [capacity + 1].
@@ -28,7 +26,7 @@ class ARC:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._stamps = Stamps(capacity)
+        super().__init__(capacity)
         self._list = np.zeros(capacity + 1, np.uint8)
         self._num = {ONCE: 0, AGAIN: 0}
         self._ghosts = GhostTable(capacity)
@@ -73,23 +71,6 @@ class ARC:
         self._list[entries] = AGAIN
         self._stamps.use(entries, now_s, retention.ttl_s)
 
-    def refresh(self, entries: Entries, now_s: float) -> None:
-        self._stamps.use(entries, now_s)
-
-    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
-        self._stamps.demote(entries)
-
-    def decline(
-        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
-    ) -> None:
-        """Does nothing: this policy never refuses to evict a block."""
-
-    def allow_keeping(self, allowed: bool) -> None:
-        """Does nothing: this policy never refuses to evict a block."""
-
-    def hold(self, entries: Entries, until_s: float) -> None:
-        """Does nothing: this policy never refuses to evict a block."""
-
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         lists = self._list[entries]
         for number in (ONCE, AGAIN):
@@ -102,17 +83,6 @@ class ARC:
                 )
         self._list[entries] = 0
         self._stamps.clear(entries)
-
-    def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Prepares nothing, because only `victims` decides from which list it evicts blocks."""
-        return iter(())
-
-    def victims(
-        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
-    ) -> Entries:
-        first = self._stamps.demoted.take(count, evictable)
-        rest = self._victims(slot_bytes, count - len(first), others(evictable, first))
-        return np.concatenate((first, rest))
 
     def _victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
         excess = max(0, self._num[ONCE] - int(self._target))
@@ -139,12 +109,6 @@ class ARC:
 
     def _members(self, number: int, first: int, stop: int) -> Entries:
         return (np.flatnonzero(self._list[first:stop] == number) + first).astype(np.uint32)
-
-    def heat(self, entries: Entries) -> NDArray[np.float64]:
-        return self._stamps.stamp_s[entries]
-
-    def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
-        return self._stamps.used_s(entries)
 
     def figures(self) -> dict[str, float]:
         return {

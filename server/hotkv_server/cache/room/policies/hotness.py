@@ -430,7 +430,7 @@ class Hotness:
     def hold(self, entries: Entries, until_s: float) -> None:
         if len(entries) and self._num_known:
             until = self._ticks(until_s)
-            self._held_until[entries] = until
+            self._held_until[entries] = np.maximum(self._held_until[entries], until)
             self._last_hold = max(self._last_hold, until)
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:

@@ -1,5 +1,5 @@
-"""The policy `LRU` (least recently used), and `Stamps`, the time stamps of entries that other
-policies use too."""
+"""The policy `LRU` (least recently used). Other policies too use `Stamps`, the time stamps of
+entries, and `StampedPolicy`."""
 
 from collections.abc import Iterator
 
@@ -71,12 +71,58 @@ class Stamps:
         return (self.stamp_s[first:stop].nonzero()[0] + first).astype(np.uint32)
 
 
-class LRU:
+class StampedPolicy:
+    """The methods that are the same in all policies with `Stamps`. Demoted entries are evicted
+    first; `_victims` chooses the others."""
+
+    def __init__(self, capacity: int) -> None:
+        self._stamps = Stamps(capacity)
+
+    def refresh(self, entries: Entries, now_s: float) -> None:
+        self._stamps.use(entries, now_s)
+
+    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
+        self._stamps.demote(entries)
+
+    def decline(
+        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        """Does nothing: these policies never refuse to evict a block."""
+
+    def allow_keeping(self, allowed: bool) -> None:
+        """Does nothing: these policies never refuse to evict a block."""
+
+    def hold(self, entries: Entries, until_s: float) -> None:
+        """Does nothing: these policies never refuse to evict a block."""
+
+    def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
+        """Prepares nothing. LRU overrides it; in the others only `victims` decides from which queue
+        it evicts blocks."""
+        return iter(())
+
+    def victims(
+        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
+    ) -> Entries:
+        first = self._stamps.demoted.take(count, evictable)
+        rest = self._victims(slot_bytes, count - len(first), others(evictable, first))
+        return np.concatenate((first, rest))
+
+    def _victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+        raise NotImplementedError
+
+    def heat(self, entries: Entries) -> NDArray[np.float64]:
+        return self._stamps.stamp_s[entries]
+
+    def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
+        return self._stamps.used_s(entries)
+
+
+class LRU(StampedPolicy):
     """Evicts the least recently used entry first. Ignores priorities. An entry with a time to live
     (`Retention.ttl_s`) counts as in use until that time ends."""
 
     def __init__(self, capacity: int) -> None:
-        self._stamps = Stamps(capacity)
+        super().__init__(capacity)
         self._queues = ColdQueues(
             self._stamps.state, self._stamps.highest, self._stamps.members, self.heat
         )
@@ -94,41 +140,14 @@ class LRU:
     ) -> None:
         self._stamps.use(entries, now_s, retention.ttl_s)
 
-    def refresh(self, entries: Entries, now_s: float) -> None:
-        self._stamps.use(entries, now_s)
-
-    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
-        self._stamps.demote(entries)
-
-    def decline(
-        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
-    ) -> None:
-        """Does nothing: this policy never refuses to evict a block."""
-
-    def allow_keeping(self, allowed: bool) -> None:
-        """Does nothing: this policy never refuses to evict a block."""
-
-    def hold(self, entries: Entries, until_s: float) -> None:
-        """Does nothing: this policy never refuses to evict a block."""
-
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         self._stamps.clear(entries)
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
         return self._queues.of(slot_bytes).sweep(count, evictable)
 
-    def victims(
-        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
-    ) -> Entries:
-        first = self._stamps.demoted.take(count, evictable)
-        rest = self._queues.of(slot_bytes).take(count - len(first), others(evictable, first))
-        return np.concatenate((first, rest))
-
-    def heat(self, entries: Entries) -> NDArray[np.float64]:
-        return self._stamps.stamp_s[entries]
-
-    def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
-        return self._stamps.used_s(entries)
+    def _victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+        return self._queues.of(slot_bytes).take(count, evictable)
 
     def figures(self) -> dict[str, float]:
         return {}

@@ -7,16 +7,15 @@ block with a ghost is stored again, it enters the main queue.
 Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
 
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.blocks import NO_RETENTION, Retention
-from hotkv_server.cache.room.policies.lru import Stamps
+from hotkv_server.cache.room.policies.lru import StampedPolicy
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
-from hotkv_server.cache.room.policies.shared import ColdQueues, GhostTable, others
+from hotkv_server.cache.room.policies.shared import ColdQueues, GhostTable
 
 SMALL, MAIN = 1, 2
 SMALL_SHARE = 0.1
@@ -26,8 +25,9 @@ USES_TO_STAY = 2
 evicted."""
 
 
-class S3FIFO:
-    """The S3-FIFO policy; the module docstring describes it.
+class S3FIFO(StampedPolicy):
+    """The S3-FIFO policy; the module docstring describes it. `last_used_s` returns when entries
+    entered their queue, because this policy does not store the time of later uses.
 
     _queue_of: the queue of each entry: SMALL, MAIN, or 0 for an unknown entry; uint8 [capacity +
         1].
@@ -35,7 +35,7 @@ class S3FIFO:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._stamps = Stamps(capacity)
+        super().__init__(capacity)
         self._queue_of = np.zeros(capacity + 1, np.uint8)
         self._uses = np.zeros(capacity + 1, np.uint8)
         self._num = {SMALL: 0, MAIN: 0}
@@ -76,18 +76,7 @@ class S3FIFO:
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         self._uses[entries] = 0
-        self._stamps.demote(entries)
-
-    def decline(
-        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
-    ) -> None:
-        """Does nothing: this policy never refuses to evict a block."""
-
-    def allow_keeping(self, allowed: bool) -> None:
-        """Does nothing: this policy never refuses to evict a block."""
-
-    def hold(self, entries: Entries, until_s: float) -> None:
-        """Does nothing: this policy never refuses to evict a block."""
+        super().demote(entries, keys, now_s)
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         queue_of = self._queue_of[entries]
@@ -98,17 +87,6 @@ class S3FIFO:
             self._ghosts.remember(leaving, np.zeros(len(leaving), np.uint64))
         self._queue_of[entries] = 0
         self._stamps.clear(entries)
-
-    def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Prepares nothing, because only `victims` decides from which queue it evicts blocks."""
-        return iter(())
-
-    def victims(
-        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
-    ) -> Entries:
-        first = self._stamps.demoted.take(count, evictable)
-        rest = self._victims(slot_bytes, count - len(first), others(evictable, first))
-        return np.concatenate((first, rest))
 
     def _victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
         chosen: Entries = np.empty(0, np.uint32)
@@ -148,14 +126,6 @@ class S3FIFO:
 
     def _members(self, number: int, first: int, stop: int) -> Entries:
         return (np.flatnonzero(self._queue_of[first:stop] == number) + first).astype(np.uint32)
-
-    def heat(self, entries: Entries) -> NDArray[np.float64]:
-        return self._stamps.stamp_s[entries]
-
-    def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns when entries entered their queue. This policy does not store the time of later
-        uses."""
-        return self._stamps.used_s(entries)
 
     def figures(self) -> dict[str, float]:
         return {"small_blocks": float(self._num[SMALL]), "main_blocks": float(self._num[MAIN])}
