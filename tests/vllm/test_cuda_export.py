@@ -96,6 +96,9 @@ def test_memory_that_can_not_be_shared_says_why(
     with pytest.raises(Unsupported) as caught:
         layout.cuda_handle("kv0", Storage(answer))
     assert why in str(caught.value) and "\n" not in str(caught.value)
+    other: Any = SimpleNamespace(device=torch.device("xpu"))
+    with pytest.raises(Unsupported, match="on device xpu"):
+        layout.export(layout.EngineMemoryMap(storages={"kv0": other}), 8, 0, "BLHNC")
 
 
 def test_several_allocations_and_storages_in_one(released: list[Any]) -> None:

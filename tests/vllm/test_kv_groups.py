@@ -36,9 +36,15 @@ def group(spec: Any, *names: str, is_draft: bool = False) -> Any:
     return SimpleNamespace(kv_cache_spec=spec, layer_names=layers, is_eagle_group=is_draft)
 
 
-def kv_config(*groups: Any, cacheable: Sequence[int] | None = None, alignment: int = 0) -> Any:
+def kv_config(
+    *groups: Any,
+    cacheable: Sequence[int] | None = None,
+    alignment: int = 0,
+    in_host: bool = False,
+) -> Any:
     return SimpleNamespace(
         kv_cache_groups=list(groups),
+        hisparse_host_num_blocks=64 if in_host else None,
         prefix_cacheable_group_ids=range(len(groups)) if cacheable is None else cacheable,
         cache_hit_alignment_tokens=alignment,
     )
@@ -106,6 +112,7 @@ def test_a_window_is_as_wide_as_the_widest_layer_with_what_it_keeps_besides() ->
     [
         (kv_config(group(full_spec()), cacheable=[]), {}, "may not be transferred"),
         (kv_config(), {}, "no KV cache group"),
+        (kv_config(group(full_spec()), in_host=True), {}, "HiSparse keeps KV in host memory"),
         (kv_config(group(states("none"))), {}, "no states at block boundaries"),
         (kv_config(group(CROSS)), {}, "CrossAttentionSpec, which is not supported"),
         (kv_config(group(states())), {"pcp": 2}, "KV cache group 0: kind MAMBA"),

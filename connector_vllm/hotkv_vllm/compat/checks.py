@@ -247,11 +247,8 @@ def rank_place(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
     parallel = vllm_config.parallel_config
-    tp_size, pp_size, replicas = (
-        parallel.tensor_parallel_size,
-        parallel.pipeline_parallel_size,
-        kv_cache_config.kv_tp_replicas,
-    )
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    replicas = kv_cache_config.kv_tp_replicas
     rank = get_tensor_model_parallel_rank() if tp_size > 1 else 0
     stage = get_pp_group().rank_in_group if pp_size > 1 else 0
     per_stage = tp_size // replicas

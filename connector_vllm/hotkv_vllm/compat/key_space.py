@@ -44,11 +44,8 @@ def key_space(
     num_shards: number of shards of a block.
     page_format: a text that identifies how the engine arranges the bytes of a page.
     """
-    model, cache, parallel = (
-        vllm_config.model_config,
-        vllm_config.cache_config,
-        vllm_config.parallel_config,
-    )
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
     algorithm = cache.prefix_caching_hash_algo
     names = [tuple(kv_cache_config.kv_cache_groups[g.vllm_group].layer_names) for g in groups]
     return KeySpace(

@@ -55,6 +55,8 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ..
     Unsupported if a hit could not restore everything that the engine needs."""
     parallel = vllm_config.parallel_config
     pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+        raise Unsupported("HiSparse keeps KV in host memory, whose blocks have ids of their own")
     # Only the pipeline stage with the drafter's layers knows to which group they belong. So every
     # group is treated as a drafter's group.
     all_are_draft = parallel.pipeline_parallel_size > 1 and _drops_last_block(vllm_config)

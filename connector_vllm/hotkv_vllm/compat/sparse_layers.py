@@ -133,10 +133,8 @@ def check_centres(vllm_config: Any, kv_cache_config: Any, centres: Centres) -> N
         group = kv_cache_config.kv_cache_groups[group_index]
         for name in group.layer_names:
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
-            index, needed = (
-                extract_layer_index(name),
-                (spec.num_kv_heads * num_shards, spec.head_size),
-            )
+            index = extract_layer_index(name)
+            needed = (spec.num_kv_heads * num_shards, spec.head_size)
             mu_HD = centres.mu(index)
             if mu_HD is not None and mu_HD.shape != needed:
                 raise ConfigError(

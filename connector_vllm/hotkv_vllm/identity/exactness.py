@@ -106,10 +106,8 @@ class Exactness:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         copies = scheduler_output.kv_cache_block_copies or ()
         copied = [c.dst_block_id for c in copies if self._inexact[c.src_block_id]]
-        # The step does not write all of these blocks. A request with streamed input appears as a
-        # new request in each turn, and its last block may be partly filled from the turn before.
-        # Of a hit, vLLM may compute the last tokens again for a sliding window (bounded replay),
-        # and leave the hit's blocks as they are.
+        # Blocks that the step does not write, or not wholly: the last block of streamed input, and
+        # the end of a hit if vLLM computes it again for a sliding window only (bounded replay).
         kept = {
             block
             for name in admitted

@@ -96,10 +96,8 @@ class UseReports:
         if state.is_loading:
             self._loads.append(LoadEnd(state.use.report_id, 0.0, failed=True))
         if state.trace is not None:
-            use, miss = (
-                state.use,
-                state.hit.miss if state.use.refusal is None else state.use.refusal,
-            )
+            use = state.use
+            miss = state.hit.miss if use.refusal is None else use.refusal
             state.trace.ended(
                 state.request.num_prompt_tokens,
                 use.device_hit_tokens,

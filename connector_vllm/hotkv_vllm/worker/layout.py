@@ -196,13 +196,8 @@ def describe(
             found.tensors.append(_page_tensor(index, run, offset))
             offset += sum(layer.page_bytes for layer in run)
         found.shard_bytes.append(offset)
-        formats.append(
-            "/".join(
-                dict.fromkeys(
-                    _page_format(kv_caches[name], kv_cache_config.num_blocks) for name in names
-                )
-            )
-        )
+        pages = (_page_format(kv_caches[name], kv_cache_config.num_blocks) for name in names)
+        formats.append("/".join(dict.fromkeys(pages)))
     found.page_format = ";".join(formats)
     return found
 
