@@ -46,9 +46,7 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: Rig) -> None:
     )
     gate.is_open = True
     ends.wait()
-    assert (
-        ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig)._waiting
-    )
+    assert ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig)._waiting
 
 
 def test_a_long_wait_is_asked_for_ever_more_seldom(
