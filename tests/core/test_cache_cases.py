@@ -39,6 +39,11 @@ def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once
     results = core.end_store(session, "store", True, 0.0)[0].tolist()
     assert results == [BlockResult.STORED, BlockResult.STORED, BlockResult.IN_FLIGHT]
     assert core.counters.stored_blocks == 2
+    two = world.open("two", "two", (SLOT_ALIGN, SLOT_ALIGN)).number
+    runs = [Run(group, words_of([5])) for group in (0, 1, 0)]
+    begin_store(core, two, "store", "lease", runs, 0, 0.0, 0.0)
+    results = np.concatenate(core.end_store(two, "store", True, 0.0)).tolist()
+    assert results == [BlockResult.STORED, BlockResult.STORED, BlockResult.IN_FLIGHT]
     core.check_invariants()
 
 

@@ -88,7 +88,7 @@ def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
     filling.close()
     assert [filled for filled, _ in told] == PIECES[2:] and told[-1][1] == 0
     assert filling.is_done and filling.is_alive() and filling.progress() == ""
-    assert not arena.has_holes()
+    assert not arena.look()[1]
 
 
 def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
@@ -360,7 +360,7 @@ def test_records_come_in_pieces_and_all_buckets_at_once(
         assert records.num_entries == expected
         needed = begin + expected * RECORD_WORDS * 4
         assert needed <= allocated_bytes(fd) <= needed + 4 * 4096
-        assert records.is_done == (expected == CAPACITY) != memory.table_file.has_holes()
+        assert records.is_done == (expected == CAPACITY) != memory.table_file.look()[1]
         assert next(iter(records.back_rest()), None) == (
             records.num_entries if expected < CAPACITY else None
         )

@@ -19,7 +19,7 @@ from hotkv_server.cache.inspect import census
 from hotkv_server.cache.room import removed, slabs
 from hotkv_server.cache.room import space as space_module
 from hotkv_server.cache.room.policies import POLICIES, shared
-from hotkv_server.cache.room.removal import finished
+from hotkv_server.cache.room.removal import choose_windows, finished
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import Cause
@@ -217,6 +217,13 @@ def test_sizes_that_come_and_go_leave_no_memory(
     for size in (*range(SLOT_ALIGN, 5 * SLOT_ALIGN, SLOT_ALIGN), SLOT_ALIGN):
         finished(space.room._compare(size, 1, 0))
     assert len(space.room._pressure_bytes) == 4
+
+
+def test_a_range_that_is_free_already_is_chosen_only_if_such_count() -> None:
+    for skips_free, first in ((False, 0), (True, 1)):
+        cost, chosen = np.array([-np.inf, -np.inf, 5.0, 1.0]), np.zeros(4, np.bool_)
+        assert finished(choose_windows(cost, 2, np.full(1, 9.0), chosen, skips_free=skips_free))
+        assert np.flatnonzero(chosen).tolist() == [first, first + 1], skips_free
 
 
 @pytest.mark.parametrize("num_remembered", [7, removed.REMEMBERED_KEYS])

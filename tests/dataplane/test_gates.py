@@ -38,7 +38,7 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: Rig) -> None:
         time.sleep(1e-4)
     assert (
         not ends.outcomes["waits"]
-        and engines_of(rig).num_waiting == 1
+        and len(engines_of(rig)._waiting) == 1
         and rig.engine.num_queued >= 1
     )
     assert all((rig.read(memory) == 1).all() for memory in rig.memories), (
@@ -46,9 +46,7 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: Rig) -> None:
     )
     gate.is_open = True
     ends.wait()
-    assert (
-        ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig).num_waiting
-    )
+    assert ends["waits"] is Outcome.DONE and gate.num_released == 1 and not engines_of(rig)._waiting
 
 
 def test_a_long_wait_is_asked_for_ever_more_seldom(

@@ -483,11 +483,10 @@ def _linked(
         core.catalog.record(number).block_group(group)
         for number, group in zip(numbers.tolist(), groups.tolist(), strict=True)
     ]
-    linked = new_of[links]
-    block_numbers, block_groups, block_hashes = core.space.index.keys(linked)
+    # Entry 0, of a block that was not restored, has no key space.
+    block_numbers, block_groups, block_hashes = core.space.index.keys(new_of[links])
     good: BoolMask = (
-        (linked != 0)
-        & (old[links, table.W_REPRESENTATION] == kinds)
+        (old[links, table.W_REPRESENTATION] == kinds)
         & (numbers == block_numbers)
         & (block_groups == np.array(expected, np.uint32))
         & (hashes == block_hashes).all(axis=1)

@@ -239,12 +239,7 @@ class CopyEngines:
     def num_queued(self) -> int:
         """Number of pieces that have not begun, plus the number of jobs that wait for their
         gates."""
-        return self.num_waiting + sum(engine.num_queued for engine in self._engines.values())
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of jobs that wait for their gates."""
-        return len(self._waiting)
+        return len(self._waiting) + sum(engine.num_queued for engine in self._engines.values())
 
     @property
     def busy_s(self) -> float:

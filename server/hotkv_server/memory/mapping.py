@@ -226,12 +226,9 @@ class FileMapping:
         then not the client's, and touching a mapping without `on_cut` could kill this process."""
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
-    def has_holes(self) -> bool:
-        """Returns True if parts of the file have no memory yet; see the function `has_holes`."""
-        return self.look()[1]
-
     def look(self) -> tuple[bool, bool]:
-        """Returns the answers of `is_whole` and `has_holes`, with a single system call."""
+        """Returns the answers of `is_whole` and of the function `has_holes`, with a single system
+        call."""
         found = os.fstat(self.fd)
         return (
             not self._is_cut and found.st_size >= self.num_bytes,
