@@ -79,6 +79,7 @@ def test_blocks_outside_arena_and_file_fail_and_others_do_not(tmp_path: Path) ->
         bench.fill([40, 3], [40, 3])
         assert bench.write([40, 3], [40, 3]).tolist() == [FAILED, STORED]
         assert bench.write([3, 3], [SLOTS - 1, SLOTS]).tolist() == [STORED, FAILED]
+        assert bench.answer(bench.blocks([3], [3], [0]))[0].tolist() == [FAILED]
         assert made.file.path.stat().st_size == size
         # A record that has outlived its bytes.
         bench.seals[40] = 1
