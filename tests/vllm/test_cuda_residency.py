@@ -263,8 +263,10 @@ def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
     prefill(engine, one)
     engine.step({"a": 1})
     assert engine.is_away(one) and not engine.lost
-    engine.worker.begin_resident(ResidentStep(lost=("a", "unknown")), SparseRows())
-    assert engine.worker.take_lost() == {one.table[0]}
+    # Later steps in flight name it too. By then its first block may be another request's.
+    for reported in ({one.table[0]}, set()):
+        engine.worker.begin_resident(ResidentStep(lost=("a", "unknown")), SparseRows())
+        assert engine.worker.take_lost() == reported
 
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(make: Any) -> None:

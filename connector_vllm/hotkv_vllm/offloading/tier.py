@@ -386,9 +386,10 @@ class HotKVTier(SecondaryTierManager):
         assert self._session is not None
         now_s, wave = time.monotonic(), known.promotions.waves
         is_old = known.probed_wave != wave or now_s > known.probed_s + PROBE_AGAIN_S
-        if key not in known.ready or (is_old and known.answer is None):
+        if key not in known.ready:
+            known.answer, known.asked_keys, is_old = None, [], True
+        if is_old and not known.asked_keys:
             known.probed_s, known.probed_wave = now_s, wave
-            known.answer = None
             self._probe(self._session, key, req_context, known)
         if known.ready[key]:
             return True
@@ -399,10 +400,12 @@ class HotKVTier(SecondaryTierManager):
     ) -> None:
         """Looks up all chunks of the request, and `key`, in the block table. Also sends a lookup to
         the server if there is no block table. If the server has tiers below host memory, also sends
-        a lookup, but only before the request's first promotion."""
+        a lookup, but only before the request's first promotion. Sends no second lookup about the
+        same chunks: chunks that the answer has named stay ready, as they may be in a tier."""
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
         by_group = self._by_group(keys if key in ends else [*keys, key])
+        answered = () if known.answer is None else [one for one in known.ready if known.ready[one]]
         known.ready = {}
         has_table = True
         for group, own in by_group.items():
@@ -410,6 +413,9 @@ class HotKVTier(SecondaryTierManager):
             has_table &= mask is not None
             found = [False] * len(own) if mask is None else mask.tolist()
             known.ready.update(zip(own, found, strict=True))
+        known.ready.update(dict.fromkeys(answered, True))
+        if known.answer is not None:
+            return
         if has_table and (not session.has_tiers or known.promotions.waves):
             return
         known.asked_keys = list(by_group.values())
@@ -587,7 +593,7 @@ class HotKVTier(SecondaryTierManager):
         return JobResult(
             one.job.job_id,
             one.is_complete,
-            one.loaded if is_load and not one.is_complete else None,
+            one.loaded,
             time.monotonic() - one.job.submit_time,
             num_moved * self.row_bytes,
         )

@@ -217,14 +217,15 @@ class CudaSequences:
         return sequence
 
     def lose(self, sequence: CudaSequence, why: str) -> None:
-        """Marks the request as lost, so that vLLM computes it anew.
+        """Marks the request as lost, so that vLLM computes it anew. Does nothing if it is marked
+        already: its first block may meanwhile belong to another request.
 
-        why: the reason; logged the first time.
+        why: the reason, for the log.
         """
         if not sequence.is_lost:
             logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
-        sequence.is_lost = True
-        self._lost.add(sequence.first_block)
+            sequence.is_lost = True
+            self._lost.add(sequence.first_block)
 
     def lose_rows(self, first_blocks: Iterable[int], why: str) -> None:
         """Marks all requests with these first blocks as lost. A first block for which no request is
