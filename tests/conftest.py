@@ -18,6 +18,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine
 
+from tests.support.worker_nursery import fork_workers
+
 TESTS = Path(__file__).parent
 _COMMON = {
     "deadline": None,
@@ -43,6 +45,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "daily"))
 # Workers of a run share the cores. More threads of torch would wait for each other in loops: a test
 # of two seconds took forty-five.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# For vLLM, before it is imported.
+os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 # A shell starts its background processes with SIGINT ignored, which commands under test inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -99,6 +106,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
     last = len(LONGEST)
     items.sort(key=lambda item: ranks.get(item.path, last + (item.path not in slow)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
+    """Forks the workers of a run of all tests, for which each worker needs vLLM."""
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        fork_workers(specs)
 
 
 @pytest.hookimpl(wrapper=True)

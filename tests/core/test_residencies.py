@@ -38,7 +38,6 @@ from tests.core.support import (
 
 NUM_SLABS, CAPACITY = 16, 400
 NUM_SLOTS = 4 * NUM_SLABS
-BOUND_SLOTS = int(0.8 * NUM_SLOTS)
 MEAN = Representation(0, "mean", 1, (SLOT_ALIGN,))
 
 

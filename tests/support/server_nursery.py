@@ -9,7 +9,6 @@ Invariant: a forked server has only the modules that `hotkv-server` would have, 
 ends with Python's own exit, like a program. It gets SIGTERM when this process ends.
 """
 
-import ctypes
 import gc
 import importlib
 import json
@@ -21,7 +20,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+from tests.support.waiting import end_with_the_parent
+
 MAX_ORDER_BYTES = 1 << 17
 
 
@@ -39,7 +39,7 @@ def _preload() -> None:
 
 def _become(order: Mapping[str, Any], fds: Sequence[int], link: socket.socket) -> int:
     """Runs the server in the child. Returns its exit status; then Python ends as in a program."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_the_parent(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     link.close()
     for number, fd in enumerate(fds):

@@ -1,6 +1,7 @@
-"""Waiting for a condition, with a deadline."""
+"""Waiting for a condition, with a deadline; ends that do not wait."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 WAIT_S = 120.0
 LONGEST_PAUSE_S = 0.05
+PR_SET_PDEATHSIG = 1
 
 
 def wait_for(reached: Callable[[], object], what: str = "it", within_s: float = WAIT_S) -> None:
@@ -44,3 +46,9 @@ def stop(pid: int) -> None:
 
     os.kill(pid, signal.SIGSTOP)
     wait_for(has_stopped)
+
+
+def end_with_the_parent(number: int = signal.SIGKILL) -> None:
+    """Makes the kernel signal the calling process when its parent ends. Forks and new programs must
+    ask again."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

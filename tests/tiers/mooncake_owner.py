@@ -1,18 +1,15 @@
 """`python -m tests.tiers.mooncake_owner HOSTNAME BYTES`: provides memory to a Mooncake Store until
 its parent ends."""
 
-import ctypes
 import signal
 import sys
 import time
 from typing import Any
 
+from tests.support.waiting import end_with_the_parent
+
 MASTER = "127.0.0.1:50051"
 WAIT_S = 60.0
-
-
-def end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def set_up(hostname: str, owned_bytes: int) -> Any:
@@ -28,7 +25,7 @@ def set_up(hostname: str, owned_bytes: int) -> Any:
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    end_with_the_parent()
     _store = set_up(sys.argv[1], int(sys.argv[2]))
     print("owns", flush=True)
     signal.pause()

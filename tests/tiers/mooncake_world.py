@@ -36,10 +36,10 @@ from hotkv_server.tiers.protocol import Read, Write
 from tests.server.places import found
 from tests.server.sharing import SharingNode, check_sharing, node
 from tests.server.support import PATIENT, hashes
-from tests.support.waiting import stop, wait_for
+from tests.support.waiting import end_with_the_parent, stop, wait_for
 from tests.tiers import encodings
 from tests.tiers.encodings import check_larger_blocks, compressible, encoding_rig
-from tests.tiers.mooncake_owner import MASTER, WAIT_S, end_with_parent, set_up
+from tests.tiers.mooncake_owner import MASTER, WAIT_S, set_up
 
 CLIENT_PORT, OWNER_PORT = 17001, 17002
 OWNED_BYTES, SMALL_BYTES = 64 << 20, 16 << 20
@@ -62,7 +62,7 @@ class World:
         command = [sys.executable, "-m", "tests.tiers.mooncake_owner"]
         owner = subprocess.Popen(
             [*command, f"127.0.0.1:{OWNER_PORT + number}", str(self._owned_bytes)],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=end_with_the_parent,
         )  # fmt: skip
         assert owner.stdout is not None and owner.stdout.readline() == b"owns\n"
         self.owners[number : number + 1] = [owner]
@@ -77,7 +77,7 @@ class World:
         binary = Path(spec.origin).parent / "mooncake_master"
         self.master = subprocess.Popen(
             [str(binary), "--rpc_port=50051", "--metrics_port=9004"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end_with_the_parent,
         )  # fmt: skip
 
     def kill_master(self) -> None:

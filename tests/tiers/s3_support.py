@@ -1,10 +1,8 @@
 """Starts a real S3 server for tests, and makes tiers over it and rigs for the contract."""
 
 import contextlib
-import ctypes
 import itertools
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -27,6 +25,7 @@ from hotkv_server.tiers.protocol import Read
 from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.support.ports import free_ports
+from tests.support.waiting import end_with_the_parent
 from tests.tiers.support import broken
 
 START_S = 30.0
@@ -38,7 +37,6 @@ ACTIONS = {
     "hotkv": ["Read", "Write", "List"],
     "reader": ["Read", "List"],
 }
-PR_SET_PDEATHSIG = 1
 _prefixes = itertools.count()
 _kept: list[np.ndarray] = []
 
@@ -85,7 +83,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 cwd=folder,
-                preexec_fn=lambda: ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+                preexec_fn=end_with_the_parent,
             )
 
     def wait(self) -> None:

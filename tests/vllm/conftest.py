@@ -3,16 +3,11 @@
 import functools
 import importlib.util
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py", "harness.py"]

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ports import free_port
-from tests.support.waiting import wait_for
-from tests.vllm.nursery import ENVIRONMENT, end_with_the_parent, nursery
+from tests.support.waiting import end_with_the_parent, wait_for
+from tests.vllm.nursery import ENVIRONMENT, nursery
 from tests.vllm.tiny import BLOCK_TOKENS
 
 README = Path(__file__).parents[2] / "README.md"

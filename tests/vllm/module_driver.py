@@ -11,7 +11,9 @@ import runpy
 import signal
 import sys
 
-from nursery import end_with_the_parent, fork_engines
+from nursery import fork_engines
+
+from tests.support.waiting import end_with_the_parent
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ objects.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import gc
@@ -26,8 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tests.support.waiting import end_with_the_parent
+
 HERE = Path(__file__).parent
-PR_SET_PDEATHSIG = 1
 MAX_ORDER_BYTES = 1 << 16
 IMPORTS = (
     "vllm.entrypoints.llm",
@@ -116,7 +116,7 @@ def nursery() -> Nursery:
 
 def _become(driver: str, fds: list[int], links: Sequence[socket.socket]) -> None:
     """Runs the driver's main in the child, as if it had been started as a script."""
-    end_with_the_parent(signal.SIGKILL)
+    end_with_the_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for link in links:
         link.close()
@@ -126,12 +126,6 @@ def _become(driver: str, fds: list[int], links: Sequence[socket.socket]) -> None
     sys.stdin = os.fdopen(0)
     module: Any = importlib.import_module(driver.removesuffix(".py"))
     module.engine_driver.main() if hasattr(module, "engine_driver") else module.main()
-
-
-def end_with_the_parent(number: int) -> None:
-    """Makes the kernel signal the calling process when its parent ends. Forks and new programs must
-    ask again."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def fork_engines() -> None:
