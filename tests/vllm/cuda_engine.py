@@ -235,7 +235,9 @@ class Engine:
         self.lost: set[int] = set()
         self.replays_decode = replays_decode
         limits = ResidentOnly(
-            lambda _: True, lambda name: self.is_away(self.requests[name]), replays_decode
+            lambda _: True,
+            lambda name: self.is_away(self.requests[name]),
+            replays_decode,
         )
         self.names = RowNames(config, [(0, BLOCK_TOKENS)], limits)
         self.exactness = Exactness((BLOCK_TOKENS,), pages)
@@ -429,7 +431,12 @@ class Engine:
         )
 
     def forward(
-        self, layer: int, rows: list[tuple[Request, int]], metadata: Any, padding: int, checks: bool
+        self,
+        layer: int,
+        rows: list[tuple[Request, int]],
+        metadata: Any,
+        padding: int,
+        checks: bool,
     ) -> None:
         name = NAMES[layer]
         cache, impl = self.caches[name], self.impls[name]

@@ -85,7 +85,10 @@ def state_spec() -> MambaSpec:
     """Returns the spec of a layer with recurrent states. Its pages are as large as the others'."""
     shape = (2 * 2 * 32 * BLOCK_TOKENS,)
     return MambaSpec(
-        block_size=BLOCK_TOKENS, shapes=(shape,), dtypes=(torch.bfloat16,), mamba_cache_mode="align"
+        block_size=BLOCK_TOKENS,
+        shapes=(shape,),
+        dtypes=(torch.bfloat16,),
+        mamba_cache_mode="align",
     )
 
 

@@ -17,7 +17,13 @@ from vllm.v1.outputs import KVConnectorOutput
 from hotkv_client.types import BlockRun
 from hotkv_proto.blocks import NO_RETENTION
 from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
-from hotkv_vllm.identity.adapters import LATER, NO_WORK, UNKNOWN, AdapterReport, AdapterWork
+from hotkv_vllm.identity.adapters import (
+    LATER,
+    NO_WORK,
+    UNKNOWN,
+    AdapterReport,
+    AdapterWork,
+)
 from hotkv_vllm.metadata import HotKVWorkerMetadata
 from tests.vllm.harness import prompt
 from tests.vllm.lora_manager import Manager, lora, with_adapters
@@ -237,7 +243,10 @@ def test_a_worker_that_is_not_trusted_loads_and_stores_nothing(engine: Any, serv
     other.generate("warm", PROMPT + prompt(2, 50), 2)
     other.generate("stores would end", prompt(8, 40))
     assert other.counters["failed_loads"] == 1
-    assert (server.count("store"), server.count("load")) == (num_stores, num_loads)
+    assert (
+        server.count("store"),
+        server.count("load"),
+    ) == (num_stores, num_loads)
     assert one.generate("again", PROMPT, 2)[0] == answer
 
 

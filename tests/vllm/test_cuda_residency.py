@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
 
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.cuda.hotsets import SELECTED

@@ -12,7 +12,13 @@ from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import device_order
 from tests.vllm.device import ToldDevice
 from tests.vllm.harness import prompt
-from tests.vllm.ordered_workers import KINDS, assert_nothing_is_kept, device, finish, worker_of
+from tests.vllm.ordered_workers import (
+    KINDS,
+    assert_nothing_is_kept,
+    device,
+    finish,
+    worker_of,
+)
 from tests.vllm.specs import full_model, hybrid_model
 
 __all__ = ["device"]

@@ -199,7 +199,11 @@ TWENTY = 20 / TOKENS_PER_S
     ],
 )
 def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_again(
-    num_tokens: int, slow: dict[str, Any], well: dict[str, Any], num_first: int, most_share: float
+    num_tokens: int,
+    slow: dict[str, Any],
+    well: dict[str, Any],
+    num_first: int,
+    most_share: float,
 ) -> None:
     """Recovers by trials alone. `most_share`: time of a hit in the end, as a share of computing."""
     world = World()

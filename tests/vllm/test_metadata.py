@@ -85,7 +85,8 @@ SAID: dict[str, st.SearchStrategy[Any]] = {
     | st.builds(
         AdapterReport,
         st.dictionaries(
-            st.integers(1, 2), st.dictionaries(RANKS, st.sampled_from([UNKNOWN, LATER, "x", "y"]))
+            st.integers(1, 2),
+            st.dictionaries(RANKS, st.sampled_from([UNKNOWN, LATER, "x", "y"])),
         ),
         st.frozensets(st.integers(1, 2)),
     ),

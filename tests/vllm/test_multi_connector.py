@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+)
 
 from hotkv_client.testing import FakeServer
 from hotkv_vllm.compat import Unsupported, checks

@@ -35,7 +35,10 @@ def test_tokens_are_those_of_a_device_that_holds_everything(
     target = daemon.start().target
     reference = start(SPARSE)
     one = start(
-        RESIDENT, target=target, num_gpu_blocks_override=POOL_BLOCKS + 41, async_scheduling=is_async
+        RESIDENT,
+        target=target,
+        num_gpu_blocks_override=POOL_BLOCKS + 41,
+        async_scheduling=is_async,
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(1, 4001, 2503)
@@ -74,7 +77,10 @@ def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> Non
 
 @pytest.mark.parametrize(
     "is_resident",
-    [pytest.param(True, id="resident"), pytest.param(False, id="sparse", marks=pytest.mark.long)],
+    [
+        pytest.param(True, id="resident"),
+        pytest.param(False, id="sparse", marks=pytest.mark.long),
+    ],
 )
 def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     start: Start, daemon: Daemon, is_resident: bool

@@ -44,7 +44,10 @@ def begun(start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, *
 
 @pytest.mark.long
 @SCHEDULING
-@pytest.mark.parametrize("blocks", [pytest.param(30, id="prefill"), pytest.param(62, id="decode")])
+@pytest.mark.parametrize(
+    "blocks",
+    [pytest.param(30, id="prefill"), pytest.param(62, id="decode")],
+)
 def test_a_server_is_killed_and_comes_back(
     start: Start, daemon: Daemon, blocks: int, is_async: bool
 ) -> None:

@@ -30,7 +30,9 @@ class Two(NamedTuple):
 
 @pytest.fixture(scope="module", params=["host", pytest.param("auto", marks=pytest.mark.long)])
 def two(
-    request: pytest.FixtureRequest, shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    shared_daemon: Daemon,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("resident-lora")
     made, model = Engines(folder), write_model(folder / "model")

@@ -11,7 +11,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hotkv_sparse.formats import bytes_per_block
 from hotkv_vllm import versions
-from hotkv_vllm.compat.residency import SPARE_SLOTS, ResidentSpec, check_residency, customized
+from hotkv_vllm.compat.residency import (
+    SPARE_SLOTS,
+    ResidentSpec,
+    check_residency,
+    customized,
+)
 from hotkv_vllm.config import ConfigError
 from hotkv_vllm.residency import totals
 from tests.vllm.parts import TOKENS

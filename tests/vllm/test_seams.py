@@ -116,7 +116,9 @@ def test_weights_that_could_not_be_read_are_looked_at_again(
 
 
 def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_key(
-    updated: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+    updated: Any,
+    server: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The old session is still open when the new session fails. It closes beside the step."""
     one, two = updated(), updated()

@@ -61,7 +61,8 @@ WAYS: dict[str, dict[str, bool]] = {
     ],
 )
 @pytest.mark.parametrize(
-    "table", [pytest.param(True, id="table"), pytest.param(False, id="rpc", marks=pytest.mark.long)]
+    "table",
+    [pytest.param(True, id="table"), pytest.param(False, id="rpc", marks=pytest.mark.long)],
 )
 def test_random_faults(
     engine: Any,

@@ -406,7 +406,10 @@ class ResidentManager(FullAttentionManager):
     # ------------------------------------------------------------------------------------- freeing
 
     def remove_skipped_blocks(
-        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
     ) -> None:
         """Frees the request's device blocks that the server has pinned and that are older than the
         recent window. The window ends at the last token whose computation has ended. Does nothing

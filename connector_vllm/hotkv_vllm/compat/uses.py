@@ -49,7 +49,10 @@ DOORS = (OWN, OFFLOADING)
 `HotKVOffloadingConnector` (hotkv as a tier below vLLM's own offloading)."""
 
 Line = tuple[int, int]
-TESTED: Mapping[str, tuple[Line, Line]] = {OWN: ((0, 32), (0, 33)), OFFLOADING: ((0, 32), (0, 33))}
+TESTED: Mapping[str, tuple[Line, Line]] = {
+    OWN: ((0, 32), (0, 33)),
+    OFFLOADING: ((0, 32), (0, 33)),
+}
 """By door (one of the two connectors): the first and the last tested release line (major, minor),
 both included. A line includes its patch releases."""
 

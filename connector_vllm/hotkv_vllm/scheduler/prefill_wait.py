@@ -96,7 +96,12 @@ class PrefillWait:
         return remote is True or (self._decodes_only and remote is not False)
 
     def _is_whole(
-        self, finder: HitFinder, state: RequestState, wait: Wait, computed_tokens: int, now_s: float
+        self,
+        finder: HitFinder,
+        state: RequestState,
+        wait: Wait,
+        computed_tokens: int,
+        now_s: float,
     ) -> bool:
         """Returns True if the server's host memory has all blocks that the request's longest
         possible hit needs. Also sends a lookup if the pause since the last lookup is over, because

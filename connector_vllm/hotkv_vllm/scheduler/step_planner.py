@@ -170,7 +170,10 @@ class StepPlanner:
                 handoffs,
             )
         stores, flush = cache.planner.plan(
-            scheduled, block_state.get_block_ids, handoffs, self._requests.written.of_step
+            scheduled,
+            block_state.get_block_ids,
+            handoffs,
+            self._requests.written.of_step,
         )
         if flush:
             self._stats.add("flushes", len(flush))

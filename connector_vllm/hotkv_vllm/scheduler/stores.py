@@ -235,7 +235,11 @@ class MissingBlocks:
         return runs
 
     def handed_over(
-        self, state: RequestState, entries: Sequence[Handoff], exact_tokens: int, planned: set[int]
+        self,
+        state: RequestState,
+        entries: Sequence[Handoff],
+        exact_tokens: int,
+        planned: set[int],
     ) -> list[BlockRun]:
         """Returns the recurrent states among `entries` that are to be stored, as runs of one block
         each.

@@ -63,7 +63,10 @@ class RankStores:
     """
 
     def __init__(
-        self, rank: RankSession, config: ConnectorConfig, count: Callable[[str, float], None]
+        self,
+        rank: RankSession,
+        config: ConnectorConfig,
+        count: Callable[[str, float], None],
     ) -> None:
         self._rank = rank
         self._config = config

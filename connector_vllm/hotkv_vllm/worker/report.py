@@ -30,7 +30,11 @@ class RankReport:
     """
 
     def __init__(
-        self, rank: RankSession, rank_number: int, sparse: SparseRank, edge: HookEdge
+        self,
+        rank: RankSession,
+        rank_number: int,
+        sparse: SparseRank,
+        edge: HookEdge,
     ) -> None:
         self.edge = edge
         self._rank = rank
