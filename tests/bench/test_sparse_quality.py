@@ -10,7 +10,15 @@ import torch
 from bench.sparse.decode import Decode, Outcome
 from bench.sparse.llama import Calibration, Dense, Llama, Own, calibration, dense_pass
 from bench.sparse.texts import REPEAT, Text
-from bench.sparse.variants import ENDS, FRESH, LRU, ORACLE, RESIDENT, TIGHT, Variant
+from bench.sparse.variants import (
+    ENDS,
+    FRESH,
+    LRU,
+    ORACLE,
+    RESIDENT,
+    TIGHT,
+    Variant,
+)
 from bench.sparse_quality import Row, resident_targets, targets
 from hotkv_sparse.axes import MIN_TOKENS
 from hotkv_sparse.centre import Centres

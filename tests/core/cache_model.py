@@ -107,7 +107,10 @@ class CacheModel:
         """Takes over another core: ready blocks are there, and only readers of residencies still
         hold blocks."""
         self.core = core
-        self.kept = {**self.kept, **{offset: key for key, offset in self.resident()}}
+        self.kept = {
+            **self.kept,
+            **{offset: key for key, offset in self.resident()},
+        }
         self.kept_until_s = now_s + core.config.residency_grace_s
         self.counted = Counters(restored_blocks=len(self.ready))
         for residency in self.residencies.values():

@@ -14,7 +14,14 @@ from hotkv_proto.blocks import NO_RETENTION, Retention, StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
-from hotkv_proto.table import HEADER, SLOT_ALIGN, BlockTable, TableGeometry, Words, hash_words
+from hotkv_proto.table import (
+    HEADER,
+    SLOT_ALIGN,
+    BlockTable,
+    TableGeometry,
+    Words,
+    hash_words,
+)
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.readers import ReaderMemory
 from hotkv_server.cache.restore import Restored, restore

@@ -110,7 +110,11 @@ def some(*names: str) -> st.SearchStrategy[dict[str, int]]:
 @given(
     data=st.data(),
     of_tensor=some(
-        "group_index", "base_offset_bytes", "block_stride_bytes", "run_bytes", "shard_offset_bytes"
+        "group_index",
+        "base_offset_bytes",
+        "block_stride_bytes",
+        "run_bytes",
+        "shard_offset_bytes",
     ),
     of_layout=some("shard_index", "num_blocks"),
     of_handle=some("num_bytes", "base_offset_bytes"),

@@ -68,7 +68,12 @@ class RepresentationMachine(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(POLICIES)),
     )
     def start(
-        self, num_shards: int, block_bytes: int, sizes: tuple[int, int], capacity: int, policy: str
+        self,
+        num_shards: int,
+        block_bytes: int,
+        sizes: tuple[int, int],
+        capacity: int,
+        policy: str,
     ) -> None:
         self.world = World(6, capacity, policy, lease_ttl_s=10.0, unadmitted_share=1.0)
         self.num_shards, self.whole, self.policy = num_shards, (1 << num_shards) - 1, policy

@@ -94,7 +94,10 @@ def test_a_shared_cache_of_a_cpu_engine_fits_its_shared_memory() -> None:
 
 @pytest.mark.parametrize(
     ("base", "kind", "patch"),
-    [("hotkv.yaml", "DaemonSet", "gpu.yaml"), ("vllm.yaml", "Deployment", "vllm-gpu.yaml")],
+    [
+        ("hotkv.yaml", "DaemonSet", "gpu.yaml"),
+        ("vllm.yaml", "Deployment", "vllm-gpu.yaml"),
+    ],
 )
 def test_patches_for_gpus_fit(base: str, kind: str, patch: str) -> None:
     before, added = objects.of_manifest(base).one(kind), objects.of_manifest(patch).one(kind)

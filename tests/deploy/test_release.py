@@ -33,7 +33,10 @@ def make(made: Release, *parts: str) -> None:
 
 
 def test_notes_are_one_section_of_the_changelog() -> None:
-    assert release.section(CHANGELOG, "0.2.0") == ("0.2.0, 2026-12-01", "- b\n\n### Fixed\n\n- c\n")
+    assert release.section(CHANGELOG, "0.2.0") == (
+        "0.2.0, 2026-12-01",
+        "- b\n\n### Fixed\n\n- c\n",
+    )
     assert release.section(CHANGELOG, "0.1.0") == ("0.1.0, x", "- a\n")
     for missing in ("0.3.0", "0.1"):
         with pytest.raises(ReleaseError, match=missing):

@@ -76,7 +76,10 @@ def test_the_table_has_all_that_came_to_an_end(tmp_path: Path) -> None:
 )
 def test_the_command_line(arguments: tuple[str, ...], status: int, says: str) -> None:
     done = subprocess.run(
-        ["bash", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60
+        ["bash", str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == status and says in done.stdout + done.stderr
 

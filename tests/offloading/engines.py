@@ -4,7 +4,10 @@ from typing import Any
 
 from tests.vllm.tiny import transfer_config
 
-HOST_COPIES = {"spec_name": "HostTieringSpec", "spec_module_path": "hotkv_vllm.testing.host_copies"}
+HOST_COPIES = {
+    "spec_name": "HostTieringSpec",
+    "spec_module_path": "hotkv_vllm.testing.host_copies",
+}
 """vLLM refuses its offloading in CPU engines; only the copy is replaced here."""
 
 

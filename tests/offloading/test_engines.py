@@ -143,7 +143,11 @@ def test_adapters_are_left_out(daemon, start, tmp_path):
     [
         pytest.param("gemma3", {}, {}, id="windows beside full attention"),
         pytest.param(
-            "llama", {"blocks_per_chunk": 2}, {}, id="chunks of two blocks", marks=pytest.mark.long
+            "llama",
+            {"blocks_per_chunk": 2},
+            {},
+            id="chunks of two blocks",
+            marks=pytest.mark.long,
         ),
         pytest.param("gemma4", {}, {}, id="blocks of two sizes", marks=pytest.mark.long),
         pytest.param(
@@ -197,7 +201,11 @@ def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start
     one = start(daemon, has_weights=True, door=door)
     cold = ask_until_stored(daemon, one, batch)
     two = start(
-        daemon, has_weights=True, door=door, tensor_parallel_size=2, driver="parallel_driver.py"
+        daemon,
+        has_weights=True,
+        door=door,
+        tensor_parallel_size=2,
+        driver="parallel_driver.py",
     )
     warm = two.ask_each(batch, 6)
     assert warm["cached"] == [usable(prompt) for prompt in batch]

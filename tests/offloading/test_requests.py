@@ -4,7 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hotkv_vllm.offloading.requests import MAX_WAVES, SHARE_ALONE, SHARE_TOGETHER, Promotions, Room
+from hotkv_vllm.offloading.requests import (
+    MAX_WAVES,
+    SHARE_ALONE,
+    SHARE_TOGETHER,
+    Promotions,
+    Room,
+)
 
 KEYS = [bytes([number]) * 8 + (number % 2).to_bytes(4, "big") for number in range(12)]
 ENDS = {key: 16 * (number // 2 + 1) for number, key in enumerate(KEYS)}

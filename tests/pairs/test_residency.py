@@ -93,7 +93,10 @@ class Stage:
             target=target, **{"lookup_timeout_s": 3.0, **ours, **(connector or {})}
         )
         made = self._engines.start(
-            model, None, kv_transfer_config=transfer | {"kv_role": role}, **settings | more
+            model,
+            None,
+            kv_transfer_config=transfer | {"kv_role": role},
+            **settings | more,
         )
         if resident and "tensor_parallel_size" not in more:
             # Of a single process; ranks keep dense attention if it is as good.

@@ -370,7 +370,12 @@ class Campaign:
 
 @contextlib.contextmanager
 def campaign(
-    seed: int, *, roomy: bool, findings: Findings, has_disk: bool = False, has_valkey: bool = False
+    seed: int,
+    *,
+    roomy: bool,
+    findings: Findings,
+    has_disk: bool = False,
+    has_valkey: bool = False,
 ) -> Iterator[Campaign]:
     """Yields a campaign in new folders. The disk's folder is not in memory."""
     with contextlib.ExitStack() as held:

@@ -14,7 +14,10 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import answers as _answers
 from hotkv_proto.errors import HotKVError
-from hotkv_proto.v1 import session_pb2, session_pb2_grpc
+from hotkv_proto.v1 import (
+    session_pb2,
+    session_pb2_grpc,
+)
 
 Make = Callable[..., PagedEngine]
 INT32 = np.int32

@@ -10,7 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    KVEventBatch,
+)
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from demo.processes import Server, runtime_folder

@@ -76,7 +76,8 @@ MODEL = ("--model", "llama-3.1-8b", "--tokens", "1000", "--device", "h100")
 
 
 @pytest.mark.parametrize(
-    "command", [(*HOTKV, "blocks"), (*SERVER, "run", "--help-settings"), (*ESTIMATE, *MODEL)]
+    "command",
+    [(*HOTKV, "blocks"), (*SERVER, "run", "--help-settings"), (*ESTIMATE, *MODEL)],
 )
 def test_a_reader_that_stops_early_sees_no_traceback(
     server: Server, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]

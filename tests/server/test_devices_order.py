@@ -249,7 +249,10 @@ def test_what_works_is_taken_and_where_nothing_does_the_engine_waits(
 
 
 def test_sessions_that_come_and_go_share_streams(
-    runtime: FakeRuntime, devices: Devices, memory: FakeAllocation, monkeypatch: pytest.MonkeyPatch
+    runtime: FakeRuntime,
+    devices: Devices,
+    memory: FakeAllocation,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stream lives as long as the process."""
     made, new_stream = list[int](), runtime.new_stream

@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
 from demo.processes import ROOT, Server
@@ -18,8 +23,23 @@ from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_proto.groups import GroupKind, GroupSpec
 from tests.server.commands import HOTKV
-from tests.server.routers import Make, Router, engine, external, published, topic
-from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes, number_of
+from tests.server.routers import (
+    Make,
+    Router,
+    engine,
+    external,
+    published,
+    topic,
+)
+from tests.server.support import (
+    FULL,
+    WIDE,
+    WINDOW,
+    GroupsEngine,
+    block_ids,
+    hashes,
+    number_of,
+)
 from tests.support.waiting import wait_for
 
 __all__ = ["engine", "published"]

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv_client import BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus
+from hotkv_client import (
+    BlockRun,
+    Evicted,
+    GroupHashes,
+    LoadRun,
+    TransferStatus,
+)
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from tests.server.places import store

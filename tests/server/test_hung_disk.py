@@ -200,7 +200,11 @@ def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "slow", [pytest.param(slow_valkey, id="valkey"), pytest.param(slow_bucket, id="bucket")]
+    "slow",
+    [
+        pytest.param(slow_valkey, id="valkey"),
+        pytest.param(slow_bucket, id="bucket"),
+    ],
 )
 def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: object) -> None:
     with slow(tmp_path) as flags, node() as one:  # type: ignore[operator]

@@ -20,7 +20,12 @@ from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.outcome import ASKS_WHY
 from tests.server.page_support import groups_engine
 from tests.server.places import Place, place, store
-from tests.server.support import PAGE_BYTES, GroupsEngine, block_ids, hashes
+from tests.server.support import (
+    PAGE_BYTES,
+    GroupsEngine,
+    block_ids,
+    hashes,
+)
 from tests.server.tiered import CHAIN, tiered
 from tests.support.waiting import wait_for
 

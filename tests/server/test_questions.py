@@ -138,7 +138,9 @@ RUNS = st.lists(
 
 
 @given(RUNS)
-def test_blocks_whose_prefix_was_stored_are_found(runs: list[tuple[int, int, int, str]]) -> None:
+def test_blocks_whose_prefix_was_stored_are_found(
+    runs: list[tuple[int, int, int, str]],
+) -> None:
     """Two prompts differ in their first block only, so the chain tells them apart. Compares with a
     list of all stores, in any order."""
     contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))

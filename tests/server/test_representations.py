@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus
+from hotkv_client import (
+    BlockResult,
+    BlockRun,
+    Evicted,
+    GroupHashes,
+    LoadRun,
+    TransferStatus,
+)
 from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import Reason
 from tests.server.sparse_support import RepresentationEngine, refused

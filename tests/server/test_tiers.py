@@ -209,7 +209,8 @@ def values(count: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [("auto", "off"), pytest.param("off", "auto", marks=pytest.mark.long)]
+    ("first", "then"),
+    [("auto", "off"), pytest.param("off", "auto", marks=pytest.mark.long)],
 )
 def test_a_disk_encodes_blocks_or_not_and_its_next_server_reads_both(
     place: Tiered, first: str, then: str

@@ -34,7 +34,8 @@ def test_rotation_keeps_products_and_mixes_every_channel(head_size: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "num_bytes"), [("rot2u", 34), ("rot3u", 50), ("quest", 16.5), ("mean", 8.25)]
+    ("name", "num_bytes"),
+    [("rot2u", 34), ("rot3u", 50), ("quest", 16.5), ("mean", 8.25)],
 )
 def test_bytes_per_token(name: str, num_bytes: float) -> None:
     assert formats.bytes_per_block(name, 16, 8, 128) == num_bytes * 16 * 8

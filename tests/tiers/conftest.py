@@ -33,7 +33,9 @@ def s3_proxy(s3_server: "s3_support.Server") -> "Iterator[FaultProxy]":
 
 
 @pytest.fixture(scope="module")
-def valkey_of_file(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[valkey_support.Server]":
+def valkey_of_file(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> "Iterator[valkey_support.Server]":
     from tests.tiers.valkey_support import running
 
     with running(tmp_path_factory.mktemp("valkey")) as server:

