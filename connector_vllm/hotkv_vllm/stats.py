@@ -4,6 +4,7 @@ Counters only increase. vLLM collects their growth after each step. A `HookClock
 one thread only.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -155,11 +156,8 @@ class HookClock:
             return
         target = Path(path)
         merged: dict[str, Any] = {}
-        if target.exists():
-            try:
-                merged = json.loads(target.read_text())
-            except ValueError:
-                merged = {}
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            merged = json.loads(target.read_text())
         if merged.get("engine_id") != self._engine_id:
             merged = {"engine_id": self._engine_id, "sides": {}}
         merged["sides"][self.who] = {
