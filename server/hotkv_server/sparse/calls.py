@@ -164,8 +164,7 @@ def _centres(messages: Iterable[sparse_pb2.LayerCentre]) -> dict[int, PackedCent
         if len(bias) < len(m.biases):
             raise _invalid(
                 f"select.centres.biases lists a scorer of layer {m.layer_index} twice; give "
-                "each "
-                "one bias"
+                "each one bias"
             )
         centres[m.layer_index] = PackedCentre(m.mu, bias)
     return centres
