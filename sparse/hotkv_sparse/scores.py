@@ -78,10 +78,8 @@ def prepare(
         if mu_HD.ndim != 2 or mu_HD.shape[1] != head_size or num_heads % mu_HD.shape[0]:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                (
-                    f"mu is {list(mu_HD.shape)}; a query [{num_heads}, {head_size}] needs "
-                    f"[kv_heads, {head_size}]"
-                ),
+                f"mu is {list(mu_HD.shape)}; a query [{num_heads}, {head_size}] needs "
+                f"[kv_heads, {head_size}]",
             )
         shift = np.sum(
             query_QD * np.repeat(mu_HD, num_heads // mu_HD.shape[0], axis=0), axis=1

@@ -114,10 +114,8 @@ def fuse(
     if len(scores_QS) != len(exponents) or not scores_QS or min(exponents) <= 0:
         raise HotKVError(
             Reason.INVALID_FIELD,
-            (
-                f"fusion of {len(scores_QS)} scorers has exponents {list(exponents)}; pass one "
-                "above 0 for each"
-            ),
+            f"fusion of {len(scores_QS)} scorers has exponents {list(exponents)}; pass one "
+            "above 0 for each",
         )
     totals = [_log_total(scores, always_log_mass_Q) for scores in scores_QS]
     # Divides the exponents by the largest, so that neither their sum nor float32 overflows.

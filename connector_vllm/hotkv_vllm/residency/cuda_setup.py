@@ -286,17 +286,8 @@ def _layer(
     index = _index(workspace, name, num_rows, mu_HD, biases.get(name))
     page_bytes = _page_bytes(pages)
     kind = str(pages.dtype).removeprefix("torch.")
-    head, token = pages.stride(1), pages.stride(2)
-    keys, values = (
-        Pages(
-            pages.data_ptr() + part * shape.head_size * pages.element_size(),
-            kind,
-            pages.stride(0),
-            token,
-            head,
-        )
-        for part in (0, 1)
-    )
+    # vLLM's kernel attends, so the selector reads no values.
+    keys = Pages(pages.data_ptr(), kind, pages.stride(0), pages.stride(2), pages.stride(1))
     fragment = Fragment(offset, pages.data_ptr(), page_bytes)
     hot = CudaHotSets(workspace, [fragment], page_bytes)
     # The hot set leaves the spare slots free, as in CPU engines. There they are for blocks that are
@@ -307,7 +298,7 @@ def _layer(
         layer.name,
         layer.index,
         layer.impl.scale,
-        CudaSelector(workspace, layer.index, index, keys, values, hot),
+        CudaSelector(workspace, layer.index, index, keys, keys, hot),
         PagePlaces(pages.data_ptr(), page_bytes, offset),
         pages,
     )

@@ -373,7 +373,7 @@ class ResidentWorker(SparseWorker):
         sequence, away = one.sequence, slice(self._num_sinks, one.sequence.num_freed)
         held, slots = positions_C[away], positions_C[: away.stop - away.start]
         content = sequence.hot_content(layer.index)[: len(held)]
-        if len(content) < len(held) or not np.array_equal(content, held):
+        if not np.array_equal(content, held):
             self._pages.fill_hot_slots(layer, sequence, slots, held)
         if one.whole_table is None:
             one.whole_table = one.blocks.copy()

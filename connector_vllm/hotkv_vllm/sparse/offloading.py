@@ -143,10 +143,8 @@ class SparseOffloadingManager:
         if not (self._pins[selected_blocks] > 0).all():
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                (
-                    "selected_blocks include some that are not pinned; call complete_load once for "
-                    "each load"
-                ),
+                "selected_blocks include some that are not pinned; call complete_load once for "
+                "each load",
             )
         np.subtract.at(self._pins, selected_blocks, 1)
 
@@ -158,10 +156,8 @@ class SparseOffloadingManager:
         if len(fresh) > len(self._free):
             raise HotKVError(
                 Reason.OVERLOADED,
-                (
-                    f"{len(fresh)} new blocks, {len(self._free)} free in host memory; give it more "
-                    "blocks"
-                ),
+                f"{len(fresh)} new blocks, {len(self._free)} free in host memory; give it more "
+                "blocks",
             )
         for block_hash in fresh:
             block = self._free.pop()
@@ -555,10 +551,8 @@ class SparseOffloadingHandler:
         if slots_per_sequence > hot.shape[1]:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                (
-                    f"slots_per_sequence is {slots_per_sequence}; there are {hot.shape[1]} hot "
-                    "slots, use no more"
-                ),
+                f"slots_per_sequence is {slots_per_sequence}; there are {hot.shape[1]} hot "
+                "slots, use no more",
             )
         self._config = config
         self._layers = dict(layers)

@@ -103,7 +103,8 @@ class Residencies:
             else:
                 self.book.grow(residency, num_blocks)
             self.bound.promise(residency.tenant, slots)
-        return self._opened(residency)
+        index, value = self._words.of_session(residency.session_number)
+        return ResidencyOpened(residency.residency_id, index, value, self._words.generation)
 
     def _asked(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
@@ -173,10 +174,6 @@ class Residencies:
             return
         if slots and self.bound.costs(slots) <= self.bound.room_bytes(residency.tenant):
             yield from self._space.room.make_floors(slots, residency.tenant)
-
-    def _opened(self, residency: Residency) -> ResidencyOpened:
-        index, value = self._words.of_session(residency.session_number)
-        return ResidencyOpened(residency.residency_id, index, value, self._words.generation)
 
     # Pinning
 
