@@ -18,8 +18,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine
 
-from tests.support.worker_nursery import fork_workers
-
 TESTS = Path(__file__).parent
 _COMMON = {
     "deadline": None,
@@ -106,13 +104,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
     last = len(LONGEST)
     items.sort(key=lambda item: ranks.get(item.path, last + (item.path not in slow)))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
-    """Forks the workers of a run of all tests, for which each worker needs vLLM."""
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        fork_workers(specs)
 
 
 @pytest.hookimpl(wrapper=True)
