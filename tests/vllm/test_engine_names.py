@@ -1,7 +1,8 @@
-"""The name by which people see an engine."""
+"""The names by which people see an engine and its model."""
 
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,3 +38,12 @@ def test_an_engine_is_called_by_its_pod_or_its_process(
         monkeypatch.setenv(variable, value)
     here = f"{socket.gethostname()}:{os.getpid()}"
     assert checks.engine_name(engine_id) == (name or here)
+
+
+@pytest.mark.parametrize(
+    ("served", "names"),
+    [(None, ()), ("\n", ()), ("chat", ("chat",)), ("a\tb" + 300 * "c", ("ab" + 198 * "c",))],
+)
+def test_the_server_accepts_any_name_of_the_model(served: str | None, names: tuple[str]) -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(served_model_name=served))
+    assert checks.model_names(config) == names

@@ -124,17 +124,23 @@ def is_device_empty(kv_cache_manager: Any) -> bool:
 
 def model_names(vllm_config: Any) -> tuple[str, ...]:
     """Returns the names by which requests address the model, as far as the engine knows the names.
-    If there are several names, vLLM passes only the first to the engine.
+    If there are several names, vLLM passes only the first to the engine. The name is shortened as
+    `shown_name` does.
 
     Source: `get_served_model_name` in vLLM 0.32.
     """
-    name = vllm_config.model_config.served_model_name
-    return (str(name),) if name else ()
+    name = shown_name(str(vllm_config.model_config.served_model_name or ""))
+    return (name,) if name else ()
 
 
-MAX_POD_CHARS = 200
-"""An engine's name has at most this many characters of its pod's name. The server refuses names of
-more than 256 characters, and names with characters that are not printable."""
+MAX_NAME_CHARS = 200
+"""A model's name, and a pod's name in an engine's name, have at most this many characters."""
+
+
+def shown_name(text: str) -> str:
+    """Returns the printable characters of a name, at most MAX_NAME_CHARS. The server refuses names
+    with other characters, and names of more than 256 characters."""
+    return "".join(filter(str.isprintable, text))[:MAX_NAME_CHARS]
 
 
 def engine_name(engine_id: str) -> str:
@@ -150,7 +156,7 @@ def engine_name(engine_id: str) -> str:
     pod = os.environ.get("POD_NAME", "").strip()
     if not pod and "KUBERNETES_SERVICE_HOST" in os.environ:
         pod = os.environ.get("HOSTNAME") or socket.gethostname()
-    pod = "".join(filter(str.isprintable, pod))[:MAX_POD_CHARS]
+    pod = shown_name(pod)
     if not pod:
         return f"{socket.gethostname()}:{os.getpid()}"
     _, is_replica, replica = engine_id.rpartition("_dp")
