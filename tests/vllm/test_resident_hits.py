@@ -32,6 +32,15 @@ def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> 
     assert parts.finder.end_load(state, False) == (4,)
 
 
+def test_a_failed_load_hides_only_blocks_that_it_loaded() -> None:
+    parts = Parts(left_out=LEFT_OUT)
+    state = granted(parts)
+    assert parts.load(state, 4 * TOKENS, [[1, 0, 0, 4]])
+    parts.finder.end_load(state, True)
+    hashes = request("a", LONG).block_hashes
+    assert [parts.finder.hidden.has(0, [one]) for one in hashes[:4]] == [True, False, False, True]
+
+
 @pytest.mark.parametrize("table", [[1, 2, 0, 4], [1, 0, 3, 4], [1, 2, 3, 4]])
 def test_what_is_left_out_of_a_lease_can_not_be_loaded(table: list[int]) -> None:
     parts = Parts(left_out=LEFT_OUT)

@@ -585,7 +585,9 @@ class HitFinder:
             is_fault = has_server and not is_excused and not hit.is_cancelled
             for index, blocks in enumerate(hit.leased if is_fault else ()):
                 hashes = self.groups.hashes(state.request, index)
-                self.hidden.hide(index, hashes[blocks.start : blocks.stop])
+                # Blocks in `left_out` stay offered, because the load did not include them.
+                loaded = leased_positions(blocks, hit.left_out)
+                self.hidden.hide(index, [hashes[at] for at in loaded])
         else:
             stored = stored_blocks(self.groups, hit)
         # Set last: if this method raises earlier, the load still counts as unproved.
