@@ -171,7 +171,14 @@ class CacheCore(CacheBooks):
     # Leases
 
     def acquire(
-        self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float
+        self,
+        session_number: int,
+        lease_id: str,
+        groups: list[HashList],
+        ttl_s: float,
+        now_s: float,
+        *,
+        may_pin: bool = True,
     ) -> LeaseGrant:
         """Acquires a read lease: pins the named blocks that are ready, until the tenant's budget
         for leases without a load (`CoreConfig.unadmitted_share`) is used up. Repeating the call
@@ -181,9 +188,10 @@ class CacheCore(CacheBooks):
         lease_id: id that the engine chooses for the lease.
         groups: the blocks, a list for each group.
         ttl_s: lifetime of the lease in seconds; 0 for the default.
+        may_pin: False makes a new lease pin no block, as if no block were ready.
         """
         session = self.sessions.record(session_number)
-        return self._read_leases.acquire(session, lease_id, groups, ttl_s, now_s)
+        return self._read_leases.acquire(session, lease_id, groups, ttl_s, now_s, may_pin)
 
     def slot_offsets(self, session_number: int, lease_id: str) -> tuple[Int64s, ...]:
         """Returns the arena offsets of the blocks of a read lease, in bytes: an array for each

@@ -3,11 +3,8 @@ unary calls (`CacheService`). Each function takes the node, the session and the 
 It returns the answer, or a task or future that returns the answer later."""
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
-
-import numpy as np
 
 from hotkv_proto.blocks import LeaseGrant
 from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
@@ -17,7 +14,6 @@ from hotkv_proto.messages.session import MAX_REPORTS, read_ended, read_load_ends
 from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList, LoadPositions, Run
-from hotkv_server.node.capability import BlocksBelow
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfers import TransferEnd
@@ -170,35 +166,17 @@ async def _acquire_later(
     groups: list[HashList],
 ) -> cache_pb2.AcquireLeaseResponse:
     """Promotes the blocks that lie in tiers, and waits for that for a bounded time. Then acquires
-    the lease, which pins the blocks that are ready. Pins no block if the blocks may be older than a
-    flush on another node (`_unless_flushed`)."""
+    the lease, which pins the blocks that are ready. The lease pins no block if the shared tiers do
+    not confirm in time that the key space was not flushed on another node."""
     tiers = node.tiers
     assert tiers is not None
     held = await tiers.bring_up(session, groups)
     try:
-        groups = await _unless_flushed(tiers, session, groups)
-        acquired = _acquire(node, session, request, lease_id, groups)
+        may_pin = await tiers.epochs.wait_to_serve(session.record.key_space_id)
+        acquired = _acquire(node, session, request, lease_id, groups, may_pin=may_pin)
     finally:
         tiers.let_go(held)
     return await acquired if isinstance(acquired, asyncio.Task) else acquired
-
-
-async def _unless_flushed(
-    tiers: BlocksBelow, session: LiveSession, groups: list[HashList]
-) -> list[HashList]:
-    """Returns `groups` unchanged if the blocks of the key space in host memory may be granted. If
-    these blocks may be older than a flush on another node, returns lists of random hashes of the
-    same lengths. They match no block, so the call is answered as if no block were cached. Waits for
-    a bounded time until the shared tiers have confirmed the key space's epoch."""
-    if await tiers.epochs.wait_to_serve(session.record.key_space_id):
-        return groups
-    return [
-        HashList(
-            one.group_index,
-            np.frombuffer(os.urandom(one.hashes.nbytes), np.uint32).reshape(one.hashes.shape),
-        )
-        for one in groups
-    ]
 
 
 def _acquire(
@@ -207,10 +185,13 @@ def _acquire(
     request: cache_pb2.AcquireLeaseRequest,
     lease_id: str,
     groups: list[HashList],
+    *,
+    may_pin: bool = True,
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
-    """Acquires the lease: pins the blocks that are ready now."""
+    """Acquires the lease: pins the blocks that are ready now; none if `may_pin` is False."""
     ttl_s = fields.seconds("ttl_ms", request.ttl_ms)
-    grant = node.core.acquire(session.record.number, lease_id, groups, ttl_s, time.monotonic())
+    number, now_s = session.record.number, time.monotonic()
+    grant = node.core.acquire(number, lease_id, groups, ttl_s, now_s, may_pin=may_pin)
     if not request.wants_offsets:
         return cache.lease_response(request.groups, grant)
     granted = node.in_place.grant(session, lease_id)

@@ -53,12 +53,13 @@ class ReadLeases:
         groups: list[HashList],
         ttl_s: float,
         now_s: float,
+        may_pin: bool,
     ) -> LeaseGrant:
         """Acquires a read lease: pins the named blocks that are ready, in order, until the tenant
         has used up its budget for leases under which no load has begun. Repeating the call returns
         the same blocks, with the remaining lifetime. Raises DUPLICATE_ID if the engine already uses
         `lease_id` for another lease. `groups`: the blocks, a list for each group. `ttl_s`: lifetime
-        of the lease in seconds; 0 for the default."""
+        of the lease in seconds; 0 for the default. `may_pin`: False makes a new lease pin no block."""
         books = self._books
         indices = [g.group_index for g in groups]
         num_blocks = sum(len(g.hashes) for g in groups)
@@ -83,7 +84,7 @@ class ReadLeases:
         books.leases.check_count(owner)
         ttl_s, weight = lifetime_s(books.config, ttl_s), read_weight(len(groups), num_blocks)
         books.leases.check_room(owner, "groups", weight)
-        pinned, pinned_bytes = self._within_budget(record, groups)
+        pinned, pinned_bytes = self._within_budget(record, groups, may_pin)
         lease = ReadLease(
             session.engine_id,
             owner,
@@ -105,7 +106,7 @@ class ReadLeases:
         return LeaseGrant(lease_id, tuple(entries != 0 for _, entries in pinned), ttl_s)
 
     def _within_budget(
-        self, record: KeySpaceRecord, groups: list[HashList]
+        self, record: KeySpaceRecord, groups: list[HashList], may_pin: bool
     ) -> tuple[list[tuple[int, Entries]], int]:
         """Chooses the entries that a new lease pins, within the tenant's budget for leases under
         which no load has begun (`CoreConfig.unadmitted_share`). Returns two values: for each list
@@ -116,7 +117,7 @@ class ReadLeases:
         budget = int(
             self._books.config.unadmitted_share * tenants.surely_bytes(tenant)
         ) - self._unadmitted.get(tenant, 0)
-        budget = min(budget, self._books.pin_budget.for_others)
+        budget = min(budget, self._books.pin_budget.for_others) if may_pin else 0
         pinned: list[tuple[int, Entries]] = []
         total = 0
         for g in groups:
