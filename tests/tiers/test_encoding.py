@@ -23,7 +23,6 @@ from hotkv_server.tiers.protocol import (
     Codes,
     Epochs,
     Read,
-    Seals,
     Shown,
     TierFacts,
     TierMemory,
@@ -114,7 +113,7 @@ class StoreClient:
         return {}
 
     def write(self, keys: Sequence[bytes], slots: Sequence[memoryview], depths: Sequence[int],
-              codes: Codes, seals: Seals, until_s: float) -> None:  # fmt: skip
+              codes: Codes, until_s: float) -> None:  # fmt: skip
         self._store.asked("write")
         for row, (name, slot) in enumerate(zip(keys, slots, strict=True)):
             content = bytes(slot)
@@ -122,7 +121,6 @@ class StoreClient:
                 is_new = name not in self._store.content
                 self._store.content.setdefault(name, (content, seal(name, content)))
             codes[row] = Write.STORED if is_new else Write.PRESENT
-            seals[row] = seal(name, content) if is_new else 0
             self._store.depths[name] = depths[row]
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
@@ -248,8 +246,6 @@ def test_blocks_are_stored_in_the_form_that_their_keys_say() -> None:
             encoded_key(key(number)): ROOM_BYTES for number in (1, 2, 4, 5)
         }
         assert made.store.content[key(3)][0] == noise(3).tobytes()
-        assert made.bench.seals[3] == made.store.content[key(3)][1]
-        assert made.bench.seals[4] == made.store.content[encoded_key(key(4))][1]
         assert made.bench.write([1, 3], [1, 3]).tolist() == [Write.PRESENT] * 2
         figures = made.tier.figures()
         assert (figures.written_blocks, figures.written_bytes) == (6, 6 * SLOT_BYTES)

@@ -16,6 +16,7 @@ from hotkv_server.testing.flush_contract import answer, blocks_of
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content, key
 from hotkv_server.tiers.protocol import Blocks, Read, Write
 from hotkv_server.tiers.remote.values import HEAD_BYTES, head
+from hotkv_server.tiers.seals import seal
 from hotkv_server.tiers.valkey.resp_client import ttl_ms
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.support.waiting import wait_for
@@ -95,10 +96,10 @@ def test_a_value_of_another_version_is_absent_and_stays(server: Server, bench: B
 def test_the_layout_of_a_value(server: Server, bench: Bench) -> None:
     value = server.client.get(key(1))
     body = content(1).tobytes()
-    assert value == head(key(1), memoryview(body))[0] + body
+    assert value == head(key(1), memoryview(body)) + body
     assert value[:8] == b"hkvb\x01\x00\x00\x00"
     assert int.from_bytes(value[8:16], "little") == SLOT_BYTES
-    assert int.from_bytes(value[16:24], "little") == bench.seals[1]
+    assert int.from_bytes(value[16:24], "little") == seal(key(1), body)
 
 
 def test_databases_are_apart(server: Server, bench: Bench) -> None:

@@ -155,7 +155,7 @@ OnRead = Callable[[Codes], None]
 """Called with the results of a read: `Read` values, uint8 [n]."""
 OnWrite = Callable[[Codes, Seals], None]
 """Called with the results of a write: `Write` values, uint8 [n], and the seals (check values) of
-the STORED blocks, uint64 [n]."""
+the STORED blocks, uint64 [n]; zeros from a shared tier."""
 OnProbe = Callable[[Codes], None]
 """Called with the results of `Tier.probe`: FOUND, ABSENT or FAILED of `Read`, uint8 [n]. The
 results are only a hint, because the store may lose or get a block at any time."""

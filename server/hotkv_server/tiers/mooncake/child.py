@@ -121,16 +121,16 @@ class Child:
 
     def _write(self, asked: dict[str, Any]) -> dict[str, Any]:
         names, slots, sizes = asked["names"], asked["slots"], asked["sizes"]
-        codes, seals = [int(Write.PRESENT)] * len(names), [0] * len(names)
+        codes = [int(Write.PRESENT)] * len(names)
         # Mooncake reports a put under an existing key as success, so look for such keys first.
         rows = [row for row, code in enumerate(self._exist(names)) if code != 1]
         for at, row in enumerate(rows):
             content = self._slot(slots[row], sizes[row])
-            head, seals[row] = values.head(bytes.fromhex(asked["keys"][row]), content)
+            head = values.head(bytes.fromhex(asked["keys"][row]), content)
             self._head_bytes[at * ROW_BYTES :][: len(head)] = head
         new = [names[row] for row in rows]
         if not rows:
-            return {"codes": codes, "seals": seals}
+            return {"codes": codes}
         buffers = self._buffers([slots[row] for row in rows], [sizes[row] for row in rows])
         put = self._store.batch_put_from_multi_buffers(new, *buffers)
         # A full store may report success for a block that it evicts at once, so look again.
@@ -139,7 +139,7 @@ class Child:
                 codes[row] = Write.STORED if there == 1 else Write.FULL
             else:
                 codes[row] = Write.FULL if code == FULL_CODE else Write.FAILED
-        return {"codes": codes, "seals": seals}
+        return {"codes": codes}
 
     def _forget(self, asked: dict[str, Any]) -> dict[str, Any]:
         self._store.batch_remove(asked["names"], True)

@@ -15,14 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.mooncake.words import Line, quoted
-from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Seals, Shown, TierFacts, TierMemory
+from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Shown, TierFacts, TierMemory
 from hotkv_server.tiers.remote.calls import PART_BYTES
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 from hotkv_server.tiers.remote.encoding import encoding
@@ -104,14 +102,12 @@ class MooncakeClient:
         slots: Sequence[memoryview],
         depths: Sequence[int],
         codes: Codes,
-        seals: Seals,
         until_s: float,
     ) -> None:
         """Writes blocks under their keys; see `Client.write`. Ignores `depths`, because Mooncake
         can't use them for eviction."""
         reply = self._ask({"do": "write", **self._rows(keys, slots)}, until_s)
         codes[:] = reply["codes"]
-        seals[:] = np.array(reply["seals"], np.uint64)
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Deletes the values of the keys; see `Client.forget`."""

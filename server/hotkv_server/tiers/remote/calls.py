@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotkv_server.tiers.protocol import Codes, Epochs, Int64s, Read, Seals, Shown
+from hotkv_server.tiers.protocol import Codes, Epochs, Int64s, Read, Shown
 from hotkv_server.tiers.remote.client import Client
 
 PART_BYTES = 2 << 20
@@ -35,7 +35,6 @@ class RemoteCall:
     `num_blocks`: number of blocks in the call; 0 for calls that report no result per block.
     `on_end`: called once with this object, by the thread that ends the call's last part.
     `codes`: uint8 [num_blocks], the `Read` or `Write` of each block.
-    `seals`: uint64 [num_blocks], the seals (check values) of written blocks.
     `epoch`: the result of `raise_epoch`; None if the store did not answer.
     `shown`: the result of `epochs`; None if the store did not answer.
     """
@@ -43,7 +42,6 @@ class RemoteCall:
     def __init__(self, num_blocks: int, on_end: "Callable[[RemoteCall], None]") -> None:
         # FAILED has the same number for reads and writes.
         self.codes: Codes = np.full(num_blocks, Read.FAILED, np.uint8)
-        self.seals: Seals = np.zeros(num_blocks, np.uint64)
         self.epoch: int | None = None
         self.shown: Shown | None = None
         self._changed: dict[str, int] = {}

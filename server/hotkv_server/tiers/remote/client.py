@@ -10,7 +10,7 @@ proof.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hotkv_server.tiers.protocol import Codes, Epochs, Seals, Shown
+from hotkv_server.tiers.protocol import Codes, Epochs, Shown
 
 # ------------------------------------------------------------------------------------------- Errors
 
@@ -106,14 +106,12 @@ class Client(Protocol):
         slots: Sequence[memoryview],
         depths: Sequence[int],
         codes: Codes,
-        seals: Seals,
         until_s: float,
     ) -> None:
         """Stores the bytes of each slot under its key. A key that exists keeps its value. Sets the
-        codes, and the seals (check values) of STORED blocks.
+        codes.
 
         `depths`: for each block, the number of blocks before it in its sequence.
-        `seals`: gets the seals, uint64 [n].
         """
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hotkv_server.tiers.compression.form import encoded_key, room_bytes
 from hotkv_server.tiers.compression.staged import Staged, packed
-from hotkv_server.tiers.protocol import MAX_KEY_BYTES, Codes, Epochs, Int64s, Read, Seals, Shown
+from hotkv_server.tiers.protocol import MAX_KEY_BYTES, Codes, Epochs, Int64s, Read, Shown
 from hotkv_server.tiers.remote.client import Client, Connect
 
 BoolMask = NDArray[np.bool_]
@@ -100,12 +100,11 @@ class EncodingClient:
         slots: Sequence[memoryview],
         depths: Sequence[int],
         codes: Codes,
-        seals: Seals,
         until_s: float,
     ) -> None:
         """Writes blocks in encoded form if they shrink, else in plain form; see `Client.write`."""
         for rows in self._staged.parts(_sizes(slots), is_write=True):
-            results = depths[rows], codes[rows], seals[rows], until_s
+            results = depths[rows], codes[rows], until_s
             if self._is_too_large(slots[rows]):
                 self._inner.write(keys[rows], slots[rows], *results)
                 continue

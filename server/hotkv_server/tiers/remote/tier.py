@@ -142,7 +142,7 @@ class RemoteTier:
                 written_bytes=int(blocks.num_bytes[stored].sum()),
                 failed_blocks=int((call.codes == Write.FAILED).sum()),
             )
-            on_done(call.codes, call.seals)
+            on_done(call.codes, np.zeros(len(blocks), np.uint64))
 
         call = self._call(end, len(blocks), blocks.total_bytes)
         depths = blocks.depths if len(blocks.depths) else np.zeros(len(blocks), np.int64)
@@ -150,8 +150,7 @@ class RemoteTier:
         def part(rows: slice) -> Part:
             def do(client: Client, until_s: float) -> None:
                 keys, slots = blocks.keys[rows], self._slots(blocks, rows)
-                codes, seals = call.codes[rows], call.seals[rows]
-                client.write(keys, slots, depths[rows].tolist(), codes, seals, until_s)
+                client.write(keys, slots, depths[rows].tolist(), call.codes[rows], until_s)
 
             return Part(call, do)
 

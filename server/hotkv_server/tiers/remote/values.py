@@ -19,11 +19,9 @@ VERSION = 1
 HEAD_BYTES = _HEAD.size
 
 
-def head(key: bytes, content: memoryview) -> tuple[bytes, int]:
-    """Returns the head for the value of a block, and the block's seal (check value). `content`: the
-    bytes of the block."""
-    sealed = seal(key, content)
-    return _HEAD.pack(MAGIC, VERSION, len(content), sealed), sealed
+def head(key: bytes, content: memoryview) -> bytes:
+    """Returns the head for the value of a block. `content`: the bytes of the block."""
+    return _HEAD.pack(MAGIC, VERSION, len(content), seal(key, content))
 
 
 def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:

@@ -20,7 +20,6 @@ from hotkv_server.tiers.protocol import (
     Codes,
     Epochs,
     Read,
-    Seals,
     Shown,
     Write,
 )
@@ -161,7 +160,6 @@ class S3Client:
         slots: Sequence[memoryview],
         depths: Sequence[int],
         codes: Codes,
-        seals: Seals,
         until_s: float,
     ) -> None:
         """Writes the blocks of each key space as one object, a pack; see `Client.write`. Ignores
@@ -175,10 +173,8 @@ class S3Client:
             elif space is not None and first_of.setdefault(key, at) == at:
                 rows_of.setdefault(space, []).append(at)
         for space, rows in rows_of.items():
-            pack = self._put(space, [keys[at] for at in rows], [slots[at] for at in rows], until_s)
-            codes[rows] = Write.STORED if pack is not None else Write.FULL
-            if pack is not None:
-                seals[rows] = pack.seals
+            asked = [keys[at] for at in rows], [slots[at] for at in rows], until_s
+            codes[rows] = Write.STORED if self._put(space, *asked) else Write.FULL
         for at, key in enumerate(keys):
             # If a key occurs twice in the call, it is stored once.
             first = first_of.get(key, at)
@@ -259,9 +255,9 @@ class S3Client:
 
     def _put(
         self, space: Space, keys: list[bytes], slots: list[memoryview], until_s: float
-    ) -> Pack | None:
-        """Writes blocks of a key space as a new pack, adds the pack to the index and returns it.
-        Returns None if the store is full. Raises UnusableError if an object of the pack's name
+    ) -> bool:
+        """Writes blocks of a key space as a new pack, and adds the pack to the index. Returns False
+        if the store is full. Raises UnusableError if an object of the pack's name
         already exists."""
         number = self._shared.next_number()
         name = new_name(_now_us(), self._shared.node, number, len(keys))
@@ -269,11 +265,11 @@ class S3Client:
         try:
             is_new = self._bucket.put(pack.path, body, until_s)
         except FullError:
-            return None
+            return False
         if not is_new:
             raise UnusableError(f"has a pack {name} already: give each server another node")
         self._index.add(pack)
-        return pack
+        return True
 
     def _changed(self, expected: Epochs, until_s: float) -> Epochs:
         now = {name: epochs.read_epoch(self._bucket, name, until_s) for name in expected}

@@ -7,7 +7,7 @@ replies to its commands. So the next method reads only replies to its own comman
 import time
 from collections.abc import Sequence
 
-from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Read, Seals, Shown, Write, raised
+from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Read, Shown, Write, raised
 from hotkv_server.tiers.remote import values
 from hotkv_server.tiers.remote.client import LostError, quoted
 from hotkv_server.tiers.valkey import epochs
@@ -120,14 +120,12 @@ class RespClient:
         slots: Sequence[memoryview],
         depths: Sequence[int],
         codes: Codes,
-        seals: Seals,
         until_s: float,
     ) -> None:
         """Writes blocks under their keys; see `Client.write`."""
-        commands, sealed = [], []
+        commands = []
         for key, slot, depth in zip(keys, slots, depths, strict=True):
-            head, seal = values.head(key, slot)
-            sealed.append(seal)
+            head = values.head(key, slot)
             ttl = b"%d" % ttl_ms(self._ttl_s, depth)
             pieces = (
                 b"*6\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b"
@@ -138,7 +136,7 @@ class RespClient:
             commands.append(Command(key, pieces))
         self._pipe.send(commands, until_s)
         errors = Errors()
-        for at, seal in enumerate(sealed):
+        for at in range(len(keys)):
             reply = self._pipe.next(until_s)
             if isinstance(reply, ErrorReply):
                 codes[at] = Write.FULL if reply.code in FULL_CODES else Write.FAILED
@@ -146,7 +144,7 @@ class RespClient:
             elif reply is None:
                 codes[at] = Write.PRESENT
             elif reply == b"OK":
-                codes[at], seals[at] = Write.STORED, seal
+                codes[at] = Write.STORED
             else:
                 raise LostError(f"answers SET with {_shown(reply)}")
         errors.check()
