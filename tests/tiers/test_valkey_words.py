@@ -196,6 +196,21 @@ def test_errors_that_speak_about_the_whole_server(error: bytes, words: str) -> N
         assert words in problem_of(bench)
 
 
+def test_a_user_who_may_only_read_loses_no_read(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with bench_over(f"unix:{server.path}") as bench:
+        bench.fill([1], [0])
+        bench.write([1], [0])
+        server.client.execute_command("ACL", "SETUSER", "default", "-set")
+        for number in range(2, 12):
+            assert bench.write([number], [0]).tolist() == [Write.FAILED]
+            bench.check_read([1], [3])
+        assert not bench.tier.problem() and caplog.text.count("refuses writes") == 1
+        server.client.execute_command("ACL", "SETUSER", "default", "+set")
+        assert bench.write([2], [0]).tolist() == [Write.STORED]
+
+
 @pytest.mark.parametrize("code", [b"OOM", b"MISCONF", b"NOREPLICAS"])
 def test_a_server_that_takes_no_more_is_full(code: bytes) -> None:
     script = [HELLO, ABSENT, b"-" + code + b" no\r\n", b"+OK\r\n", b"-ERR no\r\n"]

@@ -24,9 +24,9 @@ MAX_WORDS = 200
 class StoreError(Exception):
     """A call or a connect has failed. The connection must be closed.
 
-    The tier then counts as down: its calls fail at once, until a connect succeeds. There are two
-    exceptions, after which the tier stays up: a LostError of a call, and a LateError at the
-    deadline of a call that moves blocks.
+    The tier then counts as down: its calls fail at once, until a connect succeeds. There are three
+    exceptions, after which the tier stays up: a LostError of a call, a LateError at the deadline of
+    a call that moves blocks, and a RefusedError.
 
     The message is the rest of a sentence that begins with the store's name, such as "valkey at
     host:port".
@@ -51,6 +51,10 @@ class LateError(StoreError):
 class UnusableError(StoreError):
     """The store answers, but hotkv can't use it: hotkv's user lacks a right, or the store is in an
     unusable state."""
+
+
+class RefusedError(StoreError):
+    """The store forbids hotkv's user to write, so only writes fail."""
 
 
 def quoted(text: bytes) -> str:

@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotkv_server.tiers.remote.calls import Part, PartQueue, RemoteCall
-from hotkv_server.tiers.remote.client import Client, Connect, LateError, LostError, StoreError
+from hotkv_server.tiers.remote.client import (
+    Client,
+    Connect,
+    LateError,
+    LostError,
+    RefusedError,
+    StoreError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +51,7 @@ class RemoteHealth:
         self._lock = threading.Lock()
         self._problem = ""
         self._failures = 0
+        self._refuses_writes = False
         # The first try is due at once, so that a problem is known before the first call.
         self._retry_at_s = 0.0
 
@@ -80,6 +88,12 @@ class RemoteHealth:
     def worked(self) -> None:
         """Records that a call has succeeded."""
         self._failures = 0
+
+    def refuse(self, words: str) -> None:
+        """Logs, only once, that the store refuses writes. `words`: as for `fail`."""
+        if not self._refuses_writes:
+            self._refuses_writes = True
+            log.warning("%s %s", self._name, words)
 
     def fail(self, words: str) -> None:
         """Records that the store can't be used, and sets the time of the next try to connect.
@@ -291,6 +305,8 @@ class Workers:
         elif isinstance(error, LostError):
             # Only the next connect shows whether the store is down.
             log.info("%s %s", self._name, error)
+        elif isinstance(error, RefusedError):
+            self._health.refuse(str(error))
         else:
             self._health.fail(str(error))
 

@@ -5,7 +5,7 @@ Always true: messages contain no secrets. They never quote replies to AUTH and H
 servers repeat the arguments of unknown commands.
 """
 
-from hotkv_server.tiers.remote.client import UnusableError
+from hotkv_server.tiers.remote.client import RefusedError, UnusableError
 
 FULL_CODES = ("OOM", "MISCONF", "NOREPLICAS")
 """Codes with which a server refuses writes, but still executes reads."""
@@ -47,14 +47,17 @@ class Errors:
     means that the whole server is unusable."""
 
     def __init__(self) -> None:
-        self._first: UnusableError | None = None
+        self._first = ""
 
     def add(self, code: str) -> None:
         """Adds the code of an error reply."""
-        self._first = self._first or unusable(code)
+        self._first = self._first or (code if code in _UNUSABLE else "")
 
-    def check(self) -> None:
+    def check(self, *, is_write: bool = False) -> None:
         """Raises UnusableError if an added code means that the whole server is unusable. Called
-        after the last reply was read."""
-        if self._first is not None:
-            raise self._first
+        after the last reply was read. `is_write`: True if the replies are to writes; if the user
+        lacks only the right to write, raises RefusedError."""
+        if is_write and self._first == "NOPERM":
+            raise RefusedError(f"refuses writes, so it only serves reads: it {_UNUSABLE['NOPERM']}")
+        if self._first:
+            raise UnusableError(_UNUSABLE[self._first])

@@ -147,7 +147,7 @@ class RespClient:
                 codes[at] = Write.STORED
             else:
                 raise LostError(f"answers SET with {_shown(reply)}")
-        errors.check()
+        errors.check(is_write=True)
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Deletes the values of the keys; see `Client.forget`."""
