@@ -506,18 +506,21 @@ def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
     assert not engine.requests and not engine.preempted
 
 
-@pytest.mark.parametrize("is_asked", [False, True])
-def test_a_request_that_waits_during_a_reset_hits_afterwards(is_asked: bool) -> None:
-    """`is_asked`: the call that pins the blocks of its hit is in flight."""
+@pytest.mark.parametrize(("is_asked", "dies"), [(False, False), (True, False), (True, True)])
+def test_a_request_that_waits_during_a_reset_hits_afterwards(is_asked: bool, dies: bool) -> None:
+    """`is_asked`: the call that pins the blocks of its hit is in flight. `dies`: not a reset, but a
+    new connection."""
     engine = ResidentEngine("host")
     engine.arrive(640, 1)
     engine.run(25)
     engine.server.hold = {"extend_residency"}
     name = engine.arrive(660, 9)
     engine.run(3 * is_asked)
-    engine.distrust()
+    engine.die(empty=False) if dies else engine.distrust()
     engine.server.hold = set()
     engine.server.settle()
+    if dies:
+        engine.server.come_back()
     while not engine.running:
         engine.run(1)
     assert engine.device.has_away(name)

@@ -162,6 +162,8 @@ class ResidencyCalls:
             return
         is_new = one.opened is None
         one.opened, one.waited_s = opened, 0.0
+        # A call that pins the blocks of a hit may have failed with the earlier connection.
+        one.asks_again = False
         if is_new or not one.kept:
             one.pin = opened
             return
