@@ -1,5 +1,5 @@
-"""The definitions that client and server share: keys, groups, layouts, the block table, and the
-wire."""
+"""The definitions that client and server share: keys, groups, layouts, the block table, the wire,
+and the limits of the machine."""
 
 import os
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import hotkv_proto
+from hotkv_proto.limits import allocated_bytes
 from hotkv_server import systemd
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.start import CudaError, CudaPart, look_in_background, open_part
 from hotkv_server.memory.arena import ARENA_FILE, NodeMemory
 from hotkv_server.memory.clerk import full_pool
-from hotkv_server.memory.limits import allocated_bytes
 from hotkv_server.node.capability import tell_all
 from hotkv_server.node.health import keep_checking
 from hotkv_server.node.node import STALLED_WORK_S, Node

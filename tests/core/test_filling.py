@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from demo.processes import runtime_folder
+from hotkv_proto import limits
 from hotkv_proto.table import RECORD_WORDS, SLOT_ALIGN, TableGeometry
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.memory import arena as arena_module
-from hotkv_server.memory import limits
 from hotkv_server.memory.arena import NodeMemory, RecordsMemory
 from hotkv_server.memory.filling import NOTE, NOTE_MAGIC, RESERVE_BYTES, Filling, read_note
 from hotkv_server.memory.mapping import COLLAPSE_BYTES, FileMapping

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotkv_proto import limits
 from hotkv_server.device.runtime import DeviceError
-from hotkv_server.memory import limits
 from hotkv_server.memory.pinning import ArenaPinner, refusal
 from hotkv_server.testing.device import FakeRuntime
 from tests.support.waiting import wait_for

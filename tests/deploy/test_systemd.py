@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hotkv_proto import limits
 from hotkv_server.daemon import BROKEN_STATUS, STOP_S
-from hotkv_server.memory import limits
 from hotkv_server.node.health import CHECK_S
 from hotkv_server.settings import load_settings
 

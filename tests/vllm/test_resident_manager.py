@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from hotkv_proto import limits
 from hotkv_sparse.formats import bytes_per_block
 from hotkv_vllm import versions
 from hotkv_vllm.compat.residency import (
@@ -82,7 +84,7 @@ def test_an_engine_that_can_not_have_residency_hears_why(residency: str) -> None
 
 
 def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, sparse = spec_of("host"), CONFIG["host"]
     vllm_config = SimpleNamespace(
@@ -97,9 +99,13 @@ def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
     pool, staging = 3 * POOL * one.page_size_bytes, 2 * 94 * one.page_size_bytes
     found = totals.totals(sparse, vllm_config, kv_config)
     assert found == totals.Totals(pool, POOL * row, 1024 * row, staging)
-    monkeypatch.setattr(totals, "free_bytes", lambda: found.total)
+    (tmp_path / "own").write_text("0::/\n")
+    (tmp_path / "memory.current").write_text("0")
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
+    monkeypatch.setattr(limits, "OWN_CGROUP", tmp_path / "own")
+    (tmp_path / "memory.max").write_text(str(found.total))
     totals.check_memory(vllm_config, kv_config, config)
-    monkeypatch.setattr(totals, "free_bytes", lambda: found.total - 1)
+    (tmp_path / "memory.max").write_text(str(found.total - 1))
     with pytest.raises(ConfigError, match=r"this rank needs .* \(pool .*, staging .*max_num_seqs"):
         totals.check_memory(vllm_config, kv_config, config)
 

@@ -6,10 +6,10 @@ memory than the sum, the engine does not start.
 """
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from hotkv_client.command.tables import human_bytes
+from hotkv_proto import limits
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.formats import bytes_per_block
 from hotkv_vllm.compat.residency import resident_spec
@@ -65,7 +65,7 @@ def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig
         free = cuda_setup.free_bytes()
     else:
         found = totals(config.sparse, vllm_config, kv_cache_config)
-        free = free_bytes()
+        free = limits.available_bytes()
     if found.total > free:
         raise ConfigError(
             f"{SPARSE}.residency = {config.sparse.residency!r}: this rank needs {found}, and "
@@ -99,10 +99,3 @@ def totals(config: SparseConfig, vllm_config: Any, kv_cache_config: Any) -> Tota
         num_rows_for(longest + MORE_ROWS) * row_bytes,
         AREAS * longest * spec.page_size_bytes,
     )
-
-
-def free_bytes() -> int:
-    """Returns the available memory of this machine in bytes (MemAvailable of /proc/meminfo)."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return int(available) << 10

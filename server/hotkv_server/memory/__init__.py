@@ -1,2 +1,2 @@
-"""Memory shared through files (arena, block table, engine memory), its limits, and the state file
-beside the arena."""
+"""Memory shared through files (arena, block table, engine memory), and the state file beside the
+arena."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from hotkv_server.memory import limits
+from hotkv_proto import limits
 from hotkv_server.memory.mapping import COLLAPSE_BYTES, HUGE_PAGE_BYTES, FileMapping
 from hotkv_server.memory.state import read_file
 

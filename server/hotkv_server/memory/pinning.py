@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from hotkv_proto import limits
 from hotkv_server.device.runtime import DeviceError, DeviceRuntime
-from hotkv_server.memory import limits
 
 log = logging.getLogger(__name__)
 

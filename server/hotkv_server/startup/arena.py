@@ -7,8 +7,9 @@ import secrets
 from collections.abc import Callable
 
 import hotkv_proto
+from hotkv_proto import limits
 from hotkv_server import systemd
-from hotkv_server.memory import left_behind, limits, numa
+from hotkv_server.memory import left_behind, numa
 from hotkv_server.memory.arena import ARENA_FILE, BusyError, NodeMemory, clear
 from hotkv_server.memory.left_behind import write_owner
 from hotkv_server.settings import Settings

@@ -15,9 +15,9 @@ import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from hotkv_proto import limits
 from hotkv_proto.table import TableGeometry
 from hotkv_server.device import start as device_start
-from hotkv_server.memory import limits
 from hotkv_server.memory.arena import ARENA_FILE, LOCK_FILE, TABLE_FILE, table_file_bytes
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.settings import Settings

@@ -1,5 +1,5 @@
-"""Reads the limits of the machine: locked memory, memory of the control group, huge pages. When the
-server starts, it warns if its settings exceed these limits."""
+"""Reads the limits of the machine: locked memory, memory of the control group, huge pages. Servers
+and engines compare their settings with these limits when they start."""
 
 import resource
 from pathlib import Path
