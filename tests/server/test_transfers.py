@@ -144,18 +144,20 @@ def test_blocks_move_by_unary_calls_too(server: Server, engine: Make) -> None:
         assert [stub.ReleaseLease(release).released for _ in range(2)] == [True, False]
 
 
-async def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
+async def test_a_transfer_that_cannot_be_planned_or_submitted_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A validated transfer cannot fail this way; the test injects the failure."""
     async with live_node(tmp_path) as node:
         session = await worker(node)
         run, at = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
-        with monkeypatch.context() as patch:
-            patch.setattr(transfer_module, "block_copies", lambda *_, **__: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                await node.transfers.store(session, "t", "l", [run], at, 5.0)
-        check_clean(node, session)
+        copy_engine = node.transfers._means.copy_engine
+        for part, name in ((transfer_module, "block_copies"), (copy_engine, "submit")):
+            with monkeypatch.context() as patch:
+                patch.setattr(part, name, lambda *_, **__: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    await node.transfers.store(session, "t", "l", [run], at, 5.0)
+            check_clean(node, session)
         end = await (await node.transfers.store(session, "t", "l", [run], at, 5.0))
         assert end.results[0].tolist() == [BlockResult.STORED]
 

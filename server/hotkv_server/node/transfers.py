@@ -300,12 +300,17 @@ class Transfer:
         means.kept_bytes.take(self._owner, call.kept_bytes)
         call.session.inflight_bytes += job.total_bytes
         call.deadline.begin(job, has_mark=call.gate is not None)
-        cases = means.verifier.unverified(slots) if self._to_engine else []
-        if cases:
-            judging = self._loop.run_in_executor(None, means.verifier.judge, cases)
-            judging.add_done_callback(lambda done: self._judged(cases, done))
-        else:
-            means.copy_engine.submit(job)
+        try:
+            cases = means.verifier.unverified(slots) if self._to_engine else []
+            if cases:
+                judging = self._loop.run_in_executor(None, means.verifier.judge, cases)
+                judging.add_done_callback(lambda done: self._judged(cases, done))
+            else:
+                means.copy_engine.submit(job)
+        except BaseException as error:
+            # For example, the system refuses the executor a thread.
+            self._ended(Outcome.FAILED, f"{type(error).__name__}: {error}")
+            raise
         return self._future
 
     def _plans(self) -> list[Plan]:
