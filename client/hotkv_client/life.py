@@ -56,10 +56,12 @@ class SessionLife:
         self.thread.start()
 
     def wait_connected(self, timeout_s: float) -> bool:
-        """Blocks until the session is connected, at most `timeout_s`. Returns whether it is
-        connected."""
+        """Blocks until the session is connected or closed, at most `timeout_s`. Returns whether it
+        is connected."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.state is LinkState.CONNECTED, timeout_s)
+            ends = LinkState.CONNECTED, LinkState.CLOSED
+            self._changed.wait_for(lambda: self.state in ends, timeout_s)
+            return self.state is LinkState.CONNECTED
 
     def wait_opened(self, timeout_s: float) -> bool:
         """Waits for a session that a server is opening: the server has accepted the connection and

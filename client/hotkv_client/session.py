@@ -90,8 +90,8 @@ class Session:
         self._life.start()
 
     def wait_connected(self, timeout_s: float) -> bool:
-        """Blocks until the session is connected, at most `timeout_s`. Returns whether it is
-        connected."""
+        """Blocks until the session is connected or closed, at most `timeout_s`. Returns whether it
+        is connected."""
         return self._life.wait_connected(timeout_s)
 
     def wait_opened(self, timeout_s: float) -> bool:

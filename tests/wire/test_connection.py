@@ -589,7 +589,9 @@ def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, ope
         waits = pool.submit(session.wait_opened, 90)
         goes_on.set()
         assert waits.result(60) == opens
-    session.close()
+        session.close()
+        # A closed session connects no more.
+        assert not pool.submit(session.wait_connected, 90).result(60)
 
 
 def test_pauses_grow_until_a_connection_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
