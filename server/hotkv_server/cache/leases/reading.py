@@ -59,7 +59,8 @@ class ReadLeases:
         has used up its budget for leases under which no load has begun. Repeating the call returns
         the same blocks, with the remaining lifetime. Raises DUPLICATE_ID if the engine already uses
         `lease_id` for another lease. `groups`: the blocks, a list for each group. `ttl_s`: lifetime
-        of the lease in seconds; 0 for the default. `may_pin`: False makes a new lease pin no block."""
+        of the lease in seconds; 0 for the default. `may_pin`: False makes a new lease pin no block.
+        """
         books = self._books
         indices = [g.group_index for g in groups]
         num_blocks = sum(len(g.hashes) for g in groups)
