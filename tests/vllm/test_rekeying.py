@@ -157,6 +157,24 @@ def test_requests_wait_once_however_often_the_ranks_are_asked() -> None:
 # --------------------------------------------------------------------------------- in the connector
 
 
+def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, plain = [Role.SCHEDULER] * 2, server.open
+
+    def opened(config: Any, *more: Any) -> Any:
+        if config.role in refused:
+            refused.remove(config.role)
+            raise RuntimeError("can't start new thread")
+        return plain(config, *more)
+
+    monkeypatch.setattr(server, "open", opened)
+    one = engine()
+    one.generate("a", PROMPT, 4)
+    one.drop_local()
+    assert one.generate("b", PROMPT, 4)[1] == 192 and not refused
+
+
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
 @pytest.mark.parametrize("told", ["noticed", "no thread", "reset", "owed", "paused"])

@@ -481,8 +481,8 @@ class Sharing:
     """Decides whether this engine shares KV. Opens and closes the session of its key space.
 
     cache: the objects for the present key space; None while the engine runs without hotkv.
-    joining: delays the first requests until the handshakes arrive; None once they have arrived, or
-        if vLLM forwards them.
+    joining: delays the first requests until the handshakes arrive and the session can be opened;
+        None afterwards.
     links: tracks which workers have a session.
     weights: checks whether the engine's weights have changed, and holds the identity of the present
         weights.
@@ -552,7 +552,8 @@ class Sharing:
         """Opens the session for the key space on which all ranks agree. Waits for the server up to
         `startup_wait_s`, and up to OPENING_S longer if the server has answered but has not opened
         the session yet. Loads numba's kernels. Logs a warning, and leaves hotkv off, if the ranks
-        do not agree.
+        do not agree. If the system refuses a thread or a file, the next steps call this method
+        again (`joining`).
 
         If `handshakes` is empty, the first steps ask the workers for their handshakes (`joining`).
         vLLM 0.33 also calls this method after each wake-up: the session then continues if the
@@ -563,7 +564,7 @@ class Sharing:
                 native.load("hotkv_proto.kernels")
                 self.joining = Joining(self._num_ranks)
             return
-        self.joining = None
+        joining, self.joining = self.joining, None
         # Stream 0, because handshakes are made before the scheduler has a session.
         self.links.told({h.rank: h.absent for h in handshakes}, time.monotonic(), stream=0)
         if self.cache is not None:
@@ -584,7 +585,12 @@ class Sharing:
         else:
             in_doubt = any(h.weights_in_doubt for h in handshakes)
             self.weights = Rekeying(self._num_ranks, identity, in_doubt)
-        self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
+        try:
+            self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
+        except (OSError, RuntimeError) as error:
+            if joining is None:
+                logger.warning("hotkv: %s; the engine's next steps try again", error)
+            self.joining = joining or Joining(self._num_ranks)
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
         """Creates the objects for the agreed key space (`assemble`) in place of the present ones,
@@ -674,7 +680,7 @@ class Sharing:
         if joining is None or not handshakes:
             return []
         self.connect(handshakes)
-        return joining.take_requests()
+        return [] if self.joining is not None else joining.take_requests()
 
     # ------------------------------------------------------------------------------------------ end
 
