@@ -173,6 +173,9 @@ def test_ranks_meet_in_the_store_of_their_process_group(monkeypatch: pytest.Monk
     store = HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     assert ranks.process_group_store() is store
+    # A rank that can't take part waits for no note.
+    with pytest.raises(Unsupported, match="no room"):
+        ranks.agree(replace(note, space=None, why_off="no room"), 2, "engine")
     monkeypatch.delattr(distributed_c10d, "_get_default_store")
     with pytest.raises(Unsupported, match="can't exchange what they found"):
         ranks.agree(note, 2, "engine")
@@ -199,6 +202,23 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
         assert told[-1].why_off in (str(error), f"{type(error).__name__}: {error}")
         assert one.worker.get_handshake_metadata() == HotKVHandshake(None, told[-1].why_off)
         assert one.generate("a", prompt(1, 200), 1)[1] == 0 and not server.sessions
+
+
+def test_a_rank_that_missed_a_note_tells_the_others_after_a_sleep(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that got all notes wait for its note."""
+    told: list[RankNote] = []
+
+    def agree(note: RankNote, num_ranks: int, engine_id: str) -> Any:
+        told.append(note)
+        return ranks.decide(ranks.exchange(HashStore(), "", note, 2, 0.01), 0)
+
+    monkeypatch.setattr(ranks, "agree", agree)
+    one = engine()
+    one.worker.unregister_kv_caches()
+    one.worker.restore_kv_caches()
+    assert [note.why_off[:23] for note in told] == ["", "rank 1 has not said wit"]
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,10 @@ class RankNote:
     why_off: str = ""
 
 
+class MissingNoteError(Unsupported):
+    """A rank's note has not arrived in time. Other ranks may have got all notes, and agree."""
+
+
 def this_host() -> str:
     """Returns an id of this machine, which is the same in all containers on the machine: the
     kernel's id of the last boot, or the machine's name if the kernel does not provide this id."""
@@ -77,24 +81,22 @@ def this_host() -> str:
 def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, RankPlace]:
     """Exchanges notes with all ranks. Returns the engine's key space, which is the same in all
     ranks, and this rank's place (position and index of its shard). Blocks until all ranks have
-    called this function, for at most AGREE_TIMEOUT_S.
+    called this function, for at most AGREE_TIMEOUT_S. A rank that can't use the cache only posts
+    its note.
 
     Raises Unsupported if the engine can't use the cache. If all notes have arrived, the reason is
-    the same in all ranks.
+    the same in all ranks that could use it.
 
     note: this rank's note.
     engine_id: vLLM's id of the engine; part of the keys under which the notes are posted.
     """
     if num_ranks == 1:
         return decide([note], note.place.rank)
-    notes = exchange(
-        process_group_store(),
-        f"hotkv/{engine_id}/{next(_rounds)}",
-        note,
-        num_ranks,
-        AGREE_TIMEOUT_S,
-    )
-    return decide(notes, note.place.rank)
+    store, prefix = process_group_store(), f"hotkv/{engine_id}/{next(_rounds)}"
+    if note.space is None:
+        store.set(f"{prefix}/{note.place.rank}", pickle.dumps(note))
+        raise Unsupported(note.why_off)
+    return decide(exchange(store, prefix, note, num_ranks, AGREE_TIMEOUT_S), note.place.rank)
 
 
 def process_group_store() -> Store:
@@ -112,8 +114,8 @@ def process_group_store() -> Store:
 def exchange(
     store: Store, prefix: str, note: RankNote, num_ranks: int, timeout_s: float
 ) -> list[RankNote]:
-    """Posts this rank's note and returns the notes of all ranks. Raises Unsupported if a note does
-    not arrive within `timeout_s`.
+    """Posts this rank's note and returns the notes of all ranks. Raises MissingNoteError if a
+    note does not arrive within `timeout_s`.
 
     prefix: prefix of the keys in the store; must be new in each call.
     """
@@ -128,7 +130,7 @@ def exchange(
             notes.append(_parsed(store.get(key)))
     except RuntimeError as error:
         said = str(error).splitlines()
-        raise Unsupported(
+        raise MissingNoteError(
             f"rank {rank} has not said within {timeout_s:.0f} s what it found "
             f"({said[0] if said else 'no answer'})"
         ) from None

@@ -53,8 +53,9 @@ class RankSession:
     shared: the sparse worker whose representations (compact forms of keys, for sparse attention)
         are stored and loaded with blocks; None if blocks are stored without representations.
     session: the session with the server; None if no session was opened or the session is closed.
-    has_agreed: True once all ranks have agreed on a key space. From then on each rank takes part in
-        every later agreement, even if it has turned off, because the other ranks wait for it.
+    has_agreed: True once all ranks may have agreed on a key space. From then on each rank takes
+        part in every later agreement, even if it has turned off, because the other ranks wait for
+        it.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
@@ -105,6 +106,9 @@ class RankSession:
         except (Unsupported, OSError, ValueError) as error:
             logger.warning("hotkv is off in this worker: %s", error)
             self.handshake = HotKVHandshake(None, str(error))
+            if isinstance(error, ranks.MissingNoteError):
+                # Ranks that got all notes wait for this rank's note after a sleep.
+                self.has_agreed, self._why_off = True, str(error)
             return
         if not self.adapters.is_watching:
             self.adapters = watch_adapters(self._vllm_config)
