@@ -239,9 +239,9 @@ def without_loading(scheduler_output: Any, offloading: Any) -> Any:
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
-    Source: vLLM 0.32 asserts that preempted requests have no load. But a reset may preempt running
-    requests and keep vLLM's CPU tier, and the next step may begin their loads. vLLM names preempted
-    requests in order to end their stores; a request with stores in progress begins no load.
+    Source: vLLM 0.32 (0.33 no longer) asserts that preempted requests have no load. But a reset may
+    preempt running requests and keep vLLM's CPU tier, and the next step may begin their loads. vLLM
+    names preempted requests to end their stores; a request with a store in progress begins no load.
     """
     loading = {job.req_id for job in offloading._current_batch_load_jobs.values()}
     preempted = scheduler_output.preempted_req_ids - loading
