@@ -308,8 +308,11 @@ def select_layer(
 def estimated_log_mass(
     query_QD: F32, sources: Mapping[str, Source], rows: I32, scale: float | None = None
 ) -> F32:
-    """Returns the log mass of the blocks whose representations lie in `rows` of the sources'
-    pools, float32 [Q], as the first scorer estimates it; -inf without blocks."""
+    """Estimates the log of the attention mass of blocks by the first scorer in `sources`, float32
+    [Q]; -inf without blocks.
+
+    rows: the rows of the blocks' representations in the sources' pools.
+    """
     name, source = next(iter(sources.items()))
     query = prepare(name, query_QD, source.mu, scale, source.bias, source.axes)
     scores = score(query, source.pool, rows)

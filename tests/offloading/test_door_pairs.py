@@ -408,8 +408,13 @@ def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
     # While hotkv is off, because it does not know this vLLM, it reads nothing of vLLM's offloading.
     off: Any = object.__new__(HotKVOffloadingConnector)
     off._door = None
-    monkeypatch.setattr(type(off).__base__, "build_connector_meta", lambda _, step: step)
-    assert off.build_connector_meta("step") == "step"
+    for hook, arguments in (
+        ("build_connector_meta", ("step",)),
+        ("request_finished", ("a", [])),
+        ("request_finished_all_groups", ("a", ([],))),
+    ):
+        monkeypatch.setattr(type(off).__base__, hook, lambda _, *said, hook=hook: (hook, said))
+        assert getattr(off, hook)(*arguments) == (hook, arguments)
 
 
 @pytest.mark.parametrize("ours_first", [True, False])

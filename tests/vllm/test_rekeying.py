@@ -356,6 +356,15 @@ def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encoding
     sharing.turn_off()
     sharing.connect(handshakes)
     assert not sharing.cache.finder.groups.may_share(shown)
+    # A pause without a write, and a write of the same weights.
+    monkeypatch.setattr(checks, "is_pausing", lambda: True)
+    one.connector.reset_cache()
+    assert sharing.cache.finder.groups.may_share(shown)
+    one.generate("paused", OTHER, 2)
+    load(one, seed)
+    one.generate("written", PROMPT, 4)
+    one.generate("end", OTHER, 2)
+    assert not sharing.cache.finder.groups.may_share(shown)
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])

@@ -150,6 +150,7 @@ def _side_files(path: Path) -> list[Path]:
 
 
 def _folders(path: Path) -> list[Path]:
+    """Returns a model's folder, and those of its `SUBFOLDERS` that exist."""
     return [path, *filter(Path.is_dir, (path / name for name in SUBFOLDERS))]
 
 

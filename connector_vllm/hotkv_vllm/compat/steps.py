@@ -234,13 +234,14 @@ def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]
 
 
 def without_loading(scheduler_output: Any, offloading: Any) -> Any:
-    """Returns a copy of a step's `SchedulerOutput` that names no request as preempted whose load
-    the step begins.
+    """Returns a copy of a step's `SchedulerOutput` whose preempted requests are only those whose
+    load does not begin in this step.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
-    Source: vLLM 0.32 asserts this. A reset that preempts running requests may keep vLLM's CPU tier,
-    and the next step then names them as preempted and loads them.
+    Source: vLLM 0.32 (0.33 no longer) asserts that preempted requests have no load. But a reset may
+    preempt running requests and keep vLLM's CPU tier, and the next step may begin their loads. vLLM
+    names preempted requests to end their stores; a request with a store in progress begins no load.
     """
     loading = {job.req_id for job in offloading._current_batch_load_jobs.values()}
     preempted = scheduler_output.preempted_req_ids - loading

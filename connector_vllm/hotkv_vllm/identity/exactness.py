@@ -106,18 +106,17 @@ class Exactness:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         copies = scheduler_output.kv_cache_block_copies or ()
         copied = [c.dst_block_id for c in copies if self._inexact[c.src_block_id]]
-        # Blocks that the step does not write, or not wholly: the last block of streamed input, and
-        # the end of a hit if vLLM computes it again for a sliding window only (bounded replay).
-        kept = {
-            block
-            for name in admitted
-            for tokens, ids in zip(
-                self._block_tokens, state.get_block_ids(name) or (), strict=False
-            )
-            if tokens
-            for hit in [max(computed[name], self._own_tokens.get(name, 0))]
-            for block in ids[computed[name] // tokens : -(-hit // tokens)]
-        }.difference(c.dst_block_id for c in copies)
+        # These blocks keep their marks, because the step writes them in part or not at all: the
+        # last block of streamed input, and the blocks at the end of a hit whose tokens vLLM
+        # computes again for a sliding window only (bounded replay).
+        kept: set[int] = set()
+        for name in admitted:
+            hit = max(computed[name], self._own_tokens.get(name, 0))
+            tables = state.get_block_ids(name) or ()
+            for tokens, ids in zip(self._block_tokens, tables, strict=False):
+                if tokens:
+                    kept.update(ids[computed[name] // tokens : -(-hit // tokens)])
+        kept.difference_update(c.dst_block_id for c in copies)
         self._inexact[list({*allocated} - kept)] = False
         self._inexact[copied] = True
         sparse = frozenset(sparse_requests)

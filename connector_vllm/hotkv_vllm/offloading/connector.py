@@ -173,7 +173,10 @@ class HotKVOffloadingConnector(OffloadingConnector):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
+        if self._door is not None:
+            self._door.finished(request)
+            self._door.stop_at_computed(request, self.scheduler)
+        return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:
         """Empties the primary tier (vLLM's CPU memory). Unless the engine only pauses, also empties

@@ -182,8 +182,8 @@ class DoorScheduler:
 
     def _is_excluded(self, request: Any) -> bool:
         """Returns True if the request must not use hotkv, because vLLM's hashes do not cover
-        everything that decides its KV: they name adapters by path, and may name media by a counter.
-        Nor do they say whether old weights have encoded its media."""
+        everything that decides its KV: they name adapters by path, may name media by a counter, and
+        do not name the weights that have encoded the media."""
         leaves_media_out = self._counts_media or self._weights.media_are_old
         return request.lora_request is not None or bool(leaves_media_out and request.mm_features)
 

@@ -400,8 +400,9 @@ class HotKVTier(SecondaryTierManager):
     ) -> None:
         """Looks up all chunks of the request, and `key`, in the block table. Also sends a lookup to
         the server if there is no block table. If the server has tiers below host memory, also sends
-        a lookup, but only before the request's first promotion. Sends no second lookup about the
-        same chunks: chunks that the answer has named stay ready, as they may be in a tier."""
+        a lookup, but only before the request's first promotion. Sends one lookup about the same
+        chunks. Chunks that were ready after its answer stay ready, because they may be in a tier.
+        """
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
         by_group = self._by_group(keys if key in ends else [*keys, key])

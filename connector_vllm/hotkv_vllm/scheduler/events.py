@@ -26,7 +26,7 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.link import CacheSession, logger
 
 ABSENCE_PATIENCE_S = 5.0
-"""How long blocks stay published while no server tells of them, seconds. A restart of the server
+"""How long blocks stay published while no server sends events, seconds. A restart of the server
 takes less time and keeps the server's blocks."""
 READ_S = 0.05
 """Seconds between two reads of the server's events. A read costs the server more than the events in

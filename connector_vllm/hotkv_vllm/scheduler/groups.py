@@ -30,8 +30,8 @@ class CachedGroups:
     Always true:
     - A hit ends at a multiple of `alignment_tokens` and does not cover the last token.
     - A request has no shared names if its LoRA adapter is not identified, or if vLLM's hashes don't
-      cover the content of its media, or who encoded them. Such a request gets no hit, and no other
-      request finds its blocks.
+      cover the content of its media, or the weights that encoded them. Such a request gets no hit,
+      and no other request finds its blocks.
 
     specs: the groups of the key space.
     hash_block_tokens: number of tokens of a hash block; vLLM computes one hash for each hash block
@@ -42,7 +42,7 @@ class CachedGroups:
     adapters: computes the keys (hashes) of requests with LoRA adapters. None: such requests
         have vLLM's own hashes as keys.
     leaves_media_out: True if requests with media have no shared names: vLLM's hashes identify media
-        by a counter, or vLLM's encodings of media may be of old weights.
+        by a counter, or old weights may have computed vLLM's encodings of media.
     """
 
     def __init__(
