@@ -297,7 +297,7 @@ BLOCKS = st.tuples(HEATS, st.integers(1, 3)).map(np.array)
 
 @given(st.lists(st.lists(BLOCKS, min_size=1), min_size=1), st.integers(-1, 30))
 def test_the_coldest_blocks_of_all_parts_go(parts: list[list[np.ndarray]], most: int) -> None:
-    """As many as fit; of equally hot ones, as many of each part."""
+    """As many as fit; of equally hot blocks, the first of each part that still fit."""
     blocks = []
     for rows in map(np.array, parts):
         heat, sizes = rows[np.argsort(rows[:, 0])].T
