@@ -215,8 +215,8 @@ def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Se
 
 
 def _read(config: Path) -> dict[str, Any]:
-    """Reads the settings file once. Raises ValueError, with the file's name, if the file is missing,
-    is too large or is not TOML."""
+    """Reads the settings file once. Raises ValueError, with the file's name, if the file is missing
+    or too large, or is not TOML."""
     try:
         with config.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
