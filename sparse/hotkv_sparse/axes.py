@@ -55,7 +55,7 @@ MIN_TOKENS = 1024
 """Least number of tokens for a calibration. With fewer tokens, centre and axes are unreliable."""
 NUM_LEVELS = (16, 4)
 PLACES = 4
-"""Number of positions in a longer context to which `add_moved` moves each token."""
+"""`add_moved` adds each token this many times, at positions spread over a longer context."""
 GOLDEN_RATIO = 0.6180339887498949
 QUERY_FLOOR = 0.05
 """Share of the mean query energy that is added to every direction, so that the matrix A can be

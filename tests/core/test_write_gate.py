@@ -99,6 +99,9 @@ def test_what_seems_to_be_written_later_counts_from_now_on() -> None:
 
 def test_what_is_left_comes_back_after_a_day() -> None:
     gate = WriteGate(10 * BLOCK_BYTES)
+    gate.add(BLOCK_BYTES, 0.0)
+    gate.add(-2 * BLOCK_BYTES, SLOT_S)
+    assert gate.written(SLOT_S) == [(SLOT_S, 0)]
     assert writes_all(gate, offered(range(10), EARLY, follows=True), 0.0)
     assert gate.left_bytes(DAY_S) == 0
     assert gate.left_bytes(DAY_S + SLOT_S) == 10 * BLOCK_BYTES

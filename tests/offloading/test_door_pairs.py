@@ -394,7 +394,9 @@ def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
     assert model().generate("again", prompt(120, 100), 2)[1] == 0
 
 
-def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(model: Make) -> None:
+def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
+    model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM names it as preempted in the step that begins its load, which ended the engine."""
     one = model()
     one.add("a", prompt(130, 100), 40)
@@ -403,6 +405,11 @@ def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(model: 
     one.run()
     assert one.outputs["a"] == answer_of(prompt(130, 100), 40)
     assert any(meta.load_jobs for meta in one.metas)
+    # While hotkv is off, because it does not know this vLLM, it reads nothing of vLLM's offloading.
+    off: Any = object.__new__(HotKVOffloadingConnector)
+    off._door = None
+    monkeypatch.setattr(type(off).__base__, "build_connector_meta", lambda _, step: step)
+    assert off.build_connector_meta("step") == "step"
 
 
 @pytest.mark.parametrize("ours_first", [True, False])

@@ -146,7 +146,8 @@ class Node(Place):
 
     @property
     def reaches(self) -> bool:
-        """Returns True if the node can reach the store according to the campaign's links."""
+        """Returns False while the campaign cuts the node's link to the store, and for HEAL_S after
+        the campaign has healed the link."""
         return not self.link.is_cut and time.monotonic() >= self.unreached_until_s
 
 

@@ -93,8 +93,9 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Cuda:
-    """Records calls to CuPy. Refuses what CUDA refuses: to register a place twice, to unregister
-    other memory, or sizes `beyond` a number of bytes."""
+    """Stands for CuPy and records the calls. As CUDA does, raises an error if memory is registered
+    twice, if memory is unregistered that is not registered, or if more than `beyond` bytes are
+    registered."""
 
     def __init__(
         self, *attributes: int, beyond: int = 1 << 60, flags: int = REGISTER_FLAGS

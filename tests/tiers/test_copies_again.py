@@ -26,9 +26,11 @@ from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, running
 
 
-async def earlier(store: MemoryStore, folder: Path, numbers: list[int]) -> None:
+async def earlier(
+    store: MemoryStore, folder: Path, numbers: list[int], other: MemoryStore | None = None
+) -> None:
     """Runs a server that copies these blocks and ends."""
-    node = SharedNode(store, 10.0, folder)
+    node = SharedNode(store, 10.0, folder, other=other)
     async with running(node):
         await node.share(numbers)
 
@@ -139,19 +141,27 @@ async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
             assert await other.leased(BLOCKS) == [True] * 4 + [False, True]
 
 
-@pytest.mark.parametrize("is_noted", [False, True])
-async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, is_noted: bool) -> None:
+@pytest.mark.parametrize("noted", ["nothing", "the epoch before", "the epoch before in another"])
+async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, noted: str) -> None:
     """Under the new epoch all nodes would load it."""
-    store = MemoryStore(places=False)
-    if is_noted:
-        await earlier(store, tmp_path, [99])
-        for name in store.epochs:
-            store.epochs[name] += 1
-    before, node = dict(store.content), SharedNode(store, 10.0, tmp_path, BLOCKS)
+    store, other = MemoryStore(places=False), None
+    flushed = store
+    if noted == "the epoch before in another":
+        flushed = other = MemoryStore(places=False)
+    if noted != "nothing":
+        await earlier(store, tmp_path, [99], other)
+        for name in flushed.epochs:
+            flushed.epochs[name] += 1
+    before, node = dict(store.content), SharedNode(store, 10.0, tmp_path, BLOCKS, other=other)
+    for tier in node.others:
+        tier.faults.problem = "away"
     async with running(node):
         await eventually(node.epoch, "no epoch")
         await asyncio.sleep(0.3)
-        assert store.content == before and node.num_flushed_here == 1
+        for tier in node.others:
+            tier.faults.problem = ""
+        await eventually(lambda: node.num_flushed_here == 1, "not flushed")
+        assert store.content == before
         # New blocks are offered.
         await node.share([30])
 
@@ -182,8 +192,9 @@ async def test_no_store_gets_what_another_still_had_during_a_flush(
 ) -> None:
     """The second store raises its epoch later. Before that, a node brings a block from there to its
     disk, and from the disk back."""
-    for module, name in ((epoch_book, "TELL_S"), (epoch_book, "SPARE_S"), (tier_epochs, "TELL_S")):
-        monkeypatch.setattr(module, name, 60.0)
+    for name in ("TELL_S", "SPARE_S", "CALM_S"):
+        monkeypatch.setattr(epoch_book, name, 60.0)
+    monkeypatch.setattr(tier_epochs, "TELL_S", 60.0)
     store, other = MemoryStore(places=False), MemoryStore(places=False)
     a = SharedNode(store, 10.0, other=other)
     b, c = (SharedNode(store, 10.0, disk=MemoryStore(places=True), other=other) for _ in range(2))

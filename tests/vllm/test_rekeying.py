@@ -333,6 +333,11 @@ def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encoding
         one.generate(f"end{seed}", OTHER, 2)
         shown = SimpleNamespace(mm_features=["picture"])
         assert sharing.cache.finder.groups.may_share(shown) == bool(pauses)
+    # The ranks say hello again.
+    handshakes = sharing._handshakes
+    sharing.turn_off()
+    sharing.connect(handshakes)
+    assert not sharing.cache.finder.groups.may_share(shown)
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])

@@ -54,9 +54,10 @@ PREFIX_LM = {
 
 
 class Model(ModelConfig):
-    """vLLM's own class, reduced to the parts that its answer depends on.
+    """vLLM's `ModelConfig` with only the attributes from which vLLM decides whether it supports
+    prefix caching for the model.
 
-    info: the registry's facts about the architecture.
+    info: the facts about the architecture that vLLM's model registry has.
     pooling: sequence and token pooling type; None for a model that generates.
     """
 

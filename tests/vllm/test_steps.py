@@ -142,7 +142,11 @@ def test_a_table_that_is_read_in_place_reads_as_a_list(
 def test_a_decode_step_reads_as_many_block_ids_however_long_the_context(
     engine: Any, monkeypatch: pytest.MonkeyPatch, watching: bool
 ) -> None:
-    """`watching`: something on the device is inexact, so that each row's blocks are marked."""
+    """Counts the block ids that hotkv reads from vLLM in each decode step.
+
+    watching: True marks all blocks on the device as inexact, so that hotkv also keeps track of the
+        inexact blocks.
+    """
     read = [0]
     original = steps.BlockIds.__getitem__
 

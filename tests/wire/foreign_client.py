@@ -65,7 +65,8 @@ class Table:
         return 0
 
     def is_ready(self, block_hash: bytes, salt: int) -> bool:
-        """Returns True if a load would find it, as a hint."""
+        """Returns True if the block table shows the block as ready. This is only a hint: a load may
+        still miss the block."""
         return 0 < self.word(block_hash, salt) < RESERVED_FLAG
 
     def record(self, word: int) -> tuple[int, ...]:

@@ -143,11 +143,11 @@ class HotKVOffloadingConnector(OffloadingConnector):
             self._door.got_blocks(request, blocks, self.scheduler)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        step = steps.without_loading(scheduler_output, self.scheduler)
         if self._door is None:
-            return super().build_connector_meta(step)
+            return super().build_connector_meta(scheduler_output)
         timed_step = self._door.begin_step(scheduler_output)
         self._door.tell_written(scheduler_output, self.scheduler)
+        step = steps.without_loading(scheduler_output, self.scheduler)
         theirs = super().build_connector_meta(step)
         self._door.planned(theirs, self.scheduler)
         self._door.end_step()

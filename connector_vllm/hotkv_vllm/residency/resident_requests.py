@@ -474,8 +474,8 @@ class ResidentRequests:
         )
         is_waiting = not calls.is_open(one) or one.computed > one.kept
         if one.is_held:
-            # A held request does not wait for stores: its last blocks are stored with its next
-            # step.
+            # vLLM leaves a held request out of steps, and its last blocks are stored with its next
+            # step. So don't count the time until these stores as a wait.
             is_waiting = not calls.is_served(one)
         # The time in which a request is queued does not count as a wait: it then waits for vLLM, or
         # for room in the server.

@@ -601,6 +601,7 @@ class Sharing:
             link.close_aside(self.cache.session)
         self._agreement = agreement
         self.cache = cache
+        self.choose_media()
         if self._engine.counts_media:
             logger.warning(
                 "hotkv: requests with images or other media do not use the shared cache: vLLM "

@@ -411,8 +411,10 @@ class ResidencyPages:
         return int(self._arena.memory.ctypes.data) + offset + place * page_bytes
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        # If an earlier call has raised, the server may have some of the blocks: their other layers
-        # have left the staging memory. A block of another sequence is pinned for this one too.
+        # Skip blocks that are already pinned for their sequence: an earlier call may have stored
+        # them before it raised, and the pages of their other layers are then no longer in the
+        # staging memory. Don't skip blocks that are pinned only for another sequence, so that they
+        # are pinned for this sequence too.
         is_pinned = [
             self._last_name(block)[0] in self._offsets.get(block, {}) for block in blocks.tolist()
         ]

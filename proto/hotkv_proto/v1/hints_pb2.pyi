@@ -372,7 +372,7 @@ class GetHintOutcomesRequest(google.protobuf.message.Message):
     message_id: builtins.str
     """Only outcomes of this message; empty for all."""
     cursor: builtins.int
-    """Only outcomes that have changed since: `next_cursor` of an earlier answer; zero for all."""
+    """`next_cursor` of an earlier answer: only outcomes changed since that answer. Zero: all."""
     page_size: builtins.int
     """Most outcomes to return; zero for 100, at most 1,000."""
     def __init__(

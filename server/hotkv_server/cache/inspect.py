@@ -544,7 +544,8 @@ def _owners(owner: Int64s, slabs_per_cell: int) -> Int64s:
     padded = np.full(num_cells * slabs_per_cell, ABSENT)
     padded[: len(owner)] = owner
     grid = padded.reshape(num_cells, slabs_per_cell)
-    # Prefers a lent slab to a free slab, and a free slab to a slab without memory.
+    # Choose the first lent slab of each cell. If no slab is lent, choose the first free slab. If no
+    # slab is free either, no slab has memory, and any slab gives ABSENT.
     chosen = np.where(
         (grid >= 0).any(axis=1), (grid >= 0).argmax(axis=1), (grid == FREE).argmax(axis=1)
     )

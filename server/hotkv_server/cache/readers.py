@@ -163,7 +163,7 @@ class Grace:
     after the restart) ends.
 
     entries: the entries that this object pins.
-    until_s: when the grace ends, in seconds of `now_s`; inf until the end is known.
+    until_s: end of the grace, on the same clock as `now_s`; inf until the end is known.
     num_bytes: bytes of the slots of `entries`.
 
     Arguments of the constructor: `removal` frees slots, `words` are the validity words, `marks` has

@@ -37,7 +37,7 @@ class FaultyDisk:
 
     under: the wrapped block I/O.
     reads, writes: faults by offset in the file, or by EVERYWHERE; may be changed at any time.
-    cached: offsets at which the page cache has the file, so that reads have no fault.
+    cached: offsets of blocks that are in the page cache. Reads at these offsets have no fault.
     begun: (is_write, offset) of each block, in the order in which reads and writes began.
     num_hung: number of blocks that hang now.
     """

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANSWER_S = 60.0
-"""Longest wait for the disk at the start, without the time to allocate disk space."""
+"""Longest wait for the disk at the start. The time to allocate disk space does not count."""
 SLOWEST_BYTES_PER_S = 50 << 20
 """Slowest speed at which a disk is expected to allocate space. When the disk tier is opened, the
 start waits, in addition to ANSWER_S, as long as the whole tier takes at this speed."""

@@ -212,8 +212,8 @@ def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
     )
     registration = piece.registration
     if len(host) > len(registration):
-        # A part of a run has the registration of the run. The order is unchanged, so the ends of
-        # the parts show to which run each part belongs.
+        # Give each part the registration of its run. Parts and runs have the same order, so the
+        # first run that ends at or after the end of a part (in bytes) is the part's run.
         registration = registration[
             np.searchsorted(np.cumsum(piece.num_bytes), np.cumsum(num_bytes))
         ]

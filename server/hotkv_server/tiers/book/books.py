@@ -18,8 +18,9 @@ from hotkv_server.tiers.book.place_sizes import EncodedBytes
 
 
 class TierBooks:
-    """Records the blocks on the disk and the moves under way. Implements `Below`, where the methods
-    are described. The constructor registers the books in the core, which has no key spaces yet.
+    """Records the blocks on the disk and the moves under way. Implements `Below`; see there for the
+    methods. The constructor registers the books in the core. Call it before the core has key
+    spaces.
 
     `space`: the blocks on the disk and their places; None without a disk.
     `lower`: the books of the disk; None without a disk.

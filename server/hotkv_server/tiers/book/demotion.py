@@ -95,8 +95,8 @@ class Demotion:
         return ready
 
     def put_back(self, entries: Entries, now_s: float) -> None:
-        """Queues blocks that `take` has just returned. The gate no longer counts them as written:
-        it will count them once more."""
+        """Queues blocks again that `take` has just returned. The gate no longer counts them as
+        written, because it counts them when `take` returns them again."""
         sizes = (
             (len(at), self._sizes.place_bytes(*kind)) for *kind, at in by_group(self._host, entries)
         )

@@ -44,9 +44,9 @@ SPARE_S = 0.5
 """Longest time that a flush waits, in addition to CONFIRMED_S, for a store to confirm the new
 epoch."""
 CALM_S = 5.0
-"""For this time after this node has adopted a new epoch of a store, another store may seem to have
-ended none yet. The time is longer than a question (`drive.epochs.ASK_S`), TELL_S and CONFIRMED_S
-together."""
+"""If a flush has raised the epoch of one store, this node adopts that epoch. An answer of another
+store may still show the epoch of before the flush, if the question was sent within this time. The
+time is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
@@ -470,13 +470,16 @@ class EpochBook:
         standing = self.standing(fingerprint, store)
         return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
-    def is_calm(self, fingerprint: str, now_s: float) -> bool:
-        """Returns True if blocks that may come from one store may be copied to another one. Returns
-        False for CALM_S after this node has adopted an epoch: a flush raises the epochs of all
-        stores within TELL_S, but not at the same moment, and until then a store may serve a block
-        that the others have ended."""
-        is_alone = len(self.stores) < 2
-        return is_alone or now_s >= self._record(fingerprint).ended_s + CALM_S
+    def is_calm(self, fingerprint: str) -> bool:
+        """Returns True if blocks that may come from one store may be copied to another one: each
+        store has confirmed its epoch, in answer to a question that was sent at least CALM_S after
+        this node adopted an epoch. A flush does not raise the epochs of all stores at the same
+        moment. In between, a store may still serve a block that the flush has ended in others."""
+        record = self._record(fingerprint)
+        return len(self.stores) < 2 or all(
+            one.is_settled and one.confirmed_s > record.ended_s + CALM_S
+            for one in self._mine(record)
+        )
 
     def is_outdated(self, fingerprint: str) -> bool:
         """Returns True if a store has shown a new epoch and this node has not yet flushed the key

@@ -113,7 +113,8 @@ class WriteGate:
 
     def add(self, num_bytes: int, now_s: float) -> None:
         """Counts written bytes that `admit` has not counted, because the blocks needed larger
-        places than it assumed. Negative: bytes that it has counted are not written."""
+        places than it assumed. If `num_bytes` is negative, `admit` has counted bytes that are not
+        written after all; they come off the newest time slot."""
         self._written.add(num_bytes, now_s)
 
     def written(self, now_s: float) -> list[tuple[float, int]]:
@@ -205,10 +206,11 @@ class _Day:
         self.total = 0
 
     def add(self, num_bytes: int, now_s: float) -> None:
-        # Bytes are taken back from the slot that counted them last, so no slot is negative.
         if num_bytes >= 0 and (not self.slots or now_s >= self.slots[-1][0] + SLOT_S):
             self.slots.append((now_s, 0))
         begun_s, before = self.slots.pop()
+        # The next server refuses a note (`recall`) with a negative slot.
+        num_bytes = max(num_bytes, -before)
         self.slots.append((begun_s, before + num_bytes))
         self.total += num_bytes
 

@@ -234,8 +234,8 @@ class Epochs:
 
     def may_offer(self, store: str, key_space_id: int) -> bool:
         """Returns True if blocks of the key space may be copied to the store even if they may come
-        from another store: the store has an epoch, and no flush is about to reach the others."""
-        is_calm = self.book.is_calm(self.fingerprint(key_space_id), now_s())
+        from another store: the store has an epoch, and no flush is between two stores."""
+        is_calm = self.book.is_calm(self.fingerprint(key_space_id))
         return is_calm and self.get(store, key_space_id) != NO_EPOCH
 
     def prefix(self, store: str, key_space_id: int) -> bytes:

@@ -71,7 +71,8 @@ class Client(Protocol):
 
     `keys`: keys of blocks; they may contain any bytes.
     `slots`: for each key, the memory of the block's slot.
-    `expected`: the epochs that the keys contain, by fingerprint.
+    `expected`: the epochs that the keys contain, by fingerprint. NO_EPOCH differs from every epoch
+        of the store, and from a missing epoch.
     `codes`: gets the `Read` or `Write` of each block, uint8 [n].
     `fingerprint`, `fingerprints`: names of key spaces.
     `until_s`: the time limit, a time of time.monotonic.
@@ -116,11 +117,13 @@ class Client(Protocol):
         """
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Deletes the values of the keys."""
+        """Deletes the values of the keys. `hotkv-server tiers check` also names the key of its key
+        space's epoch, `hotkv/1/FINGERPRINT/epoch`."""
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces. Begins an epoch for each key space that has no epoch in
-        the store."""
+        """Returns the epochs of key spaces. Begins an epoch (`tiers.protocol.begun`) for each key
+        space that has no epoch in the store. Leaves out a key space whose epoch in the store is not
+        a number."""
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
         """Ends the epoch of a key space, begins a greater epoch, which is also above `floor`, and

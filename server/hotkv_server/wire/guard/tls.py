@@ -81,8 +81,8 @@ class Certificates:
         return (files.client_ca is None) == (self._files.client_ca is None)
 
     def follow(self, files: TlsFiles) -> None:
-        """Replaces the current files from the next handshake on. The caller has checked that the
-        new files can replace the current files (`fits`) and can be read."""
+        """Uses `files` in place of the current files from the next handshake on. The caller has
+        checked that the new files are readable and can replace the current files (`fits`)."""
         with self._lock:
             self._files, self._stamp = files, ()
 

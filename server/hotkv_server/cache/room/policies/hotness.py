@@ -289,8 +289,8 @@ class Duel:
 
 
 def _share_for(num_resident: int) -> float:
-    """Returns the share of keys to sample while the cache holds `num_resident` blocks. The share
-    never rises with the number of blocks."""
+    """Returns the share of all keys that the shadow caches sample while the real cache holds
+    `num_resident` blocks. With more blocks the share is equal or smaller."""
     blocks = max(1, num_resident)
     return min(1.0, max(SAMPLE_SHARE, MIN_SHADOW_BLOCKS / blocks), MAX_SHADOW_BLOCKS / blocks)
 
