@@ -88,13 +88,13 @@ class HotKVError(Exception):
 
 
 def invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
-    """Returns the error with which a call with a wrong field is refused."""
+    """Returns the error that refuses a call because of a wrong field."""
     return HotKVError(reason, message)
 
 
 def check_most(most: int, count: int, what: str, advice: str = "") -> None:
-    """Raises TOO_LARGE if `count` exceeds `most`. `what`: begin of the message, with {} for the
-    count. `advice`: its end."""
+    """Raises TOO_LARGE if `count` exceeds `most`. `what`: start of the error message, with {} in
+    place of the count. `advice`: end of the message."""
     if count > most:
         raise HotKVError(
             Reason.TOO_LARGE, f"{what.format(count)}; at most {most} are accepted{advice}"

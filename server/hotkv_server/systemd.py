@@ -30,8 +30,8 @@ def notify(*lines: str) -> None:
 
 @functools.cache
 def _notifier() -> socket.socket:
-    """Returns the socket for all notices. A new socket for each would fail, and the watchdog end
-    the server, while clients hold all descriptors that the server may open."""
+    """Returns the socket for all notices, which stays open: a new one could not be made while
+    clients hold all descriptors that the server may open, and the watchdog would end the server."""
     kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     return socket.socket(socket.AF_UNIX, kind)
 

@@ -18,7 +18,7 @@ from hotkv_server.cache import core as core_module
 from hotkv_server.cache.room import removal, space
 from hotkv_server.cache.room.policies import shared
 from hotkv_server.cache.room.policies.shared import ColdQueue, Highest
-from hotkv_server.cache.room.removal import coldest, finished
+from hotkv_server.cache.room.removal import coldest, finished, ranks_of
 from hotkv_server.cache.values import HashList, LoadPositions, Run, TenantShare
 from tests.core.support import World, begin_store, evict, reason_of, reserve, words_of
 
@@ -291,31 +291,32 @@ def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> Non
     assert searches.call_count <= 4
 
 
-BLOCKS = st.tuples(st.integers(-2, 2), st.integers(1, 3)).map(np.array)
+HEATS = st.sampled_from([-np.inf, -7.5, -0.25, 0.0, 0.5, 1e9])
+BLOCKS = st.tuples(HEATS, st.integers(1, 3)).map(np.array)
 
 
 @given(st.lists(st.lists(BLOCKS, min_size=1), min_size=1), st.integers(-1, 30))
 def test_the_coldest_blocks_of_all_parts_go(parts: list[list[np.ndarray]], most: int) -> None:
-    """As many as fit; of equally hot ones, as many of each part."""
-    ranked = []
+    """As many as fit; of equally hot blocks, the first of each part that still fit."""
+    blocks = []
     for rows in map(np.array, parts):
-        ranks, sizes = rows[np.argsort(rows[:, 0])].T
-        ranked.append((ranks, np.append(0, np.cumsum(sizes)), np.arange(len(rows))))
-    found = [*coldest(ranked, most)]
+        heat, sizes = rows[np.argsort(rows[:, 0])].T
+        blocks.append((heat, np.append(0, np.cumsum(sizes)), np.arange(len(rows), dtype=np.uint32)))
+    found = [*coldest([(ranks_of(h), s, e) for h, s, e in blocks], most)]
     going = found[-len(parts) :]
     assert not any(map(len, found[: -len(parts)]))
-    used = sum(sums[len(one)] for one, (_, sums, _) in zip(going, ranked, strict=True))
+    used = sum(sums[len(one)] for one, (_, sums, _) in zip(going, blocks, strict=True))
     left = [
-        (r[len(g)], s[len(g) + 1] - s[len(g)])
-        for g, (r, s, _) in zip(going, ranked, strict=True)
-        if len(g) < len(r)
+        (h[len(g)], s[len(g) + 1] - s[len(g)])
+        for g, (h, s, _) in zip(going, blocks, strict=True)
+        if len(g) < len(h)
     ]
-    coldest_left = min((rank for rank, _ in left), default=3)
+    coldest_left = min((heat for heat, _ in left), default=np.inf)
     assert used <= max(0, most)
     assert all(
-        (r[: len(g)] <= coldest_left).all() for g, (r, _, _) in zip(going, ranked, strict=True)
+        (h[: len(g)] <= coldest_left).all() for g, (h, _, _) in zip(going, blocks, strict=True)
     )
-    assert all(used + size > most for rank, size in left if rank == coldest_left)
+    assert all(used + size > most for heat, size in left if heat == coldest_left)
 
 
 @pytest.mark.parametrize(

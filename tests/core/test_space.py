@@ -211,7 +211,8 @@ def test_sizes_that_come_and_go_leave_no_memory(
             gc.collect()
             num_bytes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert num_bytes[1] - num_bytes[0] < 8_000
+    # Without a bound on sizes it is 19,000 or more; the noise of a first run is 5,000.
+    assert num_bytes[1] - num_bytes[0] < 12_000
     # A size that is known pushes out no other, which would have to be compared anew each time.
     space.room._pressure_bytes.clear()
     for size in (*range(SLOT_ALIGN, 5 * SLOT_ALIGN, SLOT_ALIGN), SLOT_ALIGN):

@@ -160,7 +160,8 @@ def test_what_is_no_calibration_of_this_device_is_ignored(
     for content in ("", "{}", "not json", '{"format": 2}', "[" * 100_000):
         file.write_text(content)
         assert read_calibration(file, one) is None
-    assert read_calibration(tmp_path / "absent", one) is None
+    os.mkfifo(tmp_path / "pipe")
+    assert [read_calibration(tmp_path / name, one) for name in ("absent", "pipe")] == [None, None]
     for driver in (driver_version(), "another driver"):
         write_calibration(file, Calibration(one.uuid, one.name, driver, SPEEDS))
         assert read_calibration(file, two) is None

@@ -25,7 +25,7 @@ HERE = "group 0 stops there: block 2 is"
         ((WIDE, UNEVEN), ("11111111", "11100"), "", 96, "group 1 stops there: block 3 is never"),
         ((FULL,), ("11000000",), "00100000", 32, f"{HERE} in far; but that is down"),
         ((FULL,), ("11111111",), "", 128, "all 128 of 128"),
-        ((WIDE, UNEVEN), ("1", "1"), "", 0, "0 of 48 tokens hit; a longer hit would end behind"),
+        ((WIDE, UNEVEN), ("1", "1"), "", 0, "0 of 48 tokens hit; a longer hit would need a"),
     ],
 )
 def test_the_summary_names_the_block_that_ends_the_hit(

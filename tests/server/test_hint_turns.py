@@ -325,7 +325,7 @@ async def test_receipts_take_back_hits_of_loads_that_failed_or_whose_session_clo
     missed = [replace(of_router, report_id=number, hit_tokens=0, saved_s=0.0) for number in (5, 6)]
     await one.note(*reports, *missed)
     ends = [LoadEnd(1, 0.0, failed=True), LoadEnd(2, 0.0, failed=True), LoadEnd(3, 0.0)]
-    node.reports.loads_ended(one.session, ends * 2)
+    node.reports.ended(one.session, [], ends * 2)
     known = one.desk.book.known(KEY_SPACE.tenant)
     assert known and (session := known.sessions.get("s"))
     assert session.receipt.hit_tokens == 3 * of_router.hit_tokens and session.receipt.saved_s == 3.0

@@ -294,9 +294,10 @@ def test_a_module_that_is_missing_later_is_named_and_the_server_runs_once(
         ("[arena]\nbytes = = 3\n", "broken.toml: .*line 2"),
         ("x = " + "[" * 100_000, "broken.toml: .*recursion"),
         (r'runtime_dir = "/a\u0000"', "runtime_dir has a NUL"),
-        ("#" * (1 << 20) + "\n", "broken.toml: it has more than 1048576 bytes"),
+        ("#" * (5 << 20) + "\n = 1", "broken.toml: .*line 2"),
+        ("#" * (16 << 20) + "\n", "broken.toml: it has more than 16777216 bytes"),
     ],
-    ids=["syntax", "deep", "nul", "long"],
+    ids=["syntax", "deep", "nul", "large", "too large"],
 )
 def test_a_broken_file_is_named(tmp_path: Path, text: str, words: str) -> None:
     (config := tmp_path / "broken.toml").write_text(text)

@@ -25,6 +25,7 @@ from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime
 from hotkv_server.memory import numa
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.pinning import ArenaPinner, refusal
+from hotkv_server.memory.state import read_file, replace_file
 from hotkv_server.settings import Settings
 from hotkv_server.settings.storage import CopySettings
 
@@ -230,7 +231,7 @@ def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
     try:
         if path.stat().st_uid != os.geteuid():
             raise ValueError("it is another user's")
-        calibration = Calibration.from_json(path.read_text())
+        calibration = Calibration.from_json(read_file(path).decode())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -241,9 +242,7 @@ def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
     """Saves a calibration for the next start. Logs a failure."""
-    scratch = path.with_suffix(".new")
     try:
-        scratch.write_text(calibration.to_json())
-        scratch.replace(path)
+        replace_file(path, [calibration.to_json()])
     except OSError as error:
         log.warning("calibration not written file=%s: %s", path, error)

@@ -180,8 +180,9 @@ class LiveLedger:
         self._follow(session, report)
 
     def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
-        """Counts the wait for a load. If it failed, subtracts the hit and its saved time, and
-        counts the hit's tokens as missed. A load that has outlived its request has not failed."""
+        """Counts the wait for a load. If the load failed, subtracts the hit and its saved time, and
+        counts the hit's tokens as missed. Does the same, without counting a failed load, if the
+        request ended before its load (`wait_s` is 0)."""
         was = self._loads.pop((session.secret_id, end.report_id), None)
         if was is None or not end.failed:
             # The load was already counted or forgotten, or succeeded. A request may load again
@@ -207,7 +208,7 @@ class LiveLedger:
 
     def session_closed(self, session: LiveSession) -> None:
         """Subtracts the hits of the session's loads whose end was not reported: the engine or the
-        request has ended before. They are no failed loads, of which operators are told."""
+        request has ended before. They do not count as failed loads, which operators watch."""
         for key in [key for key in self._loads if key[0] == session.secret_id]:
             self._take_back(self._loads.pop(key), Usage())
 

@@ -134,21 +134,17 @@ class Reports:
                 await one.request_noted(session, report)
             await breaks.between()
 
-    def ended(self, session: LiveSession, requests: Sequence[Ended]) -> None:
-        """Notifies the capabilities of requests that have ended."""
-
-        def told(one: Capability) -> None:
-            for request in requests:
-                one.request_ended(session, request)
-
-        tell_all(self._capabilities, told)
-
-    def loads_ended(self, session: LiveSession, loads: Sequence[LoadEnd]) -> None:
-        """Notifies the capabilities of loads of reported requests that have ended."""
+    def ended(
+        self, session: LiveSession, requests: Sequence[Ended], loads: Sequence[LoadEnd]
+    ) -> None:
+        """Notifies the capabilities of loads of reported requests, and of requests, that have
+        ended."""
 
         def told(one: Capability) -> None:
             for load in loads:
                 one.load_ended(session, load)
+            for request in requests:
+                one.request_ended(session, request)
 
         tell_all(self._capabilities, told)
 

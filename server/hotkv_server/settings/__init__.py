@@ -48,8 +48,8 @@ else:
     import tomli as tomllib
 
 MIB = 1 << 20
-MAX_CONFIG_BYTES = MIB
-"""Longest settings file that is read."""
+MAX_CONFIG_BYTES = 16 * MIB
+"""Largest settings file that is read: it may list the tokens of tens of thousands of tenants."""
 
 
 class Settings(BaseSettings):
@@ -216,7 +216,7 @@ def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Se
 
 def _read(config: Path) -> dict[str, Any]:
     """Reads the settings file once. Raises ValueError, with the file's name, if the file is missing
-    or is not TOML."""
+    or too large, or is not TOML."""
     try:
         with config.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)

@@ -38,8 +38,19 @@ MAX_SELECTS = 256
 """Most selections that wait or run at the same time."""
 NUM_THREADS = 2
 LATENCY_BOUNDS_S = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0,
-)  # fmt: skip
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    1.0,
+)
 """Upper bounds of the buckets in the histogram of the duration of selections."""
 
 

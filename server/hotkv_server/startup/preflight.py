@@ -222,7 +222,8 @@ def check_devices(settings: Settings) -> None:
 
 
 def check_admin_socket(settings: Settings) -> None:
-    """Raises StartError if another server uses the admin socket: its directory has no lock."""
+    """Raises StartError if another server listens on the admin socket. Unlike `runtime_dir`, the
+    directory of this socket has no lock that would keep a second server out."""
     path = settings.admin_socket
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as one:
         try:

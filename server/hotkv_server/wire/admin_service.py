@@ -259,7 +259,7 @@ def _summary(missing: admin_pb2.BlockExplanation | None, hit: int, num_tokens: i
     if missing is None and not num_tokens:
         return "the prompt is shorter than a block: nothing of it can hit"
     if missing is None and hit < num_tokens:
-        return f"{hit} of {num_tokens} tokens hit; a longer hit would end behind the prompt"
+        return f"{hit} of {num_tokens} tokens hit; a longer hit would need a longer prompt"
     if missing is None:
         return f"all {hit} of {num_tokens} whole-block tokens hit"
     # A block that lies in a tier is missing if the tier is down: the detail says so.

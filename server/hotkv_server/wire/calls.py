@@ -318,8 +318,7 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
     node.core.touch(session.record.number, used, time.monotonic())
     session.prefill_tokens_per_s = speed or session.prefill_tokens_per_s
     await node.reports.note(session, reports)
-    node.reports.loads_ended(session, loads)
-    node.reports.ended(session, ended)
+    node.reports.ended(session, ended, loads)
 
 
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:

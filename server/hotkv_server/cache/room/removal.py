@@ -365,9 +365,17 @@ Ranked = tuple[Int64s, Int64s, Entries]
 removal of the first 0 to n of them frees [n + 1]; the entries [n]."""
 
 
+def ranks_of(heat: NDArray[np.float64]) -> Int64s:
+    """Returns a rank for each heat [n], which rises with the heat."""
+    bits = heat.view(np.int64)
+    # The bits of negative numbers fall while the numbers rise.
+    ranks: Int64s = bits ^ (bits >> 63 & np.iinfo(np.int64).max)
+    return ranks
+
+
 def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
-    """Yields, part by part, the coldest entries of all parts that free at most `most_bytes`
-    together. Before that yields empty arrays, between the steps of a binary search."""
+    """Finds the coldest entries of all parts that together free at most `most_bytes`. Yields these
+    entries, an array for each part; before, yields empty arrays between the steps of a search."""
 
     def bytes_below(rank: int) -> int:
         return sum(int(sums[np.searchsorted(ranks, rank)]) for ranks, sums, _ in parts)
@@ -509,11 +517,8 @@ class Rebalancer:
     def _ranked(self, entries: Entries) -> Ranked:
         heat = self._books.heat(entries)
         order = np.argsort(heat, kind="stable")
-        bits = heat[order].view(np.int64)
         sizes = self._books.representations.bytes_with(entries[order])
-        # The bits of negative numbers fall while the numbers rise.
-        ranks = bits ^ (bits >> 63 & np.iinfo(np.int64).max)
-        return ranks, np.append(0, np.cumsum(sizes)), entries[order]
+        return ranks_of(heat[order]), np.append(0, np.cumsum(sizes)), entries[order]
 
     def _costs(
         self, slot_bytes: int, num_slots: int, may_go: MayGo

@@ -180,7 +180,7 @@ def _read_speed(field: str, entry: object) -> tuple[tuple[Direction, Method, int
         or not 0 < page_bytes < 1 << 63
     ):
         raise ValueError(f"{field}.page_bytes must be a positive integer")
-    # No giant integer: it would not fit into a float.
+    # An integer in JSON may be too large for a float.
     if (
         not isinstance(speed, int | float)
         or isinstance(speed, bool)

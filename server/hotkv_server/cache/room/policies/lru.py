@@ -1,5 +1,5 @@
-"""The policy `LRU` (least recently used). Other policies too use `Stamps`, the time stamps of
-entries, and `StampedPolicy`."""
+"""The policy `LRU` (least recently used); and what other policies share with it: `Stamps`, the time
+stamps of entries, and `StampedPolicy`, their base class."""
 
 from collections.abc import Iterator
 
@@ -72,8 +72,8 @@ class Stamps:
 
 
 class StampedPolicy:
-    """The methods that are the same in all policies with `Stamps`. Demoted entries are evicted
-    first; `_victims` chooses the others."""
+    """Base class of the policies with `Stamps`: the methods that are the same in all of them. These
+    policies evict demoted entries first; `_victims` chooses the others."""
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
@@ -96,8 +96,8 @@ class StampedPolicy:
         """Does nothing: these policies never refuse to evict a block."""
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Prepares nothing. LRU overrides it; in the others only `victims` decides from which queue
-        it evicts blocks."""
+        """Prepares nothing, because only `victims` decides from which queue it evicts blocks. LRU,
+        which has one queue, overrides this method."""
         return iter(())
 
     def victims(
