@@ -112,7 +112,10 @@ def test_a_server_that_has_just_started_is_not_trusted_with_older_epochs() -> No
     below = clock.restored_below(info(b"one", start_s + 2.9, 2), 100.0)
     assert begun(int(start_s * 1e6)) <= below <= begun(int((start_s + 1) * 1e6))
     # Each answer narrows down the start.
-    assert clock.restored_below(info(b"one", start_s + 3.0, 3), 100.1) == begun(int(start_s * 1e6))
+    said, start = info(b"one", start_s + 3.0, 3), begun(int(start_s * 1e6))
+    now = begun(int((start_s + 3.0) * 1e6))
+    assert clock.restored_below(said, 100.1) == clock.restored_below(said, 100.1, now) == start
+    assert clock.restored_below(said, 100.1, now + 1) == now + 2
     assert not clock.restored_below(info(b"one", start_s + 9.0, 9), 100.0 + GRACE_S)
     # Another start, seen late: nodes that know a later epoch have lost the server as well.
     assert clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0)

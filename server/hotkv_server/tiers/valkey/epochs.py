@@ -65,14 +65,15 @@ class StoreClock:
         return f"StoreClock(run_id={self._run_id!r}, started_us={self._started_us})"
 
     def restored_below(self, reply: Reply, now_s: float, highest: int = 0) -> int:
-        """Returns the value for `Shown.restored_below`. If the server has just restarted, the value
-        is the least epoch that can have begun after the server's start. The value is 0 otherwise,
-        and also if the reply does not show when the server started.
+        """Returns the value for `Shown.restored_below`: epochs below it are not trusted. It is 0
+        unless the server has just restarted, and 0 if the reply does not show when the server
+        started. Otherwise it is the least epoch that can have begun after the server's start.
 
         `reply`: the reply to INFO_SERVER.
         `now_s`: a time of time.monotonic.
-        `highest`: the highest epoch that the server shows. If it is ahead of the server's clock,
-            because raises at the same moment add up, it may be from before the start too.
+        `highest`: the highest epoch that the server shows. It may be ahead of the server's clock,
+            because raises at the same moment add up. Then it may be from before the start too, and
+            no epoch is trusted.
         """
         run_id, now_us, up_s = _said(reply)
         if not run_id or not now_us:
