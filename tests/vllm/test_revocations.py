@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from vllm.v1.core.sched.output import KVConnectorBlockState
 
 from hotkv_client import fence
 from hotkv_client.fence import Revocations, SharedFence
@@ -244,6 +245,9 @@ def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.Monke
         num_scheduled_tokens={},
         new_block_ids_to_zero=blocks,
         kv_connector_metadata=None,
+        kv_connector_block_state=KVConnectorBlockState(
+            set(), one.scheduler.kv_cache_manager.get_block_ids, {}
+        ),
     )
     meta = one.connector.build_connector_meta(zeroing)
     assert meta.flush_stores == (store.job.store_id,) and words.is_revoked(store.job.fence_index)

@@ -276,6 +276,8 @@ class Adapters:
     def take_work(self, now_s: float) -> AdapterWork:
         """Returns the adapters' part of the next step's message, and records it as sent."""
         self._taken = NO_WORK
+        if not self._questions and not self._to_release and not self._to_acknowledge:
+            return NO_WORK
         asked = [
             (number, one) for number, one in self._questions.items() if self._is_due(one, now_s)
         ]

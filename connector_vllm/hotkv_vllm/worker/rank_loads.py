@@ -186,6 +186,8 @@ class RankLoads:
         """Returns the ends of loads that were not reported to vLLM before; returns each end once.
         The result has the ids of the requests whose load has ended (failed or not), the ids of the
         requests whose load failed, and the ended loads."""
+        if not self._active and not self._failed:
+            return set(), set(), []
         ended = [
             self._end_of(load)
             for load in self._active.values()
