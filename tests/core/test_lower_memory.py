@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,15 +208,21 @@ def test_records_do_not_wait_for_the_note_of_written_bytes(
     ]
 
 
+@pytest.mark.parametrize("raises", [False, True])
 def test_records_of_a_write_that_failed_are_not_collected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises: bool
 ) -> None:
+    def refuse(*_: Any) -> int:
+        if raises:
+            raise MemoryError
+        return os.pwritev(failing, [b""], -1)
+
     with opened(tmp_path, 64, 4) as made:
         made.start(1, ServerState(made.slab_bytes))
         made.written().result(60)
         failing = os.open(tmp_path / "records", os.O_RDONLY)
         with monkeypatch.context() as patched:
-            patched.setattr(os, "pwrite", lambda fd, *rest: os.pwritev(failing, [b""], -1))
+            patched.setattr(os, "pwrite", refuse)
             asked = made.written()
             for _ in range(3):
                 made.table.records[7, :] += 7

@@ -638,6 +638,23 @@ def test_what_was_asked_of_a_residency_that_was_given_up_means_nothing() -> None
     assert engine.count("lost_residencies") == 1
 
 
+def test_a_connection_that_breaks_again_during_the_comparison_loses_no_block() -> None:
+    engine = ResidentEngine("host")
+    engine.arrive(400, 300)
+    engine.run(20)
+    engine.die(empty=False)
+    engine.run(1)
+    engine.server.hold = {"extend_residency"}
+    engine.server.come_back()
+    engine.run(2)
+    engine.die(empty=False)
+    engine.server.hold = set()
+    engine.run(1)
+    engine.server.come_back()
+    engine.run(5)
+    assert not engine.count("lost_residencies") and engine.requests
+
+
 @pytest.mark.parametrize(
     ("residency", "waits", "num_lost"), [("host", False, 1), ("host", True, 1), ("auto", False, 0)]
 )

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_vllm import link
 from hotkv_vllm.residency.resident import Resident
 from hotkv_vllm.sparse.sequences import StreamCount
@@ -185,7 +185,11 @@ class ResidencyCalls:
         known: the old offsets of the known blocks in the arena.
         done: the resolved future of the call that pins these blocks again.
         """
-        is_same = done.exception() is None and np.array_equal(done.result().offsets, known)
+        error = done.exception()
+        if isinstance(error, SessionLostError):
+            # The comparison is repeated on the next connection.
+            return
+        is_same = error is None and np.array_equal(done.result().offsets, known)
         self._compared.append((request_id, opened, is_same))
 
     def take_compared(self) -> list[tuple[str, ResidencyOpened, bool]]:

@@ -246,9 +246,9 @@ class LowerMemory:
                     waiting.pop().set_result(None)
                 self._write_note()
                 self._say("")
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 self._waiting.extend(waiting)
-                self._say(str(error))
+                self._say(str(error) or "no memory")
             self._begun_s = 0.0
             if is_last:
                 return
