@@ -1,15 +1,18 @@
 """Jobs that wait for marks in the queue of an engine's device."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from hotkv_server.dataplane import engines
-from hotkv_server.dataplane.engines import CopyEngines, Outcome
-from hotkv_server.device.runtime import DeviceError
+from hotkv_server.dataplane.engines import CopyEngines, CopyJob, Outcome
+from hotkv_server.device.runtime import HOST, DeviceError
 from hotkv_server.testing.copy_engine_contract import Ends, Rig, whole_plan
 from tests.dataplane.rigs import SwitchedGate, mixed_rig
 
@@ -129,3 +132,17 @@ def test_a_plan_for_a_device_without_an_engine_fails(rig: Rig) -> None:
     )
     ends.wait()
     assert ends["strange"] is Outcome.FAILED and "device 7" in ends.message("strange")
+
+
+def test_a_job_of_which_a_part_is_refused_ends_after_the_others() -> None:
+    """Until then the other part still writes."""
+    host, device = Mock(), Mock()
+    device.submit.side_effect = MemoryError
+    with contextlib.closing(CopyEngines(host, {1: device})) as both:
+        ends: list[Outcome] = []
+        plans: list[Any] = [Mock(device=number, total_bytes=1) for number in (HOST, 1)]
+        both.submit(CopyJob(plans, lambda outcome, _: ends.append(outcome)))
+        (part,) = host.submit.call_args.args
+        assert not ends
+        part.expect(0)
+        assert ends == [Outcome.FAILED]

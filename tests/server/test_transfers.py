@@ -265,7 +265,7 @@ async def test_what_is_evicted_before_the_answer_is_not_answered_as_there(tmp_pa
         node.core.check_invariants()
 
 
-@pytest.mark.parametrize("broken", ["", "judge", "settle"])
+@pytest.mark.parametrize("broken", ["", "judge", "settle", "submit"])
 async def test_a_load_that_cannot_be_verified_fails_and_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
 ) -> None:
@@ -277,7 +277,8 @@ async def test_a_load_that_cannot_be_verified_fails_and_ends(
         node.core.acquire(session.record.number, "r", asked, 60.0, time.monotonic())
         node.core.space.index.unverified[:] = True
         if broken:
-            monkeypatch.setattr(node.verifier, broken, lambda *_: 1 / 0)
+            part = node.copy_engine if broken == "submit" else node.verifier
+            monkeypatch.setattr(part, broken, lambda *_: 1 / 0)
         load = node.transfers.load(session, "u", "r", [LoadPositions(0, at[0])], at, 5.0)
         await asyncio.wait_for(node.sessions.close(session), 20)
         end = await load

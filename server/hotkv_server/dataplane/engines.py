@@ -320,7 +320,10 @@ class CopyEngines:
             self._engines[next(iter(groups))].submit(job)
         else:
             for device, part in zip(groups, job.parts(list(groups.values())), strict=True):
-                self._engines[device].submit(part)
+                try:
+                    self._engines[device].submit(part)
+                except Exception as error:  # noqa: BLE001 Other parts may copy: the job ends after them.
+                    fail(part, f"{type(error).__name__}: {error}")
 
 
 def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:

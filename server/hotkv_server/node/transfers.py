@@ -345,13 +345,13 @@ class Transfer:
         assert self._job is not None, "blocks are judged after the start"
         try:
             disagreeing = self._means.verifier.settle(cases, judging.result())
+            if not len(disagreeing):
+                self._means.copy_engine.submit(self._job)
         except BaseException as error:
             self._ended(Outcome.FAILED, f"{type(error).__name__}: {error}")
             raise
         if len(disagreeing):
             self._ended(Outcome.FAILED, CONDEMNED_MESSAGE)
-        else:
-            self._means.copy_engine.submit(self._job)
 
     def _copied(self, outcome: Outcome, message: str) -> None:
         """Handles the end of the copy job. Called on a copy thread."""
