@@ -110,11 +110,20 @@ def test_a_reset_empties_the_server_and_a_weights_update_waits_for_one(daemon, s
     old = ask_until_stored(daemon, engine, prompts(3, LENGTHS))
     newer = shutil.copytree(tmp_path / "llama", tmp_path / "newer")
     write_weights(newer, seed=7)
+    (key_space_id,) = {row["key_space_id"] for row in daemon.admin("sessions")}
     engine.ask("reload", path=str(newer))
     before = daemon.counter("stored_blocks_total")
     engine.ask_each(prompts(4, (300, 301)), 6)
     assert daemon.counter("stored_blocks_total") == before, "nothing of an unclean cache is stored"
     assert engine.ask("reset", connector=True)["done"]
+    # Blocks that an engine computes before its session is ready are not stored.
+    wait_for(
+        lambda: any(
+            row["memory_byte_count"] and row["key_space_id"] != key_space_id
+            for row in daemon.admin("sessions")
+        ),
+        "the session of the new weights",
+    )
     changed = ask_until_stored(daemon, engine, prompts(3, LENGTHS))
     assert changed["tokens"] != old["tokens"]
     fresh = start(daemon, has_weights=True)

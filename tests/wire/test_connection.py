@@ -37,6 +37,7 @@ from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from tests.server.refusals import fill
+from tests.support.waiting import wait_for
 
 SPACE = KeySpace("m", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
 CONFIG = SessionConfig("unix:/none/none.sock", "e", Role.WORKER, SPACE)
@@ -529,7 +530,8 @@ def test_notices_that_come_before_the_memory_is_registered_are_heard(target: str
         session.start()
         assert is_draining.wait(60)
         session.close()
-        assert "hotkv-session-worker" not in threads()
+        # `close` waits for the thread, though for 5 s only.
+        wait_for(lambda: "hotkv-session-worker" not in threads())
     assert states[:2] == [LinkState.CONNECTED, LinkState.DRAINING]
 
 
@@ -566,7 +568,7 @@ def test_a_session_can_be_closed_while_it_looks_for_a_server(
             if not number:
                 hangs.accept()
             session.close()
-            assert "hotkv-session-tool" not in threads()
+            wait_for(lambda: "hotkv-session-tool" not in threads())
     assert not failed
 
 
