@@ -213,8 +213,8 @@ def _read_bool(key: str, value: Any) -> bool:
 
 
 def _read_int(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{key} = {value!r}: allowed is a whole number that is not negative")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ConfigError(f"{key} = {value!r}: allowed is a whole number from 0, of 64 bits")
     return value
 
 

@@ -54,6 +54,7 @@ PROMPT = prompt(1, 200)
         ("hotkv.max_load_retries", -1, "whole number"),
         ("hotkv.max_load_retries", 1.5, "whole number"),
         ("hotkv.max_load_retries", True, "whole number"),
+        ("hotkv.representation_tokens", 1 << 63, "64 bits"),
         ("hotkv.use_table", "yes", "true and false"),
         ("hotkv.targt", "x", "hotkv.target"),
         ("hotkv.tls_certificate", "/engine.pem", "hotkv.tls_key = None: set both"),
