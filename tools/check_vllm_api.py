@@ -57,6 +57,7 @@ NOT_OVERRIDDEN = {
     "reset_capture_state": "capturing changes nothing of ours",
     "role": "a property of the base class",
     "set_host_xfer_buffer_ops": "no host buffer of vLLM's",
+    "set_xfer_handshake_metadata": "set_xfer_handshake_metadata_pp_aware takes its place",
     "supports_divergent_local_hybrid_hits": "hits of all groups end at one boundary",
     "take_events": "the server publishes events",
 }
