@@ -585,6 +585,8 @@ class Sharing:
         else:
             in_doubt = any(h.weights_in_doubt for h in handshakes)
             self.weights = Rekeying(self._num_ranks, identity, in_doubt)
+        # Before the first request: numba takes a second to load, and some kernels must be compiled.
+        native.load("hotkv_proto.kernels")
         try:
             self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
         except (OSError, RuntimeError) as error:
@@ -600,8 +602,6 @@ class Sharing:
         opening_s: how much longer to wait if a server has answered but has not opened the session
             yet.
         """
-        # Before the first request: numba takes a second to load, and some kernels must be compiled.
-        native.load("hotkv_proto.kernels")
         cache = assemble(self._engine, agreement)
         if self.cache is not None:
             link.close_aside(self.cache.session)
