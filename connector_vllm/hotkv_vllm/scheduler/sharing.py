@@ -590,6 +590,8 @@ class Sharing:
         try:
             self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
         except (OSError, RuntimeError) as error:
+            if self.cache is not None:
+                raise
             if joining is None:
                 logger.warning("hotkv: %s; the engine's next steps try again", error)
             self.joining = joining or Joining(self._num_ranks)

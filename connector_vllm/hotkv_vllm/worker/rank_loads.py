@@ -195,12 +195,9 @@ class RankLoads:
         ]
         failed = self._failed | {one.load.job.request_id for one in ended if one.num_bytes is None}
         finished = failed | {one.load.job.request_id for one in ended}
-        self._forget(finished)
-        return finished, failed, ended
-
-    def _forget(self, over: set[str]) -> None:
-        self._active = {name: load for name, load in self._active.items() if name not in over}
+        self._active = {name: load for name, load in self._active.items() if name not in finished}
         self._failed = set()
+        return finished, failed, ended
 
     def take_failed(self) -> tuple[set[str], list[ActiveLoad]]:
         """Removes all loads that have ended or were never sent. Returns the ids of the requests
@@ -208,7 +205,9 @@ class RankLoads:
         `HotKVWorker` has raised."""
         over = [load for load in self._active.values() if load.is_over]
         failed = self._failed | {load.job.request_id for load in over}
-        self._forget(failed)
+        # Like `take`, but without its functions, one of which has raised.
+        self._active = {name: load for name, load in self._active.items() if name not in failed}
+        self._failed = set()
         return failed, over
 
     def _end_of(self, load: ActiveLoad) -> Ended:
