@@ -99,6 +99,7 @@ def test_what_seems_to_be_written_later_counts_from_now_on() -> None:
 
 def test_what_is_left_comes_back_after_a_day() -> None:
     gate = WriteGate(10 * BLOCK_BYTES)
+    gate.add(-BLOCK_BYTES, 0.0)
     gate.add(BLOCK_BYTES, 0.0)
     gate.add(-2 * BLOCK_BYTES, SLOT_S)
     assert gate.written(SLOT_S) == [(SLOT_S, 0)]

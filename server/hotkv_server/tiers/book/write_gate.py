@@ -206,7 +206,7 @@ class _Day:
         self.total = 0
 
     def add(self, num_bytes: int, now_s: float) -> None:
-        if num_bytes >= 0 and (not self.slots or now_s >= self.slots[-1][0] + SLOT_S):
+        if not self.slots or (num_bytes >= 0 and now_s >= self.slots[-1][0] + SLOT_S):
             self.slots.append((now_s, 0))
         begun_s, before = self.slots.pop()
         # The next server refuses a note (`recall`) with a negative slot.
