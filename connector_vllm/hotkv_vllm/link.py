@@ -182,8 +182,8 @@ def await_server(session: CacheSession, wait_s: float, opening_s: float = 0.0) -
 
 def close_aside(session: CacheSession) -> None:
     """Closes a session in another thread, because closing waits for the server. If the system
-    refuses a thread, closes it in this thread, which takes at most 5 seconds: an open session would
-    go on in its old key space, and its owner would open no other."""
+    refuses a thread, closes it in this thread, which takes at most 5 seconds. An exception would
+    leave the session open in its old key space, and its owner could open no other session."""
     thread = threading.Thread(target=session.close, name="hotkv-close", daemon=True)
     try:
         thread.start()

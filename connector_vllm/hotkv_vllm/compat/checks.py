@@ -45,8 +45,8 @@ def check_ranks(vllm_config: Any) -> None:
 
 
 def check_pooling(vllm_config: Any) -> None:
-    """Raises ConfigError if the engine would end at its first request because it has a KV
-    connector, whichever one.
+    """Raises ConfigError if the engine would end at its first request, because it has any KV
+    connector.
 
     Source: `KVOutputAggregator.aggregate` in vLLM 0.32 and 0.33 needs an output of each rank. With
     pooling, the V1 runner returns an output in the last pipeline stage only.
@@ -171,9 +171,9 @@ def publishes_events(vllm_config: Any) -> bool:
 
 def preferred_layout(vllm_config: Any) -> str | None:
     """Returns the KV cache layout that hotkv prefers, as vLLM names it. On CUDA this is a layout in
-    which the pages of a block in all layers are contiguous; with residency, a layout in which the
-    pages of a layer are, because its kernels need that. None on other platforms. Raises
-    ConfigError."""
+    which the pages of a block in all layers are contiguous. With residency it is a layout in which
+    the pages of all blocks in a layer are contiguous, as residency's kernels need. None on other
+    platforms. Raises ConfigError."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -286,9 +286,9 @@ def outer_configs() -> tuple[Any, ...]:
 
     A connector must know whether it is a child of a MultiConnector, for three reasons. A child gets
     a copy of the engine's configuration, and vLLM does not see changes that the child makes in it.
-    MultiConnector forwards the handshake of only one child, to all children. And it raises if two
-    children ask for different KV cache layouts. vLLM does not tell a connector, so this function
-    looks for MultiConnectors on the call stack. It keeps no reference to a frame.
+    MultiConnector forwards the handshake of only one child, to all children. MultiConnector raises
+    if two children ask for different KV cache layouts. vLLM does not tell a connector, so this
+    function looks for MultiConnectors on the call stack. It keeps no reference to a frame.
     """
     multi: type | None = getattr(sys.modules.get(MULTI_CONNECTOR), "MultiConnector", None)
     found: list[Any] = []
@@ -316,7 +316,7 @@ because they access the cache through its tensors in each step."""
 
 def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
     """Returns the names of the connectors that register the KV cache before hotkv's connector does:
-    the connectors that its MultiConnectors list before it.
+    those before it in the lists of its MultiConnectors.
 
     outer: the result of `outer_configs` in the constructor of hotkv's connector.
     """

@@ -41,28 +41,28 @@ def _names(text: str) -> frozenset[str]:
 
 HARMLESS: Mapping[str, frozenset[str]] = {
     "VllmConfig": _names("""
-        # Serving, watching, debugging; transfer of KV, of encoder outputs, of weights (whose
-        # identity is taken on its own).
+        # Serving, watching, debugging. Transfer of KV, encoder outputs and weights (the key space
+        # identifies weights by their content).
         instance_id kv_transfer_config kv_events_config ec_transfer_config ec_manager_config
         observability_config logging_config profiler_config weight_transfer_config shutdown_timeout
         reasoning_config structured_outputs_config aux_output_config
         # Acts on sampled tokens.
         watermark_config
-        # Fuses and captures the same arithmetic; plans batches; places weights in host memory.
+        # How operations are fused, captured and batched; whether weights are in host memory.
         compilation_config optimization_level performance_mode scheduler_config offload_config
-        # Requests of an adapter have keys of their own (`adapters`), a drafter's KV has groups of
-        # its own.
+        # A request's block keys cover its adapter's bytes (`adapters`); a drafter's KV has its own
+        # groups.
         lora_config speculative_config
     """),
     "ModelConfig": _names("""
-        # Where the weights come from; their identity is taken on its own.
+        # Where the weights come from. The key space identifies them by their content.
         model model_weights hf_config_path revision hf_token hf_overrides
-        # Text to tokens and back: keys are hashes of tokens.
+        # How text becomes tokens and tokens text. Block keys are hashes of the tokens.
         tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init io_processor_plugin
         renderer_num_workers served_model_name allowed_local_media_path allowed_media_domains
         enable_prompt_embeds
-        # Sampling and pooling, behind the last layer. The seed of random weights is in their
-        # identity.
+        # Sampling and pooling, which follow the last layer. If weights are random, their identity
+        # contains the seed.
         seed max_logprobs logprobs_mode use_fp64_gumbel return_sampling_mask generation_config
         override_generation_config logits_processors pooler_config
         # Graph capture, sleep, allocators.
@@ -71,25 +71,25 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         enable_cumem_allocator
     """),
     "MultiModalConfig": _names("""
-        # vLLM derives the second from kv_role: it is False in a producer, True in a consumer.
+        # vLLM sets allow_missing_mm_embeddings by kv_role: False in a producer, else True.
         enable_mm_embeds allow_missing_mm_embeddings
         limit_per_prompt mm_processor_cache_gb mm_processor_cache_type
         mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_fp8_scale_save_path
         mm_encoder_fp8_scale_save_margin skip_mm_profiling mm_tensor_ipc mm_ipc_gpu_memory_gb
     """),
     "CacheConfig": _names("""
-        # How much memory, and what vLLM works out from it.
+        # How much memory the cache has, and values that vLLM computes from this.
         gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks
         kv_cache_memory_bytes kv_cache_size_tokens kv_cache_max_concurrency
-        # Sizes and layout are read off the groups and the tensors.
+        # Sizes and layouts: the key space takes them from groups and tensors instead.
         block_size user_specified_block_size _block_size_resolved effective_attention_block_size
         hash_block_size cache_hit_alignment_tokens kv_cache_layout prefix_caching_hash_algo
-        # What the engine keeps itself, and where else.
+        # What the engine's own caches keep, and where.
         enable_prefix_caching prefix_cache_retention_interval kv_offloading_size
         kv_offloading_backend enable_mamba_shared_prefix_checkpoint
     """),
     "ParallelConfig": _names("""
-        # Replicas, and where processes run and listen. The sizes that cut the KV are not here.
+        # Replicas, and where processes run and listen. Sizes that split the KV are not harmless.
         data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local
         data_parallel_index data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port
         data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb dp_sync_interval
@@ -116,7 +116,7 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         ir_op_priority
     """),
     "SpeculativeConfig": _names("""
-        # The draft model's own config objects are walked; its weights have an identity.
+        # The key space covers the draft model's config objects, and its weights by content.
         model revision code_revision target_model_config target_parallel_config
         draft_parallel_config draft_load_config enforce_eager draft_tensor_parallel_size
         tensor_parallel_size
@@ -175,14 +175,14 @@ HARMLESS_ENVIRONMENT = _names("""
     VLLM_COMPUTE_NANS_IN_LOGITS VLLM_RAISE_ON_LOGIT_NANS VLLM_DISABLE_COMPILE_CACHE
     VLLM_COMPILE_CACHE_SAVE_FORMAT VLLM_MSGPACK_ZERO_COPY_THRESHOLD
     VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE
-    # Requests before they are tokens, tokens after they were sampled.
+    # How requests become tokens, and what happens to tokens after they were sampled.
     VLLM_USE_FASTOKENS VLLM_V1_USE_OUTLINES_CACHE VLLM_ENFORCE_STRICT_TOOL_CALLING
     VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS
     VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS VLLM_SYSTEM_START_DATE VLLM_ENABLE_COHERE_API
     VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_ENABLE_RESPONSES_API_STORE VLLM_USE_FLASHINFER_SAMPLER
     VLLM_ALLOW_INSECURE_SERIALIZATION
-    # What may be loaded besides; adapters have keys of their own. A longer max_model_len is in the
-    # model's config.
+    # Plugins and adapters that may be loaded (block keys cover adapters). The key space covers a
+    # longer max_model_len by the model's config.
     VLLM_PLUGINS VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST
     VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_KV_CACHE_LAYOUT
     VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES

@@ -784,8 +784,8 @@ class DevicePool:
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
         if request is None:
             return
-        # vLLM preempts only running requests. A request that awaits its load is not refused blocks,
-        # as all requests behind it would wait for ever.
+        # vLLM preempts only running requests. If a request that awaits its load got no blocks, all
+        # requests behind it would wait for ever, so it gets them.
         if self._manager is not None and request in self._scheduler.running:
             self._manager.lost.add(request_id)
         request.drop_stale_output = True

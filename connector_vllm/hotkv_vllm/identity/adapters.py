@@ -194,9 +194,8 @@ class Adapters:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any, now_s: float) -> None:
-        """Registers a new request with an adapter. If no other running request uses vLLM's id of
-        the adapter, or if the id has not been used for this adapter before, makes a question about
-        the id due for the ranks.
+        """Registers a new request with an adapter. The next step asks the ranks about vLLM's id of
+        the adapter if no other running request uses the id, or if the id is new for this adapter.
         """
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)

@@ -106,9 +106,9 @@ class Exactness:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         copies = scheduler_output.kv_cache_block_copies or ()
         copied = [c.dst_block_id for c in copies if self._inexact[c.src_block_id]]
-        # These blocks keep their marks, because the step writes them in part or not at all: the
-        # last block of streamed input, and the blocks at the end of a hit whose tokens vLLM
-        # computes again for a sliding window only (bounded replay).
+        # The blocks that keep their marks, because the step writes them in part or not at all.
+        # These are the last block of streamed input, and the last blocks of a hit if vLLM computes
+        # their tokens again for a sliding window only (bounded replay).
         kept: set[int] = set()
         for name in admitted:
             hit = max(computed[name], self._own_tokens.get(name, 0))
@@ -160,8 +160,7 @@ class Exactness:
         if is_sparse and computed < exact:
             exact = self._exact_tokens[request_id] = computed
         if exact < computed + num_tokens:
-            # The block in which exactness ends was filled while it was exact, or is being filled in
-            # this step.
+            # Inexact tokens before this step's tokens are in blocks that were marked earlier.
             tables = state.get_block_ids(request_id)
             self._mark(tables or (), max(exact, computed), computed + num_tokens)
 

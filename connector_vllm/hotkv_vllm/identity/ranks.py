@@ -85,7 +85,7 @@ def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, Ran
     its note.
 
     Raises Unsupported if the engine can't use the cache. If all notes have arrived, the reason is
-    the same in all ranks that could use it.
+    the same in all ranks that could use the cache.
 
     note: this rank's note.
     engine_id: vLLM's id of the engine; part of the keys under which the notes are posted.

@@ -151,7 +151,7 @@ class DoorScheduler:
             )
             in_doubt = any(one.weights_in_doubt for one in formats)
             is_named = bool(self._config.weights_identity)
-            # The ranks have looked before they warmed up, and the files were read just now.
+            # The ranks checked this before their warm-up, but the files were read just now.
             if not (in_doubt or is_named) and model_weights.weights_may_be_older(self._vllm_config):
                 raise Unsupported(
                     "files of the model have changed while the engine started, so it is not known "
@@ -378,7 +378,8 @@ class DoorScheduler:
         if order is not None and order.question != self._question:
             self._question, self._was_empty, self._is_empty = order.question, self._is_empty, False
         transfers = self._tier.transfers
-        # A flush that the old key space owes is sent before the engine leaves this key space.
+        # If a reset still has to flush the old key space, it does so before the engine leaves this
+        # key space.
         is_owed = self._reset.under_way and identity != self._weights.identity
         is_idle = transfers is not None and transfers.is_idle
         if identity is not None and is_idle and not is_owed:
@@ -423,8 +424,8 @@ class DoorScheduler:
 
     def _adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported. If they differ from the present weights,
-        opens a session for the key space of the new weights. If the system refuses it a thread or a
-        file, the check stays open, and the next step calls this method again.
+        opens a session for the key space of the new weights. If the system refuses the session a
+        thread or a file, the check stays open, and the next step calls this method again.
 
         identity: identifies the weights by their content.
         """

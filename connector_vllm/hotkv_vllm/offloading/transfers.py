@@ -132,7 +132,7 @@ class Transfers:
         groups: the chunks of the job, by group.
         """
         name, session, settings = self._new_name(), self._session, self._settings
-        # The first thread to acquire one of these locks goes on; no thread releases them.
+        # Only the first thread to acquire a lock goes on, because the locks are never released.
         begun, over = threading.Lock(), threading.Lock()
 
         def finish(loaded: Collection[Key] = ()) -> None:

@@ -30,8 +30,8 @@ class CachedGroups:
     Always true:
     - A hit ends at a multiple of `alignment_tokens` and does not cover the last token.
     - A request has no shared names if its LoRA adapter is not identified, or if vLLM's hashes don't
-      cover the content of its media, or the weights that encoded them. Such a request gets no hit,
-      and no other request finds its blocks.
+      cover the content of its media or the weights that encoded the media. Such a request gets no
+      hit, and no other request finds its blocks.
 
     specs: the groups of the key space.
     hash_block_tokens: number of tokens of a hash block; vLLM computes one hash for each hash block
@@ -144,8 +144,8 @@ class CachedGroups:
         )
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
-        """Returns True if the longest hit with the ready blocks in `masks` is as long as the
-        longest hit would be if all blocks were ready.
+        """Returns True if the ready blocks in `masks` give a hit as long as if all blocks were
+        ready.
 
         masks: which blocks are ready in the server, per group.
         computed_tokens: number of leading tokens that the engine itself holds. Their blocks count

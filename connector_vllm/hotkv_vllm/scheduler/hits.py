@@ -15,7 +15,8 @@ Always true:
   without a call in flight miss too.
 - A hit does not cover the request's last token, which the engine always computes.
 - Blocks of a failed load are not offered again until they are stored again, or until the server has
-  lost its cache (which gives it a new epoch); in an engine that stores nothing, for a minute.
+  lost its cache (which gives it a new epoch). An engine that stores nothing offers them again after
+  a minute.
 - Representations (compact forms of keys, for sparse attention) never change the length of a hit.
 
 `HitFinder`, at the end of the file, is the entry point. It uses the parts above it: `HiddenKeys`
@@ -312,10 +313,10 @@ class Patience:
     step.
 
     The server usually answers before a step ends, but vLLM asks the connector again only in its
-    next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S. A wait in
-    vain makes `Patience` let the next answer pass without a wait. If the wait after that is in vain
-    too, it lets 3 answers pass, then 7, and so on, at most MOST_PASSED_BY. A successful wait sets
-    this number to 0 again. An idle engine may also `rest`. Scheduler thread only.
+    next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S. After a
+    wait in vain, `Patience` does not wait for the next answer. After the second, third, ... wait in
+    vain it does not wait for 3, 7, ... answers, at most MOST_PASSED_BY. A successful wait sets this
+    number to 0 again. An idle engine may also `rest`. Scheduler thread only.
 
     clock: returns the time in seconds.
     wait_for: takes an answer and a number of seconds, waits for the answer at most so long, and
@@ -571,8 +572,8 @@ class HitFinder:
         load.
 
         failed: True if the load failed. The keys of its blocks are then hidden (`HiddenKeys`),
-            unless something else than the blocks was the reason: a cancel by this engine, a lost
-            connection, or what `is_excused` says.
+            unless the load failed for a reason other than its blocks: a cancel by this engine, a
+            lost connection, or a case of `is_excused`.
         is_excused: True if the load reached its time limit, or if a worker has lost its session.
         """
         hit = state.hit
@@ -739,8 +740,9 @@ class HitFinder:
         return hit_tokens - computed_tokens, True
 
     def _why(self, request: Any, hit_tokens: int) -> Miss:
-        """Returns why the hit of a request ends at `hit_tokens`: FAILED_LOAD if the block behind it
-        is hidden, because its load has failed; otherwise ABSENT."""
+        """Returns why the hit of a request ends at `hit_tokens`: FAILED_LOAD if the next block is
+        hidden because its load has failed; otherwise ABSENT.
+        """
         for index, spec in enumerate(self.groups.specs if self.hidden else ()):
             at = hit_tokens // spec.block_tokens
             if self.hidden.has(index, self.groups.hashes(request, index)[at : at + 1]):

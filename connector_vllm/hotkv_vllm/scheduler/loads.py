@@ -29,9 +29,8 @@ class LoadOrders:
     report it as failed. The end of each load is handled once. Ends of other connectors' loads are
     ignored.
 
-    If a hook (a method that vLLM calls) raises, its fallback reads and writes the attributes below
-    directly and calls no method of this class, because a fault in such a method may be the reason
-    why the hook has raised.
+    If a hook (a method that vLLM calls) raises, its fallback uses the attributes below directly. It
+    calls no method of this class, because the hook may have raised in such a method.
 
     jobs: loads to begin, by request id.
     cancelled: ids of the requests whose load the workers are to cancel.
@@ -219,9 +218,9 @@ class FailedLoads:
     Without this class, a failed load could stall a full engine for ever in two ways:
 
     - vLLM keeps blocks reserved for a request whose load failed until it schedules the request.
-      vLLM admits an asynchronous load only if its blocks fit beside all reservations; a plain
-      prefill need not. So a request with a granted hit could wait for ever. Therefore `outwait`
-      drops the hit after ADMISSION_PATIENCE_S, and the request is computed.
+      vLLM admits an asynchronous load only if its blocks fit beside all reservations, but does not
+      demand this of a plain prefill. So a request with a granted hit could wait for ever. Therefore
+      `outwait` drops the hit after ADMISSION_PATIENCE_S, and the request is computed.
     - vLLM has a queue of waiting requests that hold blocks. It leaves a request whose load failed
       at the head of this queue, although the request holds no blocks any more. If the device has no
       room for this request, the requests behind it never run, and never free their blocks.
@@ -297,8 +296,8 @@ class LoadRoom:
     requests still need.
 
     vLLM lets a load begin if its blocks fit beside the blocks that all requests in prefill still
-    need. In a group with a sliding window or with chunks, vLLM computes the blocks that a request
-    still needs as the most blocks that it ever holds at once, minus the length of its block table
+    need. In a group with a sliding window or with chunks, vLLM computes these as the most blocks
+    that the request ever holds at once, minus the length of its block table
     (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). The table includes
     freed blocks, so the result is too small. So loads could fill the device, and each loaded
     request would then wait for blocks that other loaded requests hold: a deadlock.

@@ -71,8 +71,8 @@ class CacheReset:
                 _why(answer),
             )
         elif not self._stores.in_flight:
-            # Otherwise stores of old blocks may reach the server after this flush, and `step` sends
-            # another one.
+            # If stores were in flight, they could reach the server after this flush, so `step`
+            # would send another one.
             _warn_of_pending(answer)
             self._done()
         return accepted

@@ -67,11 +67,11 @@ class WorkerLinks:
     neither load nor store. A worker reports when it gets or loses its session. While a worker has
     no session, each step also asks all workers to report.
 
-    A warning about a worker is logged if the worker reports that it has no session, at least
-    ABSENCE_PATIENCE_S after its first such report during the scheduler's present connection to the
-    server. An earlier warning could be wrong: registering a worker's memory takes seconds, and an
-    idle engine has no steps, which carry the reports. When the worker reports a session, another
-    log line says that the warning no longer holds.
+    A warning is logged if a worker still reports no session ABSENCE_PATIENCE_S after its first such
+    report. Only reports during the scheduler's present connection to the server count. An earlier
+    warning could be wrong: registering a worker's memory takes seconds, and an idle engine has no
+    steps, which carry the reports. When the worker reports a session, another log line says that
+    the warning no longer holds.
 
     are_complete: True if every worker has a session, according to the last reports.
     """
@@ -274,7 +274,7 @@ def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace
     if any(space.fingerprint != spaces[0].fingerprint for space in spaces):
         raise Unsupported("the ranks do not agree on the key space")
     if len(handshakes) < num_ranks:
-        # The missing ranks have no session, so no store would ever be whole.
+        # The missing ranks have no session, so no store would ever have the shards of all ranks.
         raise Unsupported(f"{len(handshakes)} of {num_ranks} ranks have said what they found")
     if any(h.host not in ("", this_host()) for h in handshakes):
         raise Unsupported(
@@ -643,7 +643,8 @@ class Sharing:
     def adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported. If they differ from the present weights,
         opens a session of their key space in place of the present session. If the system refuses
-        it a thread or a file, the check stays open, and the next step calls this method again.
+        the session a thread or a file, the check stays open, and the next step calls this method
+        again.
 
         identity: identifies the weights by their content.
         """

@@ -446,8 +446,8 @@ class ResidencyPages:
     def _send(self, blocks: list[int]) -> None:
         """Stores blocks that are neighbours in a sequence, and records where the server has pinned
         them. Waits for the server's answers, each for at most `timeout_s`. Raises HotKVError if the
-        server has not stored the blocks, TimeoutError without an answer. The store is then revoked:
-        the server never gets it from pages that are changed after this call."""
+        server has not stored the blocks, TimeoutError without an answer. If the store fails or its
+        answer is late, it is revoked, so pages that change after this call are never stored."""
         sequence_id, first, _ = self._last_name(blocks[0])
         names = [self._last_name(block)[2] for block in blocks]
         places = np.array([self._staged[block].place for block in blocks], np.int32)

@@ -23,8 +23,8 @@ from hotkv_sparse import SparseConfig
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """The rows (requests) of a step that attend sparsely: request `request_ids[i]` writes block
-    `block_ids[i]`. A row has one such pair for each KV cache group.
+    """The rows (requests) of a step that attend sparsely. Entry i says that request
+    `request_ids[i]` writes block `block_ids[i]`. A row has one entry for each KV cache group.
 
     ended: ids of requests that have ended since the last step.
     """
