@@ -71,7 +71,7 @@ def size(
             if not traces:
                 traces = [Path(folder) / "this traffic"]
                 seconds = _record(client, traces[0], number, options, say)
-            # Asks after the recording, because an engine may measure its speed during it.
+            # Asked after the recording, because an engine may measure its speed in the meantime.
             speed = speed or prefill_tokens_per_s(client, number)
             return _simulated(traces, options, bytes_per_token, speed, arena, seconds)
 

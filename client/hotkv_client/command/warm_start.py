@@ -21,7 +21,8 @@ CALL_BLOCKS = 2_000
 first."""
 TOKEN_BYTES = 4
 MAX_LINE_CHARS = 1 << 26
-"""Longest line that is read. A longer one has another format, such as that of /dev/zero."""
+"""Longest line that is read. A file with a longer line has another format, for example /dev/zero.
+"""
 UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error)
 """The exceptions that a line of another format raises."""
 COUNTS = (

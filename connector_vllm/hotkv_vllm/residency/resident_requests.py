@@ -346,9 +346,9 @@ class ResidentRequests:
         """Gives private names, which no other request finds, to all blocks of the request that the
         server has not pinned yet.
 
-        If such blocks had names already, the server may have pinned some of them, so all blocks of
-        the request are stored anew. If the device may not have all of these blocks, the request is
-        computed anew instead.
+        If such a block had a name already, the server may have pinned it under that name, so all
+        blocks of the request are stored anew. If the device may not have all of these blocks, the
+        request is computed anew instead.
         """
         if one.named > one.kept:
             if not self._pool.stays_whole(one.state.request):

@@ -383,8 +383,9 @@ class Patience:
 MISS_MEMORY_S = 0.05
 """After a miss, a request is not looked up again for this time, seconds."""
 HINT_MEMORY_S = 0.02
-"""The hint (which blocks are ready, according to the block table) that was read at a request's
-arrival, or the answer to the lookup that was sent then, may be used for this time, seconds."""
+"""For this time, seconds, a request may use the hint that the block table gave at its arrival
+(which blocks are ready), or the answer to the lookup that was sent then.
+"""
 LEASE_SHARE_BEFORE_LOAD = 0.5
 """A load may begin only during this first share of its lease's lifetime, so that the lease does not
 expire before the load ends."""

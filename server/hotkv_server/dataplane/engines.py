@@ -225,7 +225,9 @@ class CopyEngines:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Cancels the jobs that wait for their gates, and closes all copy engines."""
+        """Cancels the jobs that still wait for an engine's device (`gate`), and closes all copy
+        engines.
+        """
         with self._changed:
             self._closing = True
             for job in self._waiting:

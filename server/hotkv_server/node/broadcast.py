@@ -15,8 +15,8 @@ from hotkv_proto.errors import HotKVError, Reason
 
 FEED_BYTES = 16 << 20
 ITEM_BYTES = 256
-"""Bytes that each item counts towards the feed's limit (FEED_BYTES), in addition to the bytes of
-the item's arrays."""
+"""Bytes of each item, beside those of its arrays, that count towards the feed's limit (FEED_BYTES).
+"""
 MAX_READERS = 64
 
 

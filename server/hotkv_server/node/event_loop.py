@@ -91,7 +91,7 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
 # late. If the timer is late by more than HELD_S, a thread records which function of hotkv the loop
 # is running. Figures cover the last WINDOW_S. While no delay is longer than QUIET_LAG_S, the timer
 # and the thread slow down to one tick in QUIET_TICK_S, so that an idle server uses little processor
-# time. A measured delay then counts as often as a tick every TICK_S would have counted.
+# time. A measured delay then counts several times, once for each TICK_S of the pause.
 #
 # If the loop hangs, faulthandler writes the stacks of all threads to stderr, once, between HUNG_S
 # and HUNG_S + ARM_S after the timer last ran. faulthandler does not need the GIL, so it works
@@ -220,8 +220,9 @@ def _function_of(frame: FrameType | None) -> str:
 
 
 async def begun(call: Callable[..., Any], *arguments: Any) -> "asyncio.Task[Any]":
-    """Runs a session's call as a task, up to its first wait, and returns the task. So the session's
-    next calls don't wait for it, but find what it has done up to there."""
+    """Starts a session's call as a task, runs it up to its first wait, and returns the task. The
+    session's next calls don't wait for the task, but find the changes that it has made so far.
+    """
     task = asyncio.create_task(call(*arguments))
     await asyncio.sleep(0)
     return task

@@ -397,9 +397,9 @@ class Transfer:
 
     def _verdict(self, outcome: Outcome, message: str) -> tuple[Outcome, str]:
         """Returns the final outcome and message of the transfer, given the outcome and message of
-        its copy job. The outcome becomes FAILED if the cache's state is inconsistent
-        (`Health.breach`), if the file of the engine's memory was truncated, or if a block of a load
-        was condemned (did not match its check value) during the copy."""
+        its copy job. The outcome becomes FAILED in three cases: the cache's state is inconsistent
+        (`Health.breach`), the file of the engine's memory was truncated, or a block of a load was
+        condemned (did not match its check value) during the copy."""
         call = self._call
         if self._means.health.breach:
             return Outcome.FAILED, "the server ends: its books can't be trusted"

@@ -305,7 +305,7 @@ def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
 class _SlabClass:
     """The pool's record of one slot size: its slabs and its free slots.
 
-    run_slabs, slots_per_run: number of slabs and of slots in a run of full length.
+    run_slabs, slots_per_run: length of a full run (see the function `run_slabs`), and its slots.
     num_slabs, num_slots: number of slabs and of slots in all runs of this size.
     """
 

@@ -122,8 +122,8 @@ class Room:
             for size in more:
                 missing_bytes = floors.missing(size) * self._pool.slab_bytes
                 if missing_bytes and floors.shortfall:
-                    # More slots than the missing slabs have, so that enough slabs are chosen: the
-                    # work ends when no floor is short of slabs (`is_enough`).
+                    # Ask for more slots than the missing slabs have, so that enough slabs are
+                    # chosen. The work ends earlier, when no floor lacks slabs (`is_enough`).
                     wanted = self._pool.free_slots(size) + missing_bytes // size + 1
                     payers = self._payers(taker, missing_bytes)
                     yield from self._rebalancer.take_until(

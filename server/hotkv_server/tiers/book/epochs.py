@@ -81,8 +81,8 @@ class EpochStanding:
     `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
     `raise_for`: the last raise covers the first `raise_for` flush requests (`Record.asked`); -1:
         none, because another store has raised its epoch later.
-    `told`: the store's epoch covers the first `told` flush requests; -1: not yet a request that an
-        earlier server has saved.
+    `told`: the store's epoch covers the first `told` flush requests; -1: not even the request that
+        an earlier server has saved.
     `told_s`: when the store answered the raise that covers these requests.
     """
 
@@ -474,7 +474,8 @@ class EpochBook:
         """Returns True if blocks that may come from one store may be copied to another one: each
         store has confirmed its epoch, in answer to a question that was sent at least CALM_S after
         this node adopted an epoch. A flush does not raise the epochs of all stores at the same
-        moment. In between, a store may still serve a block that the flush has ended in others."""
+        moment. Until its epoch is raised, a store may still serve a block that the flush has ended
+        in other stores."""
         record = self._record(fingerprint)
         return len(self.stores) < 2 or all(
             one.is_settled and one.confirmed_s > record.ended_s + CALM_S

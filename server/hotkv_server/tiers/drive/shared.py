@@ -49,8 +49,9 @@ MAX_FOUND = 1 << 16
 NUM_BUCKETS = 16 * MAX_FOUND
 """Buckets of `FoundBlocks`: so many that few blocks share a bucket with a remembered block."""
 PROBE_S = 0.2
-"""Least time until the deadline of a probe. If a lookup may wait less, its answer serves the next
-lookup."""
+"""Least time until the deadline of a probe. If a lookup waits less, the answer to its probe serves
+the next lookup.
+"""
 FOUND_S = 10.0
 """Time for which a block is remembered as found in the tier, unless it is read earlier."""
 

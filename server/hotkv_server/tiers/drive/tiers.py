@@ -45,8 +45,9 @@ MOVING_SHARE = 0.125
 the limit for blocks that are being loaded from all tiers together, or stay pinned after that for
 callers that have not leased them yet."""
 MOVE_BLOCKS = 1 << 12
-"""Most blocks of a move up, unless the call names no more blocks. Beginning or ending a move of so
-many blocks takes some milliseconds, in which the event loop does no other work."""
+"""A call for more blocks than this is split into several moves up (`_parts`). Beginning or ending a
+move of so many blocks takes some milliseconds, in which the event loop does no other work.
+"""
 PREFETCH_PAUSE_S = 0.05
 """Time between two tries of a prefetch to find room."""
 CLOSE_TIERS_S = 10.0

@@ -195,7 +195,7 @@ class Child:
         In these two cases NO_EPOCH would be wrong: it could hide a flush."""
         found = bytes(self._store.get(name))
         if not found:
-            # The value is also empty if the master does not answer.
+            # An empty value may also mean that the master did not answer.
             code = _check(self._store.get_size(name))
             if code == ABSENT_CODE:
                 return NO_EPOCH

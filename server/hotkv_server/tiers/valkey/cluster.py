@@ -55,8 +55,8 @@ class ClusterPipe:
         self._is_outdated = False
         # True if a reply to the last commands was a redirect.
         self._is_redirected = False
-        # Commands whose replies were not read yet, each with the connection that has sent it; None
-        # if no server has the command's hash slot.
+        # Commands whose replies were not read yet, each with the connection on which it was sent,
+        # or None if no server has the command's hash slot.
         self._sent: deque[tuple[Command, ValkeyConnection | None]] = deque()
         try:
             self._find(until_s)
