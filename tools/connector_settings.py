@@ -33,7 +33,7 @@ or one by one:
 - Without any setting an engine connects to `unix:/run/hotkv/grpc.sock`. The variable `HOTKV_TARGET`
   names another target.
 - A wrong setting stops the engine's start, and the message names the allowed values. An absent
-  server never does.
+  server never stops it.
 - If `VLLM_PLUGINS` is set, name `hotkv` in it: vLLM has the connector's name from hotkv's plugin.
   Or add `"kv_connector_module_path": "hotkv_vllm.connector"`.
 - No variable switches hotkv on (such as `HOTKV=1`): vLLM gives a plugin no way to set

@@ -41,8 +41,8 @@ class ConnectorConfig:
     list.
 
     target: `unix:/path/grpc.sock` or `host:port`.
-    tenant: engines of different tenants never share blocks; a server that knows tenants demands a
-        proof that this engine may act for it.
+    tenant: engines of different tenants never share blocks; a server with tenants demands a proof
+        that this engine may act for its tenant.
     tls_ca: file with the authorities that sign the server's certificate.
     tls_certificate, tls_key: files with this engine's certificate and its key.
     tls_server_name: name that the server's certificate must have.
@@ -52,24 +52,25 @@ class ConnectorConfig:
     lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it
         counts as a miss.
     load: `auto` takes a hit unless this engine's measurements show that computing is faster than
-        loading; and the server leaves blocks in a slow tier that the engine computes sooner.
+        loading. The server also leaves blocks in a slow tier if the engine computes them sooner.
         `always` takes every block that the server has.
     lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
     load_timeout_s: a load that takes longer is cancelled, and its request computes its prompt.
     store_timeout_s: the server gives up a store that takes longer.
     flush_timeout_s: how long a step waits for a store that reads blocks which the step overwrites,
         before it revokes the store.
-    device_order: how the server learns what the engine's device has done (CUDA). `auto` offers
-        events and flags, and the server picks; `events` (interprocess events; containers
-        need hostIPC); `flags` (words in device memory); `host` (the worker waits itself).
-    reset_timeout_s: how long vLLM's reset of external caches waits for the server to empty its own.
+    device_order: how the server learns how far the engine's device has worked (CUDA). `auto` offers
+        events and flags, and the server picks; `events` (interprocess events; containers need
+        hostIPC); `flags` (words in device memory); `host` (the worker waits itself).
+    reset_timeout_s: how long vLLM's reset of external caches waits for the server to empty its
+        cache.
     startup_wait_s: how long the engine's start waits for the server to answer, so that the first
         request can hit. A server that has answered gets up to 10 s to map the engine's memory.
     max_inflight_store_mib: bytes of blocks being stored. Stores beyond that wait, and are dropped
         when their request ends.
-    max_load_retries: failed loads after which a request is not offered hits again.
-    allow_untested_vllm: use hotkv with versions of vLLM that it is not tested with, even if they
-        change what hotkv uses of vLLM's API.
+    max_load_retries: a request gets no further hits after more failed loads than this.
+    allow_untested_vllm: use hotkv with untested versions of vLLM, even if these changed an API that
+        hotkv uses.
     use_table: probe the shared block table if the server offers it; else ask by calls.
     state_interval_tokens: store recurrent states (Mamba and the like) only at multiples of this
         many tokens, rounded up to a length at which a hit can end, and at the end of a prompt; 0
@@ -89,10 +90,10 @@ class ConnectorConfig:
         blocks, before it ends with an error.
     allow_sparse_cuda_never_run: use `sparse` with `residency` in CUDA engines, although no such
         engine has ever run; without it such an engine does not start.
-    representation_tokens: on CUDA, tokens of all running contexts for whose representations device
-        memory is allocated.
-    sparse_recall_steps: after so many decode steps each time, one layer's selection is measured
-        against exact attention; 0 for never.
+    representation_tokens: on CUDA, device memory is allocated for the representations of this many
+        tokens of all running contexts.
+    sparse_recall_steps: once in this many decode steps, one layer's selection is measured against
+        exact attention; 0 for never.
     """
 
     target: str = DEFAULT_TARGET
