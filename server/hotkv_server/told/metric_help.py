@@ -17,8 +17,8 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         ),
         "draining": "1 while the server drains.",
         "loop_lag_p50_seconds": "Median delay of the event loop, for which all calls wait.",
-        "loop_lag_p99_seconds": "99th percentile of that delay.",
-        "loop_lag_longest_seconds": "Longest delay; `hotkv status` names its cause.",
+        "loop_lag_p99_seconds": "99th percentile of the loop's delay.",
+        "loop_lag_longest_seconds": "Longest delay of the loop; `hotkv status` names its cause.",
     },
     "Does it pay": {
         "ledger_hit_tokens_total": (
@@ -46,7 +46,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "ledger_ceiling_ratio": (
             "Share of the last hour's prompt tokens that an endless cache would have hit."
         ),
-        "ledger_next_gib_ratio": "Share that one GiB more would have added.",
+        "ledger_next_gib_ratio": "Share of prompt tokens that one more GiB would have added.",
     },
     "Lookups and leases": {
         "lookup_seconds": "Time of lookups by call, with the answers of shared tiers.",
@@ -78,7 +78,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "loaded_bytes_total": "Bytes that loads copied to engines.",
         "load_seconds": "Time of finished loads, with waits for a device or copy thread.",
         "load_bytes": "Sizes of finished loads.",
-        "present_blocks_total": "Blocks offered by a store that were ready already.",
+        "present_blocks_total": "Blocks offered by stores and ready already.",
         "in_flight_blocks_total": "Blocks offered by a store while another store was writing them.",
         "no_space_blocks_total": (
             "Blocks refused because all memory was pinned, guaranteed to other tenants, being "
@@ -107,12 +107,12 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "arena_pinned_bytes": "Bytes that leases pin. Near the capacity, stores are refused.",
         "arena_lent_bytes": "Bytes of slabs that are lent to a slot size.",
         "arena_idle_bytes": "Bytes of free slots in lent slabs.",
-        "arena_tail_bytes": "Bytes of lent slabs that are lost: no slot covers the end of a run.",
+        "arena_tail_bytes": "Bytes at the ends of lent slabs that no slot covers.",
         "arena_stranded_bytes": (
             "Bytes of free slabs that the widest slot size can't use because they are not adjacent."
         ),
         "arena_fragmentation_ratio": "Idle and tail bytes, as a share of lent bytes.",
-        "arena_imbalance_ratio": "Share of lent memory at slot sizes that do not use it.",
+        "arena_imbalance_ratio": "Share of lent memory that is lent to the wrong slot sizes.",
         "arena_huge_page_bytes": (
             "Bytes of the arena in huge pages. Copies are slower without them."
         ),
@@ -128,7 +128,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "tier_asked_blocks_total": (
             "Blocks that lookups did not find in host memory, while the disk was up."
         ),
-        "tier_hit_blocks_total": "Those that the disk had.",
+        "tier_hit_blocks_total": "Blocks that lookups found on the disk.",
         "tier_left_blocks_total": "Blocks left on the disk because computing them is faster.",
         "tier_read_seconds": "Time of reads by tier; a read fetches all blocks of a lease.",
         "tier_demoted_blocks_total": "Blocks written to the disk.",
@@ -208,7 +208,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         ),
         "flushed_blocks_total": "Blocks dropped by a flush of their key space.",
         "held_blocks_total": "Blocks that requests asked to keep (retention with pin).",
-        "held_bytes": "Bytes kept for such requests.",
+        "held_bytes": "Bytes that pins of requests hold.",
         "held_budget_bytes": (
             "Limit of held_bytes (leases.held_share). At the limit, further requests keep no "
             "blocks."
@@ -259,7 +259,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
     },
     "What engines report": {
         "reported_requests_total": "Requests that engines scheduled.",
-        "reported_prompt_tokens_total": "Prompt tokens of those requests.",
+        "reported_prompt_tokens_total": "Prompt tokens of reported requests.",
         "reported_device_hit_tokens_total": "Prompt tokens found in engines' own caches.",
         "reported_hit_tokens_total": (
             "Prompt tokens that engines did not compute. Divided by reported_prompt_tokens it is "
@@ -292,7 +292,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
             "tracing.queue_spans or tracing.max_spans_per_s, or trace fewer requests."
         ),
         "trace_contexts_malformed_total": (
-            "Calls with an unreadable trace context; they were served without it."
+            "Calls with an unreadable trace context, served without it."
         ),
     },
     "Devices": {
@@ -321,7 +321,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         ),
         "sparse_select_seconds": "Time of selections by the server, from request to answer.",
         "sparse_sequences": "Sequences that engines decode sparsely.",
-        "sparse_sequence_blocks": "Blocks of those sequences.",
+        "sparse_sequence_blocks": "Blocks of sequences decoded sparsely.",
     },
 }
 """HELP texts by topic and metric. The topics are questions of an operator, in a usual order."""
