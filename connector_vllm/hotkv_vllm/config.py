@@ -170,8 +170,7 @@ class ConnectorConfig:
 
     @property
     def is_resident(self) -> bool:
-        """Returns True with residency: contexts may then be in host memory instead of device
-        memory."""
+        """Returns True with residency: contexts may be in host memory instead of device memory."""
         return self.sparse is not None and self.sparse.residency != "off"
 
     def read_centres(self) -> Centres | None:

@@ -175,14 +175,12 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(_loads_broke)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Starts this step's loads. The keyword arguments that model runner V2 passes are
-        ignored."""
+        """Starts this step's loads. Ignores the keyword arguments that model runner V2 passes."""
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.start_loads(meta)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing, because loads are asynchronous: vLLM runs a request only after its load has
-        ended."""
+        """Does nothing, because loads are asynchronous: vLLM runs a request only after its load."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

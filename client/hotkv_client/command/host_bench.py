@@ -123,8 +123,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def check_tiers(flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Runs `hotkv-server tiers check` with these flags. Returns its timings and the tiers'
-    problems."""
+    """Runs `hotkv-server tiers check` with `flags`. Returns the tiers' timings and problems."""
     command = [*COMMAND, "tiers", "check", "--json", *flags]
     try:
         done = subprocess.run(

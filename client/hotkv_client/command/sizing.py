@@ -20,8 +20,7 @@ from hotkv_proto.errors import HotKVError
 COMMAND = (sys.executable, "-m", "hotkv_server", "simulate")
 MAX_BLOCKS = 20_000_000
 RECORDED_TOKENS = 512
-"""Tokens of a block in a recorded trace. The recorder rounds the number up to whole blocks of the
-engine."""
+"""Tokens of a block in a recorded trace. The recorder rounds up to whole blocks of the engine."""
 PREFIX_CLOSED = ("full attention", "mla")
 """Kinds of groups in which a hit needs every block of the prefix."""
 SCALES = (0.25, 0.5, 1, 2, 4, 8)

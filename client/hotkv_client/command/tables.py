@@ -47,8 +47,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def engine_of(row: dict[str, Any]) -> str:
-    """Returns the name of an engine for a row: its name, or its id if an older server sends no
-    name."""
+    """Returns the engine's name for a row, or its id if an older server sends no name."""
     return str(row.get("engine_name") or row["engine_id"])
 
 
@@ -370,8 +369,7 @@ def show_status(answer: dict[str, Any]) -> str:
 
 
 def state_line(info: dict[str, Any]) -> str:
-    """Returns the server's problems. If there are no problems, returns its state and the progress
-    of its start."""
+    """Returns the server's problems; if there are none, its state and the progress of its start."""
     problems = "; ".join(info["problems"])
     return problems or "; ".join(filter(None, (info["state"], info["progress"])))
 
@@ -445,8 +443,7 @@ def gpu_line(answer: dict[str, Any]) -> str:
 
 
 def loop_line(counters: dict[str, Any], held_by: str) -> str:
-    """Formats a line that shows how late callbacks of the server's event loop ran in the last
-    minute.
+    """Formats a line: how late callbacks of the server's event loop ran in the last minute.
 
     counters: the server's counters by name.
     held_by: the function that the loop ran during the longest delay; empty if it is unknown.

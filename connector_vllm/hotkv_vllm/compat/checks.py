@@ -268,8 +268,7 @@ def rank_place(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
 
 
 def num_ranks(vllm_config: Any) -> int:
-    """Returns the number of this engine's workers. Each data-parallel replica counts as an engine
-    of its own."""
+    """Returns the number of this engine's workers. A data-parallel replica counts as an engine."""
     parallel = vllm_config.parallel_config
     return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 

@@ -151,8 +151,7 @@ COLON = re.compile(r":[ \t]*(?:#.*)?$", re.MULTILINE)
 """Matches the colon at the end of a method's signature."""
 CLOSING = re.compile(r"^    \)", re.MULTILINE)
 NEXT = re.compile(r"^ {0,4}[^\s)#]", re.MULTILINE)
-"""Matches the beginning of the next statement of a class after a method, or of the file after the
-class."""
+"""Matches the beginning of the statement after a method of a class, or after the class."""
 
 
 def without_bodies(text: str) -> str:
@@ -515,8 +514,7 @@ class Names:
 
 
 def own_members(cls: ast.AST) -> dict[str, ast.AST]:
-    """Returns, by name, the members that a class's own body defines, and the attributes that its
-    methods set."""
+    """Returns, by name, members that a class's body defines and attributes that its methods set."""
     assert isinstance(cls, ast.ClassDef)
     return set_members(cls) | body_members(cls)
 

@@ -91,15 +91,13 @@ class ResidentSpec(FullAttentionSpec):
 
     @property
     def whole_blocks(self) -> int:
-        """Returns the greatest length of a request, in blocks, at which all its blocks stay on the
-        device."""
+        """Returns the greatest length, in blocks, at which a whole request stays on the device."""
         window = _blocks(self.keeps_tokens, self.block_size) + 1
         short = _blocks(self.sparse_from_tokens, self.block_size) + 1
         return max(self.sink_blocks + window, short)
 
     def device_blocks(self, num_tokens: int) -> int:
-        """Returns the most device blocks that a request of `num_tokens` holds, hot slots
-        included."""
+        """Returns the most device blocks that a request of `num_tokens` holds, with hot slots."""
         needed = _blocks(num_tokens, self.block_size)
         return needed if needed <= self.whole_blocks else self.moved_blocks
 
@@ -368,8 +366,7 @@ class ResidentManager(FullAttentionManager):
 
     @property
     def promised_blocks(self) -> int:
-        """Returns how many further blocks the admitted requests need until their prompts are
-        computed."""
+        """Returns how many more blocks admitted requests need until their prompts are computed."""
         return sum(self._promised(name, self._is_moved(name)) for name in self.req_to_blocks)
 
     def _promised(self, request_id: str, is_moved: bool) -> int:
@@ -621,8 +618,7 @@ class DevicePool:
         return min(int(request.num_prompt_tokens + request.max_tokens), self.max_model_len)
 
     def holds_whole(self, request: Any) -> bool:
-        """Returns True if all blocks of the request stay on the device even at its greatest
-        length."""
+        """Returns True if the whole request stays on the device even at its greatest length."""
         spec = self.spec
         return spec is None or -(-self.longest(request) // spec.block_size) <= spec.whole_blocks
 

@@ -65,15 +65,13 @@ reason. `make check` compares the list with these release lines too."""
 
 
 def span(door: str) -> str:
-    """Returns the tested release lines of a door (one of the two connectors) as text, such as `0.32
-    to 0.33`."""
+    """Returns the tested release lines of a door (connector) as text, such as `0.32 to 0.33`."""
     first, last = TESTED[door]
     return f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
 
 
 def is_tested(door: str, version: str) -> bool:
-    """Returns True if a version's release line is tested with this door (one of the two
-    connectors)."""
+    """Returns True if a version's release line is tested with this door (connector)."""
     release = re.match(r"(\d+)\.(\d+)", version)
     first, last = TESTED[door]
     return release is not None and first <= (int(release[1]), int(release[2])) <= last

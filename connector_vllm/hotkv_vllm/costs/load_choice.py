@@ -84,8 +84,7 @@ class ServerCosts:
         return float(np.median(self._answers)) if self._answers else 0.0
 
     def load_s(self, num_tokens: int) -> float:
-        """Returns the predicted time to load `num_tokens`, in seconds; 0 before the first
-        measurement."""
+        """Returns the predicted seconds to load `num_tokens`; 0 before the first measurement."""
         if not self._loads:
             return 0.0
         fixed_s, token_s = fitted(*zip(*self._loads, strict=True))

@@ -66,8 +66,7 @@ class PrefillSpeed:
 
     @property
     def tokens_per_s(self) -> float:
-        """Returns how many tokens of prefill the engine computes per second; 0 before the first
-        measurement."""
+        """Returns the engine's prefill speed in tokens/s; 0 before the first measurement."""
         return 1 / float(np.median([cost for _, cost in self._costs])) if self._costs else 0.0
 
     def seconds(self, start_tokens: int, stop_tokens: int) -> float:

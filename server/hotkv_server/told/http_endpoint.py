@@ -177,8 +177,7 @@ async def _give_up() -> None:
 
 
 class HttpServer:
-    """Serves HTTP (see the module) until it is closed. Raises OSError if the server can't
-    listen."""
+    """Serves HTTP (see the module) until it is closed. Raises OSError if it can't listen."""
 
     def __init__(self, host: str, port: int, node: Node, access: PageAccess = OPEN_HERE) -> None:
         """Binds the address and starts the thread. Call this constructor on the node's event loop.
@@ -252,8 +251,7 @@ class HttpServer:
         return now_s - self._last_turn_s
 
     def close(self) -> None:
-        """Stops listening, drops all connections and joins the thread. Blocks the calling
-        thread."""
+        """Stops listening, drops all connections and joins the thread. Blocks the caller."""
         self._loop.call_soon_threadsafe(self._end)
         self._thread.join()
         self._loop.close()

@@ -256,8 +256,7 @@ def busiest(node: Node) -> list[LiveSession]:
 
 
 DOORS = {"hotkv-vllm": "own", "hotkv-offloading": "offloading"}
-"""The door (connector that the engine uses, docs/doors.md), by the client name that a session
-sends."""
+"""The door (the engine's connector, docs/doors.md), by the client name that a session sends."""
 
 
 def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:

@@ -90,19 +90,17 @@ def _labels(name: str) -> tuple[str, ...] | None:
 
 
 def _counter(name: str, value: float | None = None) -> CounterMetricFamily:
-    """Makes a counter with this value. Without a value, makes a counter with labels and no
-    samples."""
+    """Makes a counter with this value. Without a value, it has labels and no samples."""
     return CounterMetricFamily(f"hotkv_{name}", _help(name), value, _labels(name))
 
 
 def _gauge(name: str, value: float | None = None) -> GaugeMetricFamily:
-    """Makes a gauge with this value. Without a value, makes a gauge with labels and no samples."""
+    """Makes a gauge with this value. Without a value, it has labels and no samples."""
     return GaugeMetricFamily(f"hotkv_{name}", _help(name), value, _labels(name))
 
 
 def _histogram(name: str, counted: Histogram | None = None) -> HistogramMetricFamily:
-    """Makes a histogram with these counts. Without counts, makes a histogram with labels and no
-    samples."""
+    """Makes a histogram with these counts. Without counts, it has labels and no samples."""
     family = HistogramMetricFamily(f"hotkv_{name}", _help(name), labels=_labels(name))
     if counted is not None:
         family.add_metric([], counted.cumulative(), counted.sum)

@@ -70,8 +70,7 @@ class Tracing:
             _current.reset(before)
 
     def child(self, name: str) -> "Span | None":
-        """Begins a child span of the current call's span. Returns None if the call is not
-        traced."""
+        """Begins a child of the current call's span. Returns None if the call is not traced."""
         span = _current.get()
         return None if span is None else span.child(PREFIX + name)
 
@@ -126,8 +125,7 @@ def _names(hashes: Words) -> list[int]:
 
 
 def reason(error: BaseException) -> str:
-    """Returns the description of an error for a span: its reason or type, without any data of
-    clients."""
+    """Returns an error's description for a span: its reason or type, without data of clients."""
     return error.reason.name if isinstance(error, HotKVError) else type(error).__name__
 
 

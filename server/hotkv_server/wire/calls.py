@@ -93,8 +93,7 @@ def _lookup(
 async def _lookup_later(
     node: Node, session: LiveSession, request: cache_pb2.LookupRequest, groups: list[HashList]
 ) -> cache_pb2.LookupResponse:
-    """Asks shared tiers for the blocks, waits for their answers for a bounded time, then looks the
-    blocks up."""
+    """Asks shared tiers for the blocks, waits for a bounded time, then looks the blocks up."""
     assert node.tiers is not None
     key_space_id = session.record.key_space_id
     await node.tiers.lookups.ask(session, key_space_id, groups)

@@ -166,8 +166,7 @@ class SessionCalls:
         return None if answer is None else session_pb2.ConnectResponse(**{body: answer})
 
     async def _slowed(self, error: HotKVError) -> HotKVError:
-        """Waits until `Pace` allows another answer to a malformed message, then returns the
-        error."""
+        """Waits until `Pace` allows another answer to a malformed message. Returns the error."""
         await self._pace.turn()
         return error
 

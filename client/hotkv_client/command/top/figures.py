@@ -369,8 +369,7 @@ def _model(name: str, engines: list[EngineRates]) -> ModelRates:
 
 
 def _engines(between: _Between) -> list[EngineRates]:
-    """Returns the figures of the engines that have a session, in the order in which they
-    connected."""
+    """Returns figures of engines that have a session, in the order in which they connected."""
     found = dict.fromkeys(s["engine_id"] for s in between.after.sessions if s["role"] != "tool")
     return [_engine(between, engine_id) for engine_id in found]
 

@@ -146,8 +146,7 @@ MAX_UNREAD_GUESTS = 256
 clients have not read the end; until they do, gRPC can't end the calls. Beyond this number, no guest
 is admitted to health's Watch, reflection or channelz."""
 Guard = Callable[[Any], None]
-"""Function that takes the context of a call, and raises HotKVError if the call's peer is not an
-admin."""
+"""Function that takes a call's context, and raises HotKVError if the call's peer is no admin."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ messages over many connections; the bound on concurrent calls (`wire.server.MAX_
 
 
 class LineBound:
-    """Allows at most `lines_per_s` lines of a log per second, and counts the lines that it did not
-    allow."""
+    """Allows at most `lines_per_s` lines of a log per second, and counts the refused lines."""
 
     def __init__(self, lines_per_s: int) -> None:
         self._lines_per_s = lines_per_s
@@ -69,8 +68,7 @@ class Pace:
         return f"Pace({1 / self._interval_s:g} a second)"
 
     async def turn(self) -> None:
-        """Waits until another answer to a malformed message, or another refusal of a session, may
-        be sent."""
+        """Waits until an answer to a malformed message, or a refusal of a session, may be sent."""
         now_s = time.monotonic()
         wait_s = self.wait_s(now_s)
         if wait_s > 0:
