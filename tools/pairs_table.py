@@ -37,13 +37,13 @@ Of the {counts}. A pair works unless the tables say
 "refused" or "cannot meet". `tools/pairs_table.py` makes this section from `tests/pairs/table.py`;
 `make check` fails for a pair without an answer.
 
-- In the harness, with random traffic: every other pair that no table lists
-  (`tests/pairs/test_pairs.py`; random triples too, in `make torture`). Every KV value that
-  attention reads is compared; at the end so is every block of the server and of vLLM's own cache.
-- The same over real daemons with a disk and a Valkey: pairs with {tiers}
+- In the harness, with random traffic: pairs that no table lists (`tests/pairs/test_pairs.py`; also
+  random triples, in `make torture`). The harness compares every KV value that attention reads, and
+  at the end every block of the server and of vLLM's own cache.
+- In the harness over real daemons with a disk and a Valkey: pairs with {tiers}
   that no table lists (`tests/pairs/test_nodes.py`).
 - In real engines beside a real daemon: pairs of `residency` and `offloading`, in the first table.
-  Those of `residency` with `"residency": "auto"` too, with requests that move off the device
+  Pairs of `residency` also run with `"residency": "auto"`, with requests that move off the device
   (`test_a_pair_of_requests_that_move`, `tests/vllm/test_residency_auto.py`).
 """
 

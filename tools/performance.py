@@ -18,8 +18,8 @@ BUSY_LOAD = 1.0
 HEAD = """# Measured against targets
 
 `make bench` runs every benchmark with a target, in short form, and prints hit or miss beside the
-figures below, the last that `make bench BENCH=--record` wrote to `bench/records.json`. It needs
-minutes for each benchmark, and a quiet machine: a target that was missed while other work had the
+last recorded figures, shown below. `make bench BENCH=--record` writes them to `bench/records.json`.
+A benchmark needs minutes, and a quiet machine: a target that was missed while other work had the
 cores is marked *busy*. `bench/NAME.py` says what a figure means; `tools/performance.py` makes this
 page.
 """

@@ -16,12 +16,12 @@ _T = TypeVar("_T")
 
 FEATURES = {
     "lora": "LoRA adapters",
-    "residency": "residency: contexts in host memory",
+    "residency": "contexts in host memory",
     "sparse": "sparse decode",
     "ranks": "tensor parallel ranks",
     "pipeline": "pipeline stages",
-    "hybrid": "hybrid models: several KV cache groups",
-    "pooling": "pooling: engines that answer with vectors",
+    "hybrid": "several KV cache groups",
+    "pooling": "engines that answer with vectors",
     "embeds": "prompts of embeddings",
     "images": "prompts with images",
     "multi_first": "MultiConnector, hotkv first",
@@ -126,7 +126,7 @@ REFUSED_ELSEWHERE = {
 """Of these, pairs whose message is checked by a test in another folder."""
 
 APART: dict[tuple[str, str], str] = {
-    ("sparse", "pooling"): "decode steps alone attend sparsely, and a pooling request ends with "
+    ("sparse", "pooling"): "only decode steps attend sparsely, and a pooling request ends with "
     "its prompt: vLLM schedules no decode step for it",
     (
         "speculation",
