@@ -415,8 +415,8 @@ def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
 
 def residency_line(counters: dict[str, Any]) -> list[str]:
     """Formats a line about residencies (contexts beyond device memory). Returns an empty list if
-    there are no residencies, no engine waits for a residency, and the server keeps no pinned blocks
-    of an earlier server for residencies that engines may open again."""
+    the server has no residencies, no engine that waits for one, and no pinned blocks from an
+    earlier server."""
     names = ("residencies", "residencies_waiting", "residency_grace_bytes")
     if not any(counters.get(name) for name in names):
         return []

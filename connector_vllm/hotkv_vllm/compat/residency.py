@@ -273,9 +273,9 @@ class ResidentManager(FullAttentionManager):
 
     def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
         """Decides, with `residency = "auto"`, whether a new request begins as if it had been moved
-        off the device. It does if the device has no room now for all its blocks (`room_for`), but
-        has room for the blocks of a moved request, and the server has reserved room for the
-        request. The decision is made again each time vLLM tries to admit the request."""
+        off the device. The request does if the device now lacks room for all its blocks
+        (`room_for`) but has room for the blocks of a moved request, and the server has reserved
+        room for it. The decision is made again each time vLLM tries to admit the request."""
         self._begins_moved.discard(request_id)
         free = self.block_pool.get_num_free_blocks()
         needed = self._most_blocks(request_id, num_tokens)

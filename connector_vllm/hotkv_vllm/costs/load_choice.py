@@ -4,9 +4,9 @@ The engine learns both times. It measures how long the server takes for answers 
 long its own prefill takes. The time in which an answer waits for the engine's next step does not
 count.
 
-A hit is loaded if the predicted load time is not longer than the predicted time to compute the
-hit's tokens (prefill time), or longer by SLACK_S at most. This is the decision `TAKE`. The load is
-cancelled when it has taken as long as the prefill would (or LEAST_BUDGET_S, if that is longer).
+A hit is loaded if the predicted load time exceeds the predicted time to compute the hit's tokens
+(prefill time) by at most SLACK_S. This is the decision `TAKE`. The load is cancelled when it has
+taken as long as the prefill would (or LEAST_BUDGET_S, if that is longer).
 
 If loading seems slower, the hit's tokens are computed (`LEAVE`). But now and then the engine tries
 a load (`TRY`), to notice when loading has become faster. A trial loads only a few tokens of its
@@ -43,7 +43,7 @@ COSTED = 16
 predictions follow changes."""
 CHANGED = 4.0
 """If a measured time is greater than this multiple of its prediction (plus SLACK_S), or smaller
-than the prediction divided by this number, the server has changed, and earlier times are
+than the prediction divided by this number, the server counts as changed, and earlier times are
 discarded."""
 TRIED_SHARE = 0.03
 LEAST_TRIED_TOKENS = 32

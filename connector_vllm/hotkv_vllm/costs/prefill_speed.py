@@ -22,8 +22,8 @@ RECENT = 15
 """The speed is the median over this many recent steps, because some steps take longer than their
 prefill: they wait for stores or for a compiler."""
 LEAST_SPREAD_TOKENS = 2048
-"""The growth of the cost per token with the length of the context is learnt only if the contexts of
-the measured steps differ by at least this many tokens."""
+"""The engine learns how the cost per token grows with the length of the context only if the
+contexts of the measured steps differ by at least this many tokens."""
 MAX_OPEN = 64
 
 

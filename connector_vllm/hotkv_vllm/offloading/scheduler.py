@@ -9,8 +9,8 @@ Always true:
 - From the moment the weights may have changed, the tier looks up and stores no chunk until all
   ranks have reported their weights.
 - If weights were written, the tier looks up and stores no chunk until vLLM has emptied the device
-  and the primary tier (the CPU memory of its offloading), because they hold blocks of the old
-  weights under the same keys.
+  and the primary tier (the CPU memory of its offloading). Both may hold blocks of the old weights
+  under the same keys.
 
 Scheduler thread only. It waits for the server at the start, after a change of weights, and in a
 reset. It also waits up to `IDLE_WAIT_S` in a step in which all requests of the engine wait for

@@ -645,9 +645,9 @@ class CudaWorker:
         self.sequences.lose_rows(first_blocks, "its batch could not be planned")
 
     def start_over(self) -> None:
-        """Handles a step for which the scheduler's message was lost: reports all requests as lost
-        that have blocks only in host memory, and forgets all requests, because the message may have
-        said that a request was preempted and begins anew."""
+        """Handles a step for which the scheduler's message was lost. Reports requests with blocks
+        only in host memory as lost. Forgets all requests, because the message may have said that a
+        request was preempted and begins anew."""
         self._step, self._is_told = [], False
         self._residents.name_rows({})
         self.sequences.forget_all("a step's plan was lost")

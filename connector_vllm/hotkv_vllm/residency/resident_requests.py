@@ -310,8 +310,7 @@ class ResidentRequests:
 
     def _is_outwaited(self, one: Resident) -> bool:
         """Returns True if other requests got the request's room after a reconnect, and the request
-        has waited for `timeout_s`. It is then parked, not failed.
-        """
+        has waited for `timeout_s`. It is then parked, not failed."""
         is_long = one.waited_s >= self._timeout_s
         return one.has_lost_room and is_long and self._reservations.is_connected
 

@@ -383,9 +383,8 @@ class Patience:
 MISS_MEMORY_S = 0.05
 """After a miss, a request is not looked up again for this time, seconds."""
 HINT_MEMORY_S = 0.02
-"""For this time, seconds, a request may use the hint that the block table gave at its arrival
-(which blocks are ready), or the answer to the lookup that was sent then.
-"""
+"""For this time after its arrival, seconds, a request may use the answer of that moment: the block
+table's hint (which blocks are ready), or the server's answer to a lookup."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
 """A load may begin only during this first share of its lease's lifetime, so that the lease does not
 expire before the load ends."""
@@ -742,8 +741,7 @@ class HitFinder:
 
     def _why(self, request: Any, hit_tokens: int) -> Miss:
         """Returns why the hit of a request ends at `hit_tokens`: FAILED_LOAD if the next block is
-        hidden because its load has failed; otherwise ABSENT.
-        """
+        hidden because its load has failed; otherwise ABSENT."""
         for index, spec in enumerate(self.groups.specs if self.hidden else ()):
             at = hit_tokens // spec.block_tokens
             if self.hidden.has(index, self.groups.hashes(request, index)[at : at + 1]):

@@ -135,9 +135,9 @@ class StepPlanner:
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
         """Continues in the key space of the weights that the ranks have reported
-        (`Sharing.adopt`). If these weights differ from those of the present key space, or if a rank
-        noticed a write to its weights, also marks all KV on the device as inexact, and looks all
-        requests up anew.
+        (`Sharing.adopt`). If these are not the weights of the present key space, or a rank noticed
+        a write to its weights, also marks all KV on the device as inexact, and looks all requests
+        up anew.
 
         cache: the parts of the scheduler side that use the session.
         identity: identifies the weights by their content.

@@ -83,8 +83,7 @@ report stores of an earlier planner."""
 UNREPORTED_S = 60.0
 """If a rank has not reported the end of a store after steps that took this many seconds in all, a
 message was lost. The store is then revoked and forgotten. A store may stay unreported for longer in
-an idle engine, because only steps carry reports.
-"""
+an idle engine, because only steps carry reports."""
 MOST_STEP_S = 1.0
 """A pause between two plans of steps counts as this many seconds at most."""
 

@@ -226,8 +226,7 @@ class CopyEngines:
 
     def close(self) -> None:
         """Cancels the jobs that still wait for an engine's device (`gate`), and closes all copy
-        engines.
-        """
+        engines."""
         with self._changed:
             self._closing = True
             for job in self._waiting:
@@ -262,8 +261,8 @@ class CopyEngines:
         )
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest time, in seconds, for which a thread or device of any copy engine has
-        already worked on its present piece, or for which the present poll of the gates has already
+        """Returns the longest of these times, in seconds: how long each thread or device of a copy
+        engine has worked on its present piece, and how long the present poll of the gates has
         lasted. The time that a job waits for its gate does not count."""
         gates_s = now_s - (self._begun_s or now_s)
         return max(gates_s, *(engine.stalled_s(now_s) for engine in self._engines.values()))

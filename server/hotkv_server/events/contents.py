@@ -14,9 +14,10 @@ record never wraps around the end of the ring.
 A store only queues its contents, so the event loop does not wait. A thread writes them into the
 ring some milliseconds later. A method that reads contents writes the queued contents first.
 
-If the ring is full, the oldest records are overwritten. Before an old record is overwritten, the
-contents of its blocks that are still cached are appended again as a new record, and so is a name of
-a key space that the server still knows; the number and bytes of such records per store are limited.
+If the ring is full, the oldest records are overwritten. Before an old record is overwritten, its
+useful part is appended again as a new record: the contents of blocks that are still cached, or a
+name of a key space that the server still knows. The number and bytes of such records per store are
+limited.
 
 Always true: the ring and the queue are bounded, and the file space of the ring is allocated before
 it is written. If the server is killed, the record that it is writing is not read later, and the
@@ -71,8 +72,8 @@ FILLER, BLOCKS, NAME = 0, 1, 2
 """Kinds of records. FILLER: unused bytes up to the end of the ring. BLOCKS: a run (consecutive
 blocks that were stored together). NAME: a name of a key space's model."""
 MOST_MOVES = 64
-"""When a record is added to a full ring, about this number of old records with blocks that are
-still cached are appended again, at most, and about an eighth of the ring. If there are more, most
+"""When a record is added to a full ring, old records with blocks that are still cached are appended
+again: about this number at most, and about an eighth of the ring at most. If there are more, most
 of the ring is about cached blocks. Then no records of blocks are appended again until an eighth of
 the ring has been overwritten."""
 AT_BITS = 17

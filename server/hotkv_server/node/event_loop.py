@@ -221,8 +221,7 @@ def _function_of(frame: FrameType | None) -> str:
 
 async def begun(call: Callable[..., Any], *arguments: Any) -> "asyncio.Task[Any]":
     """Starts a session's call as a task, runs it up to its first wait, and returns the task. The
-    session's next calls don't wait for the task, but find the changes that it has made so far.
-    """
+    session's next calls don't wait for the task, but find the changes that it has made so far."""
     task = asyncio.create_task(call(*arguments))
     await asyncio.sleep(0)
     return task

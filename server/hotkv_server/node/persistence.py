@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 # Writing: the node saves its key spaces, and the time of last use of each block.
 #
-# Always true: before the first block of a key space is stored in host memory, the key space is
-# written to the state file beside the arena, because the next server can't use the blocks without
-# it. One write runs at a time. A write that has begun runs to its end even if its caller is
-# cancelled. If a write fails, the failure is logged and the server continues: at a restart, the
-# blocks of a key space that was not written are lost, unless a later write has succeeded. Tiers
-# below host memory record their blocks themselves.
+# Always true: a key space is written to the state file beside the arena before its first block is
+# stored in host memory. The next server can't use the blocks without this record. One write runs at
+# a time. A write that has begun runs to its end even if its caller is cancelled. If a write fails,
+# the failure is logged and the server continues: at a restart, the blocks of a key space that was
+# not written are lost, unless a later write has succeeded. Tiers below host memory record their
+# blocks themselves.
 
 
 CLOSE_S = 5.0

@@ -115,9 +115,8 @@ MARK_TIMEOUT_S = 600.0
 """Longest wait for a mark. Far above the time of all work that an engine queues on its device."""
 CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 MAX_TRANSFERS_OF_SESSION = 2048
-"""Most transfers that a session may have in flight. The session may also not begin a transfer while
-its transfers in flight together have as many bytes as the arena, or as MIN_INFLIGHT_BYTES if the
-arena is smaller."""
+"""Most transfers that a session may have in flight. It may not begin another while its transfers in
+flight together have as many bytes as the arena (or as MIN_INFLIGHT_BYTES, if that is more)."""
 MIN_INFLIGHT_BYTES = 1 << 30
 TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
 """Estimated memory that a transfer uses until it ends, in addition to its message: TRANSFER_BYTES,

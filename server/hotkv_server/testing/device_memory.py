@@ -374,8 +374,7 @@ class Ranges:
 
     def shadow_of(self, address: int, num_bytes: int) -> int:
         """Returns the address, in this process, of the bytes that stand for a range of device
-        memory. Raises ValueError unless a single memory contains the range.
-        """
+        memory. Raises ValueError unless a single memory contains the range."""
         found = self._overlapping(address, address + num_bytes)
         if not found or not (found[0].start <= address and address + num_bytes <= found[0].end):
             raise ValueError(f"no memory of a device at {address:#x}")

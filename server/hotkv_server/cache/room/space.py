@@ -134,8 +134,8 @@ class Room:
                 floors.add(size, -count)
 
     def coming_slots(self, size: int, count: int) -> int:
-        """Returns how many of `count` slots of this size are not free now, but will be free without
-        evictions in about a second, when more of the arena has memory."""
+        """Returns how many of `count` slots of this size are not free now, but will be in about a
+        second without evictions, when more of the arena has memory."""
         if not self.coming_bytes:
             return 0
         missing = count - self._pool.available_slots(size)
@@ -375,8 +375,8 @@ def _evict_excess(books: Books, removal: Removal, tenant: int) -> Parts[int]:
 
 _NO_SHARES: Mapping[str, TenantShare] = {}
 REFRESH_S = 1.0
-"""When a block is stored, and the last use of a block before it in its chain is older than this
-time in seconds, `Space.refresh_ancestors` marks the chain as in use."""
+"""When a block is stored, `Space.refresh_ancestors` marks its chain as in use if an earlier block
+of the chain was last used longer ago than this, in seconds."""
 MAX_REFRESHED = 1 << 14
 """When a block is stored, at most this many blocks before it in its chain are marked as in use
 (`Space.refresh_ancestors`), and are protected from eviction while room is made for the block."""

@@ -143,8 +143,8 @@ def plan_runs(
     a new run.
 
     Returns the number of pieces (ranges of slabs) that were chosen, and the number of slots in
-    them. Writes for each piece the first slab of its run, the first slab of the piece and the
-    piece's number of slabs to the front of `plan` [pieces, 3], unless `plan` is empty.
+    them. Unless `plan` [pieces, 3] is empty, writes three numbers for each piece to its front: the
+    first slab of the piece's run, the first slab of the piece, and the piece's number of slabs.
 
     owner: slot size that each slab is lent to; -1 for a free slab.
     head: first slab of each slab's run.

@@ -6,9 +6,8 @@ Always true: there are at most `max_accounts` accounts. Every count is in exactl
 `total`. If there are too many accounts, the least recently used account is folded: it is merged
 into another account. An account of a single engine is merged into the key space's account with the
 engine OTHERS. An account with the engine OTHERS is merged into a single account for the whole node.
-So memory is fixed, however many engine names there are. For each request, the tokens that hit on
-the device, the tokens that hit in each tier, and the tokens that missed for each reason add up to
-the tokens of its prompt.
+So memory is fixed, however many engine names there are. Each token of a prompt is counted once: as
+a hit on the device, a hit in a tier, or a miss for a reason.
 """
 
 import math

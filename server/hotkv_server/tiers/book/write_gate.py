@@ -12,8 +12,8 @@ Always true:
 - in any 24 hours the gate admits at most the budget, plus the blocks of one chain in one call, plus
   the bytes by which blocks exceeded their estimated size (`add`). The writes of earlier servers
   count too, as far as they were saved (`written`, `recall`);
-- the gate does not skip blocks: if host memory has the preceding block of a chain, and that block
-  is neither on the disk nor admitted, the gate refuses the next block at its first offer.
+- the gate does not skip blocks: at its first offer it refuses a block if the block before it in the
+  chain is in host memory, but neither on the disk nor admitted.
 
 The gate admits a share of the chains because of measurements on the traces of docs/tiers.md ("What
 is written to the disk"). There a gate that only admits blocks when they are offered the second time

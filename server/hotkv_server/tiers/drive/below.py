@@ -124,8 +124,7 @@ class TierBelow:
     def _is_kept(self) -> bool:
         """Returns True if the files for the next server have all key spaces of this node, and the
         present seal number (`Record.local`) of each. Only then are blocks moved down: without these
-        files the next server could not read the blocks.
-        """
+        files the next server could not read the blocks."""
         return self._keep_key_spaces() and self._epochs.are_seals_saved
 
     def _keep_key_spaces(self) -> bool:

@@ -467,9 +467,9 @@ class Epochs:
         self._wake()
 
     async def _flush_here(self, fingerprint: str) -> None:
-        """Flushes a key space on this node, and reports the end of the flush to the book. Skips the
-        removal of blocks if this node does not know the key space, or if the key space has no
-        blocks and no caller has requested the flush: then calls `on_flushed`."""
+        """Flushes a key space on this node, and reports the end of the flush to the book. Removes
+        no blocks if this node does not know the key space, or if the key space has no blocks and no
+        caller has requested the flush. In the second case calls `on_flushed`."""
         is_done = False
         try:
             number = self._number(fingerprint)

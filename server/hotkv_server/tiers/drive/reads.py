@@ -105,8 +105,8 @@ def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]
 def worth(lists: Sequence[Listed], offers: Sequence[Offer], tokens_per_s: float) -> list[bool]:
     """Decides which offers a lookup takes. Returns, for each offer, True if it is taken.
 
-    Tiers are read at the same time, so a lookup waits for the slowest of them. If this wait is
-    longer than the time to compute the tokens that the offers add to the hit, the slowest offer is
+    Tiers are read at the same time, so a lookup waits for the slowest of them. If computing the
+    tokens that the offers add to the hit takes less time than this wait, the slowest offer is
     dropped, and the other offers are compared again. If several offers have the same block, the
     first of them loads it.
 

@@ -50,8 +50,7 @@ NUM_BUCKETS = 16 * MAX_FOUND
 """Buckets of `FoundBlocks`: so many that few blocks share a bucket with a remembered block."""
 PROBE_S = 0.2
 """Least time until the deadline of a probe. If a lookup waits less, the answer to its probe serves
-the next lookup.
-"""
+the next lookup."""
 FOUND_S = 10.0
 """Time for which a block is remembered as found in the tier, unless it is read earlier."""
 
@@ -262,9 +261,9 @@ class TierShared:
     def _named(
         self, key_space_id: int, groups: list[HashList]
     ) -> Iterator[tuple[bytes, HashList, Int64s]]:
-        """Yields, for each list in `groups`: the bytes with which the keys of its blocks in the
-        tier begin (the key without the block's hash), the list, and the positions of the blocks
-        that are neither in host memory nor on the disk."""
+        """Yields three values for each list in `groups`: the beginning of its blocks' keys in the
+        tier (all but the block's hash), the list, and the positions of the blocks that are neither
+        in host memory nor on the disk."""
         prefix = self._epochs.prefix(self.name, key_space_id)
         for one, at in zip(groups, self._absent(key_space_id, groups), strict=True):
             yield b"%s/%d" % (prefix, one.group_index), one, at

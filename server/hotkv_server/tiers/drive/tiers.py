@@ -42,12 +42,11 @@ log = logging.getLogger(__name__)
 
 MOVING_SHARE = 0.125
 """Largest share of the arena for blocks that are being moved down to one tier. The same share is
-the limit for blocks that are being loaded from all tiers together, or stay pinned after that for
-callers that have not leased them yet."""
+the limit, over all tiers, for blocks that are being loaded or that stay pinned after their load
+until the callers lease them."""
 MOVE_BLOCKS = 1 << 12
 """A call for more blocks than this is split into several moves up (`_parts`). Beginning or ending a
-move of so many blocks takes some milliseconds, in which the event loop does no other work.
-"""
+move of so many blocks takes some milliseconds, in which the event loop does no other work."""
 PREFETCH_PAUSE_S = 0.05
 """Time between two tries of a prefetch to find room."""
 CLOSE_TIERS_S = 10.0

@@ -35,9 +35,9 @@ def ttl_ms(base_s: float, depth_blocks: int) -> int:
     124 remaining blocks were usable, compared with 30 under `allkeys-lru`.
 
     The time to live falls steeply at first, because sequences share their first blocks. Then it
-    falls slowly, so that the end of a long sequence does not expire while memory is free. A deep
-    block expires before the preceding blocks of its sequence even if it was stored later, as long
-    as it was stored later by less than the difference of the times to live.
+    falls slowly, so that the end of a long sequence does not expire while memory is free. A block
+    expires before the preceding blocks of its sequence even if it was stored a little later: by
+    less than the difference of the times to live.
 
     `base_s`: time to live of the first block of a sequence, in seconds.
     `depth_blocks`: number of blocks before the block in its sequence.
