@@ -116,8 +116,8 @@ class ResidencyCalls:
         """Brings the request's reservation up to date: handles the server's answers, retries a
         refused reservation, asks again after a reconnect, and asks for more room if the request
         wants more."""
-        # First, because after a reconnect an answer from before is about blocks that the server
-        # must pin again (`_opened`).
+        # Answers are taken first: after a reconnect, an earlier answer is about blocks that the
+        # server must pin again (`_opened`).
         self.take_answer(one)
         if one.opening is not None and one.opening.done():
             opening, one.opening = one.opening, None

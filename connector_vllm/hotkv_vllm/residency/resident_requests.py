@@ -463,8 +463,8 @@ class ResidentRequests:
         calls = self._reservations
         self._reserve(one)
         calls.renew(one, now_s)
-        # Only blocks whose stores have ended, successfully or not. After a long wait, stores in
-        # flight are ignored, because their reports may have been lost.
+        # Considers only blocks whose stores have ended, successfully or not. After a long wait,
+        # stores in flight are ignored, because their reports may have been lost.
         stores = one.storing.values() if one.waited_s <= self._timeout_s / 2 else ()
         until = min([one.state.store.stored_blocks[0], *stores])
         if until > one.kept:

@@ -71,7 +71,7 @@ def install(
         impls.append(layer.impl)
     if not layers:
         raise Unsupported("the model has no layer of plain full attention beside dense_layers")
-    # Before the first request: numba takes a second to load and some kernels to compile.
+    # Loads kernels before the first request: numba takes a second, more if it must compile.
     native.require("hotkv_sparse.kernels")
     turning = _turning(layers, vllm_config)
     worker = SparseWorker(config, layers, recall_steps, turning)

@@ -182,7 +182,7 @@ class ZmqPublisher:
         self._translator = Translator(self._key_spaces, as_ints=int_hashes)
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.SimpleQueue[_Item | _Ended | _Announcement | None] = queue.SimpleQueue()
-        # Only one thread writes each of these counters.
+        # Each of these counters is written by one thread only.
         self._put_bytes = 0
         self._taken_bytes = 0
         self._sent_bytes = 0

@@ -68,7 +68,7 @@ class UseNotes:
         """
         index = self._core.space.index
         if not self._turn:
-            # Not filled in advance, because the array can have hundreds of megabytes.
+            # The array is not filled in advance, because it can have hundreds of megabytes.
             self._used_s = np.empty(index.num_numbers, np.float64)
         length = max(-(-len(self._used_s) // num_parts), PART_ENTRIES)
         first, end = (

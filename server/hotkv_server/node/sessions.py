@@ -303,7 +303,7 @@ class Sessions:
             representations = {
                 session.named(g): kinds.representation(g) for g in session.record.representations
             }
-            # In a thread: with thousands of tensors it takes long.
+            # Runs in a thread, because it takes long with thousands of tensors.
             await asyncio.to_thread(layout.prepare, session.key_space.groups, representations)
         except ValueError as error:
             raise HotKVError(Reason.INVALID_LAYOUT, f"layout.{error}") from error

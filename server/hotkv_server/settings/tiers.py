@@ -92,7 +92,7 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
     @field_validator("address")
     @classmethod
     def _can_be_reached(cls, value: str) -> str:
-        # Not split for a Unix socket, because its path may contain commas.
+        # The address of a Unix socket is not split, because the path may contain commas.
         for one in [value] if value.startswith(UNIX) else value.split(","):
             cls._check_address(one.strip())
         return value

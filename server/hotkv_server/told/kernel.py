@@ -82,7 +82,7 @@ def _topics(node: Node) -> dict[str, Topic]:
         found = inspect.key_spaces(node.core, counted, 0 if wanted else most)
         rows: list[Figures] = []
         room = KEY_SPACES_BYTES
-        # Those with most blocks first, because long names leave no room for all in an answer.
+        # The key spaces with most blocks come first: long names may leave no room for all.
         for one in sorted(found, key=lambda one: -one.num_blocks):
             if wanted in (0, one.number):
                 row = _whole_row(node, one)

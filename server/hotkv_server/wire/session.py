@@ -379,7 +379,7 @@ class SessionStream:
     ) -> HotKVError | None:
         """Serves the session until the client or the server ends it. Returns the reason if the
         server ended it; None if the client did. `opened`: the first message to send."""
-        # First, even if notices have come while the session opened.
+        # `opened` is sent before notices that have come while the session opened.
         self._outbox.put(opened)
         reader = asyncio.create_task(self._read(requests))
         endings = {
@@ -524,7 +524,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
             await self._edge.pace.turn()
             await abort(context, as_refusal(self._node, error, who))
-        # Not after the session is closed: its key space may be forgotten then.
+        # Reads the owner now, because after the session its key space may be forgotten.
         owner = self._node.sessions.owner(session)
         stream = SessionStream(self._node, session, context, self._edge.pace)
         why: HotKVError | None = None

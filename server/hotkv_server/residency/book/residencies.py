@@ -418,7 +418,7 @@ def _new_group(
     return ResidentGroup(
         count,
         aligned(record.shape(group_index).slot_bytes),
-        # Only kinds of the largest size, so that the pinned bytes equal the promised bytes.
+        # Has only kinds of the largest size, so that the pinned bytes equal the promised bytes.
         frozenset(kind for kind, slot_bytes in kinds.items() if slot_bytes == largest),
         largest,
     )

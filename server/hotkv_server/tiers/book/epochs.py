@@ -75,14 +75,14 @@ class EpochStanding:
     `is_none`: True if the store has no epoch and no room for one, and all blocks on this node are
         newer than the loss of the epoch.
     `asked_s`: when the last question for the epoch was sent.
-    `confirmed_s`: when the latest question was sent whose answer has confirmed `epoch`.
+    `confirmed_s`: when the question was sent whose answer last confirmed `epoch`.
     `is_raising`: True while a raise is under way.
     `has_failed`: True if the last raise failed.
     `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
-    `raise_for`: the last raise covers the first `raise_for` flush requests (`Record.asked`); -1:
-        none, because another store has raised its epoch later.
-    `told`: the store's epoch covers the first `told` flush requests; -1: not even the request that
-        an earlier server has saved.
+    `raise_for`: number of flush requests (`Record.asked`) that the last raise covers; -1: none,
+        because another store has raised its epoch later.
+    `told`: number of flush requests that the store's epoch covers; -1: not even the request that an
+        earlier server has saved.
     `told_s`: when the store answered the raise that covers these requests.
     """
 

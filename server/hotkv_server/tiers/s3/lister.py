@@ -147,7 +147,7 @@ class Lister:
                     raise type(folder.error)(str(folder.error))
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
-                    # No LateError: a long listing must not make the whole tier count as down.
+                    # Not a LateError, because a long listing must not make the tier count as down.
                     raise LostError("has not listed the packs of a key space yet")
                 self._changed.wait(left_s)
 
