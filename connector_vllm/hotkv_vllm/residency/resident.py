@@ -284,9 +284,9 @@ class ResidentRows:
         one = self._residents.get(request_id)
         num_freed = self._pool.num_freed(request_id)
         if one is None:
-            # The request stays on the device, or it was admitted under other weights. In the latter
-            # case its blocks in the server are not known; if its device blocks were freed, the
-            # workers report it as lost.
+            # The request stays on the device, or it was admitted under other weights. If it was
+            # admitted under other weights, its blocks in the server are not known, and the workers
+            # report it as lost if its device blocks were freed.
             return ResidentRow(request_id, written, int(table[0]), num_freed > 0, num_freed)
         hot = self._pool.hot_blocks(request_id)
         return one.news(written, int(table[0]), num_freed, hot, context_tokens, new_tokens)

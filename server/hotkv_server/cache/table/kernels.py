@@ -138,7 +138,7 @@ def plan_runs(
 
     First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
     then the slabs that are left at the end of a gap. If the run before these slabs has the same
-    slot size, they may be added to it, up to `longest` slabs in all. That is done if the run then
+    slot size, they may join this run, which then has at most `longest` slabs. They do if the run
     gains at least as many slots as a new run of these slabs would have. Otherwise the slabs become
     a new run.
 

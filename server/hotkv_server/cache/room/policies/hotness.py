@@ -418,7 +418,7 @@ class Hotness:
 
     def _watch(self, keys: Keys, now_s: float) -> None:
         """Passes the keys of a request to the duel. If the winner changed, empties the queues of
-        blocks to evict (`ColdQueue`), because their order is that of the former formula."""
+        blocks to evict (`ColdQueue`), because they are ordered by the earlier winner's formula."""
         if self.duel.observe(keys, now_s, self._num_known):
             self._queues.clear()
 
