@@ -487,7 +487,7 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
         assert book.begin_raise("other", 20.0) and not book.begin_raise("store", 20.0)
         book.raised("other", FP, 10, 20.0)
         assert not book.begin_raise("store", 30.0) and not book.begin_raise("other", 30.0)
-    # Also if the other was being told meanwhile.
+    # The other is told again also if it was being told meanwhile.
     two.flush(FP, 40.0)
     assert two.begin_raise("other", 42.0) and two.begin_raise("store", 42.0)
     two.raised("store", FP, 11, 42.1)

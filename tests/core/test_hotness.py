@@ -269,7 +269,8 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
 @given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
 def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
     """With `keep_at_s`, blocks used within the winner's hold time, or held until later, are no
-    victims unless they were demoted. All other blocks are victims; without it, all blocks are."""
+    victims unless they were demoted. All other blocks are victims. Without `keep_at_s`, all blocks
+    are."""
     policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
     used_s = {}
     for entry in range(1, num_entries + 1):

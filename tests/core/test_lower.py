@@ -163,7 +163,7 @@ def test_why_a_block_is_in_no_tier_any_more() -> None:
 
 
 def test_a_block_that_a_call_lists_twice_moves_up_once() -> None:
-    """In one list, and in two lists of the same group."""
+    """Lists blocks twice in one list, and in two lists of the same group."""
     tiered = Tiered()
     tiered.add([1, 2, 3])
     (move,) = tiered.down.begin(tiered.core.space.index.ready_blocks())

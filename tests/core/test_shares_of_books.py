@@ -47,7 +47,7 @@ def test_nobody_takes_all_leases_or_transfers(
         for engine in ("a1", "a2", "b1")
     ]
     hashes = [HashList(0, words_of([1]))]
-    # Half; with tenants, all engines of a tenant together.
+    # An engine gets half of the rest; with tenants, all engines of a tenant share its half.
     for session, granted in zip(sessions, (50, 0, 25) if tenants else (50, 25, 12), strict=True):
         store = partial(begin_store, core, session, lease_id="s", runs=[], shard_index=0, ttl_s=0.0)
         assert most(lambda i, s=store: s(transfer_id=f"{i}", now_s=0.0)) == granted  # type: ignore[misc]

@@ -218,7 +218,7 @@ def test_a_block_that_no_bound_allows_costs_nothing() -> None:
     assert fill(space, 3, 8) == 8
     assert not len(insert(space, 3, 0, words_of([5000]), 3 * SLAB, np.zeros(1, np.int64)))
     assert space.removal.evicted_blocks == 0
-    # Nor does one for which the tenant's own blocks can't go.
+    # A block costs nothing either if the tenant's own blocks can't be evicted for it.
     space.index.pin(space.index.ready_blocks(3), 1)
     assert fill(space, 4, 32) == 32
     assert fill(space, 3, 2, first=9) == space.removal.evicted_blocks == 0

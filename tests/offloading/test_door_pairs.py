@@ -365,7 +365,7 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     wait_for(lambda: one.step() or "second" in one.finished)
     assert one.local["second"] == 320
     one.run()
-    # Three chunks of full attention; of each group of windows two chunks or three.
+    # Three chunks of full attention are stored, and two or three of each group of windows.
     stores(one, daemon, before + 7)
     tokens += one.outputs["first"]
     wait_for(lambda: one.step() or one.connector._door._tier.transfers.is_idle)

@@ -99,7 +99,7 @@ class Stage:
             **settings | more,
         )
         if resident and "tensor_parallel_size" not in more:
-            # Of a single process; ranks keep dense attention if it is as good.
+            # Only with a single process; ranks keep dense attention where it is as good.
             made.ask("rewrite_always")
             if self._moves:
                 made.ask("move", every=MOVE_STEPS)

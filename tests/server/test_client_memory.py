@@ -484,7 +484,7 @@ async def test_a_session_hears_why_it_ended_although_its_key_space_is_forgotten(
 async def test_guests_who_do_not_read_their_end_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Such as callers of reflection, who need no rights."""
+    """Guests are, for example, callers of reflection, who need no rights."""
     monkeypatch.setattr(interceptor, "MAX_UNREAD_GUESTS", 1)
     told, for_ever = list[str](), asyncio.Event()
 

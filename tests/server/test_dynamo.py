@@ -35,7 +35,7 @@ class Node:
             *("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB"),
             *("--events.endpoint", f"tcp://*:{port}", "--events.numbering", "endpoint"),
             *("--events.replay-endpoint", f"tcp://*:{replay_port}", *PATIENT),
-            # So few that a late reader has missed most of them.
+            # The buffer has so few steps that a late reader has missed most of them.
             *("--events.buffer-steps", "4"),
         )
         self._first_token = 1000

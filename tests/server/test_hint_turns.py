@@ -306,7 +306,7 @@ async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
     else:
         await asyncio.gather(*one.desk._tasks)
         untils_s = {call.args[1] for call in held.call_args_list}
-        # Both groups' blocks, for one and a half pauses.
+        # The blocks of both groups are held, for one and a half pauses.
         assert held.call_count == 2 and untils_s == {14.0 + 1.5 * 2.0}
     await one.desk.close()
     (row,) = told.hints(one.desk.book, Filters({"session_id": "s"}))["sessions"]

@@ -214,7 +214,7 @@ async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: O
 async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
     opened: Opened,
 ) -> None:
-    """Neither a lease nor a residency, even of blocks that it has pinned: its engine asks again."""
+    """Neither leases nor residencies tell offsets, even of pinned blocks; engines ask again."""
     async with opened() as place:
         place.go.set()
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
@@ -282,7 +282,7 @@ async def test_blocks_make_room_for_a_residency_unless_the_server_drains(opened:
         await store_in(place.node, other, hashes(50))
         wide = replace(SPACE, groups=(replace(SPACE.groups[0], shard_bytes=(3 * PAGE,)),))
         session = await place.node.sessions.open("wide", "scheduler", wide, "test")
-        # More than the free slabs, for blocks that are three times as large.
+        # The call needs more than the free slabs, because its blocks are three times as large.
         for core.draining in (True, False):
             asked = place.residencies.open(session, "r", {0: 63})
             if core.draining:

@@ -224,7 +224,7 @@ async def test_the_timer_forgets_what_was_left_long_ago(
 
 
 async def test_a_capability_that_raises_hides_no_event_from_the_others(tmp_path: Path) -> None:
-    """Nor leaves a session, or a key space that it has not taken in."""
+    """No session is left, and no key space that the capability has not taken in."""
     async with live_node(tmp_path) as node:
         broken, heard = Mock(spec=Capability), Mock(spec=Capability)
         node.capabilities += [broken, heard]

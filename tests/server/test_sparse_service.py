@@ -91,7 +91,7 @@ def test_what_is_covered_is_pinned_until_the_sequence_ends(
     engine.store(blocks[30:40], first=30, with_representations=False)
     created = session.create_sequence("s", 0, blocks[:50], config).result(60)
     assert created.covered_blocks == 30
-    # The same again, then more of it, some of it again.
+    # The same sequence again, then further blocks, some of them again.
     assert session.create_sequence("s", 0, blocks[:50], config).result(60) == created
     engine.store(blocks[30:60], first=30)
     state = session.append_blocks("s", 45, blocks[45:60]).result(60)

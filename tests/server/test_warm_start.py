@@ -81,7 +81,7 @@ def test_a_new_node_fetches_what_its_sibling_uses(
         assert a.loads(hot, content)
     assert run(a, "export", str(file))["block_count"] == 2 * CHAIN
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    # The head of a chain first, and the hot chain before the cold one.
+    # The head of a chain comes first, and the hot chain before the cold chain.
     named = [one for line in lines[1:] for one in line["hashes"]]
     assert named == [one.hex() for one in (*hot, *cold)]
     gib = CHAIN * 2 * (16 << 10) / (1 << 30)
@@ -182,7 +182,7 @@ def test_files_without_end_are_not_read_whole(
 
 
 def test_no_device_and_no_link_is_replaced_by_a_file(tmp_path: Path) -> None:
-    """As `hotkv export /dev/stdout` would by root."""
+    """Otherwise `hotkv export /dev/stdout` by root would do so."""
 
     class Client:
         def export_blocks(self, *_: int) -> Iterator[Any]:

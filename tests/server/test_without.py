@@ -26,7 +26,7 @@ def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     """Copies the server without these capabilities into `folder`. Returns the environment to import
     it."""
     server = folder / "hotkv_server"
-    # With compiled kernels, which are valid while the files' times stay the same.
+    # Copies compiled kernels too, which are valid while the files' times stay the same.
     shutil.copytree(ROOT / "server" / "hotkv_server", server)
     for name in names:
         shutil.rmtree(server / name)

@@ -77,7 +77,7 @@ def _mounted(folder: Path, arguments: list[str]) -> Iterator[Path]:
     try:
         yield at
     finally:
-        # Lazily: files that a failed test has left open must not keep the mount.
+        # Unmounts lazily: files that a failed test has left open must not keep the mount.
         subprocess.run(["umount", "--lazy", str(at)], check=True)
 
 

@@ -190,7 +190,7 @@ def test_all_that_wait_for_a_connection_show() -> None:
 
 
 def test_the_longest_wait_shows() -> None:
-    """Also that of a first part, with a connection that was opened for it."""
+    """The wait of a first part counts too, with a connection that was opened for it."""
     world, limits, answers = World(2), list[float](), threading.Event()
     try:
         for number, name in enumerate(("longest", "later"), 1):

@@ -369,7 +369,7 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
 async def test_nothing_is_evicted_for_blocks_of_a_dead_tier(
     monkeypatch: Any, why: str, is_early: bool
 ) -> None:
-    """Nor while the node drains or closes. No move begins if that is so once there is room."""
+    """Holds also while the node drains or closes: no move begins if it does once there is room."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.put(list(range(100, 100 + NUM_SLOTS)))

@@ -30,7 +30,7 @@ STEPS = st.lists(
 
 
 def key(number: int) -> bytes:
-    # Of three key spaces: a write becomes up to three packs.
+    # The keys belong to three key spaces, so a write becomes up to three packs.
     return b"hotkv/1/0%d/1/0/%032x" % (number % 3, number)
 
 

@@ -74,7 +74,7 @@ class Core:
 
     def wake_up(self) -> None:
         self.core.wake_up()
-        # Of 0.33: ranks report their handshakes again.
+        # As in vLLM 0.33, ranks report their handshakes again.
         self.engine.connector.set_xfer_handshake_metadata_pp_aware(self.engine.handshakes())
 
     def _drained(self, mode: str) -> None:

@@ -152,12 +152,12 @@ def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
 @pytest.mark.parametrize(
     "drops, stages, marked, is_draft, dropping",
     [
-        # Without a drafter, or with one whose last block is kept: no drafter's group.
+        # Without a drafter, or if the drafter's last block is kept, no group drops a block.
         (None, 1, False, [False] * 3, set()),
         (False, 1, False, [False] * 3, set()),
         (None, 2, False, [False] * 3, set()),
         (False, 2, False, [False] * 3, set()),
-        # Only the marked group; without a mark all but states.
+        # Only the marked group drops a block; without a mark, all groups but states do.
         (True, 1, True, [False, True, False], {1}),
         (True, 1, False, [False] * 3, {0, 1}),
         # Only one stage knows the group, so all but states are taken for it.

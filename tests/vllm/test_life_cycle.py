@@ -104,7 +104,7 @@ def test_engines_one_after_another_leave_nothing_behind(
         assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (held() - others).keys()
         assert len(shared_daemon.admin("sessions")) == 2
         one.shutdown()
-        # At once, while the engine itself still exists.
+        # hotkv's objects are gone at once, while the engine itself still exists.
         left = held() - others
         assert not [what for what in left if "hotkv" in what], left
         return weakref.ref(one)

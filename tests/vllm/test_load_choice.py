@@ -286,8 +286,8 @@ def test_a_miss_and_a_load_that_failed_at_once_say_nothing() -> None:
 
 
 def test_requests_without_a_hit_cost_no_trials() -> None:
-    """Nor do trials that load nothing. Most requests have no hit. The server recovers, and the
-    engine notices."""
+    """Trials that load nothing cost nothing. Most requests have no hit. The server recovers, and
+    the engine notices."""
     world = World()
     world.fixed_s, world.token_s = 9.0, 0.0
     world.many(60, 500)

@@ -337,7 +337,7 @@ def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(upd
 def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encodings(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None: a rank notices a write while the engine runs."""
+    """In `pauses`, None stands for a write that a rank notices while the engine runs."""
     one = updated()
     one._check = lambda *_: None
     sharing = one.connector._scheduler.sharing
