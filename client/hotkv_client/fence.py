@@ -139,8 +139,8 @@ class SharedFence:
         self._words[1:SHARED_WORDS] = 1
 
     def give_back(self, index: int) -> None:
-        """Records on the page that the session does not wait for an answer to the store of this
-        word any more: the server has answered, or is dead."""
+        """Records on the page that the session awaits no answer to the store of this word any more:
+        the server has answered, or is dead."""
         self._words[SHARED_WORDS + index] = 0
 
 

@@ -29,7 +29,7 @@ COUNTERS: dict[str, str] = {
     "load_prediction_error_s": "Seconds by which loads differed from their prediction.",
     "judged_load_s": "Seconds that the predicted loads took.",
     "prefill_prediction_error_s": "Seconds by which prefill steps differed from their prediction.",
-    "judged_prefill_s": "Seconds that the predicted steps took.",
+    "judged_prefill_s": "Seconds that the predicted prefill steps took.",
     "load_bytes": "Bytes loaded.",
     "stores": "Stores begun.",
     "store_bytes": "Bytes stored.",

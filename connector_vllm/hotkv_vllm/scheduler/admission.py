@@ -255,7 +255,7 @@ class Admission:
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if state is not None and cache is not None:
             cache.reports.admitted(state, num_external_tokens)
-        # vLLM 0.33 may postpone a load until the engine's weights have changed.
+        # vLLM 0.33 may postpone a load. The engine's weights may have changed since the hit.
         if state is None or cache is None or (num_external_tokens and self._refusal(request)):
             if num_external_tokens > 0:
                 self._abandon(request.request_id)

@@ -112,7 +112,7 @@ class SparseRank:
         return self._is_resident and self.worker is None and self.cuda is None
 
     def _install_cuda(self, config: SparseConfig, kv_caches: Mapping[str, Any]) -> None:
-        # Imported here, because the module imports vLLM's backend for CUDA.
+        # `cuda_setup` is imported only for CUDA, because it imports vLLM's backend for CUDA.
         from hotkv_vllm.residency import cuda_setup
 
         self.cuda = cuda_setup.install(

@@ -3,9 +3,9 @@ arena. Uses the same functions as engines (`hotkv_sparse`).
 
 A `SelectSpec` defines the offset of each layer's representation in a slot. A contradictory spec is
 refused when it is made; the error names the field of `hotkv.v1.SelectConfig`. Representations are
-not copied. Instead, the functions of `hotkv_sparse` get a view of the arena whose rows are
-`SLOT_ALIGN` bytes apart, shifted by the layer's offset in a slot. So the row of a slot is the
-slot's offset divided by `SLOT_ALIGN`. The caller must pin the slots. Runs on worker threads.
+not copied. Instead, the functions of `hotkv_sparse` get a view of the arena. Its row r begins at
+byte r * `SLOT_ALIGN` plus the layer's offset in a slot. So the row of a slot is the slot's offset
+divided by `SLOT_ALIGN`. The caller must pin the slots. Runs on worker threads.
 
 Shapes: Q query heads, H KV heads, D channels, C covered blocks.
 """

@@ -218,9 +218,9 @@ class Room:
         self._pressure_bytes[slot_bytes] = pressure_bytes
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
-        """Returns which blocks may be evicted for `more_bytes` more bytes of the tenant `taker`, in
-        the order in which to try: the next element is tried if evicting the blocks of the elements
-        before it was not enough."""
+        """Returns whose blocks may be evicted for `more_bytes` more bytes of the tenant `taker`, in
+        the order in which to try these groups of blocks: the next group is tried if evicting the
+        groups before it was not enough."""
         return (
             (Payers.OTHERS, Payers.ALL, Payers.ANYBODY)
             if self._tenants.may_claim(taker, more_bytes)

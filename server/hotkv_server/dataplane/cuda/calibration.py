@@ -345,7 +345,7 @@ def _copied(bench: _Bench, pieces: Sequence[Piece]) -> bool:
             GIVE[piece.method](runtime, bench.stream, piece, slot)
         except DeviceError as error:
             failure = error
-        # Record even after a failure, because parts of the failed call may still be under way.
+        # Records the event even after a failure: a part of the failed call may still be under way.
         runtime.record(slot.event, bench.stream)
         if failure is not None:
             break
