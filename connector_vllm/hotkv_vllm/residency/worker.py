@@ -135,8 +135,8 @@ class ResidentWorker(SparseWorker):
         self.residents.end(request_id)
 
     def start_over(self) -> None:
-        """Handles a step for which the scheduler's message was lost: reports all requests as lost
-        that have blocks only in host memory, and forgets all requests."""
+        """Handles a step for which the scheduler's message was lost. Reports requests with blocks
+        only in host memory as lost, and forgets all requests."""
         self.residents.begin_step(())
         self.residents.forget_all("a step's plan was lost")
         super().start_over()
