@@ -515,7 +515,7 @@ class CacheCore(CacheBooks):
                 for _ in one.flush(key_space_id, SCANNED_ENTRIES):
                     yield 0
             for entries in self._ready_blocks(key_space_id):
-                # Pinned blocks too: they can still be loaded under the leases that pin them.
+                # Includes pinned blocks: they can still be loaded under the leases that pin them.
                 self.retention_pins.let_go(entries)
                 self.space.removal.flush(entries)
                 self.counters.flushed_blocks += len(entries)
