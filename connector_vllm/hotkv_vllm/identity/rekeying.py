@@ -97,9 +97,8 @@ class Rekeying:
         self._answers: dict[int, WeightsReport] = {}
         self._is_due = in_doubt
         self._is_asking = False
-        # Whether the engine has paused since the last check began, and the same value as it was
-        # when the present check began. If `in_doubt`, a check comes before media are encoded, as
-        # after a pause.
+        # True if the engine has paused since the last check began; and the same of the present
+        # check. An engine in doubt is checked before it encodes media, as after a pause.
         self._has_paused, self._began_paused = in_doubt, False
         self.identity = original
         self.were_written = self.media_are_old = False

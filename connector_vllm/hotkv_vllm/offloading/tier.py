@@ -398,10 +398,10 @@ class HotKVTier(SecondaryTierManager):
     def _probe(
         self, session: CacheSession, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
-        """Looks up all chunks of the request, and `key`, in the block table. Also asks the server
-        about them, once, if there is no block table, or if the server has tiers below host memory
-        and the request has no promotion yet. Chunks that the server's answer called ready stay
-        ready, because they may be in a tier.
+        """Looks up all chunks of the request, and `key`, in the block table. Also sends a lookup to
+        the server if there is no block table. If the server has tiers below host memory, also sends
+        a lookup, but only before the request's first promotion. Sends one lookup about the same
+        chunks. Chunks that were ready after its answer stay ready, because they may be in a tier.
         """
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]

@@ -585,7 +585,7 @@ class Sharing:
         else:
             in_doubt = any(h.weights_in_doubt for h in handshakes)
             self.weights = Rekeying(self._num_ranks, identity, in_doubt)
-        # Loads kernels before the first request: numba takes a second, more if it must compile.
+        # Before the first request: numba takes a second to load, and some kernels must be compiled.
         native.load("hotkv_proto.kernels")
         try:
             self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)

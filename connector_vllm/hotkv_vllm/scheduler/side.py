@@ -209,8 +209,7 @@ class HotKVScheduler:
         cache = self.sharing.cache
         if cache is None:
             return True
-        # Until the ranks have answered the check of their weights, steps store nothing, and drop
-        # the tails of ended requests.
+        # Until the ranks have answered, steps store nothing, and drop the tails of ended requests.
         has_paused = checks.is_pausing()
         self.sharing.weights.suspect(has_paused)
         self.sharing.choose_media()

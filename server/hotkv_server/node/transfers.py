@@ -307,7 +307,7 @@ class Transfer:
             else:
                 means.copy_engine.submit(job)
         except BaseException as error:
-            # A cause is, for example, that the system refuses the executor a thread.
+            # For example, the system refuses the executor a thread.
             self._ended(Outcome.FAILED, f"{type(error).__name__}: {error}")
             raise
         return self._future
