@@ -1,11 +1,10 @@
-"""Odd clients below whole messages: they hold calls open, do not read, send halves, and hand over
-strange descriptors. Each kind is counted under `KIND: what`, and ends its connections."""
+"""Odd clients below whole messages: they do not read, send halves, and hand over strange
+descriptors. Each kind is counted under `KIND: what`, and ends its connections."""
 
 import contextlib
 import ctypes
 import fcntl
 import os
-import queue
 import socket
 from typing import Any
 
@@ -18,7 +17,7 @@ from hotkv_client import GroupHashes
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv_proto.order import NO_ORDER
-from hotkv_proto.v1 import admin_pb2, events_pb2, session_pb2_grpc, sparse_pb2_grpc
+from hotkv_proto.v1 import admin_pb2, events_pb2, sparse_pb2_grpc
 from tests.robustness import odd_place
 from tests.robustness.odd_place import INT32, NUM_BLOCKS, SMALL_WINDOW, Kinds, Place, memory_file
 from tests.robustness.raw_client import DEADLINE_S, code_of
@@ -29,7 +28,6 @@ LATER_SEALS = (F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE)
 PUNCH_HOLE = 0x03
 """FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
 STREAMS = ("Watch", "WatchRequests", "Subscribe")
-HELD = ("SelectBlocks", "Connect", *STREAMS, "fd.sock", "http")
 PLAIN_FILES = ("whole", "whole", "whole", "holes", "short", "empty", "sealed", "read-only", "path")
 STRANGE_FILES = (*PLAIN_FILES, "pipe", "socket", "device", "folder")
 HEADERS = {
@@ -49,7 +47,6 @@ class OddConnections:
 
     def kinds(self) -> Kinds:
         return {
-            "idle": self.idle,
             "slow readers": self.slow_readers,
             "descriptors": self.descriptors,
             "half sent": self.half_sent,
@@ -65,32 +62,6 @@ class OddConnections:
             said = word if call.is_active() else f"ended {call.code().name}"
             self._place.note(f"{kind}: {what}", said)
             call.cancel()
-
-    def idle(self) -> None:
-        """Holds idle calls and connections while others are served."""
-        with contextlib.ExitStack() as held:
-            channels = [self._channel(held, self._place.target) for _ in range(2)]
-            admins = self._channel(held, self._place.admin)
-            calls: list[tuple[str, Any]] = []
-            for _ in range(60):
-                what, channel = self._chance.choice(HELD), self._chance.choice(channels)
-                if what in ("fd.sock", "http"):
-                    with contextlib.suppress(OSError):
-                        held.enter_context(self._place.connection(what))
-                    self._place.note(f"idle: {what}", "held")
-                elif what in STREAMS:
-                    calls.append((what, self._server_stream(what, channel, admins, b"")))
-                else:
-                    box: queue.SimpleQueue[Any] = queue.SimpleQueue()
-                    held.callback(box.put, None)
-                    start: Any = (
-                        sparse_pb2_grpc.SparseServiceStub(channel).SelectBlocks
-                        if what == "SelectBlocks"
-                        else session_pb2_grpc.SessionServiceStub(channel).Connect
-                    )
-                    calls.append((what, start(iter(box.get, None), timeout=2 * DEADLINE_S)))
-            self._place.look()
-            self._let_go("idle", calls, "held")
 
     def _server_stream(
         self, what: str, channel: grpc.Channel, admins: grpc.Channel, request: bytes

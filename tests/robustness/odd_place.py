@@ -165,7 +165,7 @@ class Place:
         blocks = [bytes([100 + number]) * 32 for number in range(length)]
         config = engine.select_config(self.chance.choice((0, 16)))
         engine.session.create_sequence(name, 0, blocks, config).result(DEADLINE_S)
-        self.note("sequences: create", "answered")
+        self.note("slow readers: create", "answered")
         return blocks
 
     def selection(
