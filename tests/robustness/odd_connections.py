@@ -30,14 +30,6 @@ PUNCH_HOLE = 0x03
 STREAMS = ("Watch", "WatchRequests", "Subscribe")
 PLAIN_FILES = ("whole", "whole", "whole", "holes", "short", "empty", "sealed", "read-only", "path")
 STRANGE_FILES = (*PLAIN_FILES, "pipe", "socket", "device", "folder")
-HEADERS = {
-    ":method": "POST",
-    ":scheme": "http",
-    ":path": "/hotkv.v1.CacheService/Lookup",
-    ":authority": "a",
-    "te": "trailers",
-    "content-type": "application/grpc",
-}
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -188,13 +180,13 @@ class OddConnections:
                     fcntl.fcntl(fd, F_ADD_SEALS, self._chance.choice(LATER_SEALS))
 
     def half_sent(self) -> None:
-        """Ends connections in the middle of packets, requests, HTTP/2 frames and gRPC messages."""
+        """Ends connections in the middle of packets and requests. gRPC's messages are
+        test_client_memory's."""
         with contextlib.ExitStack() as held:
             for _ in range(30):
-                what = self._chance.choice(("fd.sock", "http", "frames", "message"))
+                what = self._chance.choice(("fd.sock", "http"))
                 with contextlib.suppress(OSError):
-                    to = "grpc.sock" if what in ("frames", "message") else what
-                    connection = self._place.connection(to)
+                    connection = self._place.connection(what)
                     held.callback(connection.close)
                     whole = self._whole(what)
                     connection.sendall(whole[: self._chance.randrange(1, len(whole))])
@@ -208,20 +200,8 @@ class OddConnections:
         if what == "fd.sock":
             link = _wire.link_request("x" * 32, ["kv"] * 40)
             return chance.choice((_wire.ticket_request(), link, chance.randbytes(200)))
-        if what == "http":
-            host = b"a" * chance.choice((1, 5000))
-            return b"GET /metrics HTTP/1.1\r\nHost: " + host + b"\r\nContent-Length: 100\r\n\r\n"
-        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b"")
-        if what == "frames":
-            for _ in range(6):
-                stream = chance.choice((0, 1, 3))
-                kind, flags = chance.randrange(12), chance.randrange(256)
-                preface += _frame(kind, flags, stream, chance.randbytes(40))
-            return preface
-        head = b"".join(_literal(name, value) for name, value in HEADERS.items())
-        length = chance.choice((20, 1 << 20, (1 << 32) - 1)).to_bytes(4, "big")
-        body = b"\0" + length + chance.randbytes(19)
-        return preface + _frame(1, 4, 1, head) + _frame(0, 0, 1, body)
+        host = b"a" * chance.choice((1, 5000))
+        return b"GET /metrics HTTP/1.1\r\nHost: " + host + b"\r\nContent-Length: 100\r\n\r\n"
 
     def server_streams(self) -> None:
         """Makes good and bad requests of all calls that the server answers with streams, and reads
@@ -253,15 +233,3 @@ class OddConnections:
         if chance.random() < 0.6:
             return good
         return good + chance.randbytes(chance.choice((1, 8, 100)))
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """Returns a frame of HTTP/2 (RFC 9113, 4.1)."""
-    head = len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
-    return head + payload
-
-
-def _literal(name: str, value: str) -> bytes:
-    """Returns a header field without index or Huffman code (RFC 7541, 6.2.2); both are shorter than
-    127 bytes."""
-    return b"\0" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
