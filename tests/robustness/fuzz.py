@@ -59,7 +59,7 @@ PING_DEADLINE_S = 10.0
 SETTLE_S = 30.0
 """This long after a client's end, the server has released everything of it."""
 KINDS_OF_ROUND = 2
-"""Kinds of odd clients in a round; after five rounds each had its turn."""
+"""Kinds of odd clients in a round; after three rounds each had its turn."""
 MORE_DESCRIPTORS, MORE_BYTES = 64, 96 << 20
 """Allowed growth of the server once a round's clients are gone: key spaces (`MAX_WEIGHT_BYTES`, 32
 MiB), free heap that is not returned yet (`FREE_BYTES`, 32 MiB), and as much again for modules that

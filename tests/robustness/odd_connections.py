@@ -1,11 +1,10 @@
-"""Odd clients below whole messages: they hold calls open, do not read, send halves, and hand over
-strange descriptors. Each kind is counted under `KIND: what`, and ends its connections."""
+"""Odd clients below whole messages: they do not read, send halves, and hand over strange
+descriptors. Each kind is counted under `KIND: what`, and ends its connections."""
 
 import contextlib
 import ctypes
 import fcntl
 import os
-import queue
 import socket
 from typing import Any
 
@@ -18,7 +17,7 @@ from hotkv_client import GroupHashes
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv_proto.order import NO_ORDER
-from hotkv_proto.v1 import admin_pb2, events_pb2, session_pb2_grpc, sparse_pb2_grpc
+from hotkv_proto.v1 import admin_pb2, events_pb2, sparse_pb2_grpc
 from tests.robustness import odd_place
 from tests.robustness.odd_place import INT32, NUM_BLOCKS, SMALL_WINDOW, Kinds, Place, memory_file
 from tests.robustness.raw_client import DEADLINE_S, code_of
@@ -29,17 +28,8 @@ LATER_SEALS = (F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE)
 PUNCH_HOLE = 0x03
 """FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
 STREAMS = ("Watch", "WatchRequests", "Subscribe")
-HELD = ("SelectBlocks", "Connect", *STREAMS, "fd.sock", "http")
 PLAIN_FILES = ("whole", "whole", "whole", "holes", "short", "empty", "sealed", "read-only", "path")
 STRANGE_FILES = (*PLAIN_FILES, "pipe", "socket", "device", "folder")
-HEADERS = {
-    ":method": "POST",
-    ":scheme": "http",
-    ":path": "/hotkv.v1.CacheService/Lookup",
-    ":authority": "a",
-    "te": "trailers",
-    "content-type": "application/grpc",
-}
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,7 +39,6 @@ class OddConnections:
 
     def kinds(self) -> Kinds:
         return {
-            "idle": self.idle,
             "slow readers": self.slow_readers,
             "descriptors": self.descriptors,
             "half sent": self.half_sent,
@@ -65,32 +54,6 @@ class OddConnections:
             said = word if call.is_active() else f"ended {call.code().name}"
             self._place.note(f"{kind}: {what}", said)
             call.cancel()
-
-    def idle(self) -> None:
-        """Holds idle calls and connections while others are served."""
-        with contextlib.ExitStack() as held:
-            channels = [self._channel(held, self._place.target) for _ in range(2)]
-            admins = self._channel(held, self._place.admin)
-            calls: list[tuple[str, Any]] = []
-            for _ in range(60):
-                what, channel = self._chance.choice(HELD), self._chance.choice(channels)
-                if what in ("fd.sock", "http"):
-                    with contextlib.suppress(OSError):
-                        held.enter_context(self._place.connection(what))
-                    self._place.note(f"idle: {what}", "held")
-                elif what in STREAMS:
-                    calls.append((what, self._server_stream(what, channel, admins, b"")))
-                else:
-                    box: queue.SimpleQueue[Any] = queue.SimpleQueue()
-                    held.callback(box.put, None)
-                    start: Any = (
-                        sparse_pb2_grpc.SparseServiceStub(channel).SelectBlocks
-                        if what == "SelectBlocks"
-                        else session_pb2_grpc.SessionServiceStub(channel).Connect
-                    )
-                    calls.append((what, start(iter(box.get, None), timeout=2 * DEADLINE_S)))
-            self._place.look()
-            self._let_go("idle", calls, "held")
 
     def _server_stream(
         self, what: str, channel: grpc.Channel, admins: grpc.Channel, request: bytes
@@ -217,13 +180,13 @@ class OddConnections:
                     fcntl.fcntl(fd, F_ADD_SEALS, self._chance.choice(LATER_SEALS))
 
     def half_sent(self) -> None:
-        """Ends connections in the middle of packets, requests, HTTP/2 frames and gRPC messages."""
+        """Ends connections in the middle of packets and requests. gRPC's messages are
+        test_client_memory's."""
         with contextlib.ExitStack() as held:
             for _ in range(30):
-                what = self._chance.choice(("fd.sock", "http", "frames", "message"))
+                what = self._chance.choice(("fd.sock", "http"))
                 with contextlib.suppress(OSError):
-                    to = "grpc.sock" if what in ("frames", "message") else what
-                    connection = self._place.connection(to)
+                    connection = self._place.connection(what)
                     held.callback(connection.close)
                     whole = self._whole(what)
                     connection.sendall(whole[: self._chance.randrange(1, len(whole))])
@@ -237,20 +200,8 @@ class OddConnections:
         if what == "fd.sock":
             link = _wire.link_request("x" * 32, ["kv"] * 40)
             return chance.choice((_wire.ticket_request(), link, chance.randbytes(200)))
-        if what == "http":
-            host = b"a" * chance.choice((1, 5000))
-            return b"GET /metrics HTTP/1.1\r\nHost: " + host + b"\r\nContent-Length: 100\r\n\r\n"
-        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b"")
-        if what == "frames":
-            for _ in range(6):
-                stream = chance.choice((0, 1, 3))
-                kind, flags = chance.randrange(12), chance.randrange(256)
-                preface += _frame(kind, flags, stream, chance.randbytes(40))
-            return preface
-        head = b"".join(_literal(name, value) for name, value in HEADERS.items())
-        length = chance.choice((20, 1 << 20, (1 << 32) - 1)).to_bytes(4, "big")
-        body = b"\0" + length + chance.randbytes(19)
-        return preface + _frame(1, 4, 1, head) + _frame(0, 0, 1, body)
+        host = b"a" * chance.choice((1, 5000))
+        return b"GET /metrics HTTP/1.1\r\nHost: " + host + b"\r\nContent-Length: 100\r\n\r\n"
 
     def server_streams(self) -> None:
         """Makes good and bad requests of all calls that the server answers with streams, and reads
@@ -282,15 +233,3 @@ class OddConnections:
         if chance.random() < 0.6:
             return good
         return good + chance.randbytes(chance.choice((1, 8, 100)))
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """Returns a frame of HTTP/2 (RFC 9113, 4.1)."""
-    head = len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
-    return head + payload
-
-
-def _literal(name: str, value: str) -> bytes:
-    """Returns a header field without index or Huffman code (RFC 7541, 6.2.2); both are shorter than
-    127 bytes."""
-    return b"\0" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()

@@ -6,7 +6,6 @@ import os
 import random
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -141,13 +140,10 @@ class Place:
         """Opens a connection and sends no byte."""
         if what == "http":
             return socket.create_connection(("127.0.0.1", self.http_port), DEADLINE_S)
-        kind, path = socket.SOCK_STREAM, Path(self.target.removeprefix("unix:"))
-        if what == "fd.sock":
-            kind, path = socket.SOCK_SEQPACKET, descriptor_socket(self.target)
-        connection = socket.socket(socket.AF_UNIX, kind)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(DEADLINE_S)
         try:
-            connection.connect(str(path))
+            connection.connect(str(descriptor_socket(self.target)))
         except OSError:
             connection.close()
             raise
@@ -165,7 +161,7 @@ class Place:
         blocks = [bytes([100 + number]) * 32 for number in range(length)]
         config = engine.select_config(self.chance.choice((0, 16)))
         engine.session.create_sequence(name, 0, blocks, config).result(DEADLINE_S)
-        self.note("sequences: create", "answered")
+        self.note("slow readers: create", "answered")
         return blocks
 
     def selection(

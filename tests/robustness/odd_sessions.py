@@ -1,42 +1,29 @@
-"""Odd clients that send whole messages: they repeat, amplify, reuse ids, and open and drop many
-sessions. Each kind is counted under `KIND: what`, and ends its sessions."""
+"""Odd clients that send whole messages: they register odd layouts and reuse ids. Each kind is
+counted under `KIND: what`, and ends its sessions."""
 
-import contextlib
 import mmap
 import os
 from dataclasses import replace
-from typing import Any
 
-import grpc
 import numpy as np
 
-from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SessionConfig
+from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.wire import requests as _wire
 from hotkv_client.wire import sparse as _sparse_wire
 from hotkv_proto.blocks import Retention, StoreOptions
-from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER
-from hotkv_proto.v1 import cache_pb2, session_pb2, sparse_pb2, sparse_pb2_grpc
+from hotkv_proto.v1 import cache_pb2, session_pb2
 from tests.robustness import odd_place
-from tests.robustness.odd_place import INT32, NUM_BLOCKS, SMALL_WINDOW, Kinds, Place, memory_file
-from tests.robustness.raw_client import DEADLINE_S, RawSession, word_of
-from tests.server.sparse_support import HEAD_SIZE, KV_HEADS, QUERY_HEADS, RepresentationEngine
+from tests.robustness.odd_place import INT32, NUM_BLOCKS, Kinds, Place, memory_file
+from tests.robustness.raw_client import RawSession, word_of
 
 NAMES = ("a", "b", "c")
 """Few names, so that ids come again."""
-NUM_KEY_SPACES = 40
-"""The server keeps each key space for at least ten minutes, and explains a prompt in all of them.
-Hundreds of them would take most of a run's time."""
-REPEATS = ("positions", "runs", "many", "block ids", "hashes", "groups")
 GOOD_LAYOUTS = ("one-byte runs", "many runs", "transposed", "interleaved")
 LAYOUTS = (*GOOD_LAYOUTS, "too many runs", "odd numbers")
 OF_LEASES = ("acquire", "reserve", "store", "load", "release", "cancel", "create", "append")
 CALLS = (*OF_LEASES, "open residency", "extend residency", "close residency", "delete")
-ODD_NAMES = ("", "x" * 40_000, "a\nERROR forged", "\x1b[2J", "\u2603")
-ODD_MASSES = (0.0, -np.inf, np.inf, np.nan, 1e30)
-ODD_TOKENS = (-1, 0, 1, 1 << 20, 1 << 40, (1 << 63) - 1)
 ODD_SIZES = (0, 1, 2, 7, 64, 4096, 8192, -1, (1 << 31) - 1, 1 << 47, 1 << 62)
 
 
@@ -45,50 +32,7 @@ class OddSessions:
         self._place, self._chance = place, place.chance
 
     def kinds(self) -> Kinds:
-        return {
-            "repeats": self.repeats,
-            "layouts": self.layouts,
-            "ids again": self.ids_again,
-            "key spaces": self.key_spaces,
-            "sequences": self.sequences,
-        }
-
-    def repeats(self) -> None:
-        """Sends loads that name positions twice or very often, stores that list hashes twice, and
-        leases that list a group twice."""
-        with self._place.working("repeats") as (session, blocks):
-            for _ in range(40):
-                what = self._chance.choice(REPEATS)
-                self._place.note(f"repeats: {what}", session.ask(self._repeating(what, blocks))[0])
-
-    def _repeating(self, what: str, blocks: list[bytes]) -> session_pb2.ConnectRequest:
-        chance, name = self._chance, self._chance.randbytes(4).hex()
-        places = [chance.randrange(16) for _ in range(chance.choice((2, 3, 40)))]
-        match what:
-            case "groups":
-                return odd_place.acquire(name, blocks, chance.choice((1, 2, 1025)))
-            case "hashes":
-                some = self._some_of(blocks, 8)
-                return odd_place.store(name, [odd_place.run_of(some * 2)] * chance.choice((1, 3)))
-            case "many":
-                positions = [np.zeros(chance.choice((1 << 17, (1 << 17) + 1, 5000)), INT32)]
-            case "runs":
-                positions = [np.array([place], INT32) for place in places * chance.choice((1, 30))]
-            case "block ids":
-                # Each block once, into few places.
-                positions = [np.array(sorted(set(places)), INT32)]
-            case _:
-                positions = [np.array(places, INT32)]
-        runs = [LoadRun(0, p, self._ids(len(p)) if len(p) < 5000 else p) for p in positions]
-        return _wire.load(name, "lease", runs, 20)
-
-    def _some_of(self, blocks: list[bytes], count: int) -> list[bytes]:
-        """Returns hashes; half of them are hashes of these blocks."""
-        chance = self._chance
-        return [
-            chance.choice(blocks) if chance.random() < 0.5 else chance.randbytes(32)
-            for _ in range(count)
-        ]
+        return {"layouts": self.layouts, "ids again": self.ids_again}
 
     def _ids(self, count: int) -> np.ndarray:
         return np.array([self._chance.randrange(NUM_BLOCKS) for _ in range(count)], INT32)
@@ -224,106 +168,3 @@ class OddSessions:
                 return _sparse_wire.append_blocks(name, chance.randrange(4), hashes, 32)
             case _:
                 return _sparse_wire.delete_sequence(name)
-
-    def key_spaces(self) -> None:
-        """Opens and drops sessions of many key spaces, good and bad."""
-        with grpc.insecure_channel(self._place.target, SMALL_WINDOW) as channel:
-            for _ in range(40):
-                what = self._chance.choice(("plain", "plain", "representations", "odd"))
-                session = RawSession(channel, self._place.target, self._opening(what))
-                self._place.note(f"key spaces: {what}", session.why_not or "answered")
-                if not session.why_not and self._chance.random() < 0.3:
-                    # While a request is in flight.
-                    session.put(_wire.acquire("l", [GroupHashes(0, [])], 0, 32))
-                session.close(abruptly=self._chance.random() < 0.5)
-
-    def _opening(self, what: str) -> session_pb2.ConnectRequest:
-        chance, number = self._chance, self._chance.randrange(NUM_KEY_SPACES)
-        sizes = (4096 * (1 + number % 3),) * (1 + number % 2)
-        group = GroupSpec(GroupKind.FULL_ATTENTION, 16, sizes)
-        window = GroupSpec(GroupKind.SLIDING_WINDOW, 32, sizes, 64)
-        space = KeySpace(f"space {number}", "w", "bfloat16", (group, window)[: 1 + number % 2], 16)
-        num_kinds = chance.choice((1, 3)) if what != "plain" else 0
-        shards = (64,) * space.num_shards
-        kinds = tuple(Representation(0, "mean", n, shards) for n in range(num_kinds))
-        config = SessionConfig(self._place.target, f"e{number}", Role.TOOL, space, kinds)
-        opening = _wire.open_session(config)
-        if what == "odd":
-            self._spoil(opening.open_session, number)
-        return opening
-
-    def _spoil(self, message: session_pb2.OpenSession, number: int) -> None:
-        chance, space = self._chance, message.key_space
-        groups, most = space.groups, (1 << 31) - 1
-        match chance.randrange(9):
-            case 0:
-                groups[0].shard_byte_counts[:] = self._sizes(0, 1, 2, 31, 32)
-            case 1:
-                # The server keeps them, so this is the limit of a key space.
-                for _ in range(255 if number == 0 else 256):
-                    groups.add().CopyFrom(groups[0])
-            case 2:
-                groups[0].block_token_count = chance.choice((0, -1, 17, most))
-            case 3:
-                space.hash_byte_count = chance.choice((0, 7, 8, 31, 33, -1, most))
-            case 4:
-                space.model = chance.choice(ODD_NAMES)
-            case 5:
-                message.engine_id = chance.choice(("", "x" * 300, "a\nb"))
-            case 6:
-                for kind in message.representations:
-                    kind.shard_byte_counts[:] = self._sizes(0, 1, 5)
-            case 7:
-                message.protocol_version = chance.choice((-1, 0, 1, 2, 3, most))
-                message.newest_protocol_version = chance.choice((-1, 0, 1, 2, 3, most))
-                named = range(chance.choice((0, 1, 5000)))
-                features: Any = [chance.choice((0, 1, -1, 99)) for _ in named]
-                message.features[:] = features
-            case _:
-                groups[0].kind = chance.choice((0, 3, 5, 99))  # type: ignore[assignment]
-                groups[0].window_token_count = chance.choice((0, -1, 24))
-
-    def sequences(self) -> None:
-        """Creates many sequences, makes odd selections of them, and leaves half to the end of their
-        session."""
-        note, lengths = self._place.note, dict[str, int]()
-        with contextlib.ExitStack() as held:
-            engine = self._place.sparse_engine(held)
-            for number in range(20):
-                name, length = f"s{number}", self._chance.choice((0, 1, 8, 60))
-                lengths[name] = len(self._place.sequence(engine, name, length))
-            channel = held.enter_context(grpc.insecure_channel(self._place.target, SMALL_WINDOW))
-            requests = [self._odd_selection(engine, lengths) for _ in range(60)]
-            select = sparse_pb2_grpc.SparseServiceStub(channel).SelectBlocks
-            for answer in select(iter(requests), timeout=2 * DEADLINE_S):
-                note("sequences: SelectBlocks", word_of(answer))
-            for name in [*lengths][::2]:
-                was_there = engine.session.delete_sequence(name).result(DEADLINE_S)
-                note("sequences: delete", "answered" if was_there else "unknown")
-
-    def _odd_selection(
-        self, engine: RepresentationEngine, lengths: dict[str, int]
-    ) -> sparse_pb2.SelectBlocksRequest:
-        chance, name = self._chance, self._chance.choice(list(lengths))
-        tokens = 16 * lengths[name] + chance.choice((0, 1, 15))
-        request = self._place.selection(engine, name, tokens)
-        match chance.randrange(8):
-            case 0:
-                request.layer_index = chance.choice((-1, 3, 1 << 20))
-            case 1:
-                request.shard_index = chance.choice((-1, 1, 1 << 20))
-            case 2:
-                request.context_token_count = chance.choice(ODD_TOKENS)
-            case 3:
-                sizes = (0, 1, 4, 4 * HEAD_SIZE, 4 * KV_HEADS * HEAD_SIZE)
-                request.query = request.query[: chance.choice(sizes)]
-            case 4:
-                value = chance.choice((np.nan, np.inf, 1e38, 0))
-                request.query = np.full(QUERY_HEADS * HEAD_SIZE, value, np.float32).tobytes()
-            case 5:
-                odd = [chance.choice(ODD_MASSES) for _ in range(QUERY_HEADS)]
-                packed, num_bytes = np.array(odd, np.float32).tobytes(), (4 * QUERY_HEADS, 4, 3)
-                request.always_log_mass = packed[: chance.choice(num_bytes)]
-            case _:
-                pass
-        return request

@@ -159,6 +159,8 @@ FILES = {
     "trace": '{"timestamp": 1, "hash_ids": [1, 2]}\n',
     "bytes": "\xff\xfe",
     "deep": "[" * 100_000,
+    "other": '{"format": "other", "key_space": {}}',
+    "numbers": '{"format": "hotkv-blocks-1", "key_space": {"groups": [5]}}',
     "kinds": '{"format": "hotkv-blocks-1", "key_space": {"groups": [{"block_token_count": 1, '
     '"kind": []}]}}\n{"group_index": 0, "hashes": ["00"]}',
     "vast": '{"format": "hotkv-blocks-1", "key_space": {"groups": []}}\n{"group_index": 1e400}',
@@ -189,6 +191,9 @@ SLIPS = [
     ("import bytes --wait nan", "'nan': give 0 to 60 seconds"),
     ("import vast --wait 60", "vast:2: group_index and hashes"),
     ("import deep --wait 0", "deep:1: this is no file of `hotkv export`"),
+    ("import none", "none:1: this is no file of `hotkv export`"),
+    ("import other", "other:1: this is no file of `hotkv export` (format is 'other')"),
+    ("import numbers", "numbers:1: this is no file of `hotkv export`"),
     ("import kinds", "key_space: "),
     ("prefetch --prompts deep --like kinds", "deep:1: a JSON list of token ids was expected"),
     ("prefetch --prompts bytes --like bytes", "bytes:1: this is no file of `hotkv export`"),

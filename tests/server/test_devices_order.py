@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -222,6 +223,7 @@ async def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(
     ("failing", "words", "kind", "said"),
     [
         ({"allocate_pinned": 1}, "k", OrderKind.EVENTS, ("told to fail",)),
+        ({"copy": 1}, "k", OrderKind.EVENTS, ("told to fail",)),
         ({"open_event": 1}, "", OrderKind.HOST, ("told to fail", "hostIPC")),
         ({"open_event": 2}, "", OrderKind.HOST, ("told to fail", "hostIPC")),
         ({"open_event": 1, "allocate_pinned": 1}, "k", OrderKind.HOST, ("events", "words")),
@@ -356,6 +358,7 @@ def test_a_device_word_is_never_ahead_of_the_device_and_catches_up(
         DeviceOrder(memory.device_uuid, (), "k", 4),
     )
     counts, gates = [start] * 4, []
+    runtime.copy = copies = Mock(wraps=runtime.copy)  # type: ignore[method-assign]
     for index, reaches in steps:
         if reaches:
             memory.words()[index] = (int(memory.words()[index]) + 1) % (1 << 32)
@@ -365,6 +368,7 @@ def test_a_device_word_is_never_ahead_of_the_device_and_catches_up(
         for at, value, gate in gates:
             assert not gate.passed() or _is_at(int(memory.words()[at]), value)
         runtime.run(seed % 3)
+    assert seed % 3 or copies.call_count <= 1, "a copy does not wait for the last one"
     for _ in range(8):
         for _, _, gate in gates:
             gate.passed()

@@ -2,8 +2,6 @@
 classes."""
 
 import contextlib
-import json
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,10 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
-from demo.processes import ROOT, Server
+from demo.processes import Server
 from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_proto.groups import GroupKind, GroupSpec
-from tests.server.commands import HOTKV
 from tests.server.routers import (
     Make,
     Router,
@@ -193,6 +190,7 @@ def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: M
             assert lost == 0
             seen += items
         stream.close()  # type: ignore[attr-defined]
+        wait_for(lambda: server.counter("event_readers") == 0)
     stored_event, removed = seen[:2]
     assert [item["event"] for item in seen[:2]] == ["stored", "removed"]
     # A flush in parts may report blocks before it reports that all are gone.
@@ -204,31 +202,6 @@ def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: M
         and stored_event["block_count"] == 2
     )
     assert removed["hashes"] == prompt[0].hex()
-
-
-def test_the_command_line_prints_events(published: tuple[Server, Path], engine: Make) -> None:
-    server = published[0]
-    one = engine("events-cli")
-    for flags in ([], ["--json"]):
-        command = [HOTKV[0], "-u", *HOTKV[1:], "events", *flags]
-        command += ["--seconds", "30", "--target", server.target]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-            assert process.stdout is not None
-            try:
-                wait_for(lambda: server.counter("event_readers") == 1)
-                one.store(BlockRun(0, hashes(1), block_ids(1), token_ids=tokens(16)))
-                line = process.stdout.readline()
-                one.session.flush().result(60)
-                cleared = process.stdout.readline()
-            finally:
-                process.terminate()
-        wait_for(lambda: server.counter("event_readers") == 0)
-        if flags:
-            told = [json.loads(one)["event"] for one in (line, cleared)]
-            assert told == ["stored", "cleared"]
-        else:
-            assert "stored  group 0  1 blocks" in line and "tokens 16" in line
-            assert "cleared" in cleared
 
 
 def test_kinds_of_groups_have_vllms_names() -> None:

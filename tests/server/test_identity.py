@@ -106,15 +106,20 @@ def test_a_peer_does_not_show_its_token() -> None:
 
 
 class TicketMachine(RuleBasedStateMachine):
-    """Tickets beside a plain list of (ticket, uid, expiry)."""
+    """Tickets beside a plain list of (ticket, uid, expiry). Three users reach the bound of all."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(identity, "MAX_TICKETS", 2 * identity.MAX_TICKETS_OF_USER)
         numbers = iter(range(1 << 30))
         self.tickets = Tickets(lambda: next(numbers).to_bytes(16, "big"))
         self.model: list[tuple[bytes, int, float]] = []
         self.used: list[bytes] = []
         self.now_s = 0.0
+
+    def teardown(self) -> None:
+        self.patch.undo()
 
     def _live(self) -> list[tuple[bytes, int, float]]:
         return [entry for entry in self.model if entry[2] > self.now_s]

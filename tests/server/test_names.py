@@ -175,8 +175,11 @@ def test_one_write_waits_and_has_the_newest_names(tmp_path: Path) -> None:
     assert Names(tmp_path).engine("id-2") == "other"
 
 
+NEWER = '{"format": 2, "engines": {}, "models": {}}'
+
+
 @pytest.mark.parametrize(
-    "text", ["pipe", "[" * 100_000, "", "[]", '{"format": 2}', '{"format": 1, "engines": {"a": 1}}']
+    "text", ["pipe", "[" * 100_000, "", "[]", NEWER, '{"format": 1, "engines": {"a": 1}}']
 )
 def test_a_damaged_file_loses_names_and_nothing_else(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture

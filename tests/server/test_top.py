@@ -53,12 +53,13 @@ def readings(server: Server) -> Iterator[tuple[Reading, Reading]]:
     """Yields readings before and after a prompt on each of two engines. The second never hits."""
     with contextlib.ExitStack() as stack:
         engines = [Traffic(server.target, name, f"{name}-engine") for name in ("alpha", "beta")]
+        layer = {"selects": 4, "swap_bytes": SWAPPED_BYTES}
         for one in engines:
             stack.callback(one.close)
+            one.engine.session.report_sparse({}, {3: layer})
             one.prompt(BLOCKS, loads=0, device=0)
         admin = stack.enter_context(AdminClient(server.target))
         before = read(admin)
-        layer = {"selects": 4, "swap_bytes": SWAPPED_BYTES}
         engines[0].engine.session.report_sparse({}, {3: layer})
         engines[0].prompt(BLOCKS, loads=3, device=0)
         engines[1].prompt(BLOCKS, loads=0, device=0)
@@ -76,7 +77,9 @@ def test_rates_are_the_growth_between_two_readings(readings: tuple[Reading, Read
     by_model = {engine.model: engine for engine in figures.engines}
     assert by_model["alpha"].hit_ratio == hits / TOKENS and by_model["beta"].hit_ratio == 0
     assert by_model["beta"].stored_bytes_per_s == pytest.approx(stored / 2 / seconds)
-    assert sum(by_model["beta"].misses.values()) >= TOKENS
+    assert by_model["alpha"].loaded_bytes_per_s == pytest.approx(3 * BLOCK_BYTES / seconds)
+    missed = list(by_model["beta"].misses.values())
+    assert sum(missed) >= TOKENS and missed == sorted(missed, reverse=True) != missed[::-1]
     swapped = [by_model[name].swap_bytes_per_s for name in ("alpha", "beta")]
     assert swapped == pytest.approx([SWAPPED_BYTES / seconds, 0])
     (host,) = figures.tiers
@@ -127,6 +130,7 @@ def test_what_is_wrong_is_said(readings: tuple[Reading, Reading]) -> None:
     tiers = [*after.tiers, {**after.tiers[0], "name": "disk", "activity": activity}]
     wrong = figures_of(before, dataclasses.replace(after, info=info, tiers=tiers))
     said = "\n".join(wrong.warnings)
+    assert wrong.tiers[1].hit_ratio == 0 and "loads failed" not in said
     for part in ("not serving: the disk hangs", "200 ms late", "disk: full", "3 requests were"):
         assert part in said
 

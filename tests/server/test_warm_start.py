@@ -154,22 +154,6 @@ def test_without_tiers_it_says_what_is_there() -> None:
                 list(admin.export_blocks(number, size))
 
 
-SPACE_OF_NUMBERS = '{"format": "hotkv-blocks-1", "key_space": {"groups": [5]}}'
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{}", '{"format": "other", "key_space": {}}', SPACE_OF_NUMBERS, "[1]", "\0"]
-)
-def test_other_files_are_named(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "blocks"
-    file.write_text(f"{content}\n")
-    assert cli.main(["import", str(file), "--target", "unix:/nonexistent"]) == 2
-    said = capsys.readouterr().err
-    assert f"{file}:1" in said and "hotkv export" in said and "Traceback" not in said
-
-
 def test_files_without_end_are_not_read_whole(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
