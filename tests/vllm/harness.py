@@ -187,7 +187,7 @@ class Engine:
         return self.model
 
     def _start_ranks(self) -> None:
-        """There are no ranks beside the first."""
+        """Does nothing: this engine has only one rank."""
 
     def handshakes(self) -> dict[tuple[int, int], Any]:
         """Returns the ranks' handshakes by pipeline stage and tensor-parallel rank, as vLLM's

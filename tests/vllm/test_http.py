@@ -124,7 +124,7 @@ def test_a_killed_server_finds_again_what_it_stored(
 ) -> None:
     daemon.start()
     first = serve(is_forked)
-    # Counters exist before they grow.
+    # Every counter is exported from the start, as 0.
     before = first.metrics()
     names = {name: f"vllm:hotkv_{exported(name)}_total" for name in COUNTERS}
     assert {before.get(name) for name in names.values()} == {0.0}

@@ -47,8 +47,8 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     remote: Any,
     fetches: bool,
 ) -> None:
-    """Blocks come at `come_s`, the server leaves at `leaves_s`. Time runs in steps of the engine.
-    With `fetches`, another connector is to fetch the blocks."""
+    """Blocks become ready at `come_s`, and the server leaves at `leaves_s`. Time advances by engine
+    steps. `fetches`: another connector is asked to fetch the blocks."""
     parts = Parts(lookup_timeout_s=9.0)
     parts.server.table = has_table
     speed: Any = SimpleNamespace(seconds=lambda start, stop: prefill_s)
@@ -77,7 +77,7 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     if waited_s == 0 or waited_s >= leaves_s:
         assert waited_s or not parts.stats.data
         return
-    # A mapped table shows blocks at once; other servers are asked.
+    # A mapped block table shows blocks at once; without it the engine has to ask the server.
     late_s = STEP_S if has_table else 2 * ASK_S + 3 * STEP_S
     assert waited_s < come_s[-1] + late_s + 1e-6
     assert parts.hit(state) == there * TOKENS

@@ -71,7 +71,7 @@ def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> Non
     # 4 layers, 2 heads of 32: 2 KiB a token.
     assert totals["load_bytes"] < 0.05 * 4000 * 2048
     assert totals["loads"] == 1 and "failed_loads" not in totals
-    # Representations of the hit blocks are in the arena; the tail and the answer have four blocks.
+    # The hit brings its blocks' representations; only the four blocks behind it are built.
     assert totals["sparse_built_blocks"] <= 4 * 5
 
 
@@ -85,7 +85,7 @@ def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> Non
 def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     start: Start, daemon: Daemon, is_resident: bool
 ) -> None:
-    """Prompts whose last chunk is one token, of one token, with a hit that leaves one token, and
+    """Covers prompts of one token or with a last chunk of one token, hits that leave one token, and
     preempted requests, in steps that also decode."""
     one = start(
         RESIDENT if is_resident else SPARSE,

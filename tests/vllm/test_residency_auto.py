@@ -41,7 +41,7 @@ def grown(one: EngineProcess, before: dict[str, float], *names: str) -> list[flo
 def test_requests_move_once_the_pool_is_full_and_one_that_fits_never(
     start: Start, daemon: Daemon
 ) -> None:
-    """Runs two requests of 145 blocks in a pool of 104; then one of 60."""
+    """Runs two requests, together of 145 blocks, in a pool of 104 blocks; then one of 60 blocks."""
     reference = start(SPARSE)
     one = start(AUTO, target=daemon.start().target, num_gpu_blocks_override=POOL)
     one.ask("wait", connected=True, timeout_s=60.0)

@@ -179,8 +179,7 @@ def loop(model: Model) -> None:
     for _ in range(50):
         model.step("a")
         model.step("b")
-    # The first step of a sequence loads its selection of at most 16 blocks, every other step three,
-    # and the always-kept blocks.
+    # A sequence's first step loads its whole selection, at most 16 blocks; later steps at most 3.
     assert max(model.loaded[4:]) <= 3
     assert max(model.loaded[:4]) <= 16
     assert sum(model.loaded[4:]) > 100
