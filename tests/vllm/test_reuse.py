@@ -197,7 +197,7 @@ def test_outputs_that_a_hit_can_not_give() -> None:
     assert reuse.why_forbidden(*engine(experts=True)).startswith(
         "with enable_return_routed_experts"
     )
-    # What such a vLLM does with a block of another engine.
+    # vLLM with such experts fails on a block of another engine.
     with pytest.raises(BlockObjectStoreError):
         BlockObjectStore(max_bytes=64, object_nbytes=64).get_concatenated(["another engine's"])
 
@@ -232,7 +232,7 @@ def test_kinds_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(**flags: bool) -> str:
         return reuse.why_forbidden(*engine(latent, **flags))
 
-    # vLLM turns off both flags or neither.
+    # vLLM turns off either both flags or neither.
     assert "latent attention (MLA) on a CPU without AMX" in why(caches=False, chunks=False)
     assert why(caches=True, chunks=True) == why(caches=False, chunks=True) == ""
     platform = SimpleNamespace(is_cpu=lambda: True, get_cpu_architecture=lambda: CpuArchEnum.RISCV)
