@@ -1,5 +1,5 @@
-"""Odd clients that send whole messages: they repeat, amplify, reuse ids, and open and drop many
-sessions. Each kind is counted under `KIND: what`, and ends its sessions."""
+"""Odd clients that send whole messages: they repeat items, amplify, reuse ids, and open and drop
+many sessions. Inputs are counted under `KIND: what`. Each kind ends its sessions."""
 
 import contextlib
 import mmap
@@ -25,10 +25,10 @@ from tests.robustness.raw_client import DEADLINE_S, RawSession, word_of
 from tests.server.sparse_support import HEAD_SIZE, KV_HEADS, QUERY_HEADS, RepresentationEngine
 
 NAMES = ("a", "b", "c")
-"""Few names, so that ids come again."""
+"""There are only a few names, so that ids are used again."""
 NUM_KEY_SPACES = 40
-"""The server keeps each key space for at least ten minutes, and explains a prompt in all of them.
-Hundreds of them would take most of a run's time."""
+"""The server keeps each key space for at least ten minutes, and `explain` searches a prompt in all
+of them. With hundreds of key spaces this would take most of a run's time."""
 REPEATS = ("positions", "runs", "many", "block ids", "hashes", "groups")
 GOOD_LAYOUTS = ("one-byte runs", "many runs", "transposed", "interleaved")
 LAYOUTS = (*GOOD_LAYOUTS, "too many runs", "odd numbers")
@@ -75,7 +75,7 @@ class OddSessions:
             case "runs":
                 positions = [np.array([place], INT32) for place in places * chance.choice((1, 30))]
             case "block ids":
-                # Each block once, into few places.
+                # Each block is named once, but many blocks go to the same few places.
                 positions = [np.array(sorted(set(places)), INT32)]
             case _:
                 positions = [np.array(places, INT32)]
@@ -94,7 +94,7 @@ class OddSessions:
         return np.array([self._chance.randrange(NUM_BLOCKS) for _ in range(count)], INT32)
 
     def _sizes(self, *counts: int) -> list[int]:
-        """Returns odd sizes; their number is one of the counts."""
+        """Returns a list of odd sizes, whose length is one of the counts."""
         return [self._chance.choice(ODD_SIZES) for _ in range(self._chance.choice(counts))]
 
     def layouts(self) -> None:
@@ -233,7 +233,7 @@ class OddSessions:
                 session = RawSession(channel, self._place.target, self._opening(what))
                 self._place.note(f"key spaces: {what}", session.why_not or "answered")
                 if not session.why_not and self._chance.random() < 0.3:
-                    # While a request is in flight.
+                    # The session ends while a request is in flight.
                     session.put(_wire.acquire("l", [GroupHashes(0, [])], 0, 32))
                 session.close(abruptly=self._chance.random() < 0.5)
 
@@ -259,7 +259,7 @@ class OddSessions:
             case 0:
                 groups[0].shard_byte_counts[:] = self._sizes(0, 1, 2, 31, 32)
             case 1:
-                # The server keeps them, so this is the limit of a key space.
+                # The server keeps key spaces, so this size is the limit for one.
                 for _ in range(255 if number == 0 else 256):
                     groups.add().CopyFrom(groups[0])
             case 2:
@@ -284,8 +284,8 @@ class OddSessions:
                 groups[0].window_token_count = chance.choice((0, -1, 24))
 
     def sequences(self) -> None:
-        """Creates many sequences, makes odd selections of them, and leaves half to the end of their
-        session."""
+        """Creates many sequences and makes odd selections of them. Deletes half; the others end
+        with their session."""
         note, lengths = self._place.note, dict[str, int]()
         with contextlib.ExitStack() as held:
             engine = self._place.sparse_engine(held)
