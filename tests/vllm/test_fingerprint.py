@@ -251,8 +251,7 @@ def packed(name: str, module: str = "vllm.attention") -> Any:
 
 
 def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> str:
-    """Returns how a group of these layers is packed. An empty group (of another stage) precedes
-    it."""
+    """Returns how a group of these layers is packed. A group of another stage precedes it."""
     one = changed(config, "compilation_config", static_forward_context=layers)
     kv = SimpleNamespace(
         kv_cache_groups=[

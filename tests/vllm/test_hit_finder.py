@@ -263,8 +263,7 @@ def test_a_load_that_failed_without_a_fault_of_its_blocks_hides_none(desk: Any, 
 
 @pytest.mark.parametrize("stores", [True, False])
 def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
-    """An engine that stores nothing offers them again after a minute, as no store would end
-    that."""
+    """An engine that stores nothing hides them for a minute: no store of its own would end it."""
     parts = Parts(stores=stores)
     parts.clock = 2 * HIDDEN_FOR_S
     parts.finder.end_load(loading(parts), True)

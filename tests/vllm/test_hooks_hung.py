@@ -69,8 +69,7 @@ def test_an_engine_pauses_and_sleeps_while_blocks_are_held(
     for step in range(60):
         one.step()
         if step == 10:
-            # Late, it writes free blocks or, during sleep, a mapping that only the server still
-            # has.
+            # The late write hits free blocks or, during sleep, a mapping of the server's own.
             future.set_result(act())
     one.run()
     one.generate("end", prompt(9, 10), 2)

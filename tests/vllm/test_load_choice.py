@@ -205,8 +205,7 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     num_first: int,
     most_share: float,
 ) -> None:
-    """Trials alone find the recovery. `most_share`: most time of later hits, as share of
-    computing."""
+    """Trials alone find the recovery. `most_share`: time of later hits, as share of computing."""
     world = World()
     world.many(5, num_tokens)
     vars(world).update(slow)

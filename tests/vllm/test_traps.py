@@ -104,7 +104,7 @@ def test_a_hit_that_is_not_taken_leaves_no_lease(engine: Any, server: Any, how: 
 def test_keys_of_failed_loads_are_offered_again(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """After a minute in an engine that stores nothing; soon after the rank lost its session."""
+    """An engine that stores nothing offers them after a minute; if a session was lost, soon."""
     monkeypatch.setattr(hits, "HIDDEN_FOR_S", 1e-6)
     answer, role = filled(engine), "kv_consumer" if why == "stores nothing" else "kv_both"
     one = engine(within=lambda ours: ours | {"kv_role": role})
@@ -216,8 +216,7 @@ def test_a_state_whose_block_was_given_away_is_not_stored(
     names = [[], ["a"]]
 
     def offered() -> Any:
-        """The second step offers the prompt's first state, in a block that now has the next
-        state."""
+        """Offers the prompt's first state in step 2, in a block that now has the next state."""
         step = names.pop(0) if names else ()
         return {name: [(1, manager.get_block_ids(name)[1][1], BLOCK_TOKENS)] for name in step}
 
