@@ -327,8 +327,8 @@ class Kills:
             self._fill(self._dice.choice(nodes))
 
     def _fill(self, node: SharingNode) -> None:
-        """Stores blocks in parts, and waits until the store has accepted or refused each: host
-        memory can't hold all of them, and would lose blocks before they are copied."""
+        """Stores blocks, and waits until the store has accepted or refused them. Host memory can't
+        hold the blocks of all calls, and would lose some before they are copied."""
 
         def num_offered() -> float:
             return node.num_copied() + node.counter("shared_refused_blocks_total")

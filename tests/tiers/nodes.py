@@ -187,7 +187,7 @@ class SharedNode(Node):
         return (await self.epochs.flush(1)).pending_tiers
 
     def epoch(self) -> int:
-        """Returns the epoch of its blocks in the store, 0 if unknown."""
+        """Returns the store's epoch of the node's blocks; 0 if it is not known."""
         return self.epochs.get("shared", 1)
 
     async def until_down(self, count: int) -> None:

@@ -204,7 +204,7 @@ def proxied(server: Server) -> Iterator[tuple[FaultProxy, dict[str, object]]]:
 
 
 def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:
-    """Returns a function for `Rig` that damages a block, if it is the only block of its key
+    """Returns a function for `Rig` that damages a block, which must be the only block of its key
     space."""
 
     def damage(key: bytes, place: int) -> None:

@@ -144,7 +144,7 @@ async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
 
 @pytest.mark.parametrize("noted", ["nothing", "the epoch before", "the epoch before in another"])
 async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, noted: str) -> None:
-    """Written under the new epoch, such a block would be loaded by all nodes."""
+    """If it were written under the new epoch, all nodes would load the flushed block."""
     store, other = MemoryStore(places=False), None
     flushed = store
     if noted == "the epoch before in another":

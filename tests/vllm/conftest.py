@@ -1,4 +1,4 @@
-"""Fixtures for tests of the vLLM connector; the folder is skipped where vLLM is not installed."""
+"""Fixtures for tests of the vLLM connector. If vLLM is not installed, the folder is skipped."""
 
 import functools
 import importlib.util

@@ -335,7 +335,7 @@ class Engine:
         return ModelRunnerOutput(names, index, [sampled[n] for n in names], kv_connector_output=kv)
 
     def _computed(self, scheduled: Any) -> tuple[dict[str, list[int]], int]:
-        """Returns the step's samples, and its end in the device's queue."""
+        """Returns the step's samples, and the position in the device's queue at which it ends."""
         if self.before_forward is not None:
             self.before_forward()
         self._take_tokens(scheduled)

@@ -202,7 +202,7 @@ class Clock:
 
 
 def admission(name: str, computed: int, num_tokens: int) -> SimpleNamespace:
-    """Returns a step that admits a request with the blocks 1 and 2."""
+    """Returns a step that admits a request whose block table is 1, 2."""
     new = SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=([1, 2],))
     return SimpleNamespace(
         kv_connector_block_state=SimpleNamespace(

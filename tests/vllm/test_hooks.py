@@ -298,7 +298,7 @@ def test_a_broken_hook(
 
 
 def test_a_step_after_unknown_allocations_takes_all_stores_back(bench: Bench) -> None:
-    """Also covers another connector that loads into these blocks."""
+    """Also covers blocks into which another connector loads."""
     one = bench.new()
     one.generate("before", prompt(7, 10))
     num_before = len(one.metas)

@@ -1,5 +1,5 @@
-"""vLLM's HTTP server with README's commands: its users' answers and metrics before and after a kill
--9."""
+"""vLLM's HTTP server, started by README's commands: answers and metrics before and after the server
+is killed."""
 
 import contextlib
 import io

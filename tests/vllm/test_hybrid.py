@@ -1,5 +1,5 @@
-"""Models with several kinds of groups: stores and loads of each kind, with vLLM's real scheduler
-and the arithmetic model."""
+"""Stores and loads of models with several kinds of KV cache groups, with vLLM's real scheduler and
+the harness's arithmetic model."""
 
 import random
 from typing import Any

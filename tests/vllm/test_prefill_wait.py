@@ -111,7 +111,7 @@ def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
         second.step()
         is_waiting = transfer is not None or role == "kv_consumer"
         assert (not second.outputs[name]) == is_waiting
-        # An idle engine rests once a step, at most until the answer to its lookup.
+        # An idle engine sleeps once per step, until the answer to its lookup at the latest.
         assert len(rests) == (2 if is_waiting else 0) and rests[:1] in ([], [ASK_S])
         if is_waiting:
             first.generate(name, tokens, 1)
@@ -121,7 +121,7 @@ def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
         assert (reports_to(server)[-1].wait_s > 0) == is_waiting
         tokens = prompt(2, 200)
         rests.clear()
-    # An engine that computes does not rest.
+    # An engine that computes does not sleep.
     second.add("busy", prompt(3, 40), 9, transfer={"do_remote_prefill": False})
     second.step()
     second.add("waits", prompt(4, 200), 1, transfer={"do_remote_prefill": True})

@@ -110,7 +110,7 @@ def test_a_hit_is_loaded_whole_if_there_is_room(start: Start, daemon: Daemon) ->
         assert found["cached"] == [4000]
         assert same(found, reference.ask("generate", prompts=[base + tail], max_tokens=30))
         loaded, staged = grown(engine, before, "load_bytes", "resident_staged_pages")
-        # 4 layers, 2 heads of 32: 2 KiB a token.
+        # A token takes 2 KiB: 4 layers, 2 heads of 32.
         assert least <= loaded / (4000 * 2048) <= most
         assert bool(staged) == (engine is small)
 

@@ -315,7 +315,7 @@ def test_a_hit_begins_as_a_whole_if_there_is_room_and_else_as_if_moved() -> None
 
 
 def test_a_request_that_outgrows_the_pool_waits_for_its_room_in_the_queue() -> None:
-    """Another request has the room that the server can give."""
+    """Another request already has all the room that the server can give."""
     engine = ResidentEngine("auto", most_blocks=48, pool=SMALL_POOL)
     engine.server.residencies.can_grow = False
     engine.scheduler.max_num_active_reqs = 1

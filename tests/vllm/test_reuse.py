@@ -278,7 +278,7 @@ def test_a_prefix_lm_answers_the_same_whatever_others_have_asked(
 
 
 def test_a_vector_for_each_token_reads_no_cache(start: Starter, tmp_path: Path) -> None:
-    """In vLLM only such requests of the engine read no cache, so hotkv stays on."""
+    """In vLLM only requests of this kind skip the cache, so hotkv stays on for the others."""
     model = write_tokenizer(write_model(tmp_path / "model"))
     engine = start(model, runner="pooling", convert="embed", pooler_config={"task": "token_embed"})
     batch = requests(37)

@@ -262,7 +262,7 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
             server.wait_for_stores()
             wait_for(lambda: credited(second, 1, len(second)))
             with closing(Indexer(tmp_path / "late.log", BLOCK_TOKENS, *workers)) as late:
-                # The router asks for missed messages with the first message that it gets.
+                # The router asks for the messages that it missed when it gets its first message.
                 for engine in engines:
                     engine.ask("generate", prompts=[prompt(700)], max_tokens=2)
                 wait_for(lambda: late.credits(second)[0] == len(second))

@@ -368,8 +368,8 @@ def test_a_step_is_decided_once() -> None:
 def test_on_cuda_only_what_a_graph_cannot_attend_to_is_sparse_against_the_rule(
     replays_decode: bool, beside: int
 ) -> None:
-    """`beside`: tokens of another row in the step; with one token it may be replayed from a
-    graph."""
+    """`beside`: number of tokens of another row in the step. If it is 1, the step may be replayed
+    from a graph."""
     away, resident = {"prompt", "short", "answer"}, {"prompt", "short", "answer", "here"}
     limits = ResidentOnly(resident.__contains__, away.__contains__, replays_decode)
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)], limits)

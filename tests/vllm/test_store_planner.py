@@ -263,7 +263,7 @@ def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
 def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
-    """An idle engine has no steps, which carry the reports."""
+    """Reports travel with steps, so the report is missing while the engine is idle."""
     now_s = [100.0]
     monkeypatch.setattr(stores_in_flight.time, "monotonic", lambda: now_s[0])
     parts = Parts()
