@@ -1,5 +1,5 @@
-"""hotkv's tier below vLLM's real tiering: hits have the right bytes and no request waits for ever,
-in cases in which vLLM's tiering alone would let it wait."""
+"""hotkv's tier below vLLM's real tiering: hits have the right bytes, and no request waits for ever,
+also where vLLM's tiering alone would let it wait."""
 
 import os
 import signal

@@ -559,7 +559,7 @@ class ResidentEngine:
             self.contents.clear()
 
     def refuse(self, name: str) -> None:
-        """Makes the server refuse room for a request for good."""
+        """Makes the server refuse a request room from now on."""
         self.excused.add(name)
         plain = self.server.residencies.add
 

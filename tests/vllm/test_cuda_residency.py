@@ -273,7 +273,7 @@ def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
 
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(make: Any) -> None:
-    """By then its first block may be another request's."""
+    """When the row's step runs, the request's first block may be another request's."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     engine.worker.start_over()

@@ -327,7 +327,7 @@ def test_producers_and_consumers_of_images_share(config: Any, tmp_path: Path) ->
 
 
 def test_adapters_and_compilation_do_not_split_the_base_model(config: Any) -> None:
-    """A GPU engine that is not compiled has other kernels for the same operations."""
+    """A GPU engine that is not compiled uses other kernels, but for the same operations."""
     eager = IrOpPriorityConfig(rms_norm=["vllm_c", "native"])
     with_adapters = changed(config, "", lora_config=LoRAConfig(max_lora_rank=8))
     not_compiled = changed(config, "kernel_config", ir_op_priority=eager)

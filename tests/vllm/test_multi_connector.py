@@ -151,7 +151,7 @@ def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -
 def test_layouts_do_not_conflict(
     engine: Make, monkeypatch: pytest.MonkeyPatch, ours_first: bool
 ) -> None:
-    """The other connector's wish has priority. Without such a wish, hotkv's layout is used."""
+    """The layout that the other connector asks for is used; if it asks for none, hotkv's."""
     monkeypatch.setattr(checks, "preferred_layout", lambda _: "BLHNC")
     config = copy.copy(engine().vllm_config)
     assert HotKVConnector.get_required_kvcache_layout(config) == "BLHNC"

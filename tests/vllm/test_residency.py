@@ -1,5 +1,5 @@
 """Contexts beyond device memory in real vLLM on CPU, with a real server. Tokens equal those of
-sparse decode with all blocks on the device, and prefix hits load next to nothing."""
+sparse decode with all blocks on the device. Prefix hits load only a few blocks."""
 
 import pytest
 

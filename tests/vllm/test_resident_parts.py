@@ -128,7 +128,7 @@ def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
 
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -> None:
-    """By then its first block may be another request's."""
+    """When the row's step runs, the request's first block may be another request's."""
     worker = resident_worker()
     step = ResidentStep((ResidentRow("a", 7, 3, True, 5),))
     worker.begin_resident(step)

@@ -137,7 +137,7 @@ POOLINGS = [None, *itertools.product(SEQ_POOLING_TYPES, TOK_POOLING_TYPES)]
 
 
 def test_every_kind_of_model_and_pooling_is_answered_as_by_vllm() -> None:
-    """Tries every answer of the registry with all poolings and hf configs."""
+    """Tries all answers of vLLM's model registry, each with all poolings and HF configs."""
     found: set[bool] = set()
     for attention, default, is_free, is_hybrid in itertools.product(
         get_args(AttnTypeStr), SEQ_POOLING_TYPES, (False, True), (False, True)

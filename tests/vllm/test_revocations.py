@@ -218,7 +218,7 @@ def test_a_step_whose_planning_broke_takes_all_back(
 
 
 def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server copies zeroes of a store that waited for the device, and finds it revoked."""
+    """The store waits for the device, so the server copies zeroes. The store is revoked."""
     device, server = ToldDevice(), RealServer(daemon.start().target)
     extra = {
         "target": daemon.target,

@@ -68,7 +68,7 @@ def test_a_block_is_stored_with_the_step_that_fills_it(
 def test_ready_blocks_are_not_stored_again(
     engine: Any, server: Any, table: bool, num_again: int
 ) -> None:
-    """Without a table, only loaded blocks are known to be ready, and hits on the device are not."""
+    """Without a table, only loaded blocks are known to be ready; hits on the device are not."""
     filled(engine)
     server.calls.clear()
     server.table = table
