@@ -183,7 +183,7 @@ def test_heavy_key_spaces_count_by_their_weight() -> None:
 
 
 def resident_bytes(array: np.ndarray) -> int:
-    """Returns the bytes of an array's pages that have memory."""
+    """Returns how many bytes of an array are in physical memory, in whole pages."""
     page = mmap.PAGESIZE
     begin = array.ctypes.data // page * page
     length = array.ctypes.data + array.nbytes - begin

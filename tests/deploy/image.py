@@ -197,7 +197,7 @@ def provide(buildah: Buildah, release: Path | None, steps: Steps) -> None:
     """Builds the image, or loads a release's image."""
     with steps.step("the image") as seen:
         if release is None:
-            # hotkv itself is always copied again; the layer of packages is not kept.
+            # buildah rebuilds all layers: it copies hotkv again, and installs the packages again.
             buildah("bud", "--quiet", *BUD, f"--tag={IMAGE}", ROOT)
         else:
             archive = check_dist.one(release, f"hotkv-*-image-{release_files.processor()}.oci.tar")

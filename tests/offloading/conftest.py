@@ -22,7 +22,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture
 def own_daemon(tmp_path: Path) -> Iterator[Daemon]:
-    """Starts a server that the test may stop and kill."""
+    """Starts a server of the test's own, which the test may stop and kill."""
     server = Daemon(tmp_path).start()
     yield server
     server.stop()

@@ -8,7 +8,7 @@ HOST_COPIES = {
     "spec_name": "HostTieringSpec",
     "spec_module_path": "hotkv_vllm.testing.host_copies",
 }
-"""vLLM refuses its offloading in CPU engines; only the copy is replaced here."""
+"""A module for CPU engines, in which vLLM refuses its offloading. It replaces only the copies."""
 
 
 def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A `Rig` stands for an engine's scheduler: it asks for keys step by step, as
 `OffloadingConnectorScheduler` does, and plays the copies between the device and the primary tier.
-The bytes of a row follow from its key, so wrong rows are seen.
+The bytes of a row follow from its key, so a wrong row is noticed.
 """
 
 import hashlib

@@ -1,5 +1,5 @@
-"""The second door beside each feature of `tests/pairs/table.py` that the other tests of this folder
-do not show.
+"""The second door (`HotKVOffloadingConnector`) with each feature of `tests/pairs/table.py` that the
+folder's other tests do not cover.
 
 Features of the server and of the tier run over a `Rig`. Those of vLLM run in a real engine: it
 computes and stores, a pause empties its device and its primary tier, and repeated requests hit
@@ -59,7 +59,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "residency": RESIDENT,
     "tracing": {"tracing": "http://localhost:4318"},
 }
-"""Settings by the feature that this door refuses."""
+"""Features that this door refuses, each with settings that turn it on."""
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -91,7 +91,7 @@ def test_a_setting_that_this_door_can_not_serve(name: str) -> None:
 
 
 def empty(rig: Rig) -> None:
-    """Empties the primary tier, and makes the steps that hold promotions after it."""
+    """Empties the primary tier, then runs the steps in which hotkv promotes nothing."""
     rig.manager.reset_cache()
     for _ in range(HELD_STEPS):
         rig.step()
@@ -106,7 +106,7 @@ def test_tenants_do_not_share(rigs: Any, daemon: Daemon) -> None:
 
 
 def role(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts the scheduler's side of an engine with this `kv_role` beside the rig's tier."""
+    """Gives the rig's tier the scheduler's side of an engine with this `kv_role`."""
     monkeypatch.setattr(scheduler.checks, "counts_media", lambda _: False)
     monkeypatch.setattr(scheduler, "group_block_tokens", lambda *_: (16,))
     monkeypatch.setattr(scheduler, "doubtful_tokens", lambda *_: None)
@@ -302,7 +302,7 @@ def usage(daemon: Daemon) -> dict[str, Any]:
 
 
 def test_hits_in_vllms_own_tier_are_not_savings_of_the_server(model: Make, daemon: Daemon) -> None:
-    """The server had no part in them. Their blocks stay hot in the server."""
+    """The server had no part in such hits. Still their blocks stay hot in the server."""
     one, other = model(), model()
     tokens, before = prompt(70, 200), daemon.counter("stored_blocks_total")
     one.generate("cold", tokens)
@@ -322,7 +322,7 @@ def test_hits_in_vllms_own_tier_are_not_savings_of_the_server(model: Make, daemo
 
 
 def idle_s(daemon: Daemon) -> list[float]:
-    """Returns how long each block has not been used, in rising order."""
+    """Returns for each block how long it has not been used, shortest first."""
     return sorted(one["idle_s"] for one in daemon.admin("blocks", page_size=1000)["blocks"])
 
 
@@ -354,7 +354,7 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     model: Make, daemon: Daemon, interval: int | None
 ) -> None:
     """The first request has computed half of a chunk when the second hits that half on the device.
-    vLLM took the half for reallocated, and stored the chunk's windows without it."""
+    vLLM alone takes that half for reallocated, and stores the chunk's windows without it."""
 
     settings = {"specs": hybrid_model(), "prefix_cache_retention_interval": interval}
     one, other = (model(chunked, **settings) for _ in range(2))
@@ -378,7 +378,7 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
 def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """vLLM's own reset fails, so later requests hit the device's old blocks."""
+    """vLLM's own reset fails while the device is in use, so later requests hit old blocks on it."""
     one = model()
     one.generate("first", prompt(120, 100), 2)
     one.add("runs", prompt(121, 10), 20)
@@ -397,7 +397,7 @@ def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
 def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
     model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM names it as preempted in the step that begins its load, which ended the engine."""
+    """In the step that begins the request's load, vLLM also names the request as preempted."""
     one = model()
     one.add("a", prompt(130, 100), 40)
     wait_for(lambda: one.step() or len(one.outputs["a"]) > 5, "stores")
@@ -405,7 +405,7 @@ def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
     one.run()
     assert one.outputs["a"] == answer_of(prompt(130, 100), 40)
     assert any(meta.load_jobs for meta in one.metas)
-    # While hotkv is off, because it does not know this vLLM, it reads nothing of vLLM's offloading.
+    # While hotkv is off (here: an unknown vLLM), it reads no attributes of vLLM's offloading.
     off: Any = object.__new__(HotKVOffloadingConnector)
     off._door = None
     for hook, arguments in (
@@ -448,8 +448,8 @@ def test_blocks_of_answers_that_another_connector_decodes_sparsely_are_not_store
 
 
 def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemon: Daemon) -> None:
-    """A hit on the device leaves out what lies before its windows. vLLM stores a chunk whose last
-    block it has."""
+    """After a hit on the device, blocks before its windows are missing. vLLM stores a chunk if it
+    has only the chunk's last block."""
     settings: dict[str, Any] = {"around": chunked, "specs": hybrid_model()}
     one, other = (model(**settings) for _ in range(2))
     tokens, before = prompt(82, 300), daemon.counter("stored_blocks_total")
@@ -468,7 +468,8 @@ def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemo
 def test_stores_end_before_another_connector_loads_into_their_blocks(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device copies a store's blocks when vLLM waits for it, else after the load."""
+    """Here the device copies a store's blocks when vLLM waits for the store, else after the
+    load."""
     copy, copies = HostCopies._copy, dict[int, Any]()
 
     def later(*what: Any, to_row: bool) -> bool:
@@ -504,8 +505,8 @@ def test_stores_end_before_another_connector_loads_into_their_blocks(
 def test_blocks_that_another_connector_failed_to_load_are_not_stored(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, policy: str, pipelined: bool
 ) -> None:
-    """The load runs within the step, whose stores vLLM has planned before it hears of the
-    failure."""
+    """The other connector loads within the step. When vLLM learns of the failure, it has already
+    planned the step's stores."""
 
     def around(ours: dict[str, Any]) -> dict[str, Any]:
         both = beside("LoadingConnector", ours_first=False)(ours)
@@ -525,7 +526,7 @@ def test_blocks_that_another_connector_failed_to_load_are_not_stored(
         one.add("shares", tokens, 4)
         one.step()
         if not pipelined:
-            # The model of the harness knows of no sample that the scheduler drops.
+            # The scheduler drops the step's samples; the harness's model has to forget them too.
             one.tokens |= {"a": list(tokens), "shares": list(tokens)}
         one.step()
     one.run()
@@ -541,8 +542,8 @@ def test_blocks_that_another_connector_failed_to_load_are_not_stored(
 def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """vLLM ends a request so if it finds a media name that was used for another content, and takes
-    its whole prompt for computed."""
+    """vLLM ends a request with an error if a media name was used for another content. It then takes
+    the whole prompt for computed."""
     one, other = (model(max_tokens_per_step=120) for _ in range(2))
     tokens, before = prompt(95, 200), daemon.counter("stored_blocks_total")
     one.add("a", tokens, 4)
@@ -560,8 +561,8 @@ def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
 def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """The step that fills the request's last block is in flight when vLLM preempts the request,
-    and ends it. An engine that loads nothing does not wait for the step before it preempts."""
+    """vLLM preempts the request while the step that fills its last block, and ends it, is in
+    flight. An engine that loads nothing does not wait for this step."""
     only_stores = {"kv_role": "kv_producer"}
     one, other = model(lambda both: both | only_stores, pipelined=True, blocks=7), model()
     tokens, before = prompt(97, 90), daemon.counter("stored_blocks_total")
@@ -765,7 +766,7 @@ def test_requests_that_are_preempted(stage: Stage) -> None:
 def test_drafts_that_are_rejected_are_not_stored(stage: Stage) -> None:
     batch = texts(4)
     for one in batch:
-        # Repetitions, so that the drafter finds something.
+        # The prompts repeat themselves, so that the drafter finds drafts.
         one["tokens"] = one["tokens"][:20] * (len(one["tokens"]) // 20 + 1)
     engine = stage.start(speculative_config=NGRAM)
     cold, warm = stage.twice(engine, batch, num_blocks(batch))
@@ -779,7 +780,7 @@ def test_drafts_that_are_rejected_are_not_stored(stage: Stage) -> None:
 
 @pytest.mark.long
 def test_asynchronous_scheduling(stage: Stage) -> None:
-    """vLLM turns it off in CPU engines; here it is turned on again."""
+    """vLLM turns asynchronous scheduling off in CPU engines; the test turns it on again."""
     batch = texts(5, (200,) * 4)
     engine = stage.start(config_overrides={"scheduler_config.async_scheduling": True}, **FEW_BLOCKS)
     cold, warm = stage.twice(engine, batch, num_blocks(batch))
@@ -812,5 +813,5 @@ def test_pictures_meet_only_where_they_are_equal(stage: Stage) -> None:
     cold, warm = stage.twice(engine, [picture(1)], (218 + TOKENS - 1) // BLOCK_TOKENS)
     assert cold["cached"] == [0] and warm["cached"] == [192] and same(cold, warm)
     other = engine.ask("sample", requests=[picture(2)])
-    # Before the picture both have the same block.
+    # Both prompts have the same block before the picture.
     assert other["cached"] == [32] and difference(cold, other) > 20 * NOISE

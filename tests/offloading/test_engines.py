@@ -197,8 +197,8 @@ def test_every_shape_that_vllms_offloading_takes_hits(daemon, start, kind, door,
     warm = other.ask_each(batch, 6)
     assert sum(warm["cached"]) > 0.7 * sum(map(usable, batch)), warm["cached"]
     if kind == "deepseek":
-        # vLLM's CPU kernels of latent attention change their answer after any hit; two hits must
-        # agree.
+        # After any hit, vLLM's CPU kernels of latent attention give another answer. So the test
+        # compares two hits.
         cold = start(daemon, kind, door=door, **settings).ask_each(batch, 6)
     assert same(cold, warm)
 
@@ -223,7 +223,7 @@ def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start
 
 @pytest.mark.long
 def test_a_data_parallel_engine_hits_what_its_sibling_stored(daemon, start):
-    """Both engines use the same key space, each with its primary tier and its session."""
+    """The engines use the same key space. Each has its own primary tier and session."""
     both = start(daemon, driver="dp_driver.py", data_parallel_size=2, has_weights=True)
     batch, before = prompts(9, LENGTHS), daemon.counter("stored_blocks_total")
     cold = both.ask("generate", prompts=batch, max_tokens=6, rank=0)
@@ -264,7 +264,7 @@ def test_both_doors_in_one_multiconnector(daemon, start, tmp_path, is_own_first)
 
 @pytest.mark.long
 def test_a_killed_engine_leaves_no_half_written_block(own_daemon, start):
-    """The server's copy of a dead engine's rows ends, and none of its blocks is ready."""
+    """The server stops copying a killed engine's rows, and none of their blocks becomes ready."""
     engine = start(own_daemon)
     batch = prompts(9, (900,) * 6)
     nowhere = {"hotkv.target": "unix:/nowhere/grpc.sock", "hotkv.startup_wait_s": 0.0}

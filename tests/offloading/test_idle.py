@@ -1,4 +1,4 @@
-"""An engine without work waits a moment for a hit; an engine with work does not."""
+"""An engine without other work waits a moment for a hit. An engine with work does not wait."""
 
 import os
 import signal

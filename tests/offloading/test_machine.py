@@ -20,7 +20,7 @@ from tests.support.waiting import stop
 from tests.vllm.processes import Daemon
 
 pytestmark = pytest.mark.examples
-"""The profile's number, divided by six: an example takes some ten seconds."""
+"""Runs a sixth of the profile's examples, because an example takes some ten seconds."""
 
 PROMPTS = {name: keys_of(name, count) for name, count in (("a", 6), ("b", 30), ("c", 90))}
 NUM_ROWS = 40
@@ -43,14 +43,15 @@ class Machine(RuleBasedStateMachine):
         self.is_dead = False
         self.engines = [Rig(self.server.target, num_rows=NUM_ROWS, **QUICK) for _ in range(2)]
         self.asking = [{} for _ in self.engines]
-        """By engine: the requests that look up, with their chunks."""
+        """For each engine: the requests whose lookups are not answered yet, with their chunks."""
 
     engines_of = st.integers(0, 1)
     prompts = st.sampled_from(sorted(PROMPTS))
 
     @rule(engine=engines_of, prompt=prompts)
     def compute(self, engine, prompt):
-        """Runs a request that computes its prompt. Its copies may find no row."""
+        """Runs a request that computes its prompt. The primary tier may lack rows for its
+        chunks."""
         rig = self.engines[engine]
         context = rig.request(PROMPTS[prompt])
         rig.offer(context, PROMPTS[prompt][: NUM_ROWS // 2])

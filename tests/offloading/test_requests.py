@@ -1,4 +1,4 @@
-"""How much a request may promote: bounded for every sequence of lookups, evictions and failures."""
+"""A request's promotions are bounded, for every sequence of lookups, evictions and failures."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +19,8 @@ subsets = st.sets(st.sampled_from(KEYS))
 
 @given(st.lists(st.tuples(subsets, subsets)))
 def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(waves):
-    """Asks for some keys in each wave and loads some of them. The set of keys that may be promoted
-    shrinks."""
+    """In each wave the request looks up some keys and loads some of them. Fewer and fewer keys may
+    be promoted."""
     promotions, allowed, num_submitted = Promotions(), set(KEYS), 0
     for asked, loaded in waves:
         now = {key for key in KEYS if promotions.may_promote(key, ENDS[key])}
@@ -39,7 +39,7 @@ def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(wav
 
 
 class RoomMachine(RuleBasedStateMachine):
-    """`Room` beside plain lists of rows."""
+    """Compares `Room` with plain lists of rows."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
-"""hotkv's tier below vLLM's real tiering: hits have the right bytes and no request waits for ever,
-in cases in which vLLM's tiering alone would let it wait."""
+"""hotkv's tier below vLLM's real tiering: hits have the right bytes, and no request waits for ever,
+also where vLLM's tiering alone would let it wait."""
 
 import os
 import signal
@@ -184,7 +184,7 @@ def test_rows_of_a_store_are_free_again_although_the_server_hangs(own_daemon):
     writer = Rig(own_daemon.target, **{"hotkv.store_timeout_s": 0.2}).connected()
     stop(own_daemon.pid)
     writer.store(keys)
-    # The rows get other bytes before the server reads them.
+    # Overwrite the rows before the server reads them.
     writer.rows[:] = 7
     os.kill(own_daemon.pid, signal.SIGCONT)
     reader = Rig(own_daemon.target).connected()

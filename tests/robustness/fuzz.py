@@ -57,14 +57,14 @@ STREAM_MESSAGES = 300
 IN_FLIGHT = 32
 PING_DEADLINE_S = 10.0
 SETTLE_S = 30.0
-"""This long after a client's end, the server has released everything of it."""
+"""The server has released everything of a client this long after the client's end."""
 KINDS_OF_ROUND = 2
 """Kinds of odd clients in a round; after three rounds each had its turn."""
 MORE_DESCRIPTORS, MORE_BYTES = 64, 96 << 20
-"""Allowed growth of the server once a round's clients are gone: key spaces (`MAX_WEIGHT_BYTES`, 32
-MiB), free heap that is not returned yet (`FREE_BYTES`, 32 MiB), and as much again for modules that
-load at first use and for the allocators of Python and gRPC. A leak of 100 bytes for each input
-exceeds it within a million inputs."""
+"""Allowed growth of the server once a round's clients are gone: 32 MiB for key spaces
+(`MAX_WEIGHT_BYTES`), 32 MiB for free heap that is not returned yet (`FREE_BYTES`), and as much
+again for modules that are loaded at first use and for the allocators of Python and gRPC. A leak of
+100 bytes per input exceeds the limit within a million inputs."""
 SMALL_NUMBERS = (0, 1, 2, 3, 7, 16, 63, 64, 255, 256)
 ODD_NUMBERS = (*SMALL_NUMBERS, 1 << 14, 1 << 18, (1 << 31) - 1, -1, -2, -(1 << 31))
 ODD_FLOATS = (0.0, 0.1, 1.0, -1.0, float("inf"), float("nan"), 1e300, 256.0)
@@ -82,7 +82,7 @@ class Tally:
         default_factory=lambda: collections.defaultdict(collections.Counter)
     )
     footprints: str = ""
-    """Footprints of the server: at first, at most, and after the last round."""
+    """Footprints of the server: the first, the largest, and the one after the last round."""
 
     @property
     def inputs(self) -> int:
@@ -104,7 +104,7 @@ TOPICS += ("savings", "sparse_layers")
 
 
 class Odd:
-    """Makes messages of mostly sensible fields, whose bytes may then be changed."""
+    """Makes messages whose fields mostly make sense. Their bytes may be changed afterwards."""
 
     def __init__(self, seed: int, session_id: str) -> None:
         self.random = random.Random(seed)
@@ -264,7 +264,7 @@ class Fuzzer:
             time.sleep(0.02)
 
     def left_behind(self) -> str:
-        """Returns the remains of the odd clients, "" if there are none."""
+        """Returns a text: what the server still holds of the odd clients; empty if nothing."""
         with AdminClient(self.server.target) as admin:
             engines = {session["engine_id"] for session in admin.sessions()}
             num_transfers = admin.info()["counters"]["transfers_in_flight"]
@@ -383,7 +383,7 @@ class FileFuzzer:
         }
 
     def run(self, name: str) -> None:
-        """Reads a mutated file. Raises any exception but a refusal."""
+        """Reads a mutated file with its reader. Raises any exception that is not a refusal."""
         try:
             self.each()[name]()
             self.tally.note(name, "read")
@@ -421,7 +421,7 @@ FLAGS = (
 
 
 def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None) -> Tally:
-    """Sends so many inputs, a tenth of them files. Raises AssertionError at the first violation."""
+    """Sends so many inputs; a tenth are files. Raises AssertionError at the first violation."""
     with (
         runtime_folder(128 << 20) as folder,
         Server(folder, "16MiB", *FLAGS, "--tiers.disk.path", f"{folder}/disk") as server,

@@ -49,7 +49,7 @@ class OddConnections:
         return held.enter_context(grpc.insecure_channel(target, SMALL_WINDOW))
 
     def _let_go(self, kind: str, calls: list[tuple[str, Any]], word: str) -> None:
-        """Records which calls the server has kept open, and ends all."""
+        """Records which calls the server has kept open, then ends all of them."""
         for what, call in calls:
             said = word if call.is_active() else f"ended {call.code().name}"
             self._place.note(f"{kind}: {what}", said)
@@ -83,7 +83,7 @@ class OddConnections:
             http.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
             self._place.note("slow readers: http", "not read")
             self._unread_selections(held)
-            # Events, reports and eviction notices come from other clients' work.
+            # Other clients' work causes events, reports and eviction notices.
             with self._place.working("unread") as (session, _):
                 tokens = np.zeros(16 * NUM_BLOCKS, INT32)
                 for number in range(40):
@@ -104,7 +104,7 @@ class OddConnections:
             self._place.note("slow readers: SelectBlocks", "not read")
 
     def descriptors(self) -> None:
-        """Hands over fences and memory that are short, have holes, are sealed, are spoiled
+        """Sends fences and memory that are too short, have holes, are sealed, are spoiled
         afterwards, or are not memory at all."""
         note, num_bytes = self._place.note, NUM_BLOCKS * 8192
         for _ in range(4):
@@ -153,7 +153,7 @@ class OddConnections:
                 size = {"short": num_bytes // 2, "empty": 0}.get(what, num_bytes)
                 fd = memory_file(size, filled=what != "holes")
                 if what == "sealed":
-                    # A seal against writing needs a file without mappings: the server may have
+                    # A file with mappings can't be sealed against writing, and the server may have
                     # mapped it.
                     fcntl.fcntl(fd, F_ADD_SEALS, self._chance.choice(SEALS))
                 if what in ("read-only", "path"):
@@ -204,8 +204,8 @@ class OddConnections:
         return b"GET /metrics HTTP/1.1\r\nHost: " + host + b"\r\nContent-Length: 100\r\n\r\n"
 
     def server_streams(self) -> None:
-        """Makes good and bad requests of all calls that the server answers with streams, and reads
-        an answer of each."""
+        """Makes good and bad requests to all calls that the server answers with streams. Reads one
+        answer from each stream."""
         with contextlib.ExitStack() as held:
             channel = held.enter_context(grpc.insecure_channel(self._place.target))
             admins = held.enter_context(grpc.insecure_channel(self._place.admin))

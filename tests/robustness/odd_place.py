@@ -1,5 +1,5 @@
-"""The server of the odd clients, with the helpers that all of them need. A `with` block here closes
-everything that it opened; no wait is longer than DEADLINE_S."""
+"""The server of the odd clients, with the helpers that all of them need. The helpers' `with` blocks
+close everything that they opened; no wait is longer than DEADLINE_S."""
 
 import contextlib
 import os
@@ -30,13 +30,13 @@ SMALL_WINDOW = [
     ("grpc.http2.lookahead_bytes", 65536),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-"""Options of a channel that is not shared and buffers little."""
+"""gRPC options of a channel that shares no connection with others and buffers little."""
 Kinds = dict[str, Callable[[], None]]
-"""Kinds of odd clients by name; each call makes some tens of inputs."""
+"""Kinds of odd clients, by name. Each call of such a function makes some tens of inputs."""
 
 
 def memory_file(num_bytes: int, *, filled: bool = True) -> int:
-    """Returns a memfd; it is all holes unless `filled`."""
+    """Returns a memfd. Unless `filled`, the file is one hole."""
     fd = os.memfd_create("odd", os.MFD_ALLOW_SEALING)
     if filled and num_bytes:
         os.posix_fallocate(fd, 0, num_bytes)

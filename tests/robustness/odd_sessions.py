@@ -38,7 +38,7 @@ class OddSessions:
         return np.array([self._chance.randrange(NUM_BLOCKS) for _ in range(count)], INT32)
 
     def _sizes(self, *counts: int) -> list[int]:
-        """Returns odd sizes; their number is one of the counts."""
+        """Returns a list of odd sizes, whose length is one of the counts."""
         return [self._chance.choice(ODD_SIZES) for _ in range(self._chance.choice(counts))]
 
     def layouts(self) -> None:

@@ -1,5 +1,5 @@
-"""A session by hand: the caller decides every message, descriptor and silence. A wait of more than
-DEADLINE_S and an answer INTERNAL raise AssertionError."""
+"""A session in which the caller decides every message, every descriptor and every pause. Raises
+AssertionError if a wait takes longer than DEADLINE_S, or if an answer is INTERNAL."""
 
 import contextlib
 import os
@@ -43,7 +43,7 @@ def code_of(error: grpc.RpcError) -> str:
 
 
 class RawSession:
-    """A stream.
+    """A session's stream.
 
     why_not: the code of its refusal; empty if it is open.
     """
@@ -115,7 +115,7 @@ class RawSession:
         return word_of(session_pb2.LinkResponse.FromString(answer))
 
     def close(self, *, abruptly: bool = False) -> None:
-        """Ends the stream as a client that is done, or like a killed client."""
+        """Ends the stream, either in order or like a killed client."""
         self._outbox.put(None)
         if abruptly:
             self.call.cancel()

@@ -1,8 +1,8 @@
 """Parity after every kind of restart: `python -m tests.robustness.settings [--only PATH …] [--json
 FILE]`. For each field and value of vLLM's config (`tests.vllm.config_walk`) an engine answers a
-prompt from the blocks of an engine with the usual settings, and under a cache salt, for which it
-computes all: the logprobs must be equal. The model is a tiny Phi-3 with LongRoPE, whose keys depend
-on more settings than most. Values with which vLLM does not start count as refused."""
+prompt twice: from the blocks of an engine with the usual settings, and under a cache salt,
+computing all of it. The logprobs must be equal. The model is a tiny Phi-3 with LongRoPE, whose keys
+depend on more settings than most. Values with which vLLM does not start count as refused."""
 
 import argparse
 import dataclasses
@@ -29,13 +29,13 @@ from tests.vllm.processes import Daemon, EngineProcess
 from tests.vllm.tiny import COMMON, VOCAB, engine_args, transfer_config
 
 NOISE = 1e-3
-"""Largest difference of logprobs in fp32 between two ways of computing the same; wrong KV moves
-them by far more (`random_weights`)."""
+"""Largest difference of float32 logprobs between two ways of computing the same answer. Wrong KV
+causes far larger differences (`random_weights`)."""
 PROMPT_TOKENS = 500
 ANSWER_TOKENS = 6
 PATIENCE_S = 90.0
-"""An engine that has not answered by then waits for other processes, such as further replicas. It
-counts as refused."""
+"""An engine that has not answered after this time counts as refused: it waits for other processes,
+such as further replicas."""
 SETTINGS: dict[str, Any] = {
     "load_format": "random",
     "dtype": "float32",
@@ -55,8 +55,8 @@ LONGROPE = {
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """`hit_tokens`: hits in the first engine's blocks. `difference`: the largest, between its
-    answer from hits and its cold answer."""
+    """`hit_tokens`: hits in the first engine's blocks. `difference`: the largest difference of
+    logprobs between the engine's answer from hits and its cold answer."""
 
     path: str
     value: Any
@@ -90,7 +90,7 @@ def variants(model: Path) -> Iterator[tuple[str, Any]]:
 
 
 class Restarts:
-    """A daemon, a prompt, and a single engine at a time."""
+    """A daemon and a prompt, with one engine at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -112,7 +112,7 @@ class Restarts:
         engine = self.engine()
         self.ask(engine)
         engine.ask("wait", connected=True, timeout_s=20.0)
-        # Stores end with the steps after them.
+        # Stores end in later steps, so run some.
         engine.ask("generate", prompts=[self.prompt[:40]], max_tokens=8, salt="settles")
         engine.stop()
         return self.outcome("", None).hit_tokens

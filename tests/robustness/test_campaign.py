@@ -8,7 +8,7 @@ MAX_KILLS = 100
 
 
 def has_done(findings: Findings, has_disk: bool) -> bool:
-    """Returns True if blocks have gone all the ways that they can."""
+    """Returns True if each way that blocks can go (load, read in place, ...) was used."""
     ways = [findings.loaded_blocks, findings.read_blocks, findings.acknowledged_blocks]
     ways += [findings.promoted_blocks, findings.encoded_blocks] if has_disk else []
     return all(ways)
@@ -30,7 +30,7 @@ def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(
     findings = Findings()
     with campaign(5, roomy=roomy, findings=findings, has_disk=has_disk) as running:
         running.run(15)
-        # On a busy machine engines, and servers that encode, may not have come to their turn.
+        # On a busy machine, some engines, or servers that encode, may have had no turn yet.
         while not has_done(findings, has_disk) and findings.num_kills < MAX_KILLS:
             running.run(5)
     assert findings.num_kills >= 15 and has_done(findings, has_disk), findings

@@ -65,7 +65,7 @@ class Guarded:
         )
 
     def logged(self, *words: str) -> bool:
-        """Waits for a line of the log that has all these words."""
+        """Waits until a line of the log has all these words; then returns True."""
         lines = self.server.log
         wait_for(
             lambda: any(

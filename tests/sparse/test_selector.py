@@ -25,7 +25,7 @@ BLOCK, HEADS, GROUP, SIZE = 16, 2, 3, 64
 
 
 class Context:
-    """Keys in which attention of each step's query is sharp: a few tokens point its way."""
+    """Random keys, and queries that attend mainly to a few tokens: sums of keys, plus noise."""
 
     def __init__(self, num_tokens: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)

@@ -20,8 +20,8 @@ NUM_NODES = 3
 NUM_SLOTS = 1 << 14
 WAIT_S = 60.0
 QUICK_MS, PATIENT_MS = 1000, 15_000
-"""Times after which a server takes another for dead: while news has to spread or a replica has to
-take over, and otherwise. On a busy machine a server may be silent for more than a second."""
+"""Times after which a silent server counts as dead. QUICK_MS: while news has to spread or a replica
+has to take over. PATIENT_MS: otherwise, since a busy machine may delay a server for a second."""
 
 
 class Node:
@@ -80,7 +80,7 @@ class Node:
 
 
 class Cluster:
-    """Primaries with a third of the slots each, and without replicas."""
+    """Three primaries without replicas, each with a third of the slots."""
 
     def __init__(self, folder: Path, password: str = "", *, needs_all: bool = True) -> None:
         ports = free_ports(2 * NUM_NODES)
@@ -136,7 +136,7 @@ class Cluster:
             replica.kill()
 
     def is_well(self) -> bool:
-        """Returns True if all servers know that each slot is served by its first owner."""
+        """Returns True if all servers agree that each slot belongs to its first owner."""
         infos = [one.client.execute_command("CLUSTER", "INFO") for one in self.nodes]
         if not all(b"cluster_state:ok" in said for said in infos):
             return False
@@ -144,7 +144,7 @@ class Cluster:
         return slots == [NUM_NODES] * NUM_NODES
 
     def suspect_after(self, silent_ms: int) -> None:
-        """Makes each server take another for dead after this silence."""
+        """Sets how long a server may be silent before the others take it for dead."""
         for one in self.nodes:
             one.client.config_set("cluster-node-timeout", silent_ms)
 

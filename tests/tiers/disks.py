@@ -1,6 +1,6 @@
 """Disk tiers for tests: arenas, folders on several kinds of file systems, and rigs of the contract.
 
-Everything takes effect in a temporary folder only, and is removed with it.
+Everything happens in temporary folders, and is removed with them.
 """
 
 import contextlib
@@ -106,7 +106,7 @@ class Disk:
         self.tier = DiskTier(arena, self.file, io=self.io, staged=self.staged, **options)
 
     def rig(self, **options: Any) -> Rig:
-        """Returns the rig of the contract. `options`: of `Rig`."""
+        """Returns the disk's rig for the contract. `options`: of `Rig`."""
         return Rig(self.tier, region(self.memory), self._damage, self._breaks, **options)
 
     def _damage(self, key: bytes, place: int) -> None:

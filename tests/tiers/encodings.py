@@ -19,7 +19,7 @@ from hotkv_server.tiers.protocol import Blocks, Read, Write
 ODD = np.array(
     [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0x7F7F], np.uint16
 )
-"""Zeros, denormals, infinities, NaNs of several kinds, the largest value."""
+"""Odd bfloat16 values: zeros, denormals, infinities, several NaNs, the largest value."""
 
 
 def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
@@ -55,7 +55,7 @@ def between(content: Any, others: int) -> Any:
 
 
 def inner(memory: Any, others: int) -> Any:
-    """Returns the content of such memory. Checks that the other bytes are unchanged."""
+    """Returns the content of `between`'s memory. Checks that the other bytes are unchanged."""
     assert (memory[:BEFORE_BYTES] == others).all() and (memory[-BEFORE_BYTES:] == others).all()
     return memory[BEFORE_BYTES:-BEFORE_BYTES]
 
@@ -112,7 +112,7 @@ def encoding_rig(
 
 
 def check_larger_blocks(bench: Bench, staging_slots: int = 16) -> None:
-    """Checks that a block which is larger than the staging memory is stored, between others."""
+    """Checks that a block larger than the staging memory is stored, between smaller blocks."""
     size = (staging_slots + 1) * SLOT_BYTES
     sizes = np.array([SLOT_BYTES, size, SLOT_BYTES], np.int64)
     slots = np.array([0, SLOT_BYTES, size + SLOT_BYTES], np.int64)

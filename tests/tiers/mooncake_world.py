@@ -46,7 +46,7 @@ OWNED_BYTES, SMALL_BYTES = 64 << 20, 16 << 20
 
 
 class World:
-    """Runs the processes. `client`: an independent client, which reads and changes values."""
+    """Runs the processes. `client`: an independent client, to read and change values."""
 
     def __init__(self, owned_bytes: int = OWNED_BYTES, num_owners: int = 1) -> None:
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
@@ -102,7 +102,7 @@ class World:
 
 @contextlib.contextmanager
 def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]:
-    """Yields a node. `is_first` empties the store."""
+    """Yields a node's rig. `is_first` empties the store."""
     if is_first:
         world.client.remove_all(True)
     on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
@@ -227,7 +227,7 @@ def _fill(benches: Sequence[Bench], num_mib: int) -> None:
         flush_contract.blocks_of(keys, 0, {}), lambda codes, seals: done(codes)))  # fmt: skip
     raised = flush_contract.flush(one.tier)
     if raised is None:
-        # The next try may find room.
+        # The next try to flush may find room.
         wait_for(lambda: flush_contract.flush(one.tier) is not None)
     for bench in benches:
         found = flush_contract.read(bench.tier, keys, {flush_contract.NAME: before})
@@ -261,7 +261,7 @@ def check_faults(world: World) -> None:
         wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
         world.master.kill()
         assert bench.read([1], [7]).tolist() == [Read.FAILED]
-        # A lost child does not mean a lost master; the next child can't start.
+        # A lost child does not mean a lost master. A next child that can't start does.
         wait_for(one.tier.problem)
         assert "mooncake at" in one.tier.problem()
         assert bench.write([2], [1]).tolist() == [Write.FAILED]
@@ -296,10 +296,9 @@ class Kills:
     """Daemons over the store. Each part in turn is killed or stopped, also around a flush.
 
     Invariants: a node loads only the stored bytes. Once a flush has answered without pending tiers,
-    or the store has a new epoch, no node loads an older block from the store. Host memory of a node
-    that could not ask the store since may have such a block. `heals`: once all parts run again,
-    each node finds the blocks that the others store; from then on no node loads an older block from
-    anywhere.
+    or the store has a new epoch, no node loads an older block from the store. (Host memory may
+    still have such a block, if its node could not ask the store since.) `heals`: once all parts run
+    again, each node finds the blocks that the others store, and no node loads an older block.
 
     num_filled: number of chains of FILL blocks that are stored first; one of them is stored before
     each fault.
@@ -328,8 +327,8 @@ class Kills:
             self._fill(self._dice.choice(nodes))
 
     def _fill(self, node: SharingNode) -> None:
-        """Stores blocks until the store has accepted or refused them: host memory is smaller than
-        all of them, and would lose some before they are copied."""
+        """Stores blocks, and waits until the store has accepted or refused them. Host memory can't
+        hold the blocks of all calls, and would lose some before they are copied."""
 
         def num_offered() -> float:
             return node.num_copied() + node.counter("shared_refused_blocks_total")
@@ -353,12 +352,12 @@ class Kills:
             fault(part)
             self.load_some()
             self.heals()
-            # All nodes have met the store's epoch by now.
+            # All nodes know the store's epoch by now.
             self.check_gone(self._gone[:2], self._nodes)
             self.check_gone(self._dice.sample(self._gone, min(2, len(self._gone))), self._nodes)
 
     def _faults(self) -> Iterator[tuple[Callable[[Part], None], Part]]:
-        """Yields each kind of fault in turn; over time, each kind with each part."""
+        """Yields each kind of fault in turn. In the course of a run, each kind hits each part."""
         kinds = [
             *(self.kill, self.kill_child, self.stop),
             *(self.flush_then_kill, self.flush_while_stopped, self.flush_while_dead),
@@ -455,7 +454,7 @@ class Kills:
         """Flushes on a node. Returns a check that no older block is loaded. If the flush is
         pending, the check must wait until all parts run.
 
-        The check covers blocks that can't be in host memory of a node that has not asked the store.
+        The check leaves out blocks in host memory of nodes that have not asked the store.
         """
         node = self._dice.choice(self.running(without))
         chains, self._stored = self._stored, []

@@ -36,7 +36,7 @@ BLOCKS = list(range(6))
 
 
 class Node:
-    """A core with plain memory. `has_disk`: it has places for a tier below."""
+    """A core over plain memory. `has_disk`: the core has places for a tier below."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Setup(Node):
         evict(self.core, 1, 0, words_of(numbers))
 
     def lies_elsewhere(self, numbers: list[int], tokens_per_s: float = 0.0) -> list[bool]:
-        """Returns which blocks a lookup finds in tiers."""
+        """Returns, for each block, whether a lookup finds it in a tier."""
         lists = [HashList(0, words_of(numbers))]
         ready = self.core.lookup(1, lists)
         (found,) = self.tiers.lookups.lies_elsewhere(1, lists, ready, tokens_per_s)
@@ -127,7 +127,7 @@ class Setup(Node):
         return told
 
     async def leased(self, numbers: list[int]) -> list[bool]:
-        """Promotes blocks and leases them, as the RPC does; checks the bytes of pinned blocks."""
+        """Promotes blocks and leases them, as the RPC does. Checks the bytes of pinned blocks."""
         lists = [HashList(0, words_of(numbers))]
         return lease(self, lists, numbers, await self.tiers.bring_up(self.session, lists))
 
@@ -187,7 +187,7 @@ class SharedNode(Node):
         return (await self.epochs.flush(1)).pending_tiers
 
     def epoch(self) -> int:
-        """Returns the epoch of its blocks in the store, 0 if unknown."""
+        """Returns the store's epoch of the node's blocks; 0 if it is not known."""
         return self.epochs.get("shared", 1)
 
     async def until_down(self, count: int) -> None:
@@ -226,8 +226,8 @@ class SharedNode(Node):
 
 
 def lease(node: Any, lists: list[HashList], numbers: list[int], held: Any) -> list[bool]:
-    """Leases blocks of a node, compares the bytes of the pinned blocks, and releases them. Returns
-    which blocks were pinned. `held`: pins of the promoted blocks, or None."""
+    """Leases blocks of a node, compares the bytes of the pinned blocks, and releases the lease.
+    Returns, for each block, whether it was pinned. `held`: pins of the promoted blocks, or None."""
     node.num_calls += 1
     core, name = node.core, f"lease {node.num_calls}"
     grant = core.acquire(node.number, name, lists, 10.0, time.monotonic())

@@ -55,7 +55,7 @@ class Server:
             for name in KEYS
         ]
         (folder / "s3.json").write_text(json.dumps({"identities": identities}))
-        # A single volume for a new bucket: each takes a while to make.
+        # A new bucket gets a single volume, because each volume takes a while to make.
         (folder / "master.toml").write_text("[master.volume_growth]\ncopy_1 = 1\n")
         ports = free_ports(8)
         self.port = ports[0]
@@ -93,7 +93,7 @@ class Server:
             assert self._process.poll() is None, "weed ended: " + self.log()
             assert time.monotonic() < until_s, "weed does not answer: " + self.log()
             time.sleep(0.05)
-        # It makes a bucket for its administrator, at the first write.
+        # The server makes a bucket at the first write of its administrator.
         self.store = S3Store(
             BUCKET,
             endpoint=f"http://127.0.0.1:{self.port}",
@@ -128,7 +128,7 @@ class Server:
         self.store.put(path, bytes(body))
 
     def _answers(self) -> bool:
-        # Once it is ready for clients with a key, it refuses clients without a key.
+        # A server that refuses clients without a key is ready for clients with a key.
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=1).close()
         except urllib.error.HTTPError as error:
@@ -176,7 +176,7 @@ def settings_of(server: Server, prefix: str, **options: object) -> S3Settings:
 def tier_over(server: Server, prefix: str, **options: object) -> Iterator[tuple[S3Tier, Region]]:
     """Yields a tier with these settings, and its arena."""
     memory = np.zeros(ARENA_BYTES, np.uint8)
-    # It lives as long as the tests.
+    # The arena lives as long as the tests.
     _kept.append(memory)
     arena = Region(memory.ctypes.data, ARENA_BYTES, "arena")
     on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
@@ -204,7 +204,7 @@ def proxied(server: Server) -> Iterator[tuple[FaultProxy, dict[str, object]]]:
 
 
 def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:
-    """Returns a function for `Rig` that damages a block, if it is the only block of its key
+    """Returns a function for `Rig` that damages a block, which must be the only block of its key
     space."""
 
     def damage(key: bytes, place: int) -> None:

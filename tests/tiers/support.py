@@ -59,8 +59,8 @@ def tls_proxy(
 
 
 def quickest_s(call: Callable[[], object], times: int) -> float:
-    """Returns the seconds of the quickest of these calls: a busy machine slows some calls, a wait
-    in the call slows all."""
+    """Returns the time of the quickest of these calls, in seconds. A busy machine slows only some
+    calls; a wait inside the call slows all."""
     took = []
     for _ in range(times):
         began_s = time.monotonic()
@@ -106,7 +106,7 @@ class Gate:
 
 
 class Asked:
-    """Calls of a bench's tier that run. `codes`: results of finished calls, by name."""
+    """Calls a bench's tier without waiting. `codes`: results of finished calls, by name."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench

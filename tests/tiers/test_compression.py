@@ -37,7 +37,7 @@ def decode(room: Any, num_bytes: int) -> tuple[int, Any]:
 
 
 def all_escapes(num_bytes: int) -> int:
-    """Returns a room that holds the form of any block."""
+    """Returns how many bytes the compressed form of any block of this size needs at most."""
     return form.escapes_at(num_bytes // 2) + num_bytes // 2 * form.ESCAPE_BYTES
 
 

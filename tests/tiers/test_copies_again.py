@@ -1,5 +1,5 @@
-"""Blocks that a shared tier did not take are offered again, within bounds; so are blocks that a
-restart or the disk brings back. Blocks that the tier already has cost no bytes."""
+"""Blocks that a shared tier did not take are offered again, a bounded number of times. So are
+blocks that a restart or the disk brings back. Blocks that the tier has are not written again."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,8 @@ async def earlier(
 
 
 async def test_what_fails_is_tried_again_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block is a move. Two can't be checked: the first, and one that waits with another."""
+    """Each move has one block. The check raises for the first, and for one that waits with
+    another."""
     monkeypatch.setattr(tier_copies, "AGAIN_S", 0.2)
     async with nodes() as (a, b):
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
@@ -91,7 +92,7 @@ async def test_tries_are_bounded_and_come_ever_later(monkeypatch: pytest.MonkeyP
             await eventually(lambda: num_turns > before + 2, "no turn")
 
         copies.lane_to_do = turns  # type: ignore[method-assign]
-        # Probes answer, and writes fail.
+        # The tier answers probes, but its writes fail.
         a.tier.faults.fails_writes = True
         a.put(BLOCKS)
         for number in range(1 + MAX_TRIES):
@@ -124,7 +125,7 @@ async def test_nothing_is_tried_while_something_is_known_against_the_store() -> 
 async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
     tmp_path: Path,
 ) -> None:
-    """Leaves out damaged blocks."""
+    """Damaged blocks are not offered."""
     store = MemoryStore(places=False)
     await earlier(store, tmp_path, BLOCKS[:2])
     node, other = SharedNode(store, 10.0, tmp_path, BLOCKS), SharedNode(store, 10.0)
@@ -134,7 +135,7 @@ async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
         node.tier.faults.problem = ""
         await node.until_copied(5)
         await asyncio.sleep(0.2)
-        # The store had two of them, which were neither compared nor written.
+        # The store already had two of the blocks. They were neither compared nor written.
         assert node.tier.figures().written_blocks == 3
         assert node.core.space.index.unverified.sum() == 2
         async with running(other):
@@ -143,7 +144,7 @@ async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
 
 @pytest.mark.parametrize("noted", ["nothing", "the epoch before", "the epoch before in another"])
 async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, noted: str) -> None:
-    """Under the new epoch all nodes would load it."""
+    """If it were written under the new epoch, all nodes would load the flushed block."""
     store, other = MemoryStore(places=False), None
     flushed = store
     if noted == "the epoch before in another":
@@ -190,8 +191,8 @@ async def test_what_comes_from_the_disk_is_offered() -> None:
 async def test_no_store_gets_what_another_still_had_during_a_flush(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second store raises its epoch later. Before that, a node brings a block from there to its
-    disk, and from the disk back."""
+    """The second store raises its epoch later. Before that, a node loads a block from this store,
+    demotes it to its disk, and promotes it again."""
     for name in ("TELL_S", "SPARE_S", "CALM_S"):
         monkeypatch.setattr(epoch_book, name, 60.0)
     monkeypatch.setattr(tier_epochs, "TELL_S", 60.0)
@@ -231,7 +232,7 @@ async def test_a_restart_does_not_flood_the_store(
         await node.until_copied(1)
         await asyncio.sleep(0.3)
         assert node.shared.out.num_copied < 5
-        # New blocks do not wait behind it.
+        # New blocks do not wait behind the blocks that are offered again.
         node.put([40])
         new = words_of([40])[0].tobytes()
         await eventually(lambda: any(key.endswith(new) for key in store.content), "not copied")
@@ -242,8 +243,8 @@ async def test_a_restart_does_not_flood_the_store(
 async def test_a_later_copy_holds_its_blocks_from_the_moment_it_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A call that evicts a block and reuses its entry comes right after. The copy waits while new
-    blocks take all of the limit."""
+    """Right after that moment, a call evicts a block and reuses its entry. Meanwhile the copy
+    waits, because new blocks use the whole limit."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
     compared.set()
 

@@ -54,9 +54,9 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(num_threads=st.sampled_from([1, 2, 4, 5]))
     def start(self, num_threads: int) -> None:
-        # Writes are never overdue, so the order is known.
+        # No write waits so long that it goes before reads, so the order is known.
         self.queue = call_queue(num_threads, patience_s=1e9)
-        # Writes leave a thread to reads, if there are two or more.
+        # If there are two or more threads, writes leave at least one to reads.
         self.most_writing = max(1, num_threads * 3 // 4)
         self.waiting: dict[bool, deque[DiskCall]] = {False: deque(), True: deque()}
         self.next_block: dict[DiskCall, int] = {}
@@ -94,7 +94,7 @@ class Machine(RuleBasedStateMachine):
             assert piece is None
             return
         assert piece is not None
-        # Reads first; calls of the same kind in order.
+        # Reads go first. Calls of the same kind keep their order.
         line = self.waiting[not self.waiting[False]]
         taken = line.popleft()
         assert piece.call is taken

@@ -90,7 +90,7 @@ def test_encoded_blocks_take_fewer_bytes_and_say_so(tmp_path: Path) -> None:
             number: SLOT_BYTES if number % 3 == 0 else ROOM_BYTES for number in numbers
         }
         assert on_disk(made, 3) == noise(3).tobytes()
-        # The place of an encoded block ends after it; bytes behind it are never written.
+        # An encoded block fills only the begin of its place; bytes behind it are never written.
         assert on_disk(made, 4)[:4] == b"hkvc" and not any(on_disk(made, 4)[ROOM_BYTES:])
         assert bench.seals[3] == seal(key(3), on_disk(made, 3))
         assert bench.seals[4] == seal(encoded_key(key(4)), on_disk(made, 4, ROOM_BYTES))
@@ -128,7 +128,7 @@ def test_the_last_place_ends_with_the_file(tmp_path: Path) -> None:
 
 
 def test_a_sealed_form_that_is_none_is_corrupt(tmp_path: Path) -> None:
-    """Writes the bytes of another block under the key of an encoded block, with a valid seal."""
+    """Writes noise in place of a block's encoded form, with a valid seal."""
     with encoding(tmp_path, content=noise) as (_, bench):
         place, size = np.array([SLOT_BYTES]), np.array([ROOM_BYTES], np.int64)
         bench.fill([1], [1])
@@ -176,7 +176,7 @@ def test_calls_wait_for_staging_until_their_deadline_or_the_close(tmp_path: Path
         assert not asked.codes
         made.tier.close()
         assert asked.codes == {"4": [FAILED], "5": [FAILED]}
-        # The disk may still write into the staging memory: it stays.
+        # The disk may still write into the staging memory, so this memory stays allocated.
         assert made.staged._memory is not None and made.staged._memory._open
         made.io.heal()
         assert asked.wait("1") == asked.wait("2") == [Read.FOUND]

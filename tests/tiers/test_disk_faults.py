@@ -57,11 +57,11 @@ def test_a_fault_costs_its_block_only(
         made.io.heal()
         assert bench.write(numbers, numbers).tolist() == [STORED] * 3 and not made.tier.problem()
         bench.arena[:] = 0
-        # The slot has the block's bytes already: that they were not read must count.
+        # The slot already has the block's bytes, but the result must say that they were not read.
         bench.fill([2], [8])
         made.io.reads[2 * SLOT_BYTES] = fault
         assert bench.read(numbers, [7, 8, 9]).tolist() == [Read.FOUND, read, Read.FOUND]
-        # Alone as well: what no other block's read shows, another place shows.
+        # If only one block is read, a read at another place shows whether the whole disk fails.
         assert bench.read([2], [8]).tolist() == [read]
         made.io.reads[EVERYWHERE] = made.io.reads.pop(2 * SLOT_BYTES)
         assert bench.read([2], [8]).tolist() == [FAILED if fault.code else read]
@@ -88,7 +88,7 @@ def test_the_page_cache_does_not_hide_a_dead_disk(tmp_path: Path) -> None:
 
 
 def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads share the blocks of a single call."""
+    """Several threads write the blocks of one call."""
     monkeypatch.setattr(calls, "MAX_PIECE_BYTES", SLOT_BYTES)
     with disk(tmp_path, num_threads=4) as made:
         bench = made.stored([1, 2])
@@ -141,7 +141,7 @@ def test_closing_does_not_wait_for_ever_and_ends_no_call_too_early(
         made.tier.close()
         assert "the disk hangs" in caplog.text
         assert asked.codes == {"queued": [FAILED], "written": [FAILED]}
-        # The descriptor is still in use: its number must not become another file's.
+        # The descriptor is still in use. It stays open, so that no other file gets its number.
         with pytest.raises(OSError, match="in use"):
             SlabFile.open(tmp_path, ARENA_BYTES)
         assert bench.read([2], [6]).tolist() == [FAILED]

@@ -249,7 +249,7 @@ def test_blocks_are_stored_in_the_form_that_their_keys_say() -> None:
         assert made.bench.write([1, 3], [1, 3]).tolist() == [Write.PRESENT] * 2
         figures = made.tier.figures()
         assert (figures.written_blocks, figures.written_bytes) == (6, 6 * SLOT_BYTES)
-        # Three connections, and staging memory for 16 blocks.
+        # The tier's memory: three connections, and staging memory for 16 blocks.
         num_bytes = 3 * CONNECTION_BYTES + 16 * SLOT_BYTES
         assert made.tier.memory() == TierMemory(num_bytes, num_bytes)
 
@@ -265,7 +265,7 @@ def test_blocks_of_nodes_that_do_not_encode_are_found() -> None:
 
 
 def test_a_deadline_ends_a_read_but_no_probe() -> None:
-    """A probe that is late holds no slots; to give it up would close the connection."""
+    """A late probe holds no slots, and ending it would close the connection."""
     with over() as made:
         deadline_s = time.monotonic() + 15
         blocks = made.bench.blocks([1], [1])
@@ -310,7 +310,7 @@ def test_blocks_that_are_larger_than_the_staging_memory_are_stored_plain() -> No
 
 
 def test_reads_wait_for_staging_until_their_deadline() -> None:
-    """Hanging writes hold half of the memory, and a read goes on; hanging reads hold the rest."""
+    """Hanging writes hold half of the staging memory, so a read goes on, until reads hang too."""
     goes_on, hanging = threading.Event(), list[str]()
 
     def hang(name: str) -> None:
@@ -360,7 +360,8 @@ def test_a_connection_is_closed_before_its_memory_is_another_ones() -> None:
 
 @pytest.mark.parametrize("raised_at", [None, 1, 2, 3, 4])
 def test_a_flush_during_a_read_refuses_all_its_blocks(raised_at: int | None) -> None:
-    """Two blocks are encoded and two plain, and only one fits the staging memory: six requests."""
+    """Two blocks are encoded, two plain. Staging memory has room for one, so six requests are
+    sent."""
     with over(staging_slots=1, connections=1, content=lambda n: mixed(2 + n % 2)) as made:
         made.bench.fill(range(4), range(4))
         assert (made.bench.write(range(4), range(4)) == Write.STORED).all()

@@ -1,5 +1,5 @@
-"""A server's notes on flushes survive restarts; epochs are not vouched for if files disagree on
-them."""
+"""A server's notes on flushes survive restarts. If its files disagree about an epoch, the server
+does not rely on it."""
 
 import os
 from pathlib import Path

@@ -46,7 +46,7 @@ def test_no_old_block_after_a_flush_was_answered(store: Store, at: int, ask: Ask
         thread = threading.Thread(target=lambda: done.append(ask(node_b.tier, keys, {NAME: now})))
         thread.start()
         assert gate.is_full.wait(60)
-        # Requests that have passed are executed before the flush.
+        # Give the store time to execute the requests that have passed, before the flush.
         time.sleep(0.05)
         raised = flush(node_a.tier)
         gate.opened.set()
@@ -64,7 +64,7 @@ def test_no_old_block_after_a_flush_was_answered(store: Store, at: int, ask: Ask
 def test_a_call_that_loses_its_epoch_finds_nothing(
     store: Store, ask: Ask, reply_bytes: int, more: int
 ) -> None:
-    """All blocks, or answers to a probe, arrive; the answer with the epoch does not."""
+    """All blocks (or answers to a probe) arrive, but the answer with the epoch does not."""
 
     def lost(piece: bytes) -> Iterator[bytes]:
         if b"/epochs/1/" in piece[:500]:

@@ -30,7 +30,7 @@ LONG = (*FAULTS, "compressed", "full")
 MANY = [
     pytest.param(one, ("2", "30"), marks=pytest.mark.campaign, id=f"many {one}") for one in FAULTS
 ]
-"""Enough faults for each kind with each part."""
+"""Campaigns with so many faults that each kind hits each part."""
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_over_a_real_store(check: str, arguments: Sequence[str]) -> None:
     try:
         said, log = process.communicate(timeout=1800 if arguments else 600)
     finally:
-        # Its session has the processes that a failed check has left.
+        # End the processes that a failed check has left in its session.
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert not process.returncode and said.endswith("passed\n"), log[-4000:]

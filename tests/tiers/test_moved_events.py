@@ -51,7 +51,7 @@ class Listener:
         self.names = list(names)
 
     def forget_key_space(self, number: int) -> None:
-        """Events need no key space."""
+        """Does nothing: a forgotten key space has no events."""
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
         self.events += events
@@ -60,7 +60,7 @@ class Listener:
         self.events.append(KeySpaceCleared(number))
 
     def settle(self) -> None:
-        """No event is lost."""
+        """Does nothing: this publisher loses no events."""
 
 
 class Heard:
@@ -149,7 +149,7 @@ async def test_what_the_disk_evicts_and_loses_is_removed_from_it() -> None:
         assert {n for e in stored(events, Medium.CPU) for n in numbers_of(e.hashes)} == (
             set(BLOCKS) - lost
         )
-        # The disk has room for fewer blocks.
+        # The disk has no room for all blocks that are demoted now.
         believed = set(BLOCKS) - lost
         for first in range(20, 190, 10):
             count = one.lower.counters.demoted
@@ -215,7 +215,7 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(is_ful
 async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_meanwhile(
     monkeypatch: pytest.MonkeyPatch, of_pool: bool
 ) -> None:
-    """A pool is told of no block of this node."""
+    """`of_pool`: subscribers of the pool's events get no events of this node's blocks."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = SharedNode(MemoryStore(places=False), 10.0)
     async with heard(one, of_pool=of_pool) as ear:
@@ -260,7 +260,7 @@ def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_an_event_says_what_is_known_of_its_blocks(is_known: bool) -> None:
-    """By then the number of a block's parent may be another block's."""
+    """When the event is published, another block may have the number of the block's parent."""
     one = Setup(0.0)
     one.put([0, 1, 2])
     index = one.core.space.index

@@ -104,7 +104,7 @@ def test_a_dead_store_is_named_and_comes_back_by_itself(
         quickest = quickest_s(lambda: codes.extend(bench.read([3], [4]).tolist()), 200)
         assert codes == [Read.FAILED] * 200
         assert quickest < 0.3, "a dead store costs waiting"
-    # No call comes meanwhile: the runtime skips a tier with a problem.
+    # The test makes no calls meanwhile, because the runtime skips a tier with a problem.
     wait_for(lambda: not bench.tier.problem(), "the problem stays")
     bench.check_read(NUMBERS, [4, 5, 6])
     assert bench.tier.figures().failed_blocks == 202
@@ -114,7 +114,7 @@ def test_a_dead_store_is_named_and_comes_back_by_itself(
 def test_a_hung_store_is_given_up_after_its_time(store: Store, hasty: Bench) -> None:
     dam = Dam(0)
     store.proxy.on_reply = dam
-    # A single missed deadline proves no fault, two do.
+    # One missed deadline is not a problem of the tier; two are.
     assert hasty.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
     assert not hasty.tier.problem()
     assert hasty.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
@@ -259,6 +259,6 @@ def test_parts_are_all_rows_in_order_and_bounded(sizes: list[int]) -> None:
         assert 0 < count <= PART_BLOCKS
         assert count == 1 or num_bytes[part].sum() <= PART_BYTES
     for part, after in pairwise(parts):
-        # No part ends too early.
+        # Each part is as large as allowed: one more block would exceed a limit.
         more = num_bytes[part.start : after.start + 1]
         assert len(more) > PART_BLOCKS or more.sum() > PART_BYTES

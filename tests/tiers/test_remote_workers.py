@@ -135,7 +135,7 @@ def test_no_part_waits_for_a_connection_while_there_is_another() -> None:
         wait_for(lambda: world.num_tries > 3, "it does not connect again")
 
     try:
-        # Two connections for blocks, and one for control.
+        # The workers open two connections for blocks, and one for control.
         wait_for(lambda: len(world.clients) == 3, "it does not connect")
         world.opens.clear()
         names = ["one", "other", *map(str, range(20))]
@@ -151,7 +151,7 @@ def test_no_part_waits_for_a_connection_while_there_is_another() -> None:
 
 
 def test_all_threads_connect_after_a_problem() -> None:
-    """No part waits for the connection of its thread, although another thread ends the problem."""
+    """When one thread ends the problem, the others connect too: no part waits for a connection."""
     world, both = World(2, connects_first=True), threading.Barrier(2)
 
     def fail(client: Client, until_s: float) -> None:
@@ -190,7 +190,7 @@ def test_all_that_wait_for_a_connection_show() -> None:
 
 
 def test_the_longest_wait_shows() -> None:
-    """The wait of a first part counts too, with a connection that was opened for it."""
+    """The reported wait includes a part that is the first of its connection."""
     world, limits, answers = World(2), list[float](), threading.Event()
     try:
         for number, name in enumerate(("longest", "later"), 1):
@@ -246,7 +246,7 @@ def test_waits_before_tries_to_connect_double_up_to_a_limit(
             health.fail("is away")
             wait_s = health.retry_at_s - now_s
             assert 0.7 * expected_s < wait_s < 1.3 * expected_s and not health.claim()
-            # Another thread fails meanwhile.
+            # A failure of another thread meanwhile does not move the time of the next try.
             health.fail("hangs")
             assert health.retry_at_s == now_s + wait_s and health.problem == "a store hangs"
             now_s = health.retry_at_s

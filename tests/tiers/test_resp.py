@@ -1,4 +1,4 @@
-"""The reader of replies returns what was sent, whatever pieces the bytes arrive in, and refuses
+"""The reader of replies returns the sent replies, in whatever pieces the bytes arrive, and refuses
 bytes that are no reply."""
 
 import socket
@@ -181,7 +181,7 @@ def test_garbage_is_a_reply_or_lost_and_nothing_else(content: bytes, sizes: list
 def test_what_cannot_be_a_reply_is_lost(content: bytes) -> None:
     with pytest.raises(LostError) as caught:
         Replies(Cut(content, [7])).next(FOREVER)
-    # The cause is the content, not the end of the bytes.
+    # The reader refuses the content, not the end of the bytes.
     assert "closed" not in str(caught.value)
 
 

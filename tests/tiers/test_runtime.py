@@ -95,7 +95,7 @@ async def test_a_read_ends_although_its_blocks_can_not_be_checked(monkeypatch: A
 
 
 async def test_what_a_broken_tier_reads_on_trial_is_no_hit() -> None:
-    """A lease would not wait for it."""
+    """A lease does not wait for a trial read, so its blocks must not count as hits."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.problem, one.tier.faults.is_hung = "gone", True
@@ -116,7 +116,7 @@ async def test_a_confirmation_that_ends_while_room_is_made_is_none(monkeypatch: 
 
 
 async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
-    """With compression a disk has places of two sizes; comparing them looks at all places."""
+    """With compression a disk has places of two sizes; the choice between them reads all places."""
     monkeypatch.setattr(room, "EVICTED_PER_PART", 1)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
@@ -175,7 +175,7 @@ async def test_blocks_that_come_up_evict_no_block_of_their_prompt(is_ahead: bool
         await one.lie_below(prompt[6:])
         one.put(prompt[:6])
         for at in others[::29]:
-            # Used later than the prompt's head, and all slots are in use.
+            # These blocks were used later than the prompt's head, and all slots are in use.
             one.put(list(range(at, at + 29)))
             await one.until_down(12 + at + 29 - others.start)
         if is_ahead:
@@ -191,7 +191,7 @@ async def test_blocks_that_come_up_evict_no_block_of_their_prompt(is_ahead: bool
 async def test_many_ask_at_once_and_each_block_is_read_once(
     monkeypatch: Any, move_blocks: int
 ) -> None:
-    """A call that names many blocks begins several moves, between which others are served."""
+    """A call for many blocks begins several moves; between these other calls are served."""
     monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", move_blocks)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
@@ -230,7 +230,7 @@ async def test_blocks_of_the_first_moves_stay_while_the_last_begin(monkeypatch: 
 
 
 async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> None:
-    """A caller may wait long for another tier, and its blocks are pinned meanwhile."""
+    """A caller's blocks stay pinned while it waits for another tier, which may take long."""
     monkeypatch.setattr(tier_drive, "PREFETCH_PAUSE_S", 0.0)
     lost, *first = range(NUM_SLOTS // 8 + 1)
     async with made() as one:
@@ -255,7 +255,7 @@ async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> Non
 
 
 async def test_a_prefetch_of_many_blocks_leaves_room_for_stores() -> None:
-    """It loads an eighth of the arena at a time."""
+    """The prefetch loads at most an eighth of the arena at a time."""
     many = list(range(NUM_SLOTS // 2))
     async with made() as one:
         await one.lie_below(many)
@@ -281,7 +281,7 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
         one.put([40, 41])
         assert not one.tiers.has_some(one.session, [HashList(0, words_of([40, 41]))])
         assert await one.leased([40, 41]) == [True, True]
-        # A block that is being stored is not on its way up.
+        # A block that is being stored is not being promoted.
         begin_store(one.core, one.number, "s", "s", [Run(0, words_of([60]))], 0, 0.0, 1.0)
         assert one.lies_elsewhere([60, *BLOCKS]) == [False] + [True] * len(BLOCKS)
         one.core.end_store(one.number, "s", True, 1.0)
@@ -353,7 +353,7 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.problem = "gone"
-        # A single trial is due; later callers do not wait.
+        # One read is tried; later callers do not wait for it.
         assert not any(await one.leased(BLOCKS))
         assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
         one.put([20, 21])
@@ -369,7 +369,7 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
 async def test_nothing_is_evicted_for_blocks_of_a_dead_tier(
     monkeypatch: Any, why: str, is_early: bool
 ) -> None:
-    """Holds also while the node drains or closes: no move begins if it does once there is room."""
+    """Nor if the node drains or closes, even if it begins to just when room was made."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.put(list(range(100, 100 + NUM_SLOTS)))
@@ -406,7 +406,7 @@ async def test_reads_that_fail_lose_nothing_below() -> None:
 
 
 async def test_blocks_whose_encoded_form_is_too_large_are_written_plain(monkeypatch: Any) -> None:
-    """The server computes no check values, so the seals of the tier are all that is compared."""
+    """The server computes no check values here, so only the tier's seals are compared."""
     size = 2 * SLOT_ALIGN
     async with made(check_stride=0, slot_bytes=size, encoded_bytes=lambda size: size // 2) as one:
         write, sizes = one.tier.write, list[int]()
@@ -465,7 +465,7 @@ async def test_a_flush_waits_for_no_tick(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_move_that_is_given_up_while_its_check_values_are_computed() -> None:
-    """The event loop gives it up, because another call of the tier hangs."""
+    """The event loop gives the move up, because another call of the tier hangs."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         lists = [HashList(0, words_of(BLOCKS))]

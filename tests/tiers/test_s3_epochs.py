@@ -38,7 +38,7 @@ def node_a(s3_server: Server, prefix: str) -> Iterator[S3Tier]:
 
 
 def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
-    # B's write is on its way while A flushes twice; the late write must not restore an old epoch.
+    # B's write is in flight while A flushes twice. Arriving late, it must not restore an old epoch.
     first = epoch(node_a)
     with proxied(s3_server) as (proxy, over_it):
         gate = Gate(b"PUT", "/epochs/1/")
@@ -75,7 +75,7 @@ def test_a_flush_of_a_full_bucket_removes_the_epoch(s3_server: Server, prefix: s
 def test_an_epoch_that_can_not_be_read_costs_its_key_space_only(
     s3_server: Server, prefix: str
 ) -> None:
-    """But a store that lists names and can't read objects is away."""
+    """But if a store lists names and none of its objects can be read, the store counts as away."""
     lost = list[bytes]()
 
     def cut(piece: bytes) -> Iterator[bytes]:
@@ -97,7 +97,7 @@ def test_an_epoch_that_can_not_be_read_costs_its_key_space_only(
 
 
 class Objects:
-    """A store that is full, or ignores a condition."""
+    """A store that is full, or that ignores a condition of a write."""
 
     def __init__(self, *, is_full: bool = False, ignores: str = "") -> None:
         self._bytes: dict[str, bytes] = {}

@@ -22,7 +22,7 @@ from tests.tiers.s3_support import Server, bench_over, new_prefix, settings_of
 from tests.tiers.support import Asked
 
 QUIET = {"connections": 1, "refresh_s": 3600}
-"""The tier sends only the test's requests."""
+"""With these settings the tier sends only the requests that the test causes."""
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_store_that_fails_reads_while_it_lists_is_not_empty(
 def test_packs_are_known_after_reads_that_failed(
     s3_server: Server, proxy: FaultProxy, bench: Bench, answered: bytes
 ) -> None:
-    """The store permits other requests meanwhile."""
+    """Only reads of packs fail; the store answers other requests."""
     proxy.on_reply = instead_of_packs(answered)
     for _ in range(3):
         assert bench.read([3, 6, 9], [4, 5, 6]).tolist() == [Read.FAILED] * 3
@@ -147,7 +147,7 @@ def test_a_store_that_refuses_writes_only_is_not_believed_in_between(
     proxy.on_command = lambda piece: spoil(piece) if piece[:4] == b"PUT " else nothing(piece)
     bench.fill([12], [1])
     assert bench.write([12], [1]).tolist() == [Write.FAILED]
-    # A successful listing is not enough: each try to connect writes.
+    # The problem stays although listings succeed, because each try to connect writes an object.
     until_s = time.monotonic() + 0.5
     while time.monotonic() < until_s:
         assert bench.tier.problem().endswith("rejects the access key: check credentials_file")
@@ -174,7 +174,7 @@ def test_requests_that_were_given_up_have_ended_when_the_loop_is_closed() -> Non
         with pytest.raises(LateError):
             loop.run(hang(), time.monotonic() + 0.01)
         wait_for(lambda ended=ended: ended, "a request that was given up goes on")
-        # A request that has failed may leave other requests of its call.
+        # A call may fail while other requests of it still run.
         loop.run(leave(), time.monotonic() + 60)
         loop.close()
         loop.close()
@@ -214,7 +214,7 @@ def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: Faul
         for slot in range(20, 26):
             bench.check_read([3], [slot])
         assert not asked.codes and len(held) == 2
-        # Packs that are written are copies of the blocks.
+        # A pack that is being written is a copy of its blocks.
         memory = bench.tier.memory()
         assert 2 * 8 * SLOT_BYTES < memory.held_bytes < memory.most_bytes
         opened.set()

@@ -118,7 +118,7 @@ def test_the_first_who_asks_waits_and_the_next_do_not(
     ask(lister)
     assert [place is not None for place in index.find([key(0), key(2), key(9)])] == [1, 1, 0]
     bucket.turns = threading.Semaphore(0)
-    # It arrives later than its name says, and is looked for in the background.
+    # The pack arrives later than its name says, and a look in the background finds it.
     bucket.add(9, now_us() - int(OVERLAP_S / 2 * 1e6))
     ask(lister)
     ask(lister)
@@ -139,7 +139,7 @@ def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister)
     names = [bucket.add(number, now_us()) for number in (98, 99)]
     bucket.objects[path_of(SPACE, names[0])] = b"x" * list_bytes(name)
     wait_for(lambda: ask(lister) or (len(bucket.looks) > 3 and bucket.fronts[40:]))
-    # A whole page, although only two of its packs are new.
+    # The look got a whole page of names, although only two packs are new.
     assert bucket.looks[1] == Listed.PAGE
     assert bucket.fronts[40:] == sorted(names)
 
@@ -166,7 +166,7 @@ def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
     bucket.add(2, now_us())
     ahead_s = 0.0
     wait_for(lambda: ask(lister) or None not in index.find([key(1), key(2)]))
-    # From then on a look ends where the previous look ended.
+    # From now on each look ends where the previous look ended.
     bucket.add(3, now_us())
     wait_for(lambda: ask(lister) or None not in index.find([key(3)]))
     assert len(bucket.fronts) == 3
@@ -185,7 +185,7 @@ def test_the_newest_are_learned_first_and_known_before_the_rest(
     bucket.turns.release()
     ask(lister)
     assert len(index) == LISTS_AT_ONCE and index.find([key(count - 1)]) != [None]
-    # The first request of another key space waits for a single read of lists.
+    # The first request of another key space waits for one read of lists.
     other = Space("0b/7")
     with pytest.raises(LostError, match="has not listed"):
         lister.ask(other, time.monotonic() + 0.02)
@@ -210,7 +210,7 @@ def test_a_listing_ends_with_its_epoch(
     wait_for(lambda: len(index) == 2 * LISTS_AT_ONCE)
     lister.forget_others("0a", Space("0a/8"))
     bucket.turns.release(FREE)
-    # The listing of the second begins after one that would go on.
+    # A listing of "0a/7" that went on would run before the listing of the second key space.
     for other in ("0b/7", "0c/7"):
         lister.ask(Space(other), time.monotonic() + WAIT_S)
     assert len(bucket.fronts) <= 3 * LISTS_AT_ONCE
@@ -243,7 +243,7 @@ def test_what_is_known_against_the_store_is_said_to_who_waits(
         ask(lister)
     bucket.refused.clear()
     ask(lister)
-    # Its list is not read again, and learned packs stay.
+    # The pack's list is not read again, and known packs stay in the index.
     bucket.error = LostError("is away")
     for _ in range(3):
         ask(lister)
@@ -260,7 +260,7 @@ def test_a_store_that_fails_all_reads_is_not_an_empty_store(
         with pytest.raises(LostError, match="answers 503"):
             ask(lister)
         assert len(bucket.fronts) == looks * LISTS_AT_ONCE
-    # It begins to fail after the first lists.
+    # Now the store fails only after the first lists.
     bucket.lost = set(names[: 2 * LISTS_AT_ONCE])
     with pytest.raises(LostError, match="answers 503"):
         ask(lister)
@@ -273,8 +273,8 @@ def test_a_store_that_fails_all_reads_is_not_an_empty_store(
 def test_a_pack_that_can_not_be_read_hides_no_other_pack(
     bucket: Listed, index: PackIndex, lister: Lister, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A store may have lost or forbid single objects. They are read again, as they may come back.
-    Meanwhile, a look ends where the last one has been."""
+    """A store may have lost or forbid single objects. They are read again, because they may come
+    back. Other packs are not: each look stops where the previous look ended."""
     long_ago_us = now_us() - 3600 * 10**6
     names = [bucket.add(number, long_ago_us + number) for number in range(40)]
     bucket.lost, bucket.denied = {names[1], names[38]}, {names[2], names[39]}
@@ -288,7 +288,7 @@ def test_a_pack_that_can_not_be_read_hides_no_other_pack(
     assert len(index) == 37 and set(bucket.looks[1:]) == {Listed.PAGE}
     assert bucket.fronts.count(names[1]) > 3 and bucket.fronts.count(names[3]) == 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    # A pack that was removed is read no more, the others are found.
+    # A pack that was removed is not read again; the other packs are found.
     del bucket.objects[path_of(SPACE, names[1])]
     bucket.lost.clear()
     bucket.denied.clear()
@@ -317,7 +317,7 @@ def test_new_packs_that_can_not_be_read_do_no_harm_to_known_ones(
 def test_packs_that_the_store_forbids_are_read_again_in_turn(
     bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although none can be read, the key space can be used. The state is bounded."""
+    """The key space can be used although no pack can be read. The lister's state stays bounded."""
     count = 3 * LISTS_AT_ONCE
     monkeypatch.setattr(lister_module, "MAX_UNREAD", count - 2)
     names = [bucket.add(number, 10**15 + number) for number in range(count)]
@@ -327,7 +327,7 @@ def test_packs_that_the_store_forbids_are_read_again_in_turn(
     looks = len(bucket.looks)
     wait_for(lambda: ask(lister) or len(bucket.looks) > looks + 4)
     assert len(bucket.fronts) <= count + LISTS_AT_ONCE * len(bucket.looks)
-    # The newest packs are forbidden for good.
+    # Only the newest packs stay forbidden.
     bucket.denied = set(names[-LISTS_AT_ONCE:])
     wait_for(lambda: ask(lister) or len(index) == count - LISTS_AT_ONCE - 2)
     assert index.find([key(0), key(1)]) == [None] * 2 and index.find([key(2)]) != [None]
@@ -351,7 +351,7 @@ def test_waiting_ends_when_it_is_stopped(bucket: Listed, lister: Lister) -> None
     lister.stop()
     thread.join(WAIT_S)
     assert problems == ["is not asked any more"]
-    # Requests under way end, and no more are sent.
+    # The requests in flight end, and no more are sent.
     bucket.turns.release(FREE)
     lister.close()
     assert len(bucket.fronts) == LISTS_AT_ONCE

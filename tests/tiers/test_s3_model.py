@@ -40,7 +40,7 @@ def test_two_nodes_agree_with_a_dict(
     s3_server: Server, steps: list[tuple[str, int, list[int]]]
 ) -> None:
     prefix = new_prefix()
-    # Blocks that each node must find: stored or found by it, and unchanged since.
+    # For each node: the blocks that it stored or found, unchanged since. It must find them again.
     sure: list[set[int]] = [set(), set()]
     ever: set[int] = set()
     with contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ def test_two_nodes_agree_with_a_dict(
                     path = packs[at % len(packs)]
                     if body := s3_server.bytes_of(path):
                         s3_server.flip(path, at % len(body))
-                # Each may be gone or not: a list in memory outlives the bucket's.
+                # Any block may be found or not: nodes keep lists of packs that the bucket has lost.
                 sure = [set(), set()]
             elif what == "expire" and (packs := s3_server.packs(prefix)):
                 s3_server.store.delete(packs[-1])

@@ -106,7 +106,7 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             codes = answer(lambda done: node_a.tier.read(half, time.monotonic() + 20, done))
             assert codes.tolist() == [Read.CORRUPT] and requests.taken() == {}
         with bench_over(s3_server, prefix, **options) as node_b:
-            # The requests of the connection's check come before.
+            # First come the requests by which the node checks its connection.
             wait_for(lambda: requests.counts["PUT other"] == 3, "it does not connect")
             assert requests.taken() == {"LIST other": 1, "PUT other": 3, "GET other": 1}
             assert probe(node_b, chain) == [Read.FOUND] * 32
@@ -127,7 +127,7 @@ def test_a_damaged_block_is_corrupt_once_on_each_node(s3_server: Server) -> None
         assert read(node_a, [2]) == probe(node_a, [2]) == [Read.ABSENT]
         assert write(node_a, [2]) == [Write.STORED]
         wait_for(lambda: read(node_b, [2]) == [Read.FOUND], "the new one is not found")
-    # The newer of the two counts, after a restart too.
+    # The newer of two packs with the same block counts, also for a new node.
     with bench_over(s3_server, prefix) as node_c:
         assert read(node_c, [1, 2, 3]) == [Read.FOUND] * 3
 
@@ -143,14 +143,14 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
         with bench_over(s3_server, prefix, **over_it) as node_b:
             ended: list[Codes] = []
             node_b.tier.probe([key(1), key(3)], time.monotonic() + 20, ended.append)
-            # It has listed both names.
+            # B has listed both packs' names.
             assert gate.is_full.wait(60)
             s3_server.store.delete(s3_server.packs(prefix)[1])
             gate.opened.set()
             wait_for(lambda: ended, "the probe did not end")
             assert ended[0].tolist() == [Read.ABSENT, Read.FOUND]
         assert read(node_a, [1, 2, 3]) == [Read.ABSENT, Read.ABSENT, Read.FOUND]
-        # Its other blocks are not requested again, and may be written.
+        # The removed pack's other blocks are not requested again, and can be written again.
         assert probe(node_a, [2]) == [Read.ABSENT]
         assert write(node_a, [2]) == [Write.STORED] and not node_a.tier.problem()
 
@@ -171,7 +171,7 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(
         forbidden.append(first)
         proxy.on_command = unsigned
         with bench_over(s3_server, prefix, **over_it) as node_b:
-            # The list of a pack can't be read, then the blocks of another pack.
+            # First the list of a pack can't be read; later the blocks of the other pack.
             assert read(node_b, [1, 2]) == [Read.ABSENT, Read.FOUND]
             forbidden.clear()
             wait_for(lambda: read(node_b, [1, 2]) == [Read.FOUND] * 2, "a pack is not found")
@@ -190,7 +190,7 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(
             assert flush_contract.epoch(node_b.tier) is None
             assert caplog.text.count(f"fingerprint={flush_contract.NAME} that can't be used") == 1
             assert flush_contract.epoch(node_b.tier, "0b") and not node_b.tier.problem()
-            # Without any right, the blocks are only unknown.
+            # If the store forbids everything, blocks are unknown (FAILED), not absent.
             forbidden[:] = [""]
             assert read(node_b, [1]) == [Read.FAILED]
             assert "allow s3:GetObject" in node_b.tier.problem()
@@ -202,7 +202,7 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(
 def test_two_servers_of_one_name_are_told(
     s3_server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their packs of the same microsecond would have the same name."""
+    """Packs that both write in the same microsecond would have the same name."""
     monkeypatch.setattr(client, "_now_us", lambda: 10**15)
     prefix = new_prefix()
     with bench_over(s3_server, prefix, node="a") as one:

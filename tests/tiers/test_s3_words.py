@@ -168,7 +168,7 @@ def test_a_folder_is_listed_page_by_page(
         lasts.append(last)
         return last == "5"
 
-    # Each page takes almost as long as a page may take.
+    # Each page of the listing takes almost as long as it may.
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 59 * len(lasts))
     prefix, lasts, listed = new_prefix(), list[str](), obstore.list
     for number in range(9):
@@ -182,7 +182,7 @@ def test_a_folder_is_listed_page_by_page(
     assert bucket.names("folder", 3, is_enough, 60.0) == [*"012"]
     assert bucket.names("none", 3, is_enough, 60.0) == []
     until_s = clock.monotonic() + 60
-    # Objects that are missing, and ranges beyond an object's end.
+    # The test asks for missing objects, and for ranges beyond an object's end.
     assert bucket.put("a", b"12345", until_s) and bucket.get("none", until_s) is None
     assert not bucket.put("none", b"1", until_s, '"x"')
     bucket.delete("none", until_s)

@@ -1,5 +1,5 @@
-"""The daemon's event loop drives a shared tier between nodes: a node finds the other's blocks bit
-for bit, finds no block from before a flush, and does not wait for a dead store."""
+"""The event loops of daemons drive tiers that share a store: a node finds the other node's blocks
+bit for bit, finds no block from before a flush, and does not wait for a dead store."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ async def test_one_node_stores_and_another_finds() -> None:
         assert b.shared.num_fetched == 6 and b.tier.figures().read_blocks == 6
         lists = [HashList(group, words_of([98])) for group in (0, 1)]
         b.tiers.let_go(await b.tiers.bring_up(b.session, lists))
-        # Now they are in host memory, so tiers are not asked.
+        # Now the blocks are in host memory, so tiers are not asked.
         assert not b.tiers.lookups.must_ask(b.session, [HashList(0, words_of(BLOCKS))])
         assert await b.leased(BLOCKS) == [True] * 6
         assert b.tier.figures().read_blocks == 6
@@ -43,7 +43,7 @@ async def test_one_node_stores_and_another_finds() -> None:
 async def test_the_rest_of_a_prompt_is_fetched_with_its_depths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two moves fetch it."""
+    """Two moves fetch the rest."""
     monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", 2)
     async with nodes() as (a, b):
         await a.share(BLOCKS)
@@ -63,7 +63,7 @@ async def test_the_rest_of_a_prompt_is_fetched_with_its_depths(
 
 
 async def test_what_is_stored_goes_to_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another node may be about to request the last blocks of a prompt."""
+    """Another node may soon request a prompt's last blocks, so they are copied without a pause."""
     monkeypatch.setattr(tier_copies, "PAUSE_S", 3600.0)
     async with nodes() as (a, b):
         for number in BLOCKS:
@@ -116,7 +116,7 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
 async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
     is_flushed: bool,
 ) -> None:
-    """A block may be older than a flush, because the store may have lost its epochs since."""
+    """Such a block may be older than a flush, because the store may have lost its epochs."""
     made = [SharedNode(MemoryStore(places=False), 10.0)]
     made.append(SharedNode(made[0].tier._store, 10.0))
     a, b = made
@@ -140,7 +140,7 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
 async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A node that starts together with its store waits this way."""
+    """For example, a node that starts together with its store waits."""
     monkeypatch.setattr(epoch_book, "USED_S", 3600.0)
     store = MemoryStore(places=False)
     async with nodes(1, store=store) as (a,):
@@ -165,7 +165,7 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
 
 
 async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
-    """A single raise follows any number of flushes, and flushes do not leave a task each."""
+    """However many flushes there were, the epoch is raised once later, and few tasks are left."""
     async with nodes(1) as (a,):
         a.tier.faults.problem = "gone"
         await asyncio.gather(*(a.flush() for _ in range(200)))
@@ -189,7 +189,7 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
     await node.start()
     await node.share(BLOCKS)
     await node.until_down(6)
-    # A lease after an idle time asks the store first.
+    # After an idle time, a lease asks the store first.
     with monkeypatch.context() as patch:
         patch.setattr(epoch_book, "USED_S", 0.0)
         await eventually(lambda: not node.epochs.are_all_confirmed(1), "it is still asked")
@@ -210,7 +210,7 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
 
 
 async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_away() -> None:
-    """The disk may not: its blocks may be older than a flush that the other store knows of."""
+    """The disk serves none: its blocks may be older than a flush that the other store knows of."""
     node = SharedNode(
         MemoryStore(places=False),
         10.0,
@@ -272,7 +272,7 @@ async def test_a_hung_store_costs_a_bounded_wait() -> None:
 async def test_a_store_that_answers_no_question_for_epochs_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It reports no problem. Blocks in host memory are served."""
+    """The store reports no problem, but counts as away. Blocks in host memory are still served."""
     async with nodes(1, lookup_wait_s=0.2) as (a,):
         await a.share(BLOCKS)
         with monkeypatch.context() as patch:
@@ -365,7 +365,7 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
         assert await b.looked_up(BLOCKS) == [False, True, True, True, True, False]
         assert len(b.shared._found) == 4
         monkeypatch.undo()
-        # A hit needs blocks of all groups: the first list does not use up the bound.
+        # A hit needs blocks of all groups, so the first group's list may not use up the bound.
         monkeypatch.setattr(tier_shared, "MAX_PROBED", 5)
         asked = probes_of(b, monkeypatch)
         lists = [HashList(group, words_of(range(50, 55))) for group in (0, 1)]
@@ -376,7 +376,7 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
 
 
 async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asks again also for a block that would be forgotten while a lookup waits."""
+    """The node also asks again about blocks that it would forget while a lookup waits."""
     monkeypatch.setattr(tier_shared, "FOUND_S", 10.05)
     async with nodes(lookup_wait_s=10.0) as (a, b):
         await a.share(BLOCKS)
@@ -390,7 +390,7 @@ async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.Mo
 async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Blocks whose bytes are still compared must not be written under the new epoch."""
+    """A block whose bytes are still being compared must not be written under the new epoch."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
 
     async def late(*arguments: Any) -> Any:
@@ -413,7 +413,7 @@ async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
 async def test_what_came_from_the_disk_stays_while_the_store_is_slow_to_answer(
     monkeypatch: pytest.MonkeyPatch, *, is_ahead: bool
 ) -> None:
-    """The lease, or a call before it, begins to load the disk's blocks."""
+    """The lease, or (`is_ahead`) a call before it, begins to load the disk's blocks."""
     monkeypatch.setattr(epoch_book, "CONFIRMED_S", 60.0)
     async with running(
         one := SharedNode(MemoryStore(places=False), 60.0, disk=MemoryStore(places=True))
@@ -495,7 +495,7 @@ async def test_a_read_that_sees_another_epoch_has_the_store_asked_at_once(
 async def test_a_flush_that_breaks_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_noted: bool
 ) -> None:
-    """It says so if it can't be noted down, and notes it later."""
+    """If the flush can't be noted down, its answer says so, and it is noted later."""
     monkeypatch.setattr(tier_epochs, "TELL_S", 60.0 if is_noted else 0.1)
     monkeypatch.setattr(tier_epochs, "SAVE_AGAIN_S", 0.1)
     async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
@@ -520,7 +520,7 @@ async def test_a_flush_that_breaks_begins_again(
             assert broken == [1] and not any(await one.leased(BLOCKS))
             assert seen == ["broken"]
         await eventually(lambda: one.epochs.are_seals_saved, "it is not noted")
-        # A flush that the end of the server interrupts.
+        # Then the server's end interrupts a flush.
         one.tier.faults.is_hung = True
         flushing = asyncio.create_task(one.flush())
         await asyncio.sleep(0)

@@ -203,7 +203,7 @@ def test_a_start_passes_over_what_an_earlier_server_left_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     name: str, content: bytes | None, words: str,
 ) -> None:  # fmt: skip
-    """`content` None: a pipe."""
+    """`content`: of the damaged file; None: it is a pipe."""
 
     def refuse(*arguments: Any) -> Any:
         raise HotKVError(Reason.OVERLOADED, "too many")

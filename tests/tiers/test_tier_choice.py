@@ -31,7 +31,7 @@ def mask(flags: list[bool] | str) -> "np.ndarray[Any, np.dtype[np.bool_]]":
 
 
 def naive(ready: list[bool], offers: list[Any], tokens_per_s: float) -> list[bool]:
-    """Returns the choice for a single group of full attention, with sets of block numbers."""
+    """Returns the choice for one group of full attention. Computes with sets of block numbers."""
     here = {at for at, flag in enumerate(ready) if flag}
     lies = [{at for at, flag in enumerate(flags) if flag} for flags, _, _ in offers]
     taken = [True] * len(offers)
@@ -96,6 +96,6 @@ def test_costs_are_those_of_the_last_reads_and_a_slow_tier_is_tried_again() -> N
     for _ in range(COSTED):
         reads.add(0.5, 1000)
     assert reads.costs() == (0.0, 0.5 / 1000)
-    # A larger read that took less time: then the time does not depend on the bytes.
+    # A larger read took less time, so the time does not depend on the bytes.
     reads.add(0.1, 9000)
     assert 0.1 < reads.costs()[0] < 0.5 and reads.costs()[1] == 0.0

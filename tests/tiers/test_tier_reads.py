@@ -8,7 +8,7 @@ from hotkv_server.tiers.drive.reads import READ_BOUNDS_S, RECENT, TierReads
 def test_quantiles_and_the_rate_are_of_the_last_reads_and_sums_of_all() -> None:
     reads = TierReads()
     assert (reads.quantile_s(0.5), reads.bytes_per_s()) == (0.0, 0.0)
-    # A read that found nothing says nothing about the rate.
+    # A read that found no block does not count for the rate.
     reads.add(5.0, 0)
     assert (reads.quantile_s(1.0), reads.bytes_per_s()) == (5.0, 0.0)
     reads.add(0.5, 500)

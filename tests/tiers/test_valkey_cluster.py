@@ -91,7 +91,7 @@ def test_a_user_of_few_rights_keeps_the_contract(cluster: Cluster, tmp_path: Pat
     with over(cluster, user="kv", password_file=path) as bench:
 
         def is_refused() -> str:
-            """Reads a block. Returns the problem, which a late answer does not set."""
+            """Reads a block. Returns the tier's problem: empty if the answer was only late."""
             assert bench.read([1], [4]).tolist() == [Read.FAILED]
             return bench.tier.problem()
 
@@ -185,7 +185,7 @@ def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
                 one.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
         bench.check_read(numbers, numbers)
         bench.check_read(numbers, numbers)
-        # By now the tier knows the new map, and asks for it no more.
+        # By now the tier knows the new map of slots, and does not ask for it again.
         before = maps_and_redirects(cluster)
         bench.check_read(numbers, numbers)
         assert maps_and_redirects(cluster) == before and not bench.tier.problem()
@@ -233,7 +233,7 @@ def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> No
 def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
     with running(tmp_path) as cluster, over(cluster) as bench:
         owner = cluster.owner(b"hotkv/1/%b/epoch" % NAME.encode())
-        # The tier is connected before there is a replica.
+        # The tier connects before the owner has a replica.
         wait_for(lambda: flush(bench.tier))
         with cluster.replica_of(owner, tmp_path / "replica") as replica:
             before = flush(bench.tier)
@@ -241,7 +241,7 @@ def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
                 assert flush(bench.tier) is None
             wait_for(lambda: owner.client.wait(1, 500) == 1)
             wait_for(lambda: (flush(bench.tier) or 0) > (before or 0))
-            # A replica of the old owner says nothing about a key that has moved.
+            # If a key has moved, replicas of its old owner do not count.
             name = b"hotkv/1/%b/epoch" % NAME.encode()
             new = next(one for one in cluster.nodes if one is not owner)
             ids = [one.client.execute_command("CLUSTER", "MYID") for one in (owner, new)]
@@ -347,8 +347,8 @@ def test_a_server_that_hangs_is_given_up_after_its_time(cluster: Cluster) -> Non
 def test_a_server_that_has_left_the_cluster_hides_no_other(
     cluster: Cluster, tmp_path: Path, has_old_map: bool
 ) -> None:
-    """It was replaced, and starts again without its file of the cluster; or it was cut off, and
-    still names a server that is gone."""
+    """The server was replaced, and has started without the cluster's file; or (`has_old_map`) it
+    was cut off, and still names a server that is gone."""
     gone, *ports = free_ports(3)
     left = Node(tmp_path / "left", *ports, "")
     try:

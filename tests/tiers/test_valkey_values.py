@@ -1,5 +1,5 @@
-"""Values in Valkey under a block's key are judged right: damaged, foreign, of another version, of
-any age. Replies that are left over end a connection."""
+"""Each value under a block's key in Valkey gets the right code: damaged, foreign, of another
+version, of any age. Replies that are left over end a connection."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -116,8 +116,8 @@ def test_deeper_blocks_expire_sooner(server: Server) -> None:
         codes, _ = bench.answer(blocks)
         took_s = time.time() - begun_s
         assert codes.tolist() == [Write.STORED] * len(keys)
-        # Its time to live begins between the call and the answer. Two reads of the clock may differ
-        # by a millisecond.
+        # A value's time to live begins between the call and its answer. Two reads of the clock may
+        # differ by a millisecond.
         for depth, one in zip(depths, keys, strict=True):
             left_s = server.client.pexpiretime(one) / 1000 - begun_s
             expected_s = ttl_ms(1000.0, depth) / 1000

@@ -33,9 +33,9 @@ NO_INFO = b"$0\r\n"
 def scripted(
     *script: bytes, by_name: Mapping[bytes, bytes] | None = None, **options: object
 ) -> Iterator[Bench]:
-    """Yields a bench over a server that answers each command with the next reply of its script.
-    `by_name`: replies to commands of these names, with || between the first and later ones. PORT is
-    the server's port. Each connection starts again."""
+    """Yields a bench over a server that answers each command with the next reply of `script`, anew
+    in each connection. `by_name`: replies to commands of these names; || separates the first reply
+    from later ones. PORT stands for the server's port."""
 
     def answer(client: socket.socket) -> None:
         replies = list(script)
@@ -141,7 +141,7 @@ def test_a_replica(server: Server) -> None:
         bench.fill([1], [0])
         bench.write([1], [0])
         server.client.replicaof("127.0.0.1", 1)
-        # The connection is older, and learns of it from a write.
+        # The connection is older than the change, and notices it only at a write.
         assert bench.write([2], [0]).tolist() == [Write.FAILED]
         assert "is a read-only replica: give the primary's address" in problem_of(bench)
         server.client.replicaof("NO", "ONE")

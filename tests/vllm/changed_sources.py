@@ -6,8 +6,8 @@ from typing import Any
 
 
 class Replaced:
-    """Sources with some texts replaced. A row of `changes` is file, text before, text after; the
-    rest of the row is ignored."""
+    """Sources with some texts replaced. A row of `changes` begins with file, old text and new text;
+    the rest of the row is ignored."""
 
     name = "a later vLLM"
 
@@ -35,7 +35,7 @@ class Changed:
 
 
 class Once:
-    """Sources whose files are read once."""
+    """Sources that read each file only once."""
 
     def __init__(self, source: Any) -> None:
         self.read = functools.cache(source.read)

@@ -1,5 +1,5 @@
-"""Engines of the harness whose weights change while they run; each KV value shows of which weights
-it is."""
+"""Engines of the harness whose weights change while they run. Each KV value shows which weights
+computed it."""
 
 from typing import Any
 

@@ -19,7 +19,7 @@ def write_weights(folder: Path, *, seed: int = 1, **changes: Any) -> Path:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     generator = torch.Generator().manual_seed(seed)
-    # Gemma's norms add one themselves.
+    # Gemma's norms add 1 to their weight.
     middle = 0.0 if described["model_type"].startswith("gemma") else 1.0
     tensors = {}
     for name, weight in model.named_parameters():

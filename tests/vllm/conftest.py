@@ -1,4 +1,4 @@
-"""Fixtures for tests of the vLLM connector; the folder is skipped where vLLM is not installed."""
+"""Fixtures for tests of the vLLM connector. If vLLM is not installed, the folder is skipped."""
 
 import functools
 import importlib.util
@@ -120,6 +120,6 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if record.levelno >= logging.WARNING:
             said.append(record.getMessage())
 
-    # No handler: the first engine of a process configures logging, which removes handlers.
+    # A handler would be removed when the first engine of the process configures logging.
     monkeypatch.setattr(link.logger, "callHandlers", noted)
     return said

@@ -1,6 +1,6 @@
-"""Runs a CUDA engine's steps on the CPU: vLLM's real metadata builder and attention class over
-hotkv's, the kernels of `hotkv_sparse.cuda` as `tests.device.cuda_on_cpu` runs them, and a
-FlashAttention that is a loop. The connector's own code decides which rows attend sparsely, and
+"""Runs a CUDA engine's steps on the CPU. vLLM's metadata builder and attention class are real, and
+so is hotkv's code on them. `tests.device.cuda_on_cpu` runs the kernels of `hotkv_sparse.cuda`; a
+loop stands for FlashAttention. The connector's own code decides which rows attend sparsely, and
 counts exact tokens.
 
 Keys, values and queries are random numbers, so the expected attention is known. A freed page is NaN
@@ -165,8 +165,8 @@ class Request:
 class Engine:
     """A CUDA engine without a device.
 
-    is_v2: metadata is built before the connector hears of the step.
-    replays_decode: steps of one token a row may be replayed from graphs, so they must not stage.
+    is_v2: metadata is built before the connector receives the step's message.
+    replays_decode: steps of one token a row may be replayed from CUDA graphs, so they don't stage.
     """
 
     def __init__(
@@ -520,7 +520,7 @@ class Engine:
         hot = self.worker.layers[NAMES[layer]].selector.hot
         attended = int(hot.counts[row, ATTENDED])
         if attended:
-            # The hot set names the same blocks.
+            # The hot set has the same blocks as the row's table.
             state = self.worker.sequences.of(one.name).state
             assert hot.block_of[state, hot.slots[row, :attended].long()].tolist() == found
         return found

@@ -66,7 +66,7 @@ class ToldDevice:
         self.given += 1
 
     def run(self, count: int = 1 << 30) -> None:
-        """Does the next pieces of work."""
+        """Runs the next pieces of work in the queue."""
         self.run_to(self.done + count)
 
     def run_to(self, point: int) -> None:

@@ -1,8 +1,8 @@
-"""vLLM's own `EngineCore`, reduced to pause, sleep and reset, round an engine of the harness.
+"""Runs pause, sleep and reset of vLLM's own `EngineCore` on an engine of the harness.
 
-`Executor` does to the connector what vLLM 0.33's workers do (source: `Worker.sleep`, `wake_up` and
-`discard` in `v1/worker/gpu_worker.py`, `EngineCore.wake_up` in `v1/engine/core.py`); 0.32 and CPU
-workers call no hook.
+`Executor` calls the connector's hooks as vLLM 0.33's GPU workers do (source: `Worker.sleep`,
+`wake_up` and `discard` in `v1/worker/gpu_worker.py`, `EngineCore.wake_up` in `v1/engine/core.py`).
+CPU workers and vLLM 0.32 call no hooks for sleep.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from tests.vllm.other_connectors import our_connector
 
 
 class Executor:
-    """The workers of an engine. While it sleeps, its KV memory holds garbage, like memory that is
-    unmapped and mapped again."""
+    """The workers of an engine. Sleep and wake-up fill the KV memory with garbage, because vLLM's
+    unmaps and maps it again."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

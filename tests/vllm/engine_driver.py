@@ -256,7 +256,7 @@ def pause(llm: Any) -> dict[str, Any]:
     core = llm.llm_engine.engine_core.engine_core
     core.pause_scheduler(mode="abort")
     core.resume_scheduler()
-    # The core has lost its images; the front end's cache mirrors the core's.
+    # The core has dropped its images; the front end's cache must hold the same images.
     llm.llm_engine.reset_mm_cache()
     return {}
 

@@ -29,7 +29,7 @@ EDGE = {
     "HotKVWorkerMetadata.count",
     "HotKVStats.add",
 }
-"""The functions of the edge itself (besides the fallbacks): it counts, and reads clocks."""
+"""Functions of `Edge` itself (besides the fallbacks), which counts exceptions and reads clocks."""
 
 
 class Told(RuntimeError):
@@ -108,7 +108,7 @@ def _add(found: dict[CodeType, FunctionType], one: Any, module: str) -> None:
 
 
 OWN = sorted(name for name in hooks.FALLBACKS if "." not in name)
-"""Hooks of HotKVConnector. Hooks of the other connector have its part in their name."""
+"""The hooks of HotKVConnector. Names of the other connector's hooks have a prefix ("part.")."""
 
 
 def called_by_hooks(run: Callable[[], None]) -> dict[str, set[FunctionType]]:

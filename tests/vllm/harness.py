@@ -187,7 +187,7 @@ class Engine:
         return self.model
 
     def _start_ranks(self) -> None:
-        """There are no ranks beside the first."""
+        """Does nothing: this engine has only one rank."""
 
     def handshakes(self) -> dict[tuple[int, int], Any]:
         """Returns the ranks' handshakes by pipeline stage and tensor-parallel rank, as vLLM's
@@ -335,7 +335,7 @@ class Engine:
         return ModelRunnerOutput(names, index, [sampled[n] for n in names], kv_connector_output=kv)
 
     def _computed(self, scheduled: Any) -> tuple[dict[str, list[int]], int]:
-        """Returns the step's samples, and its end in the device's queue."""
+        """Returns the step's samples, and the position in the device's queue at which it ends."""
         if self.before_forward is not None:
             self.before_forward()
         self._take_tokens(scheduled)

@@ -1,4 +1,4 @@
-"""Starts engines in a second: a process that has imported vLLM once forks a child for each.
+"""Starts engines within a second: a process that has imported vLLM forks a child for each engine.
 
 `nursery()` starts one such process for the whole run, which the workers of xdist share. Children
 die with the nursery, and the nursery ends with its last worker. Imported objects are frozen for the

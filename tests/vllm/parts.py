@@ -26,7 +26,7 @@ TOKENS = 16
 BLOCK_BYTES = 1 << 18
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, TOKENS, (BLOCK_BYTES,))
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, TOKENS, (BLOCK_BYTES,), 2 * TOKENS + 1)
-"""A hit needs the two blocks before its end."""
+"""A sliding-window group in which a hit needs the two blocks before its end."""
 STATES = GroupSpec(GroupKind.MAMBA, TOKENS, (BLOCK_BYTES,))
 
 
@@ -129,7 +129,7 @@ class Parts:
         return float(self.stats.data.get(name, 0))
 
     def put(self, name: str, blocks: Sequence[int], group: int = 0) -> None:
-        """Makes these blocks of a request ready. `group`: may be a representation's."""
+        """Makes these blocks of a request ready. `group` may stand for representations."""
         number = self.session.memory.number(group)
         for block in blocks:
             self.server.blocks[self.space, number, block_hash(name, block)] = {}
@@ -195,14 +195,14 @@ def ids(blocks: Sequence[int]) -> Any:
 
 
 class Clock:
-    """Records no times of hooks."""
+    """Stands for the clock of hooks; records no times."""
 
     def add(self, hook: str, seconds: float) -> None:
         pass
 
 
 def admission(name: str, computed: int, num_tokens: int) -> SimpleNamespace:
-    """Returns a step that admits a request with the blocks 1 and 2."""
+    """Returns a step that admits a request whose block table is 1, 2."""
     new = SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=([1, 2],))
     return SimpleNamespace(
         kv_connector_block_state=SimpleNamespace(

@@ -177,8 +177,8 @@ class EngineProcess:
 
 
 class Engines:
-    """The engines of a test or of a file. Engines that are started before any is asked start
-    together. All stop together."""
+    """The engines of a test or of a file. They start at the same time if a test starts several
+    before it asks any of them. All stop together."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -14,7 +14,7 @@ class RandomModelLoader(BaseModelLoader):
     seeds give equal weights."""
 
     def download_model(self, model_config: object) -> None:
-        """Random weights need no files."""
+        """Does nothing: random weights need no files."""
 
     def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
         generator = torch.Generator().manual_seed(1)

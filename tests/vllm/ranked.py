@@ -1,8 +1,8 @@
 """The harness with several ranks. Each has a worker connector and KV memory; vLLM's
 `KVOutputAggregator` joins their outputs.
 
-Each rank runs every step, one after the other, over different KV values, so that a shard in another
-rank's place is seen. All ranks have posted the same notes; `test_ranks` tests ranks that differ.
+In each step the ranks run one after the other. Each has other KV values, so that a shard in another
+rank's place is noticed. All ranks post the same notes; `test_ranks` tests notes that differ.
 """
 
 import copy
@@ -118,7 +118,7 @@ class RankedEngine(Engine):
         )
         outputs: list[ModelRunnerOutput | None] = []
         for rank in reversed(self.ranks):
-            # The first rank comes last and keeps the new state.
+            # The first rank runs last, and so keeps the new state.
             self.tokens, self.tables, self.states, self.preemptions = pickle.loads(before)
             self.worker, self.tensors, self.salt = rank.worker, rank.tensors, rank.salt
             outputs.insert(0, super()._run(pickle.loads(plan))[0])

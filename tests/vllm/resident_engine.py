@@ -1,8 +1,8 @@
-"""The scheduler side of a resident engine without layers: vLLM's real pool and block manager, the
-connector's real books, a double of the server, and a scheduler that plans as vLLM's does.
+"""The scheduler side of a resident engine without layers. vLLM's pool and block manager and the
+connector's books are real; the server and the scheduler, which plans as vLLM's does, are doubles.
 
-An exact block has the content of its prefix, any other block a content of its own. Workers are a
-model: they know only the messages of steps, and at once read the blocks that left the device.
+An exact block's content follows from its prefix; inexact blocks all differ. The workers are a
+model: they know only the steps' messages, and read each block as soon as it has left the device.
 """
 
 import itertools
@@ -28,11 +28,11 @@ from tests.vllm.parts import TOKENS, Parts, block_hash, request
 CHUNK = 2 * TOKENS
 LONGEST = 47 * TOKENS
 POOL = 60
-"""Blocks, with vLLM's null block: more than the longest context needs as a whole."""
+"""Number of blocks, with vLLM's null block: more than the longest context has."""
 STEP_S = 0.1
 TIMEOUT_S = 5.0
 WELL_S = 2.0
-"""After this time, earlier faults of the server may end no request."""
+"""Once the server has worked for this time, no request may end because of earlier faults."""
 MAX_RUNNING = 4
 
 
@@ -77,7 +77,7 @@ class Waiting(list[Any]):
 
 class Store(NamedTuple):
     """A store in flight: the names and contents of its blocks, which begin at position `first`.
-    `incarnation` differs after a preemption, a new start of the request, and whenever the device is
+    `incarnation` changes when the request is preempted or starts anew, and when the device is
     distrusted."""
 
     request_id: str
@@ -90,7 +90,7 @@ class Store(NamedTuple):
 
 
 class Workers:
-    """The workers' knowledge, by request: the offsets of its blocks, and its pin."""
+    """What the workers know of each request: the offsets of its blocks, and its pin."""
 
     def __init__(self) -> None:
         self.offsets: dict[str, list[int]] = {}
@@ -101,8 +101,8 @@ class Workers:
         self.pins.pop(name, None)
 
     def hear(self, step: ResidentStep) -> None:
-        """Processes a step's message. Blocks come in order, and from the first again if the server
-        has lost blocks of a request that is whole on the device."""
+        """Processes a step's message. A request's blocks arrive in order. They start again from the
+        first if the server lost blocks of a request that is whole on the device."""
         for name in step.preempted:
             self.end(name)
         for row in step.rows:
@@ -294,7 +294,7 @@ class ResidentEngine:
         if is_well and residencies.most_blocks is None and residencies.can_grow:
             assert self.excused.issuperset(held), "it asks for room ahead"
         self.device.leave_out(held)
-        # With priorities, vLLM would preempt the requests of the least priority in their place.
+        # vLLM would preempt the requests with the least priority instead of the lost requests.
         assert self.manager.lost.isdisjoint(one.request_id for one in self.running)
         demand = self.device.demand(self.books.has_room)
         before = set(self.manager.moved)
@@ -559,7 +559,7 @@ class ResidentEngine:
             self.contents.clear()
 
     def refuse(self, name: str) -> None:
-        """Makes the server refuse room for a request for good."""
+        """Makes the server refuse a request room from now on."""
         self.excused.add(name)
         plain = self.server.residencies.add
 

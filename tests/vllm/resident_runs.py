@@ -29,8 +29,8 @@ CONTEXT = 8192
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Returns True if two engines gave the same answer. Chunks of a prompt may begin elsewhere,
-    which changes the order of sums, and so their rounding."""
+    """Returns True if two engines gave the same answer, up to rounding: chunks of a prompt may
+    begin at other tokens, which changes the order of sums."""
     return bool(found["tokens"] == expected["tokens"]) and difference(found, expected) < NOISE
 
 
@@ -90,4 +90,4 @@ EXACT = RESIDENT | {"sparse_topk": 1024}
 """The hot set covers contexts of up to 2,048 tokens, so tokens are always those of dense
 attention."""
 EXACT_POOL = 100
-"""Blocks: a request holds 89 of them at most, 72 of these as hot slots."""
+"""Number of blocks: a request holds at most 89, of which 72 are hot slots."""

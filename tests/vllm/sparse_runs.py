@@ -12,8 +12,8 @@ from tests.vllm.tiny import VOCAB, write_model
 
 Start = Callable[..., EngineProcess]
 COVERING = {"sparse_topk": 1.0, "min_context_tokens": 256, "dense_layers": []}
-# The hot set holds twice the budget, which covers everything: all of selection is at work, and any
-# block it loses shows.
+# The hot set holds twice the budget, so it covers all blocks. All code of the selection runs, and
+# an answer shows any block that it loses.
 HALF = {"sparse_topk": 0.5, "min_context_tokens": 320, "dense_layers": []}
 SMALL = {
     "sparse_topk": 256,

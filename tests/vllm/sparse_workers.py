@@ -49,8 +49,8 @@ class Engine:
         break_layer: int = -1,
         queries: np.ndarray | None = None,
     ) -> list[Rewrite | None]:
-        """Runs a decode step of requests, named by letters. Like the backend, tells the worker of
-        faults."""
+        """Runs a decode step of requests, which are named by letters. Reports faults to the worker,
+        as the backend does."""
         self.worker.begin_step(
             SparseRows(tuple(self.table(r)[-1] for r in request_ids), tuple(request_ids), ended)
         )

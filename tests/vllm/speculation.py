@@ -50,7 +50,7 @@ class SpeculatingEngine(Engine):
         cached = scheduled.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             tokens = self.tokens[name]
-            # Otherwise it computes its prompt, perhaps again after a preemption.
+            # Other requests compute their prompt, perhaps again after a preemption.
             if cached.num_computed_tokens[index] >= len(tokens) - 1:
                 cached.num_computed_tokens[index] = len(tokens) - 1
                 known[name] = list(tokens)

@@ -102,7 +102,7 @@ def test_other_bytes_under_a_known_id_are_told_until_acknowledged(how: str) -> N
         assert report == AdapterReport({}, frozenset({1}))
     watch.before_step(AdapterWork(acknowledged=frozenset({1})))
     assert watch.is_trusted and watch.take_report() is None
-    # It changes back, but its old KV may still be in the cache.
+    # The adapter changes back, but vLLM's cache may still hold KV of the other content.
     manager.files["/a"] = 1
     assert manager.add_adapter(lora(load_inplace=True)) == 1 and ask(watch, lora()) == UNKNOWN
 
@@ -196,7 +196,7 @@ def test_engines_share_an_adapter_by_its_content(engine: Any, server: Any, pipel
     one.run()
     for number, (adapter, expected) in enumerate(cases):
         assert generate(other, f"warm{number}", adapter) == expected
-    # Reports name blocks as stores did, and no call for plain requests has changed.
+    # Reports and stores use the same hashes. Requests without adapters keep vLLM's hashes.
     stores = (runs for kind, runs in server.calls if kind == "store")
     stored = {bytes(h) for runs in stores for run in runs for h in run.hashes}
     batches = [batch for kind, batch in server.calls if kind == "report_requests"]
@@ -224,7 +224,7 @@ def test_files_that_change_between_match_and_first_step_change_nothing(engine: A
     one.run()
     other.before_forward = lambda: manager.files.update({"/a": 2} if manager.num_reads else {})
     assert generate(other, "warm", lora()) == HIT and manager.num_reads == 1
-    # It was released with its last request and evicted, so its files count from now on.
+    # The adapter was released with its last request and is evicted, so its files count again.
     generate(other, "between", None, prompt(3, 40))
     assert [meta.adapters.released for meta in other.metas if meta.adapters.released] == [(1,)]
     manager.loaded.clear()
@@ -296,8 +296,8 @@ def rewrite_at(count: Iterator[int], step: int, manager: Manager) -> None:
 def test_no_block_of_other_bytes_is_stored_whenever_they_are_loaded(
     engine: Any, pipelined: bool, length: int
 ) -> None:
-    """A single request lives, so workers are not asked; a step loads the rewritten files. Fresh
-    engines with either content see no wrong KV."""
+    """One request runs all the time, so workers are not asked about the adapter. A step loads the
+    rewritten files. New engines with either content read no wrong KV."""
     settings = {"pipelined": pipelined, "blocks": 96}
     fresh = [engine(**settings) for _ in range(2)]
     for content, one in enumerate(fresh, 1):

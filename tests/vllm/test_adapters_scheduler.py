@@ -1,5 +1,5 @@
-"""LoRA adapters on the scheduler side: names for requests, and requests that are left out of
-sharing."""
+"""LoRA adapters on the scheduler side: keys for requests, and requests that may not share
+blocks."""
 
 import hashlib
 import itertools
@@ -31,7 +31,7 @@ _names = itertools.count()
 
 
 class FakeRequest:
-    """A request as far as it is looked at, with `count` block hashes."""
+    """The attributes of a request that hotkv reads, with `count` block hashes."""
 
     def __init__(self, adapter: LoRARequest | None, count: int = 4) -> None:
         self.request_id = f"r{next(_names)}"
@@ -106,7 +106,7 @@ def test_the_workers_are_asked_once_while_requests_live_and_hold_so_long() -> No
     third = arrive(one, lora())
     work = one.take_work(0.0)
     assert work.released == (1,) and len(work.asked) == 1
-    # The answer to the first question is outdated.
+    # The answer to the first question no longer counts.
     one.reported(AdapterReport({1: {0: "x"}}))
     assert one.standing(third, 0.0) is Standing.WAIT
     one.reported(AdapterReport({work.asked[0][0]: {0: "x"}}))
@@ -187,11 +187,11 @@ EVENTS = st.lists(
 
 
 class Pair:
-    """Both sides of an engine, whose reports come a step late, and the truth: the contents that
-    each (name, path) has run on.
+    """Both sides of an engine. The workers' reports come a step late. `run_on` has the contents
+    that each adapter (name, path) has run on.
 
-    A request that has run holds KV of all earlier contents of its name: vLLM's own cache may have
-    given it any of them.
+    A request that has run may hold KV of all earlier contents of its adapter, because vLLM's own
+    cache does not tell them apart.
     """
 
     def __init__(self) -> None:
@@ -235,12 +235,12 @@ class Pair:
             self.step()
 
     def lose_plan(self) -> None:
-        """Breaks the plan after it has taken the work, so workers never get it."""
+        """Takes the workers' questions into a step's plan, then drops the plan."""
         self.all.take_work(self.now_s)
         self.all.give_back()
 
     def lose_step(self) -> None:
-        """Breaks the workers' hook: they get the work and drop it."""
+        """Sends a step's questions to the workers, whose hook fails before it reads them."""
         self.all.take_work(self.now_s)
 
     def lose_report(self) -> None:
@@ -262,7 +262,7 @@ class Pair:
         self.manager.files[ADAPTERS[place][1]] = content
 
     def reload(self, number: int, content: int) -> None:
-        """Rewrites and evicts an id's files, so that its next step reads them."""
+        """Rewrites an adapter's files and evicts it, so that its next step reads the new files."""
         self.rewrite(0, content)
         self.evict(number)
 
@@ -276,7 +276,7 @@ def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> Non
     pair = Pair()
     for name, *arguments in events:
         getattr(pair, name)(*arguments)
-    # Adapters that were left alone are usable in the end.
+    # An adapter that was never rewritten is usable in the end.
     untouched = arrive(pair.all, lora(9, "c", "/c"))
     pair.manager.files["/c"] = 3
     pair.settle()
@@ -285,8 +285,8 @@ def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> Non
 
 @pytest.mark.parametrize("lost", ["plan", "step", "report"])
 def test_a_question_is_asked_until_it_is_answered(lost: str) -> None:
-    """Repeats a question until its answer comes. Asked once, an adapter whose first step broke had
-    no keys as long as its requests came."""
+    """A question is repeated until its answer comes. Otherwise an adapter whose first step failed
+    would have no keys while requests use it."""
     pair = Pair()
     request = arrive(pair.all, lora())
     getattr(pair, f"lose_{lost}")()

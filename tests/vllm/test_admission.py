@@ -19,7 +19,7 @@ __all__ = ["desk"]
 
 @pytest.mark.parametrize("patience_s", [LINKS_PATIENCE_S, JOINING_PATIENCE_S])
 def test_a_request_waits_a_moment_for_workers_that_may_answer(desk: Any, patience_s: float) -> None:
-    """For sessions of workers that may be back, or for the first handshakes."""
+    """The request waits until workers have their sessions again, or for the first handshakes."""
     one = desk()
     if patience_s == LINKS_PATIENCE_S:
         one.sharing.links.told({0: "gone"}, one.now_s, stream=0)
@@ -59,7 +59,7 @@ def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has_media:
 
 
 class WithAdapter:
-    """A request of an adapter; vLLM compares requests by identity."""
+    """A request with an adapter. It is compared by identity, like vLLM's requests."""
 
     def __init__(self, name: str) -> None:
         vars(self).update(vars(request(name, LONG)))
@@ -96,14 +96,14 @@ def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> No
     [
         # A prompt is stored whole.
         (32, 0, 32, [[1, 2]], 0),
-        # The last sampled token may have another token's KV.
+        # The slot of the last sampled token may hold another token's KV.
         (16, 16, 32, [[1]], 0),
         (16, 17, 33, [[1, 2]], 0),
         (16, 15, 31, [[1]], 0),
-        # Computed blocks only.
+        # A block that is not wholly computed is not stored.
         (32, 0, 31, [[1]], 0),
         (16, 33, 32, [[1, 2]], 0),
-        # vLLM counts an answer as computed that a diffusion model has only read.
+        # A diffusion model has only read the answer, but vLLM counts it as computed.
         (16, 17, 33, [[1]], 1),
     ],
 )
@@ -133,7 +133,7 @@ def test_an_ended_request_stores_nothing_if_a_worker_is_absent_or_its_load_faile
 
 
 def test_a_preempted_request_stores_again_what_the_server_lacks(desk: Any) -> None:
-    """vLLM has given its blocks to other requests, before they were copied."""
+    """vLLM reallocated the request's blocks before the server had copied them."""
     one = desk()
     one.arrive(asks := request("a", LONG))
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_a_trial_that_loads_nothing_costs_no_later_trial(desk: Any, how: str) ->
 
 
 class Rows(Memory):
-    """Stands for the names of rows, which end without a time."""
+    """Stands for `RowNames`, whose `ended` has no argument for the time."""
 
     def ended(self, request_id: str, now_s: float = 0.0) -> None:
         super().ended(request_id, now_s)
@@ -213,7 +213,7 @@ def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
             one.sharing.cache = None
         case "no state":
             one.desk.states.clear()
-    # vLLM keeps its blocks reserved, in the way of other requests, until it has moved once.
+    # vLLM reserves the request's blocks, which others need, until it has moved the request once.
     assert one.desk.match(asks, 0) == ASK_AGAIN and "a" in one.desk.failed_loads
     assert one.desk.match(asks, 0) == NO_HIT
     one.desk.finished(asks, [[1]])

@@ -1,4 +1,4 @@
-"""The comparisons of the connector with vLLM's sources notice possible changes of a new version."""
+"""The checks that compare the connector with vLLM's sources report changes of a new version."""
 
 from tests.vllm.changed_sources import Replaced
 from tools import check_vllm_api, check_vllm_reuse
@@ -17,7 +17,7 @@ CHANGES = [
     (BASE, "def take_events(", "def take(self): ...\n    def take_events(", "neither overridden"),
     (CORE, "self._reset_caches()", "self._drop_caches()", "is called by release_kv"),
 ]
-# The same for places that forbid reuse.
+# Likewise for the places in vLLM that forbid reuse.
 SCHEDULED = "enable_caching=self.cache_config.enable_prefix_caching"
 VERIFY = "        self.try_verify_and_update_config()\n"
 OFF = "        if self.is_new:\n            self.cache_config.enable_prefix_caching = False\n"
@@ -49,7 +49,7 @@ def test_each_new_place_that_forbids_reuse_is_named() -> None:
     for *_, what in FORBIDS:
         assert any(what in problem for problem in found), f"{what}: {found}"
     new = [problem for problem in found if "no answer" in problem]
-    # The last row sets the flag in four ways.
+    # The last row sets the flag in four ways, each reported separately.
     assert len(new) == len(FORBIDS) + 3
     gone = {problem.split(":")[0] for problem in found if problem not in new}
     assert gone >= {POOLING, SCHEDULER}

@@ -102,7 +102,7 @@ def test_contexts_beyond_the_pool_are_prefilled_exactly_and_decoded(make: Any, i
     assert one.freed > 10, "old blocks were given back while the prompt was computed"
     for _ in range(3):
         engine.step({"a": 1})
-    # A prefill and a decode in a batch, in either order.
+    # A batch has a prefill and a decode, in either order.
     engine.step({"a": 1, "b": 100})
     engine.step({"b": 128, "a": 1})
     prefill(engine, other)
@@ -149,8 +149,8 @@ def test_a_prefix_hit_is_scored_by_keys_of_the_arena(make: Any, left: int) -> No
 def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     make: Any, seed: int, replays_decode: bool
 ) -> None:
-    """Prompts of one token, and in chunks of one token; hits with a rest of one token; preempted
-    requests; each beside requests that decode. `Engine.step` compares."""
+    """Covers prompts of one token or with a last chunk of one token, hits that leave one token, and
+    preempted requests, each beside requests that decode. `Engine.step` compares the rows."""
     dice = random.Random(seed)
     engine = make(is_v2=replays_decode, replays_decode=replays_decode, seed=seed + 1)
     known: dict[str, int] = {}
@@ -180,7 +180,7 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
 
 
 def test_a_batch_that_nobody_announced_touches_no_state(make: Any) -> None:
-    """The tables of vLLM's dummy runs and captured batches are from old steps."""
+    """vLLM's dummy runs and graph captures use block tables of old steps."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     engine.step({"a": 1})
@@ -197,7 +197,7 @@ def test_a_batch_that_nobody_announced_touches_no_state(make: Any) -> None:
 
 
 def test_captured_graphs_leave_nothing_behind(make: Any) -> None:
-    """Captures as vLLM does: rows with any table, before there are requests."""
+    """Captures graphs as vLLM does: before the first request, with arbitrary block tables."""
     engine = make()
     epochs = engine.worker._residents.epochs.clone()
     nobody = engine.add("nobody", 300, 8)
@@ -227,7 +227,7 @@ def test_bytes_that_the_server_did_not_pin_lose_the_request(make: Any) -> None:
 def test_blocks_that_the_kernels_left_out_lose_the_request(
     make: Any, monkeypatch: pytest.MonkeyPatch, fault: int
 ) -> None:
-    """Fault 0: a new block had no slot. Fault 1: a block had no address."""
+    """`fault` 0: a new block had no slot; 1: a block had no address."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     find_lost, work = engine.worker.find_lost, engine.worker._work
@@ -266,14 +266,14 @@ def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
     prefill(engine, one)
     engine.step({"a": 1})
     assert engine.is_away(one) and not engine.lost
-    # Later steps in flight name it too. By then its first block may be another request's.
+    # Later steps in flight also name "a". By then its first block may be another request's.
     for reported in ({one.table[0]}, set()):
         engine.worker.begin_resident(ResidentStep(lost=("a", "unknown")), SparseRows())
         assert engine.worker.take_lost() == reported
 
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(make: Any) -> None:
-    """By then its first block may be another request's."""
+    """When the row's step runs, the request's first block may be another request's."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     engine.worker.start_over()
@@ -285,7 +285,7 @@ def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(mak
 def test_a_batch_that_cannot_be_planned_loses_all_its_requests(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replayed graph then uses the plan of an earlier batch, also for short requests."""
+    """A replayed graph would use the plan of an earlier batch, also for short requests."""
     engine = make()
     long, short = prefilled(engine, "a", 450, 40), prefilled(engine, "b", 64, 20)
     with monkeypatch.context() as broken:

@@ -50,7 +50,7 @@ def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
-    """Offers words before events, which a server without a device cannot use."""
+    """The engine offers words first, then events, which a server without a device can't use."""
     for settings, kind, why in (
         ({"device": ToldDevice()}, OrderKind.FLAGS, ""),
         ({"device": ToldDevice(), "extra": {"device_order": "host"}}, OrderKind.HOST, ""),

@@ -21,7 +21,7 @@ from tests.vllm.specs import HYBRIDS, full_model, mixed_model
 
 LENGTH = 420
 Readable = Callable[[int, bytes], bool]
-"""Returns True if a block can be read, given vLLM's group and the hash."""
+"""A function that returns True if the block with this group (of vLLM) and hash can be read."""
 MODELS = pytest.mark.parametrize("model", [full_model, mixed_model, *HYBRIDS])
 
 
@@ -72,8 +72,8 @@ def chosen(dice: random.Random, keys: list[Any]) -> list[Any]:
 def forget(
     dice: random.Random, one: Engine, server: FakeServer, *, device: bool, host: bool
 ) -> None:
-    """Deletes blocks of some groups from the two caches, of the host's in the order of their
-    arrival."""
+    """Deletes blocks of some groups from one or both caches. The host's cache lists its blocks in
+    the order of their arrival."""
     pool = one.scheduler.kv_cache_manager.block_pool
     for group in range(len(one.kv_config.kv_cache_groups)):
         if device:

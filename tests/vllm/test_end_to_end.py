@@ -46,8 +46,8 @@ def test_parity_and_sharing_between_processes(
     for answer in (local, generate(first, batch, 40), generate(second, batch, 40)):
         assert answer["cached"] == hits(batch) and answer["tokens"] == cold["tokens"]
         assert difference(cold, answer) < NOISE
-    # Blocks that filled while decoding were stored as well: an engine's answer is the other
-    # engine's prompt.
+    # Blocks that became full during decode were stored too: one engine's answer, in the other's
+    # prompt, hits.
     longer = [p + t[:-1] for p, t in zip(batch, cold["tokens"], strict=True)]
     assert generate(second, longer, 1)["cached"] == hits(longer)
     totals = second.ask("stats")["totals"]
@@ -89,7 +89,7 @@ def test_a_server_that_comes_hangs_and_is_killed_in_the_middle(
         engine.ask("freeze", call=call, pid=daemon.pid)
         engine.begin("generate", prompts=asked + more, max_tokens=8)
         wait_for(lambda: _state(daemon.pid) == "T")
-        # For the call to be under way.
+        # Wait until the call is under way.
         time.sleep(0.2)
         daemon.kill()
         assert engine.answer()["tokens"][:2] == cold["tokens"][:2]

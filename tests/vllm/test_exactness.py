@@ -69,8 +69,8 @@ def test_streamed_input_behind_a_sparse_answer_is_not_shared(approximate: Any, e
 def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_kv(
     make: Any, monkeypatch: Any, tmp_path: Any, model: Any, speculates: bool, pipelined: bool
 ) -> None:
-    """vLLM keeps the KV of accepted drafts behind the stop, unless scheduling is asynchronous, and
-    does not take a recurrent state back to the stop."""
+    """When an answer stops, vLLM keeps the KV of accepted drafts behind the stop (unless scheduling
+    is asynchronous), and does not return recurrent states to the stop."""
     kind, more = Engine, {"specs": model(), "pipelined": pipelined}
     if speculates:
         kind, more = SpeculatingEngine, more | speculating(monkeypatch, tmp_path)
@@ -78,7 +78,7 @@ def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_k
     has_states = model is states_and_full_model
     is_wrong = speculates or pipelined if has_states else speculates > pipelined
     if is_wrong:
-        # The model would see what vLLM does wrong.
+        # Here vLLM itself continues from wrong KV, so the model may not check it.
         monkeypatch.setattr(one, "_check", lambda *_: None)
         monkeypatch.setattr(one, "_check_state", lambda *_: None)
     context = streamed(one)
@@ -106,7 +106,7 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
 
 
 def test_states_that_another_connector_loads_are_inexact() -> None:
-    """Blocks of states tell nothing of tokens, so a model without attention has no block sizes."""
+    """Blocks of states cover no fixed number of tokens, so such a model has no block sizes."""
     exactness = Exactness((0,), 4)
     exactness.distrust_all()
     exactness.matched("a", 16)
@@ -134,7 +134,7 @@ def test_blocks_that_are_computed_anew_are_exact_again() -> None:
 def test_blocks_that_another_connector_loads_are_not_shared(
     approximate: Any, engine: Any, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    """It may have kept them from a sparse answer."""
+    """The other connector may have stored these blocks from a sparse answer."""
     sparse = approximate(within=beside("LoadingConnector", ours_first=False))
     sparse.generate("connects", prompt(9, 5), 2)
     tokens = prompt(1, 200)
@@ -185,7 +185,7 @@ def test_conversations_in_any_order(
         one = dice.choice(dense)
         one.generate(f"{turn}", contexts[dice.randrange(3)], 5)
         one.drop_local()
-        # A sparse engine may use blocks of an exact engine.
+        # The sparse engine may load blocks that a dense engine stored.
         contexts[0] = contexts[0][: dice.randrange(20, 300)]
     # The model is arithmetic, so answers are exact even after inexact reads.
     assert not any("hook_errors" in one.counters for one in (sparse, *dense))

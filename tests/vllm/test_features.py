@@ -39,8 +39,8 @@ BERT = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """`plain` computes and stores. `sharing` has vLLM's own prefix cache off, so that tokens which
-    it need not compute come from hotkv."""
+    """`plain` computes and stores. `sharing` has vLLM's own prefix cache off, so its hits are
+    hotkv's."""
 
     plain: EngineProcess
     sharing: EngineProcess
@@ -85,7 +85,7 @@ def test_a_request_for_prompt_logprobs_reads_nothing(pair: Pair) -> None:
     assert warm["cached"] == [0, 0, 0] and same(cold, warm)
     for mine, theirs in zip(cold["prompt_logprobs"], warm["prompt_logprobs"], strict=True):
         assert len(mine) > 90 and mine == pytest.approx(theirs, abs=TOLERANCE)
-    # The blocks that it computed serve other requests.
+    # Other requests hit the blocks that this request computed.
     assert pair.sharing.ask("sample", requests=batch)["cached"] == hits(batch)
 
 
@@ -174,7 +174,7 @@ def picture(seed: int) -> dict[str, Any]:
 def test_pictures_meet_only_where_they_are_equal(start: Starter, tmp_path: Path) -> None:
     engine = start(write_vision_model(tmp_path / "model"))
     cold = [engine.ask("sample", requests=[picture(seed)]) for seed in (1, 2)]
-    # Before the picture both have the same block.
+    # Both prompts have the same block before the picture.
     assert [answer["cached"] for answer in cold] == [[0], [32]]
     assert difference(*cold) > 20 * TOLERANCE
     settled(engine)

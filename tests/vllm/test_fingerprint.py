@@ -91,7 +91,7 @@ def test_every_name_of_the_allow_lists_is_vllms() -> None:
 
 
 class Changed:
-    """A value that fits no field."""
+    """A value that differs from any field's."""
 
 
 def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
@@ -112,7 +112,7 @@ def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
             at = getattr(at, name)
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
-            # These objects are read for the model and its groups; values without a type do not fit.
+            # hotkv reads values of these objects elsewhere, so a value of no type would raise.
             if path + field.name in ("model_config", "cache_config", "speculative_config"):
                 continue
             value.__dict__[field.name] = Changed()
@@ -245,13 +245,13 @@ def test_scales_of_an_image_encoder_are_named_by_their_content(config: Any, tmp_
 
 
 def packed(name: str, module: str = "vllm.attention") -> Any:
-    """Returns a layer that packs KV by the backend of this name."""
+    """Returns a layer whose KV the attention backend of this name packs."""
     own = {"get_name": lambda: name, "__module__": module}
     return SimpleNamespace(get_attn_backend=lambda: type("Backend", (), own))
 
 
 def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> str:
-    """Returns how a group of these layers is packed; a group of another stage is before it."""
+    """Returns how a group of these layers is packed. A group of another stage precedes it."""
     one = changed(config, "compilation_config", static_forward_context=layers)
     kv = SimpleNamespace(
         kv_cache_groups=[
@@ -268,7 +268,7 @@ def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> s
 def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
     config: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, mode: int
 ) -> None:
-    """AMD's MI300 writes e4m3fnuz, its MI350 e4m3fn, by the same backend and settings."""
+    """With the same backend and settings, AMD's MI300 writes e4m3fnuz and the MI350 e4m3fn."""
     one = changed(config, "cache_config", cache_dtype=kv_dtype)
     spec = replace(SPEC["layer.0"], kv_quant_mode=KVQuantMode(mode))
     seen = set()
@@ -283,7 +283,7 @@ def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
 def test_engines_that_pack_any_layer_otherwise_do_not_share(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With heads of 80, vLLM packs the first layer alike on all CPUs."""
+    """All CPUs pack the layer with heads of 80 in the same way; only the other layer differs."""
     spec = one_group(*(replace(full_spec(), head_size=size) for size in (80, 64)))
     config, seen = changed(config, "model_config", dtype=torch.bfloat16), set()
     for has_amx in (True, False):
@@ -306,7 +306,7 @@ def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.Mo
 
 
 def test_loading_quantized_weights_leaves_the_key_space_as_it_is(config: Any) -> None:
-    """vLLM measures the time, and makes lists of names of sets, whose order each start changes."""
+    """vLLM's config gets the time of quantization, and lists whose order each start changes."""
 
     def of(quantization: Any) -> Any:
         return factors(changed(config, "", quant_config=quantization))
@@ -327,7 +327,7 @@ def test_producers_and_consumers_of_images_share(config: Any, tmp_path: Path) ->
 
 
 def test_adapters_and_compilation_do_not_split_the_base_model(config: Any) -> None:
-    """A GPU engine that is not compiled has other kernels for the same operations."""
+    """A GPU engine that is not compiled uses other kernels, but for the same operations."""
     eager = IrOpPriorityConfig(rms_norm=["vllm_c", "native"])
     with_adapters = changed(config, "", lora_config=LoRAConfig(max_lora_rank=8))
     not_compiled = changed(config, "kernel_config", ir_op_priority=eager)

@@ -22,13 +22,13 @@ def pages(bases: list[int], *, dims: tuple[tuple[int, int], ...] = ()) -> list[L
     [
         ([0, 8, 16, 24], (), [4]),
         ([64, 96, 128], ((2, 16),), [3]),
-        # The runs of each lie between the other's; a tensor with layers closer than a layer's size
-        # would overlap itself.
+        # The layers' runs alternate. A tensor can't describe layers that are closer than a layer's
+        # size: it would overlap itself.
         ([0, 8], ((4, 16),), [1, 1]),
         ([0, 8, 16, 24], ((2, 32),), [1, 1, 1, 1]),
         # Layers 0 and 2 could share a tensor, but are not neighbours.
         ([0, 8, 64, 72], ((2, 16),), [1, 2, 1]),
-        # They touch, and overlap by a byte.
+        # Layers that touch fold; layers that overlap by a byte do not.
         ([0, 24], ((2, 16),), [2]),
         ([0, 23], ((2, 16),), [1, 1]),
     ],

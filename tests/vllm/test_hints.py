@@ -61,7 +61,7 @@ def test_a_session_is_told_of_without_hints(engine: Any, server: Any) -> None:
     one.add("a", PROMPT, 2, session_id="s")
     one.add("b", prompt(2, 60), 2, transfer={"hotkv.session": "t"})
     one.add("nothing", prompt(3, 60), 2)
-    # As of a vLLM that knows no hints.
+    # Requests of older versions of vLLM have no hints.
     old = one.add("old", prompt(4, 60), 2)
     del old.kv_hints, old.session_id
     one.run()

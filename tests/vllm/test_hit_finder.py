@@ -60,7 +60,7 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
 def test_what_an_arrival_found_is_used_once_and_for_a_moment(
     kind: str, age: float, asks: bool
 ) -> None:
-    """Blocks that come while a request waits in vLLM's queue are hit."""
+    """Later the finder looks again, and finds blocks that were stored since the arrival."""
     parts, state = asking()
     parts.server.table = kind == "probe"
     parts.drop("a", [3])
@@ -116,7 +116,7 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     assert parts.match(state) == NO_HIT
     assert parts.count("lookup_timeouts") == 1 and state.hit.phase is Phase.IDLE
     assert state.hit.miss is Miss.LATE
-    # While it is overdue, other requests do not ask; once it has come, all do.
+    # While an answer is overdue, other requests do not ask the server; once it has come, all do.
     other = parts.state(request("b", LONG))
     parts.put("b", range(4))
     assert parts.match(other) == NO_HIT and other.hit.miss is Miss.LATE
@@ -162,7 +162,7 @@ def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
 def test_a_grant_is_answered_again_until_half_its_life_is_over(
     given_s: float, life_s: float
 ) -> None:
-    """A grant's life is the server's, if the server states a lifetime."""
+    """A grant lives as long as the server states; without a statement, as long as was asked for."""
     parts, state = asking(lease_ttl_s=10.0)
     parts.server.hold = {"acquire"}
     assert parts.match(state) == ASK_AGAIN
@@ -179,8 +179,8 @@ def test_a_grant_is_answered_again_until_half_its_life_is_over(
 
 @pytest.mark.parametrize("waits_s", [9.9, 10.0])
 def test_a_lease_that_expires_before_its_grant_is_read_is_taken_once_more(waits_s: float) -> None:
-    """A request may wait behind others, and vLLM does not ask for it. Once more only, because steps
-    may last longer than leases."""
+    """vLLM does not ask about a request that waits behind others, so its lease may expire. The
+    finder acquires only one more, because steps may last longer than leases."""
     parts, state = asking()
     parts.server.hold = {"acquire"}
     answers, leases = [parts.match(state)], []
@@ -263,7 +263,7 @@ def test_a_load_that_failed_without_a_fault_of_its_blocks_hides_none(desk: Any, 
 
 @pytest.mark.parametrize("stores", [True, False])
 def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
-    """For a minute in an engine that stores nothing: nothing else would show them again."""
+    """An engine that stores nothing hides them for a minute: no store of its own would end it."""
     parts = Parts(stores=stores)
     parts.clock = 2 * HIDDEN_FOR_S
     parts.finder.end_load(loading(parts), True)
@@ -299,7 +299,7 @@ def test_a_grant_does_not_wait_for_ever_behind_a_request_whose_load_failed() -> 
     parts.finder.load_failed(parts.state(request("other", LONG)))
     parts.clock += ADMISSION_PATIENCE_S
     assert parts.match(state) == (4 * TOKENS, True)
-    # From then on it is computed, and the hit is not offered again.
+    # From then on the request is computed; its hit is not offered again.
     for later_s in (0.01, 1):
         parts.clock += later_s
         assert parts.match(state) == NO_HIT and not parts.server.leases

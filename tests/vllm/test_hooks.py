@@ -121,7 +121,7 @@ class Bench:
         one, server, name = self.one, self.server, self.name
         server.blocks.clear()
         self.forget_local()
-        # Stores read blocks of the next requests, and are answered after these have filled them.
+        # The server answers stores only after the next requests have filled the stores' blocks.
         server.hold, server.ack_cancels = {"store"}, True
         one.add(name("a"), FIRST, 2)
         one.run(300)
@@ -199,7 +199,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def quick() -> Iterator[None]:
-    """Removes waits by the clock."""
+    """Sets hotkv's waits to zero or nearly zero."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hits, "MISS_MEMORY_S", 0.0)
         patch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
@@ -277,7 +277,7 @@ def test_a_broken_hook(
                 bench.traffic()
             num_strikes += fault.strikes
             if function.__qualname__ == "FakeSession.release":
-                # Leases that can't be released expire; the double has no clock.
+                # A real server's leases would expire; the double has no clock.
                 bench.server.leases.clear()
             bench.judge()
             with (
@@ -298,7 +298,7 @@ def test_a_broken_hook(
 
 
 def test_a_step_after_unknown_allocations_takes_all_stores_back(bench: Bench) -> None:
-    """Also covers another connector that loads into these blocks."""
+    """Also covers blocks into which another connector loads."""
     one = bench.new()
     one.generate("before", prompt(7, 10))
     num_before = len(one.metas)

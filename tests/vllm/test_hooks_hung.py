@@ -69,7 +69,7 @@ def test_an_engine_pauses_and_sleeps_while_blocks_are_held(
     for step in range(60):
         one.step()
         if step == 10:
-            # Into free blocks or, during sleep, into a mapping that the server keeps.
+            # The late write hits free blocks or, during sleep, a mapping of the server's own.
             future.set_result(act())
     one.run()
     one.generate("end", prompt(9, 10), 2)
@@ -104,7 +104,7 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(
     assert "worker 0 has no session" in lines[0]
     assert server.refuse_workers in lines[0]
     assert "hotkv.target" in lines[0]
-    # It comes after all.
+    # The server comes after all.
     server.refuse_workers = ""
     one.generate("step", prompt(9, 10), 2)
     one.drop_local()
@@ -115,8 +115,8 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(
 def test_a_worker_that_takes_its_time_is_no_trouble(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Registering much memory takes longer than the start waits. Later a line says that hotkv is
-    on."""
+    """Registering much memory may take longer than the engine's start waits for it. A later log
+    line says that hotkv is on."""
     warnings, lines = heard(monkeypatch), heard(monkeypatch, "info")
     server.refuse_workers = STILL_CONNECTING
     one = engine()
@@ -147,13 +147,13 @@ def test_states_of_a_session_are_said_once_and_a_warning_is_taken_back(
     log(LinkState.CONNECTED, "connected")
     there = "hotkv scheduler: the KV cache server is there (connected)"
     assert lines[1:] == [(logging.INFO, there)]
-    # The session connected while the start's wait ended.
+    # The session connected just as the wait at the start ended.
     del lines[:]
     log = StateLog("scheduler", "host:1", logging.INFO)
     log(LinkState.CONNECTED, "connected")
     log.waited(1.0)
     assert [level for level, _ in lines] == [logging.DEBUG]
-    # A missing socket is reported without a wait.
+    # If the socket does not exist, the log says so without a wait.
     StateLog("scheduler", f"unix:{tmp_path}/none.sock", logging.INFO).waited(0.0)
     assert f"(there is no {tmp_path}/none.sock)" in lines[-1][1]
     (tmp_path / "there.sock").touch()
@@ -167,7 +167,7 @@ def test_a_start_that_may_not_wait_does_not_wait_for_a_session_that_opens() -> N
 
 
 class LinksMachine(RuleBasedStateMachine):
-    """Two workers and the scheduler lose and find their sessions."""
+    """Two workers and the scheduler lose their sessions and get them back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class LinksMachine(RuleBasedStateMachine):
 
 
 TestLinks = LinksMachine.TestCase
-# A warning needs three rules in a row.
+# More examples, because only three rules in a row lead to a warning.
 TestLinks.settings = settings(max_examples=200)
 
 
@@ -261,7 +261,7 @@ def test_a_stopped_server_does_not_hold_its_requests(
     os.kill(daemon.pid, signal.SIGCONT)
     assert [tokens[:8] for tokens in engine.answer()["tokens"]] == other["tokens"] * 3
     assert engine.ask("wait", connected=True, timeout_s=60)["connected"] == [True, True]
-    # All blocks are back in use.
+    # All blocks are in use again.
     engine.ask("generate", prompts=others, max_tokens=8)
     assert engine.ask("reset")["done"]
     settled(engine)

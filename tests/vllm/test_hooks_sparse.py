@@ -23,7 +23,7 @@ from tests.vllm.sparse_pools import pairs, rows_are_right, sparse_engine, toy
 from tests.vllm.sparse_workers import Engine as Layers
 
 __all__ = ["toy"]
-"""A fixture."""
+"""`toy` is imported as a fixture."""
 
 LONG, OTHER = prompt(1, 300), prompt(2, 300)
 
@@ -155,11 +155,11 @@ def test_a_step_whose_rows_are_not_known_is_dense(
     assert one.edge.broken == {"handle_preemptions"}
     built = layers.worker.representations.built(7)
     assert not built.any()
-    # The next step is normal.
+    # The next step attends sparsely again.
     one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
     batch = layers.batch("a")
     assert attend() is not None
-    # Representations that can't be dropped are not used again.
+    # If the representations can't be discarded, sparse decode is turned off.
     monkeypatch.setattr(layers.worker, "start_over", lambda: 1 / 0)
     with broken(getattr(SparseWorker, function), only_once=True):
         one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
@@ -170,7 +170,7 @@ def test_a_step_whose_rows_are_not_known_is_dense(
 
 
 def test_a_scheduler_that_lost_track_says_so(engine: Any, server: Any, toy: Any) -> None:
-    """Workers take all stores back and forget all representations."""
+    """The workers then revoke all stores and discard all representations."""
     one = sparse_engine(engine)
     one.generate("a", LONG, 4)
     sparse = one.worker._worker.sparse.worker

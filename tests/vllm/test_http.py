@@ -1,5 +1,5 @@
-"""vLLM's HTTP server with README's commands: its users' answers and metrics before and after a kill
--9."""
+"""vLLM's HTTP server, started by README's commands: answers and metrics before and after the server
+is killed."""
 
 import contextlib
 import io
@@ -124,7 +124,7 @@ def test_a_killed_server_finds_again_what_it_stored(
 ) -> None:
     daemon.start()
     first = serve(is_forked)
-    # Counters exist before they grow.
+    # Every counter is exported from the start, as 0.
     before = first.metrics()
     names = {name: f"vllm:hotkv_{exported(name)}_total" for name in COUNTERS}
     assert {before.get(name) for name in names.values()} == {0.0}

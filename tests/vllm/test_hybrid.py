@@ -1,5 +1,5 @@
-"""Models with several kinds of groups: stores and loads of each kind, with vLLM's real scheduler
-and the arithmetic model."""
+"""Stores and loads of models with several kinds of KV cache groups, with vLLM's real scheduler and
+the harness's arithmetic model."""
 
 import random
 from typing import Any
@@ -54,8 +54,8 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
 def test_kept_states(
     block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int, cut: int
 ) -> None:
-    """Compares with the states at the interval, and at the points where a request that repeats or
-    extends the prompt continues."""
+    """The kept states are those at the interval, and those from which a request continues that
+    repeats or extends the prompt."""
     alignment = block * blocks
     reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)
@@ -109,7 +109,7 @@ def test_window_blocks_between_boundaries_are_counted(engine: Any) -> None:
     one = engine(specs=uneven_model())
     one.generate("a", prompt(1, LENGTH), 2)
     one.generate("end", prompt(2, 10), 2)
-    # 13 full window blocks in each of two groups; boundaries are at every second.
+    # Each of the two window groups has 13 full blocks. Every second block ends at a boundary.
     assert one.counters["unreachable_blocks"] == 2 * 7
 
 

@@ -76,7 +76,7 @@ def groups_of(*groups: Any, **engine: Any) -> tuple[CacheGroup, ...]:
 
 
 def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
-    """Groups that vLLM does not cache are left out; the others keep their numbers."""
+    """Groups that vLLM does not cache are left out; the other groups keep their numbers."""
     specs = [
         SimpleNamespace(prefix_cacheable=False),
         full_spec(),
@@ -91,7 +91,7 @@ def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
         CacheGroup(2, GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, WINDOW),
         CacheGroup(3, GroupKind.CHUNKED_LOCAL, BLOCK_TOKENS, CHUNK),
         CacheGroup(4, GroupKind.MAMBA, 32),
-        # vLLM names the states in this mode only.
+        # Only in this mode does vLLM say which states to store.
         CacheGroup(5, GroupKind.MAMBA, 32, states_by_handoff=True),
     )
 
@@ -132,14 +132,14 @@ def test_what_a_hit_could_not_restore_is_refused_with_the_reason(
 
 
 def test_an_engine_without_prefill_ranks_has_one() -> None:
-    """Older versions of vLLM have no prefill ranks; states would refuse two."""
+    """Older versions of vLLM have no prefill ranks. Two ranks would be refused for states."""
     engine = vllm_config()
     del engine.parallel_config.prefill_context_parallel_size
     assert kv_groups.cache_groups(engine, kv_config(group(states())))
 
 
 def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
-    """States follow no token order."""
+    """A block of states has no number of tokens."""
     specs = [replace(full_spec(), dcp_sharded=sharded) for sharded in (True, False)]
     config = kv_config(*map(group, specs))
     found = kv_groups.cache_groups(vllm_config(dcp=2), config)
@@ -160,10 +160,10 @@ def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
         # Only the marked group drops a block; without a mark, all groups but states do.
         (True, 1, True, [False, True, False], {1}),
         (True, 1, False, [False] * 3, {0, 1}),
-        # Only one stage knows the group, so all but states are taken for it.
+        # Only one stage knows which group is marked, so all groups but states drop a block.
         (True, 2, True, [True, True, False], {0, 1}),
         (True, 2, False, [True, True, False], {0, 1}),
-        # vLLM has marked a group, and drops nothing.
+        # vLLM has marked a group, but drops no block.
         (False, 1, True, [False, True, False], set()),
     ],
 )

@@ -53,8 +53,8 @@ def at_daemon(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def held(pid: int | str = "self") -> Counter[str]:
-    """Counts a process's resources of hotkv and engines: descriptors by kind and mappings of shared
-    files; for this process also threads."""
+    """Counts the descriptors (by kind) and mappings of shared files that a process has for hotkv
+    and engines; for this process also threads."""
     found = Counter[str]()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -88,8 +88,8 @@ ENGINES = pytest.mark.parametrize(
 def test_engines_one_after_another_leave_nothing_behind(
     shared_daemon: Daemon, at_daemon: Make, model: Any, settings: dict[str, Any]
 ) -> None:
-    """Shuts each engine down with stores and loads under way, in the same process and at the same
-    server."""
+    """Runs engines in turn, in one process and with one server; shuts each down while it stores and
+    loads."""
 
     gc.collect()
     others = held()
@@ -104,7 +104,7 @@ def test_engines_one_after_another_leave_nothing_behind(
         assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (held() - others).keys()
         assert len(shared_daemon.admin("sessions")) == 2
         one.shutdown()
-        # hotkv's objects are gone at once, while the engine itself still exists.
+        # The shutdown frees hotkv's resources at once, although the engine still exists.
         left = held() - others
         assert not [what for what in left if "hotkv" in what], left
         return weakref.ref(one)
@@ -116,7 +116,7 @@ def test_engines_one_after_another_leave_nothing_behind(
         ended = life(name)
         gc.collect()
         assert ended() is None
-        # A server releases a session a moment later.
+        # The server releases the session a moment later.
         wait_for(lambda: not held() - before, "the release of the engine's own resources")
         wait_for(lambda: not held(shared_daemon.pid) - at_server, "the release by the server")
         wait_for(lambda: not shared_daemon.admin("sessions"), "the end of the sessions")
@@ -151,7 +151,7 @@ def test_shutdown_at_any_time_and_twice(
     pipelined: bool,
     worker_first: bool,
 ) -> None:
-    """The engine may run on without the connector's parts, and its stored blocks stay."""
+    """After the shutdown the engine may run on, and its stored blocks stay."""
     for num_steps in range(6):
         one = Engine(server, tmp_path / "model", monkeypatch, pipelined=pipelined)
         server.hold, server.spoil_loads = {"store", "load"}, True
@@ -181,7 +181,7 @@ def test_shutdown_at_any_time_and_twice(
 def test_an_engine_without_a_server_waits_no_longer_than_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Waits at its start only. Its session leaves no thread."""
+    """The engine waits only at its start, and its session leaves no thread."""
     target = f"unix:{tmp_path}/none.sock"
     server: Any = RealServer(target)
     waits_s, threads_that_go_on, wait, close = [], [], Session.wait_connected, Session.close
@@ -209,7 +209,7 @@ def test_an_engine_without_a_server_waits_no_longer_than_is_set(
 def test_memory_that_is_registered_twice(
     engine: Any, server: FakeServer, model: Any, settings: dict[str, Any], busy: bool
 ) -> None:
-    """The first session ends with its transfers; the second takes its place."""
+    """The second registration ends the first session and its transfers, and opens another."""
     one = engine(specs=model(), extra={"store_timeout_s": 0.1}, **settings)
     one.generate("a", PROMPT, 4)
     one.generate("end", OTHER, 1)
@@ -225,7 +225,7 @@ def test_memory_that_is_registered_twice(
     one.worker.register_kv_caches(one.tensors)
     workers = [session for session in server.sessions if session.layout is not None]
     assert [session.closed for session in workers] == [True, False]
-    # The double keeps a descriptor for each session.
+    # The server's double keeps one descriptor per session.
     assert (held() - before).total() <= 2, held() - before
     server.hold = set()
     server.settle()

@@ -1,4 +1,4 @@
-"""Whether a hit is loaded or computed, as loads and prefill turn out, on a simulated clock."""
+"""Whether a hit is loaded or computed, given earlier loads and prefills; on a simulated clock."""
 
 import math
 from concurrent.futures import Future
@@ -38,8 +38,8 @@ class Groups:
 
 
 class Finder:
-    """Answers after the server's `ask_s` with `hit` tokens, or with a miss. The engine looks again
-    after each step of `step_s`."""
+    """Answers after `ask_s`, the time of the server's answer: with `hit` tokens or a miss. The
+    engine looks for the answer after each step of `step_s`."""
 
     def __init__(self, ask_s: float, hit: int, block_tokens: int = 16) -> None:
         self.ask_s, self.hit, self.groups = ask_s, hit, Groups(block_tokens)
@@ -83,7 +83,7 @@ class World:
         self.choice = LoadChoice(self.prefill if learns else None, self.stats)
         self.fixed_s, self.token_s, self.ask_s = 0.001, 1e-5, 0.001
         self.step_s, self.cancel_s, self.block_tokens = 0.001, 0.0, 16
-        # Whether the last request's hit was expected to win as its load began.
+        # True if the last request's load was expected to be faster than computing when it began.
         self.was_taken = False
         for _ in range(3):
             self.compute(1000)
@@ -144,7 +144,7 @@ def test_hits_that_win_are_loaded() -> None:
     world = World()
     assert max(world.many(10, 1000)) < 0.05
     assert not world.count("left_requests") and not world.count("tried_requests")
-    # It is right, too, if the load takes as long as computing.
+    # A choice to load is right, too, if the load takes as long as computing.
     state, _ = world.begun(1000, 1000)
     world.choice.told({"a": state}, {"a": state.choice.prefill_s})
     world.choice.end(state, False)
@@ -169,7 +169,7 @@ def test_earlier_times_are_forgotten_once_the_server_has_changed() -> None:
 
 GOOD = {"fixed_s": 0.001, "token_s": 1e-5, "ask_s": 0.001}
 NO_END = {"cancel_s": math.inf}
-"""A load that has begun can't be cancelled."""
+"""The server never ends a load because of a cancel."""
 TWENTY = 20 / TOKENS_PER_S
 
 
@@ -183,7 +183,7 @@ TWENTY = 20 / TOKENS_PER_S
         (600, {"token_s": TWENTY, "ask_s": 0.02, **NO_END}, {}, 4, 0.1),
         # The hit can't be loaded in part.
         (600, {"token_s": TWENTY, "block_tokens": 2000}, {}, 4, 0.1),
-        # The first trials have less time than a good load takes.
+        # The first trials have less time than a load of the recovered server takes.
         (1000, {"fixed_s": 1.0, "token_s": 1e-3}, {"fixed_s": 0.05, "token_s": 1e-4}, 4, 0.2),
         # A load of few tokens takes nearly as long as a load of many.
         *(
@@ -205,14 +205,14 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     num_first: int,
     most_share: float,
 ) -> None:
-    """Recovers by trials alone. `most_share`: time of a hit in the end, as a share of computing."""
+    """Trials alone find the recovery. `most_share`: time of later hits, as share of computing."""
     world = World()
     world.many(5, num_tokens)
     vars(world).update(slow)
     computing_s = num_tokens / TOKENS_PER_S
     first_s = world.request(num_tokens)
     if "block_tokens" not in slow and world.cancel_s < math.inf:
-        # It loses at most the time of computing, once more.
+        # The first slow load costs at most the time of computing once more.
         assert first_s <= 2.1 * computing_s + 0.05 + world.cancel_s
     world.many(num_first - 1, num_tokens)
     assert sum(world.many(200, num_tokens)) <= 1.05 * 200 * computing_s + 0.6 * computing_s
@@ -231,7 +231,7 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     )
 )
 def test_whatever_the_server_does_trials_spend_their_share_at_most(steps: list[Any]) -> None:
-    """A hit that was expected to win costs at most one prefill on top of computing."""
+    """A load that was expected to win costs at most the time of one prefill more."""
     world = World()
     computed_s, tried_s = 0.0, 0.0
     for num_tokens, ask_s, fixed_s, token_s in steps:
@@ -286,8 +286,8 @@ def test_a_miss_and_a_load_that_failed_at_once_say_nothing() -> None:
 
 
 def test_requests_without_a_hit_cost_no_trials() -> None:
-    """Trials that load nothing cost nothing. Most requests have no hit. The server recovers, and
-    the engine notices."""
+    """A trial that loads nothing costs nothing. So the engine notices that the server has
+    recovered, although most requests have no hit."""
     world = World()
     world.fixed_s, world.token_s = 9.0, 0.0
     world.many(60, 500)
@@ -339,7 +339,7 @@ def test_a_trial_has_its_share_of_the_hit_and_is_a_win_if_it_was_not_timed() -> 
     assert world.choice.time_for(state, 10.0) == pytest.approx(0.1)
     assert world.choice._allowance_s == pytest.approx(99.9)
     assert world.choice.costs.load_s(1000) > 1.0
-    # It ended before the device was seen at its mark.
+    # The load ended before the engine saw that the device had passed the load's mark.
     assert not world.choice.end(state, False)
     assert world.choice.costs.load_s(1000) == 0
 
@@ -379,7 +379,7 @@ def test_a_stall_of_any_length_silences_hits_for_a_bounded_number_of_requests(
     requests_until(world, num_tokens, lambda _: world.count("late_requests") > late)
     vars(world).update(GOOD, cancel_s=0.0)
     computing_s = num_tokens / TOKENS_PER_S
-    # Each left request saves TRIED_SHARE of its time; failed trials double the next trial's time.
+    # Each request left adds TRIED_SHARE of its time for trials; a failed trial doubles the next.
     most = (DEBT_TRIALS + 2) / TRIED_SHARE
     assert requests_until(world, num_tokens, lambda took: took <= 0.1 * computing_s) <= most
 

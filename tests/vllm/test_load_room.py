@@ -42,7 +42,7 @@ def steps(one: Engine, count: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [91, 92, 93])
 def test_a_request_needs_the_blocks_that_vllm_would_reserve(engine: Any, num_tokens: int) -> None:
-    """vLLM counts right before the request holds blocks. Drafts need room, too."""
+    """vLLM's own count is right until the request holds blocks. Drafts need room too."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     one = engine(specs=hybrid_model(), blocks=96, speculative_config=ngram)
     room = one.connector._scheduler.requests.room
@@ -126,7 +126,7 @@ def test_with_priorities_who_waits_for_room_is_passed_by_those_that_vllm_prefers
     prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "urgent": prompt(3, 140)}
     roomy, answers = stored(engine, model, prompts)
     settings = {"max_tokens_per_step": 128, "scheduling_policy": "priority"}
-    # Room for the small ones together, and not for one beside the large one.
+    # The two small requests fit together. The large request fits only alone.
     blocks = blocks_for_one(roomy) + blocks_for_one(roomy, 140)
     tight = engine(specs=model(), blocks=blocks, **settings)
     server.hold = {"load"}

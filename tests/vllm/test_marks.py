@@ -96,7 +96,7 @@ def test_each_stream_has_a_word_that_counts_up() -> None:
     assert told == [(0, 1), (1, 1), (0, 2), (0, 3), (2, 1)]
     device.run()
     assert device.words is not None and device.words.words[:4].tolist() == [3, 1, 1, 0]
-    # The worker waits for streams beyond the number of words.
+    # There is a word for NUM_WORDS streams. For further streams the worker itself waits.
     for stream in range(10, 10 + NUM_WORDS):
         device.stream = stream
         mark = marks.make(OrderKind.FLAGS)

@@ -36,7 +36,7 @@ EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
     ),
     "weights": tuple({n: WeightsReport(n) for n in ranks} for ranks in ((0,), (1,), (0, 1))),
 }
-"""Values of two ranks, and the joined value, by field."""
+"""For each field: the values of two ranks, and the joined value."""
 
 
 def test_reports_are_joined_field_by_field() -> None:
@@ -94,7 +94,7 @@ SAID: dict[str, st.SearchStrategy[Any]] = {
         RANKS, st.builds(WeightsReport, st.integers(0, 2), NAMES, st.booleans(), st.booleans())
     ),
 }
-"""Possible values of a rank's report, by field."""
+"""For each field: the possible values in a rank's report."""
 SUMMED = {"stores", "counters", "settled_loads", "handshakes", "sparse"}
 """These fields are summed over ranks, so no report may be joined twice."""
 
@@ -128,7 +128,7 @@ def test_reports_join_to_the_same_in_any_order_and_grouping(name: str) -> None:
         expected = plain(joined(reports))
         shuffled = data.draw(st.permutations(reports))
         while len(shuffled) > 1:
-            # Any two neighbours are joined first, as a tree of aggregators would.
+            # Joins any two neighbours, as a tree of aggregators may.
             at = data.draw(st.integers(0, len(shuffled) - 2))
             shuffled[at : at + 2] = [shuffled[at].aggregate(shuffled[at + 1])]
         assert plain(shuffled[0]) == expected

@@ -56,9 +56,9 @@ def test_wrong_kv_would_be_seen(start: Starter) -> None:
         pytest.param("llama4", {}, 32, marks=LONG),
         pytest.param("two_windows", {}, 32, marks=CAMPAIGN),
         pytest.param("mistral", {}, 32, marks=CAMPAIGN),
-        # One prompt at a time: batches change these answers, by vLLM's CPU kernels or by bfloat16
-        # rounding. Any hit but lfm2's moves the answer, so the reference is a hit in vLLM's own
-        # cache.
+        # These models answer one prompt at a time, because batches change their answers (vLLM's CPU
+        # kernels, or bfloat16 rounding). Except for lfm2 a hit changes the answer too, so the
+        # reference is a hit in vLLM's own cache.
         pytest.param("lfm2", ALIGN, 32, id="lfm2", marks=CAMPAIGN),
         pytest.param("lfm2", TAILS, 64, id="lfm2-partial-tails", marks=LONG),
         pytest.param("deepseek", MLA, MLA["block_size"], id="deepseek", marks=LONG),
@@ -116,8 +116,8 @@ def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(
         settled(one)
         one.ask("reset")
     assert [answer["cached"] for answer in plain] == [[0], [96], [192], [288]]
-    # 12 blocks of attention, and states: all at which a step of 64 tokens or a prompt ended, those
-    # at the interval and the ends, the ends.
+    # 12 blocks of attention, and the states. Interval 0 keeps a state where a step of 64 tokens or
+    # a prompt ended; 256 keeps those at the interval and at ends; otherwise only those at ends.
     ends = {96, 192, 288, 384}
     states = {0: {64, 160, 256, 352} | ends, 256: {256} | ends}.get(interval, ends)
     assert settled(one)["stored_blocks"] == 12 + len(states)

@@ -39,8 +39,8 @@ def plan() -> Iterator[Plan]:
 def test_beside_one_that_checks_its_handshake(
     engine: Make, server: FakeServer, ours_first: bool
 ) -> None:
-    """Both get their handshakes, the very first request stores and hits, and a failed load is
-    computed."""
+    """Both connectors get their handshakes. The very first request stores, a later request hits,
+    and a failed load is computed."""
     within = beside("CheckingConnector", ours_first=ours_first)
     one, other = engine(within=within), engine(within=within)
     assert children(one.connector)[1].seen == {(0, 0): CheckedHandshake(0)}
@@ -61,7 +61,7 @@ def test_beside_one_that_checks_its_handshake(
 def test_a_hit_counts_only_if_it_is_loaded_from_hotkv(
     engine: Make, plan: Plan, ours_first: bool
 ) -> None:
-    """The first connector serves a prompt that both have."""
+    """If both connectors have a prompt, the first serves it."""
     one = engine(within=beside("LoadingConnector", ours_first=ours_first))
     expected, _ = one.generate("a", PROMPT, 4)
     one.generate("end", prompt(9, 10), 2)
@@ -112,8 +112,8 @@ def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
 def test_a_rank_that_never_answers(
     engine: Make, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first requests wait for a while, then the engine runs without hotkv; when the rank
-    answers at last, hotkv begins, unless the rank has no key space."""
+    """The first requests wait for a while, then the engine runs without hotkv. When the rank
+    answers at last, hotkv turns on, unless the rank has no key space."""
     one = engine(within=beside("LoadingConnector", ours_first=True))
     worker, scheduler = children(one.worker)[0]._worker, children(one.connector)[0]._scheduler
     answer = worker.handshake
@@ -151,7 +151,7 @@ def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -
 def test_layouts_do_not_conflict(
     engine: Make, monkeypatch: pytest.MonkeyPatch, ours_first: bool
 ) -> None:
-    """The other connector's wish has priority. Without such a wish, hotkv's layout is used."""
+    """The layout that the other connector asks for is used; if it asks for none, hotkv's."""
     monkeypatch.setattr(checks, "preferred_layout", lambda _: "BLHNC")
     config = copy.copy(engine().vllm_config)
     assert HotKVConnector.get_required_kvcache_layout(config) == "BLHNC"
@@ -204,8 +204,8 @@ def test_synchronous_load_of_another(
     fails: bool,
     pipelined: bool,
 ) -> None:
-    """Its failure is known after the step that used it. The step's blocks are not stored before,
-    and never if it failed."""
+    """A failure of the load is known only after the step that used its blocks. hotkv stores the
+    step's blocks after that, and never if the load failed."""
     within = beside("LoadingConnector", ours_first=False)
     one, other = (engine(within=within, pipelined=pipelined) for _ in range(2))
     expected = other.generate("alone", PROMPT, 40)[0]
@@ -223,7 +223,7 @@ def test_synchronous_load_of_another(
         one.step()
         assert not any(meta.metadata[1].stores for meta in one.metas[-1:])
         if fails and not pipelined:
-            # The model of the harness knows of no sample that the scheduler drops.
+            # The scheduler drops the step's samples; the harness's model has to forget them too.
             one.tokens |= {"a": list(PROMPT), "shares": list(PROMPT)}
         one.step()
     one.run()

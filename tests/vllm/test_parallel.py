@@ -101,8 +101,8 @@ def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> Non
         pytest.param("llama", TP, id="tp2"),
         # Six groups of one layer each: every group has an empty shard in one of the stages.
         pytest.param("gemma3", PP, id="pp2-hybrid", marks=pytest.mark.long),
-        # vLLM does not report that both hold the same KV (`kv_tp_replicas` is 1): each stores its
-        # own.
+        # Both ranks hold the same KV, but vLLM does not say so (`kv_tp_replicas` is 1): each stores
+        # its own.
         pytest.param(
             "llama", TP | {"shape": {"num_key_value_heads": 1}}, id="head", marks=pytest.mark.long
         ),
@@ -134,8 +134,8 @@ def test_warm_is_as_good_as_cold_until_a_rank_is_killed(
 def test_of_ranks_with_the_same_kv_the_first_one_writes(
     shared_daemon: Daemon, start_ranks: Start
 ) -> None:
-    """Latent attention: a slot has a single shard, and both ranks load it. vLLM's CPU kernels
-    change their answer after a hit, which vLLM allows with AMX only; two hits must agree."""
+    """With latent attention a slot has a single shard, which both ranks load. On CPUs a hit changes
+    the answer (vLLM allows such hits with AMX only), so the test compares two hits."""
     # float32 would not do: kernels for AMX require bfloat16.
     settings = {"dtype": "bfloat16", "block_size": None, "enable_prefix_caching": True}
     is_forbidden = not torch.cpu._is_amx_tile_supported()

@@ -1,4 +1,4 @@
-"""How long the scheduler waits for answers: compared with a plain model on a simulated clock."""
+"""Compares how long the scheduler waits for answers with a plain model, on a simulated clock."""
 
 from concurrent.futures import Future
 from typing import Any
@@ -11,15 +11,15 @@ from hotkv_vllm.scheduler.hits import ANSWER_PATIENCE_S, MOST_PASSED_BY, Patienc
 from tests.vllm.parts import TOKENS, Parts, request
 
 SHARES = st.sampled_from([0.0, 0.1, 0.4, 0.6, 1.0, 1.5, 30.0])
-"""Time of an answer, as a share of a step's patience."""
+"""Times until an answer comes, as shares of the time that a step may wait."""
 
 
 WAKING_S = 1e-6
-"""Time of each wait beyond the answer."""
+"""Time that each wait takes longer than its answer."""
 
 
 class Server:
-    """A clock, and answers that come at known times."""
+    """A simulated clock, and answers that each come a known time after the call."""
 
     def __init__(self) -> None:
         self.clock_s = 100.0

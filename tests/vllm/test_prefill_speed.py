@@ -50,7 +50,7 @@ def test_decode_small_steps_and_lost_results_do_not_count() -> None:
     for at in range(2 * MAX_OPEN):
         assert speed.begin_step([(1000, 0)], float(at))
     assert len(speed._open) == MAX_OPEN
-    # The first steps are forgotten, so their results are ignored.
+    # More than MAX_OPEN steps are open. The first are forgotten, and their ends are ignored.
     end(speed, 1, 500.0)
     assert speed.tokens_per_s == 0
     number = speed.begin_step([(1000, 0)], 600.0)

@@ -47,8 +47,8 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     remote: Any,
     fetches: bool,
 ) -> None:
-    """Blocks come at `come_s`, the server leaves at `leaves_s`. Time runs in steps of the engine.
-    With `fetches`, another connector is to fetch the blocks."""
+    """Blocks become ready at `come_s`, and the server leaves at `leaves_s`. Time advances by engine
+    steps. `fetches`: another connector is asked to fetch the blocks."""
     parts = Parts(lookup_timeout_s=9.0)
     parts.server.table = has_table
     speed: Any = SimpleNamespace(seconds=lambda start, stop: prefill_s)
@@ -77,7 +77,7 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     if waited_s == 0 or waited_s >= leaves_s:
         assert waited_s or not parts.stats.data
         return
-    # A mapped table shows blocks at once; other servers are asked.
+    # A mapped block table shows blocks at once; without it the engine has to ask the server.
     late_s = STEP_S if has_table else 2 * ASK_S + 3 * STEP_S
     assert waited_s < come_s[-1] + late_s + 1e-6
     assert parts.hit(state) == there * TOKENS
@@ -111,7 +111,7 @@ def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
         second.step()
         is_waiting = transfer is not None or role == "kv_consumer"
         assert (not second.outputs[name]) == is_waiting
-        # An idle engine rests once a step, at most until the answer to its lookup.
+        # An idle engine sleeps once per step, until the answer to its lookup at the latest.
         assert len(rests) == (2 if is_waiting else 0) and rests[:1] in ([], [ASK_S])
         if is_waiting:
             first.generate(name, tokens, 1)
@@ -121,7 +121,7 @@ def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
         assert (reports_to(server)[-1].wait_s > 0) == is_waiting
         tokens = prompt(2, 200)
         rests.clear()
-    # An engine that computes does not rest.
+    # An engine that computes does not sleep.
     second.add("busy", prompt(3, 40), 9, transfer={"do_remote_prefill": False})
     second.step()
     second.add("waits", prompt(4, 200), 1, transfer={"do_remote_prefill": True})

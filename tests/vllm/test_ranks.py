@@ -107,8 +107,8 @@ def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(
 
 
 def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPlace]) -> None:
-    """Checks that each shard has one writer and the writer's size. A rank that does not write has
-    the shard of the writer before it."""
+    """Checks that each shard has one writer, whose size it has. A rank that does not write uses the
+    shard of the last writer before it."""
     writers = [note for note in notes if note.place.is_writer]
     assert found.num_shards == len(writers) <= ranks.MAX_SHARDS
     shard = -1
@@ -173,7 +173,7 @@ def test_ranks_meet_in_the_store_of_their_process_group(monkeypatch: pytest.Monk
     store = HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     assert ranks.process_group_store() is store
-    # A rank that can't take part waits for no note.
+    # A rank that can't take part does not wait for the other ranks' notes.
     with pytest.raises(Unsupported, match="no room"):
         ranks.agree(replace(note, space=None, why_off="no room"), 2, "engine")
     monkeypatch.delattr(distributed_c10d, "_get_default_store")
@@ -207,7 +207,7 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
 def test_a_rank_that_missed_a_note_tells_the_others_after_a_sleep(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that got all notes wait for its note."""
+    """Ranks that got all notes wait for the note of the rank that missed one."""
     told: list[RankNote] = []
 
     def agree(note: RankNote, num_ranks: int, engine_id: str) -> Any:

@@ -34,7 +34,7 @@ def ranked(make: Any) -> Ranked:
 
 
 def settle(server: FakeServer, kind: str, rank: int) -> int:
-    """Answers held calls of a kind and a rank. The rank is in the transfers' names."""
+    """Answers the held calls of this kind and rank. The names of transfers end with the rank."""
     mine = [one for one in server.held if one[0] == kind and one[1].endswith(f"-k{rank}")]
     later = [one for one in server.held if one not in mine]
     server.held = mine
@@ -143,7 +143,7 @@ CHANGES: list[tuple[Callable[[Handshakes], Handshakes], str]] = [
     (lambda found: found | {(1, 0): HotKVHandshake(None, "no room")}, "no room"),
     (other_weights, "do not agree"),
     (lambda found: found | {(1, 0): replace(found[1, 0], host="elsewhere")}, "different machines"),
-    # Another connector's handshake beside them.
+    # There is also a handshake of another connector.
     (lambda found: found | {(3, 0): object()}, ""),
 ]
 

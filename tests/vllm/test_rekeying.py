@@ -29,8 +29,8 @@ ORIGINAL = "files:abc"
 
 
 class Machine(RuleBasedStateMachine):
-    """All ranks run a step with the scheduler's orders; their reports come at its end, or are
-    lost."""
+    """All ranks run each step with the scheduler's orders. Their reports reach the scheduler at the
+    step's end, or are lost."""
 
     @initialize(num_ranks=st.integers(1, 3), unseen=st.booleans(), in_doubt=st.booleans())
     def start(self, num_ranks: int, unseen: bool, in_doubt: bool) -> None:
@@ -38,14 +38,14 @@ class Machine(RuleBasedStateMachine):
         self.watches = [FakeWatch() for _ in range(num_ranks)]
         self.unseen, self.in_doubt = unseen, in_doubt
         if in_doubt:
-            # A single rank that has doubts is enough.
+            # One rank in doubt is enough.
             self.watches[-1].forget_original()
         self.ranks = [RankWeights(None if unseen else watch, ORIGINAL) for watch in self.watches]
         self.scheduler = Rekeying(num_ranks, ORIGINAL, in_doubt)
         self.under: dict[str, Any] = {
             ORIGINAL: None if in_doubt else tuple(watch.weights for watch in self.watches)
         }
-        """By identity: the weights that were in use when something was stored under it."""
+        """For each identity: the weights that were in use when a block was stored under it."""
         self.on_device: set[tuple[int, ...]] = set()
         """The weights that computed the trusted blocks on the device."""
 
@@ -111,7 +111,7 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.reported(reports, self.now_s)
 
     def use(self) -> None:
-        """Checks, unless a rank holds stores back, that all store KV of the same weights."""
+        """Checks that all ranks store KV of the same weights, unless a rank holds stores back."""
         if self.scheduler.under_way or any(rank.held for rank in self.ranks):
             return
         assert {rank.identity for rank in self.ranks} == {self.scheduler.identity}
@@ -181,8 +181,8 @@ def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(
 def test_engines_with_other_weights_never_meet(
     updated: Any, server: Any, monkeypatch: Any, model: Any, pipelined: bool, told: str
 ) -> None:
-    """The harness fails at the first KV value of other weights. Both know the prompt from
-    before."""
+    """Both engines have computed the prompt before the change. The harness fails at the first KV
+    value of other weights."""
     one, two = (updated(specs=model(), pipelined=pipelined) for _ in range(2))
     assert one.generate("a", PROMPT, 4)[1] == 0
     one.generate("end", OTHER, 2)
@@ -233,7 +233,7 @@ def test_engines_with_other_weights_never_meet(
     load(three, 7)
     three.generate("begin", prompt(5, 10), 2)
     assert three.generate("f", PROMPT, 4)[1] == 192
-    # And back again.
+    # Load the original weights again.
     load(one, 0)
     assert not any("hook_errors" in engine.counters for engine in (one, two, three))
 
@@ -351,12 +351,12 @@ def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encoding
         one.generate(f"end{seed}", OTHER, 2)
         shown = SimpleNamespace(mm_features=["picture"])
         assert sharing.cache.finder.groups.may_share(shown) == bool(pauses)
-    # The ranks say hello again.
+    # The ranks send their handshakes again.
     handshakes = sharing._handshakes
     sharing.turn_off()
     sharing.connect(handshakes)
     assert not sharing.cache.finder.groups.may_share(shown)
-    # A pause without a write, and a write of the same weights.
+    # First a pause without a write, then a write of the same weights.
     monkeypatch.setattr(checks, "is_pausing", lambda: True)
     one.connector.reset_cache()
     assert sharing.cache.finder.groups.may_share(shown)
@@ -373,8 +373,8 @@ def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encoding
 def test_weights_that_are_others_for_a_step_and_then_the_first_again(
     updated: Any, pipelined: bool, told: str, in_decode: bool
 ) -> None:
-    """When the ranks look, the weights are the engine's own, but blocks computed in between are
-    not, nor blocks that build on them. The harness fails at the first KV value of other weights."""
+    """When the ranks check, the weights are the first again. But blocks computed in between have KV
+    of other weights, or build on it. The harness fails at the first KV value of other weights."""
     one = updated(max_tokens_per_step=40, pipelined=pipelined, blocks=128, max_model_len=2048)
     one._check = lambda *_: None
     original = {name: value.clone() for name, value in one.model.state_dict().items()}
@@ -402,7 +402,7 @@ def test_weights_that_are_others_for_a_step_and_then_the_first_again(
         assert other.connector._scheduler.sharing.weights.identity == weights.identity
         assert other.generate("b", whole, 1)[1] >= 128
         other.generate("end", OTHER, 2)
-    # And sharing goes on.
+    # The engines go on sharing.
     one.drop_local()
     one.generate("c", prompt(4, 150), 4)
     one.generate("end again", OTHER, 2)

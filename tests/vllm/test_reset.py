@@ -97,8 +97,8 @@ def test_a_reset_that_failed_is_made_good_later(
 def test_a_request_that_goes_on_over_a_reset(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """It stops storing if vLLM kept its own cache, because it builds on KV from before the
-    reset. So does a request that hits that cache."""
+    """If vLLM kept its own cache, the request stops storing, because it builds on KV from before
+    the reset. A request that hits vLLM's cache stores nothing either."""
     one, is_computed_anew = engine(), how == "computed anew"
     one.add("a", prompt(1, 100), 60)
     for _ in range(5):

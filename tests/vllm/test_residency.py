@@ -1,5 +1,5 @@
 """Contexts beyond device memory in real vLLM on CPU, with a real server. Tokens equal those of
-sparse decode with all blocks on the device, and prefix hits load next to nothing."""
+sparse decode with all blocks on the device. Prefix hits load only a few blocks."""
 
 import pytest
 
@@ -68,10 +68,10 @@ def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> Non
     assert same(found, expected)
     totals = second.ask("stats")["totals"]
     print(totals)
-    # 4 layers, 2 heads of 32: 2 KiB a token.
+    # A token takes 2 KiB: 4 layers, 2 heads of 32.
     assert totals["load_bytes"] < 0.05 * 4000 * 2048
     assert totals["loads"] == 1 and "failed_loads" not in totals
-    # Representations of the hit blocks are in the arena; the tail and the answer have four blocks.
+    # The hit brings its blocks' representations; only the four blocks behind it are built.
     assert totals["sparse_built_blocks"] <= 4 * 5
 
 
@@ -85,7 +85,7 @@ def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> Non
 def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     start: Start, daemon: Daemon, is_resident: bool
 ) -> None:
-    """Prompts whose last chunk is one token, of one token, with a hit that leaves one token, and
+    """Covers prompts of one token or with a last chunk of one token, hits that leave one token, and
     preempted requests, in steps that also decode."""
     one = start(
         RESIDENT if is_resident else SPARSE,
@@ -111,8 +111,8 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
 def test_requests_that_may_become_long_run_at_once_and_all_finish(
     start: Start, daemon: Daemon, is_async: bool
 ) -> None:
-    """Four requests of 28 blocks, which may have 62 each, in an arena that pins 98: they begin
-    together, are all held when it is full, and the last releases its room."""
+    """Four requests have 28 blocks each and may grow to 62; the arena can pin 98. They begin
+    together. When the arena is full, all are held until the last gives up its room."""
     daemon.flags = ["--residency.share", "0.1"]
     params = {"max_tokens": 1300, "min_tokens": 200, "stop_token_ids": [*range(3, VOCAB, 4)]}
     requests = [{"tokens": tokens} for tokens in prompts(5, 660, 665, 670, 675)]

@@ -41,7 +41,7 @@ def grown(one: EngineProcess, before: dict[str, float], *names: str) -> list[flo
 def test_requests_move_once_the_pool_is_full_and_one_that_fits_never(
     start: Start, daemon: Daemon
 ) -> None:
-    """Runs two requests of 145 blocks in a pool of 104; then one of 60."""
+    """Runs two requests, together of 145 blocks, in a pool of 104 blocks; then one of 60 blocks."""
     reference = start(SPARSE)
     one = start(AUTO, target=daemon.start().target, num_gpu_blocks_override=POOL)
     one.ask("wait", connected=True, timeout_s=60.0)
@@ -110,7 +110,7 @@ def test_a_hit_is_loaded_whole_if_there_is_room(start: Start, daemon: Daemon) ->
         assert found["cached"] == [4000]
         assert same(found, reference.ask("generate", prompts=[base + tail], max_tokens=30))
         loaded, staged = grown(engine, before, "load_bytes", "resident_staged_pages")
-        # 4 layers, 2 heads of 32: 2 KiB a token.
+        # A token takes 2 KiB: 4 layers, 2 heads of 32.
         assert least <= loaded / (4000 * 2048) <= most
         assert bool(staged) == (engine is small)
 

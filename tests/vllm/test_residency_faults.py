@@ -91,7 +91,7 @@ def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: 
     batch = prompts(14, 1700, 1503)
     expected = dense.ask("generate", prompts=batch, max_tokens=50)
     one.ask("rewrite_always")
-    # Steps are slow, so that the server has blocks which they can read from host memory.
+    # Steps are slow, so that the server has stored blocks before the steps read them.
     one.ask("pace", seconds=0.03)
     one.ask("lose", steps=[8, 9, 24, 12, 1, 1])
     found = one.ask("generate", prompts=batch, max_tokens=50)
@@ -103,7 +103,7 @@ def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: 
 @pytest.mark.long
 @SCHEDULING
 def test_requests_are_preempted_and_resume(start: Start, daemon: Daemon, is_async: bool) -> None:
-    """A pool for two of five requests that are all admitted."""
+    """Five requests are admitted; the pool has room for two."""
     dense = start(None)
     one = start(
         EXACT,

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOKENS = 12
 """Tokens of each answer."""
 EVERY = 6
-"""Each form of the test breaks one in so many functions."""
+"""Each form of the test breaks one of this many functions."""
 MODULES = [
     "compat.residency",
     "residency.calls",
@@ -32,8 +32,7 @@ MODULES = [
     "sparse.rank",
 ]
 CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec", "_blocks"}
-"""Classes of these modules that vLLM calls itself, outside the connector's hooks, and a function
-that they call."""
+"""Classes that vLLM calls itself, outside the connector's hooks, and a function that they call."""
 
 
 @pytest.mark.long
@@ -63,7 +62,7 @@ def test_whatever_breaks_no_token_is_wrong(
     one.ask("rewrite_always")
     if moves:
         one.ask("move", every=moves)
-    # A miss, and a request with a prefix of it.
+    # The first batch misses; the second shares a prefix with it.
     (base, other) = prompts(21, 900, 760)
     batches = [[base, other], [[*base, *other[:80]]]]
     expected = [dense.ask("generate", prompts=batch, max_tokens=TOKENS) for batch in batches]

@@ -17,7 +17,7 @@ from tests.vllm.tiny import write_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 3001
-"""A context half as long again as the pool; the answer needs a block more than the prompt."""
+"""Tokens: 1.5 times as many as the pool has. The answer begins another block."""
 
 
 class Two(NamedTuple):
@@ -83,8 +83,8 @@ def test_a_context_of_an_adapter_lives_in_host_memory_and_is_hit(two: Two) -> No
 
 
 def test_an_adapter_that_is_left_out_of_sharing_still_outgrows_the_device(two: Two) -> None:
-    """It has no shared names, because its files were changed while the engine ran. Its long
-    requests used to end with an error after 30 seconds."""
+    """The adapter's files were changed while the engine ran, so its requests have no keys that
+    engines share. They still run, and their old blocks leave the device."""
     path = write_adapter(two.folder / "live", 6)
     short, long = prompts(2, 40, LENGTH)
     ask(two.one, short, path)

@@ -15,7 +15,7 @@ from tests.vllm.parts import TOKENS, Parts, request
 __all__ = ["desk"]
 
 LEFT_OUT = range(1, 3)
-"""Of four blocks: a resident engine needs the first and the last on the device."""
+"""Of a hit of four blocks, a resident engine loads the first and last. These stay behind."""
 
 
 def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> None:
@@ -63,7 +63,7 @@ def test_behind_a_local_hit_less_is_left_out() -> None:
 
 
 class SmallPool:
-    """Stands for a device on which no request stays whole."""
+    """Stands for a device that is too small for any whole request."""
 
     spec = object()
 
@@ -102,7 +102,7 @@ def test_what_outgrows_the_device_ends_with_an_error_where_nobody_keeps_it(
 def test_a_request_that_was_preempted_between_steps_begins_in_the_step_after_next(
     desk: Any,
 ) -> None:
-    """The next step tells books and workers of the preemption."""
+    """The next step's message reports the preemption to books and workers."""
     one = desk()
     first = request("a", 20)
     one.arrive(first)
@@ -115,8 +115,8 @@ def test_a_request_that_was_preempted_between_steps_begins_in_the_step_after_nex
 
 
 def test_a_session_with_streamed_input_ends_with_an_error(desk: Any) -> None:
-    """vLLM does not ask about its later input, and would wait for ever for a session that has
-    outgrown the device."""
+    """vLLM does not ask the connector about later input. So it would wait for ever for a session
+    that has outgrown the device."""
     one = desk()
     first = request("a", 20)
     first.resumable = True

@@ -111,8 +111,8 @@ def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
 
 
 def test_what_a_request_holds_on_the_device_follows_from_the_settings() -> None:
-    """A sink; a window of a block, two steps in flight and a block that they begin; hot slots for
-    two sets of six blocks."""
+    """A request holds a sink, a window (its blocks, those of two steps in flight, and a begun
+    block), and hot slots for two sets of six blocks."""
     spec = spec_of("host")
     assert (spec.whole_blocks, spec.hot_blocks) == (1 + (1 + 2 + 2) + 1, 2 * 6 + SPARE_SLOTS)
     assert replace(spec, sparse_from_tokens=9 * TOKENS).whole_blocks == 9 + 1
@@ -135,10 +135,10 @@ def test_hits_allocate_sinks_and_window() -> None:
     engine.run(25)
     name = engine.arrive(660, 9)
     answers, stored_tokens = itertools.count(), engine.manager.stored_tokens
-    # vLLM allocates as many blocks as it has counted, even if the answer changes in between.
+    # vLLM allocates as many blocks as it counted before, even if `stored_tokens` has changed since.
     engine.manager.stored_tokens = lambda name: 0 if next(answers) % 2 else stored_tokens(name)
     while not engine.device.has_blocks(name):
         engine.step()
     away = [at for at, one in enumerate(engine.manager.req_to_blocks[name]) if one.is_null]
-    # The blocks that a lease leaves out are never allocated.
+    # vLLM allocates no device blocks for the blocks that the lease leaves out.
     assert away == [*engine.spec.gap(40 * TOKENS)]

@@ -109,7 +109,7 @@ def resident_worker() -> ResidentWorker:
 
 
 def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() -> None:
-    """The scheduler side then has other `ResidentRequests`."""
+    """The new `ResidentRequests` of the scheduler side do not know the request."""
     worker = resident_worker()
     worker.begin_resident(ResidentStep((ResidentRow("a", 7, 3, True, 0),)))
     worker.begin_step(SparseRows(ended=("a",)))
@@ -117,7 +117,7 @@ def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() ->
 
 
 def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
-    """Its blocks are reported as lost once, and no message says that it was preempted."""
+    """The request's blocks are reported as lost once. No message says that it was preempted."""
     worker = resident_worker()
     rows = ResidentRow("a", 7, 3, True, 5), ResidentRow("b", 6, 4, True, 0)
     worker.begin_resident(ResidentStep(rows))
@@ -128,7 +128,7 @@ def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
 
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -> None:
-    """By then its first block may be another request's."""
+    """When the row's step runs, the request's first block may be another request's."""
     worker = resident_worker()
     step = ResidentStep((ResidentRow("a", 7, 3, True, 5),))
     worker.begin_resident(step)

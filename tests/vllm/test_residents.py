@@ -177,7 +177,7 @@ class Residents(RuleBasedStateMachine):
 
     @rule()
     def resets_the_cache(self) -> None:
-        """Blocks of requests that have none on the device are from before the reset."""
+        """After the reset, a request without blocks on the device keeps none in the server."""
         for name, one in self.engine.requests.items():
             if self.engine.books.is_resident(name):
                 self.engine.books.reset(name)
@@ -315,7 +315,7 @@ def test_a_hit_begins_as_a_whole_if_there_is_room_and_else_as_if_moved() -> None
 
 
 def test_a_request_that_outgrows_the_pool_waits_for_its_room_in_the_queue() -> None:
-    """Another request has the room that the server can give."""
+    """Another request already has all the room that the server can give."""
     engine = ResidentEngine("auto", most_blocks=48, pool=SMALL_POOL)
     engine.server.residencies.can_grow = False
     engine.scheduler.max_num_active_reqs = 1
@@ -372,10 +372,10 @@ def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
 
 
 def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
-    """Two requests fill the server together; the first goes on, and then the other."""
+    """Two requests fill the server. The first goes on; when it has ended, the other does."""
     engine = ResidentEngine("host", most_blocks=60)
     first, second = (engine.arrive(400, 200, family) for family in "ab")
-    # A step of the last request still reads the arena.
+    # A step in flight of the last request still reads the arena.
     engine.requests[second].num_in_flight_tokens = 1
     engine.run(200)
     assert engine.books.held(engine.now_s) == [first, second]
@@ -397,7 +397,7 @@ def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
 def test_a_preempted_request_uses_no_block_of_before_a_reset(
     num_steps: int, steps_in_queue: int
 ) -> None:
-    """After a step, a store has pinned blocks, and the engine does not know their offsets yet."""
+    """With one step, a store has pinned blocks whose offsets the engine does not know yet."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(num_steps)
@@ -413,7 +413,7 @@ def test_a_preempted_request_uses_no_block_of_before_a_reset(
 
 
 def test_blocks_stored_before_a_preemption_do_not_stop_blocks_of_other_names() -> None:
-    """The server has pinned blocks of which the engine does not know, and vLLM loads no hit."""
+    """The server has pinned blocks that the engine does not know of, and vLLM loads no hit."""
     engine = ResidentEngine("host")
     engine._hit = lambda one: 0  # type: ignore[method-assign]
     engine.arrive(400, 200)
@@ -451,7 +451,7 @@ def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
 
 
 def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_given() -> None:
-    """vLLM preempts only running requests, and admits requests that hold blocks first."""
+    """vLLM preempts only running requests, and admits waiting requests that hold blocks first."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(60)
@@ -469,7 +469,7 @@ def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_give
 
 
 def test_a_lost_request_is_not_held() -> None:
-    """vLLM preempts it in its turn."""
+    """vLLM preempts the lost request when its turn comes."""
     engine = ResidentEngine("host", most_blocks=60)
     first, second = (engine.arrive(400, 200, family) for family in "ab")
     engine.requests[second].num_in_flight_tokens = 1
@@ -493,7 +493,7 @@ def test_a_request_that_is_preempted_between_steps_resumes_with_a_hit(exact_bloc
 
 
 def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
-    """vLLM would wait for ever for blocks of a lost request that has loaded its hit and waits."""
+    """vLLM would wait for ever for a lost request that has loaded its hit and waits to run."""
     engine = ResidentEngine("auto")
     name = engine.arrive(400, 20)
     engine.run(5, stores=False)
@@ -508,8 +508,8 @@ def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
 
 @pytest.mark.parametrize(("is_asked", "dies"), [(False, False), (True, False), (True, True)])
 def test_a_request_that_waits_during_a_reset_hits_afterwards(is_asked: bool, dies: bool) -> None:
-    """`is_asked`: the call that pins the blocks of its hit is in flight. `dies`: not a reset, but a
-    new connection."""
+    """`is_asked`: the call that pins the hit's blocks is in flight. `dies`: there is a new
+    connection instead of a reset."""
     engine = ResidentEngine("host")
     engine.arrive(640, 1)
     engine.run(25)
@@ -543,7 +543,7 @@ def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> No
 
 @pytest.mark.parametrize("passed_s", [STEP_S, 60.0])
 def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -> None:
-    """A slow step counts for a second only."""
+    """Time in which the server takes no block counts; of a slow step, at most a second."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     engine.excused.add(name)
@@ -607,7 +607,7 @@ def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:
 
 @pytest.mark.parametrize("length", [2, 7])
 def test_an_answer_about_other_blocks_than_were_asked_for_keeps_none(length: int) -> None:
-    """A block that counts as kept leaves the device."""
+    """A block that counts as kept leaves the device, so the answer must match the question."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     places = np.arange(length, dtype=np.int64)

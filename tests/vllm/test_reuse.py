@@ -137,7 +137,7 @@ POOLINGS = [None, *itertools.product(SEQ_POOLING_TYPES, TOK_POOLING_TYPES)]
 
 
 def test_every_kind_of_model_and_pooling_is_answered_as_by_vllm() -> None:
-    """Tries every answer of the registry with all poolings and hf configs."""
+    """Tries all answers of vLLM's model registry, each with all poolings and HF configs."""
     found: set[bool] = set()
     for attention, default, is_free, is_hybrid in itertools.product(
         get_args(AttnTypeStr), SEQ_POOLING_TYPES, (False, True), (False, True)
@@ -197,7 +197,7 @@ def test_outputs_that_a_hit_can_not_give() -> None:
     assert reuse.why_forbidden(*engine(experts=True)).startswith(
         "with enable_return_routed_experts"
     )
-    # What such a vLLM does with a block of another engine.
+    # vLLM with such experts fails on a block of another engine.
     with pytest.raises(BlockObjectStoreError):
         BlockObjectStore(max_bytes=64, object_nbytes=64).get_concatenated(["another engine's"])
 
@@ -232,7 +232,7 @@ def test_kinds_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(**flags: bool) -> str:
         return reuse.why_forbidden(*engine(latent, **flags))
 
-    # vLLM turns off both flags or neither.
+    # vLLM turns off either both flags or neither.
     assert "latent attention (MLA) on a CPU without AMX" in why(caches=False, chunks=False)
     assert why(caches=True, chunks=True) == why(caches=False, chunks=True) == ""
     platform = SimpleNamespace(is_cpu=lambda: True, get_cpu_architecture=lambda: CpuArchEnum.RISCV)
@@ -278,7 +278,7 @@ def test_a_prefix_lm_answers_the_same_whatever_others_have_asked(
 
 
 def test_a_vector_for_each_token_reads_no_cache(start: Starter, tmp_path: Path) -> None:
-    """In vLLM only such requests of the engine read no cache, so hotkv stays on."""
+    """In vLLM only requests of this kind skip the cache, so hotkv stays on for the others."""
     model = write_tokenizer(write_model(tmp_path / "model"))
     engine = start(model, runner="pooling", convert="embed", pooler_config={"task": "token_embed"})
     batch = requests(37)

@@ -39,8 +39,8 @@ def test_which_engines_need_it() -> None:
 
 
 class Words(RuleBasedStateMachine):
-    """Stores over two ranks' pages. A rank may send late or never; its server may answer after the
-    store has ended here."""
+    """Stores of two ranks, each with its fence page. A rank may send a store late or never; the
+    server may answer after the scheduler has ended the store."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,8 +128,8 @@ def test_where_the_scheduler_can_not_reach_a_fence_hotkv_is_off(
 def test_fences_that_ranks_have_named_are_used(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uses the ranks' fences whatever the scheduler's configuration says. Models that are not
-    zeroed need no fence."""
+    """The scheduler uses the ranks' fences whatever its own config says. If vLLM does not zero a
+    model's blocks, no fence is needed."""
     one = engine(v2=True, specs=mixed_model())
     scheduler, handshake = one.connector._scheduler, one.worker.get_handshake_metadata()
     monkeypatch.setattr(checks, "writes_before_it_tells", lambda *_: False)
@@ -218,7 +218,7 @@ def test_a_step_whose_planning_broke_takes_all_back(
 
 
 def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server copies zeroes of a store that waited for the device, and finds it revoked."""
+    """The store waits for the device, so the server copies zeroes. The store is revoked."""
     device, server = ToldDevice(), RealServer(daemon.start().target)
     extra = {
         "target": daemon.target,
@@ -235,7 +235,7 @@ def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.Monke
     (store,) = worker_of(one).stores.active.values()
     words = worker_of(one).rank.fence
     blocks = [int(block) for run in store.job.runs for block in run.block_ids]
-    # A step without computation that zeroes the store's blocks.
+    # The step zeroes the store's blocks and computes nothing.
     zeroing = replace(
         scheduled,
         scheduled_new_reqs=[],

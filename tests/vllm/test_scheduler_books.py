@@ -27,11 +27,10 @@ PLANNED = st.tuples(st.booleans(), st.integers(0, 2), OUTCOMES, st.booleans())
 def test_blocks_that_another_connectors_load_may_lack_are_not_stored(
     steps: list[tuple[bool, int, str, bool]], behind: int
 ) -> None:
-    """Each step admits a request, which runs some steps later, and may end in the next step. The
-    report of a step comes `behind` steps later, unless it is not heard, or unless the planning of
-    the step was lost."""
+    """Each step admits a request, which runs `delay` steps later and may end in the next step. A
+    step's report arrives `behind` steps later, unless the report or the step's plan is lost."""
     others, numbers = OtherLoads(), dict[int, int]()
-    # The step in which each request first ran; open steps, and steps of requests without trust.
+    # Steps: in which each request first ran, that are open, and whose requests are not trusted.
     due, ran_in, are_open, bad = dict[str, int](), dict[str, int](), set[int](), set[int]()
     for at, (has_load, delay, outcome, ends) in enumerate(steps):
         if ends:
@@ -72,13 +71,13 @@ def asks(name: str, computed: int = 0) -> Any:
 def test_blocks_behind_what_a_request_hit_are_new_to_it(
     matched: int, computed: int, num_hit: int
 ) -> None:
-    """`computed`: tokens of a finished load. States have no order."""
+    """`computed`: tokens of a finished load. Of a group with states, all blocks are new."""
     written = WrittenBlocks([16, 0])
     written.matched("a", matched)
     written.allocated(asks("a", computed), blocks([1, 2, 3], [NULL_BLOCK, 11, 12]))
     assert written.of_step() == {*[1, 2, 3][num_hit:], 11, 12} == written.take()
     assert written.take() == set() == written.of_step()
-    # A local hit counts for one admission, and while the request lives.
+    # A local hit counts for one admission only, and only while the request lives.
     written.matched("b", 32)
     written.ended("b")
     for name in "ab":

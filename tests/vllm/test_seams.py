@@ -32,7 +32,7 @@ def twice(one: Engine, tokens: list[int]) -> None:
 
 
 def test_original_weights_after_a_second_start_are_not_those_before(updated: Any) -> None:
-    """The engine then shares with engines that never had other weights, and with no others."""
+    """The engine then shares with an engine that never had other weights, in a new key space."""
     one, two = updated(), updated()
     load(one, 7)
     twice(one, PROMPT)
@@ -47,7 +47,7 @@ def test_original_weights_after_a_second_start_are_not_those_before(updated: Any
 def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
     engine: Any, server: Any
 ) -> None:
-    """Loads from before it are cancelled."""
+    """Loads from before the second start are cancelled."""
     engine().generate("before", PROMPT, 1)
     one = engine()
     server.hold = {"store", "load"}
@@ -84,13 +84,13 @@ def test_a_word_that_a_session_waits_for_is_not_given_out_by_another_owner() -> 
 
 @pytest.mark.parametrize("skipped", [0, 1, 2, 4])
 def test_one_element_of_a_large_tensor_shows_when_weights_were_written(skipped: int) -> None:
-    """`skipped`: bytes before the tensor in its memory."""
+    """`skipped`: offset of the tensor in its memory, in bytes."""
     model = torch.nn.Module()
     raw = torch.zeros(3_000_007 + skipped, dtype=torch.uint8)[skipped:]
     model.register_buffer("large", raw)
     watch = WeightsWatch([model])
-    # Changes between samples, in each part of a word; then changes that cancel in a sum over all,
-    # or over a column.
+    # Change bytes between samples, in each part of a word; then two bytes whose changes cancel in a
+    # sum over all words, or over a column.
     places = [(place,) for place in (1_000_100, 1_777_701, 1_777_706, len(raw) - 5_001)]
     cancelling = [(1_000_100, 1_700_000), (1_000_100, 1_000_100 + 8 * ROW_WORDS)]
     for changed in places + cancelling:
@@ -120,7 +120,7 @@ def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_k
     server: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The old session is still open when the new session fails. It closes beside the step."""
+    """The old session is still open when the new session fails. Another thread then closes it."""
     one, two = updated(), updated()
     twice(one, PROMPT)
     worker, closing = one.worker._worker, []

@@ -125,8 +125,8 @@ def test_importing_the_connector_loads_no_numba() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed:FutureWarning")
 def test_kernels_are_loaded_before_the_first_request(engine: Any) -> None:
-    """vLLM can start another engine in the process nevertheless: on a CPU each engine's start looks
-    at all attributes of all modules."""
+    """Nevertheless vLLM can start another engine in the process. (On a CPU each engine's start
+    looks at all attributes of all modules.)"""
     pytest.importorskip("numba")
     engine()
     assert "hotkv_proto.kernels" in sys.modules
@@ -206,6 +206,6 @@ def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
             one.step()
     finally:
         sys.setprofile(None)
-    # Calls, because seconds depend on the machine: at most two for each request.
+    # Counts calls, because seconds depend on the machine: at most two for each request.
     per_step = calls.total() / (one.connector.clock.steps - steps)
     assert len(one.scheduler.running) == 60 and per_step < 2 * 60, calls.most_common()

@@ -40,11 +40,11 @@ GROUPS = [CacheGroup(number, GroupKind.FULL_ATTENTION, 16) for number in range(2
 MEDIA = st.sampled_from([(Medium.CPU, ""), (Medium.DISK, "disk")])
 BLOCKS = st.lists(st.integers(0, 20), min_size=1, max_size=6, unique=True)
 Lying = tuple[int, Medium, str, int]
-"""A block in a medium: group, medium, tier and number."""
+"""Where a block lies: group, medium, tier, and the block's number."""
 
 
 class Wire:
-    """A session with the answers of the server's reader."""
+    """Stands for a session. Its calls return what the server's event reader answers."""
 
     def __init__(self, hub: EventHub, state: Any) -> None:
         self.connected = self.has_events = True
@@ -136,7 +136,7 @@ class Telling(RuleBasedStateMachine):
 
     @rule(lacking=st.sampled_from(["connected", "has_events"]))
     def be_alone(self, lacking: str) -> None:
-        """For long the server is away, or restarted without events: it tells nothing."""
+        """For a long time no events come: the server is away, or restarted without events."""
         if self.session is not None and self.session.connected:
             self.store(0, [1], (Medium.CPU, ""))
             self.settle()
@@ -210,8 +210,8 @@ def server() -> Iterator[Server]:
 def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
     server: Server, tmp_path: Path
 ) -> None:
-    """Two real engines: the first engine's stores count for both; blocks that go, go for both; a
-    late router of the second learns them from the replay."""
+    """Two real engines: the first engine's stores count for both, and so do removed blocks. A late
+    router of the second engine learns of them from the replay."""
     model = write_model(tmp_path / "model", "llama")
     ports = free_ports(4)
     workers = [
@@ -262,7 +262,7 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
             server.wait_for_stores()
             wait_for(lambda: credited(second, 1, len(second)))
             with closing(Indexer(tmp_path / "late.log", BLOCK_TOKENS, *workers)) as late:
-                # The router asks for missed messages with the first message that it gets.
+                # The router asks for the messages that it missed when it gets its first message.
                 for engine in engines:
                     engine.ask("generate", prompts=[prompt(700)], max_tokens=2)
                 wait_for(lambda: late.credits(second)[0] == len(second))

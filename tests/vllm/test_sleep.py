@@ -37,7 +37,7 @@ def test_a_pause_keeps_the_shared_cache(engine: Any, server: Any, model: Any, wa
     goes_on(core, way)
     assert one.generate("c", PROMPT, 4) == (answer, 192)
     assert engine(specs=model()).generate("d", PROMPT, 4) == (answer, 192)
-    # Without a server, too.
+    # The same holds without a server.
     server.die(empty=False)
     getattr(core, way)()
     goes_on(core, way)
@@ -127,7 +127,7 @@ UNDER_WAY = {
 
 
 def begin(one: Any, server: Any, what: str) -> None:
-    """Makes an engine begin `what` for a request "a"."""
+    """Makes an engine begin `what` (a load, a store, ...) for a request "a"."""
     server.ack_cancels = what != "a hung load"
     if what.endswith("tail"):
         one.add("a", prompt(3, 60), 5)
@@ -226,7 +226,7 @@ def test_what_is_under_way_brings_nothing_wrong(
     server.hold = set()
     one.scheduler.reset_prefix_cache()
     check_stored(server, [one])
-    # Sharing goes on.
+    # Later requests still share blocks.
     for hit in (None, 192):
         answer, external = one.generate(f"again {hit}", PROMPT, 4)
         assert answer == answer_of(PROMPT, 4) and hit in (None, external)
@@ -235,7 +235,7 @@ def test_what_is_under_way_brings_nothing_wrong(
 
 
 def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> None:
-    """After the wake-up the ranks are in doubt about their weights, but their session stays."""
+    """After the wake-up the ranks are in doubt about their weights, but they keep their session."""
     one = updated()
     session = one.connector._scheduler.cache.session
     one.generate("a", PROMPT, 4)
@@ -256,9 +256,9 @@ def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> Non
 def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, is_reset: bool
 ) -> None:
-    """0.33 may call `update_state_after_alloc` steps after it admitted a load
-    (`Scheduler.deferred_loads`), or never. `is_reset`: after a reset whose hook broke, the load's
-    lease still pins blocks of before."""
+    """vLLM 0.33 may call `update_state_after_alloc` some steps after it admitted a load
+    (`Scheduler.deferred_loads`), or never. `is_reset`: a reset's hook broke, so the load's lease
+    still pins blocks from before the reset."""
     answer, _ = engine().generate("a", PROMPT, 4)
     one, late = engine(), list[Any]()
     kept = dict(server.blocks)

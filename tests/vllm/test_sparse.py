@@ -140,18 +140,17 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
     counted = totals(one)
     check_counters(counted, 2)
     assert one.ask("sparse")["layers"] == [1, 2, 3]
-    # Three layers, 79 decode steps each of the two long prompts.
+    # Each of the two long prompts has 79 decode steps in three layers.
     assert counted["sparse_selects"] == 3 * 79 * 2
     assert counted["sparse_selected_blocks"] <= (8 * counted["sparse_selects"]) + 3 * 2 * 8
-    # The hot set holds twice the budget; an adaptive hot set whose steps keep missing more than
-    # they may load grows to four times.
+    # The hot set holds twice the budget. An adaptive hot set grows to four times the budget if
+    # steps keep missing more blocks than they may load.
     assert (
         counted["sparse_attended_blocks"]
         <= (32 if "adaptive_p" in more else 16) * counted["sparse_selects"]
     )
     assert counted["sparse_seeded_blocks"] > 0 and counted["sparse_corrected_blocks"] > 0
-    # Complete blocks of the three sequences while contexts reach the threshold, in three layers,
-    # each built once.
+    # In three layers each complete block of the two long contexts is built once.
     assert counted["sparse_built_blocks"] == 3 * sum(
         (length + 79) // BLOCK_TOKENS for length in (1400, 800)
     )
@@ -164,7 +163,7 @@ def test_no_corrections_and_a_context_that_reaches_the_threshold_while_decoding(
     one.ask("generate", prompts=prompts(9, (490,)), max_tokens=60)
     counted = totals(one)
     check_counters(counted, 0)
-    # Contexts of 512 to 549 tokens.
+    # The steps with contexts of 512 to 549 tokens are sparse.
     assert counted["sparse_selects"] == 3 * 38
 
 
@@ -196,7 +195,7 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(
     assert found["cached"] == expected["cached"] == apart["cached"] == [672, 1088]
     assert found["tokens"] == expected["tokens"] and difference(found, expected) < NOISE
     counted = totals(second)
-    # Of three sparse layers, the blocks behind the hits are built.
+    # In three sparse layers, only the blocks behind the hits are built.
     assert counted["sparse_loaded_blocks"] == 3 * num_hit
     assert counted["sparse_built_blocks"] == 3 * (
         739 // BLOCK_TOKENS + 1139 // BLOCK_TOKENS - num_hit

@@ -57,7 +57,7 @@ def test_a_kind_tells_apart_all_that_gives_its_bytes_their_meaning() -> None:
     # Summaries have no centre.
     summaries = [layer_of(1, ("quest",), mu=random_mu)]
     assert described(summaries, centres).kinds == described([layer_of(1, ("quest",))]).kinds
-    # Every rank has the same description, whatever its part of the centre.
+    # All ranks have the same description, although each has another part of the centre.
     half = [layer_of(1, ("rot2u",), mu=random_mu[:1]), layer_of(2, ("rot2u",))]
     assert described(half, centres, 2).kinds[0].version == kinds[6].version
     assert described(half, centres, 2).kinds[0].shard_bytes == kinds[6].shard_bytes * 2

@@ -36,7 +36,7 @@ CONFIG = SparseConfig(
 
 
 def batch_of(rows: list[tuple[int, int]]) -> Batch:
-    """Returns a batch. A row is context tokens and, of these, queries."""
+    """Returns a batch. A row has the number of context tokens, and how many of them are queries."""
     starts = np.concatenate([[0], np.cumsum([queries for _, queries in rows])]).astype(np.int32)
     lengths = np.array([context for context, _ in rows], np.int32)
     none = np.zeros((len(rows), 1), np.int32)
@@ -87,7 +87,7 @@ def test_all_but_the_first_tokens_of_contexts_count(
         one.see(3, batch_of(rows), keys, queries)
     assert one.waiting[3].num_tokens == expected.num_tokens and not given_axes
     keys, queries = tokens(dice, FIRST_TOKENS + ENOUGH_TOKENS)
-    # In a prompt whose numbers overflow no token counts.
+    # If a prompt's numbers overflow, none of its tokens counts.
     one.see(3, batch_of([(FIRST_TOKENS + ENOUGH_TOKENS,) * 2]), keys * np.nan, queries)
     where = np.arange(FIRST_TOKENS, FIRST_TOKENS + ENOUGH_TOKENS)
     expected.add_moved(
@@ -160,8 +160,7 @@ def test_the_blocks_that_matter_are_found() -> None:
 
 
 def test_what_was_built_without_axes_is_forgotten() -> None:
-    """Resets a layer of two formats, which has one centre: rot2u bytes change their meaning,
-    too."""
+    """A layer of two formats has one centre. So the axes change the meaning of rot2u bytes too."""
     cache = Cache(BLOCKS, 64, torch.bfloat16)
     layer = cache.layer(("rot2u", "mix2"))
     pool = BlockReprManager({5: layer.shape}, {5: layer.keys_of})
@@ -223,7 +222,7 @@ def test_the_axes_of_a_file_are_part_of_a_kind() -> None:
 def test_an_engine_calibrates_itself_and_is_exact_where_budgets_cover(
     start: Start, sparse: dict[str, Any]
 ) -> None:
-    """Prompts in chunks of 128 tokens, long enough together; then the same again."""
+    """Prompts, in chunks of 128 tokens, are together long enough to calibrate. They run twice."""
     run = {"max_num_batched_tokens": 128, "max_num_seqs": 6, "enable_prefix_caching": False}
     dense, one = start(None, **run), start(sparse | {"scorer": "mix2"}, **run)
     batch = prompts(4)
@@ -271,7 +270,7 @@ def test_frequencies_are_those_of_the_models_modules(monkeypatch: pytest.MonkeyP
     # Some scalings multiply cosine and sine.
     scaled = rotary(64, 1e4, cos_sin_cache=one.cos_sin_cache * 1.3)
     np.testing.assert_allclose(known(monkeypatch, scaled), expected, rtol=1e-9)
-    # A rotation of some of the channels.
+    # The rotation may cover only some of the channels.
     part = rotary(64, 1e4, cos_sin_cache=rotary(32, 1e4).cos_sin_cache)
     assert len(known(monkeypatch, part)) == 16
     for modules in ((), (other,), (one, slow), (rotary(64, 1e4, is_neox_style=False),)):

@@ -140,7 +140,7 @@ def test_centres_of_this_model_are_taken() -> None:
     sparse_layers.check_centres(engine(), FULL, centres(1))
     # Layers that are not sparse are not checked.
     sparse_layers.check_centres(engine(), FULL, centres(NUM_LAYERS - 1, head_size=8))
-    # A file has all heads, a rank its share of them; ranks with the same KV have the same share.
+    # A file has all heads. Each rank uses its share; ranks with the same KV use the same share.
     sparse_layers.check_centres(engine(tensor_parallel_size=2), FULL, centres(0, num_heads=4))
     shared = groups(full_spec(), replicas=2)
     sparse_layers.check_centres(engine(tensor_parallel_size=2), shared, centres(0, num_heads=2))
@@ -164,7 +164,7 @@ def test_centres_of_another_model_are_refused(of: Centres, message: str) -> None
 
 
 def plain(**changes: Any) -> Any:
-    """Returns a layer of vLLM's as `full_attention_layers` reads it."""
+    """Returns the attributes of a vLLM layer that `full_attention_layers` reads."""
     impl = {
         "attn_type": "decoder",
         "kv_sharing_target_layer_name": None,

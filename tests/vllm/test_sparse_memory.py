@@ -1,5 +1,5 @@
-"""The messages between engine and server about sparse decode, sequences and reports, beside a naive
-model; no engine runs."""
+"""Compares the engine's messages to the server about sparse decode (sequences, reports) with a
+naive model. No engine runs."""
 
 import itertools
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ GROUPS = (SparseGroup(0, BLOCK),)
 
 @dataclass(eq=False)
 class Request:
-    """The parts of vLLM's request that are read. Contexts of a family are prefixes of each
+    """The attributes of vLLM's request that hotkv reads. Contexts of a family are prefixes of each
     other."""
 
     request_id: str
@@ -155,7 +155,7 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def report(self) -> None:
-        """Reports a step as the workers do: for every name that was asked for."""
+        """Reports a step as the workers do: for every request that the step's message named."""
         live = [name for name in self.side.requests if name in self.decoded]
         ended = frozenset(self.named)
         memory, stream = self.side.memory, self.side.streams.number
@@ -321,7 +321,7 @@ def test_too_many_requests_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("second_tokens", [BLOCK, 2 * BLOCK])
 def test_each_group_has_a_sequence_of_its_own(second_tokens: int) -> None:
-    """Positions of blocks of unequal sizes can't be told apart, so they stay here."""
+    """If blocks differ in size, selections are not sent, because positions are ambiguous."""
     side = Side((SparseGroup(0, BLOCK), SparseGroup(1, second_tokens)))
     side.arrive("a", 1, 20)
     side.step()

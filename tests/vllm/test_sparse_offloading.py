@@ -144,8 +144,8 @@ class Model:
         self.manager.complete_store(stored, success=True)
 
     def check(self, name: str, layer: int, query: np.ndarray, metadata: DecodeMetadata) -> None:
-        """Checks that every attended slot holds a whole block of this sequence; the last is the
-        partial block."""
+        """Checks that every attended slot holds a whole block of this sequence, and the last slot
+        its partial block."""
         pages = (
             self.hot[layer, metadata.block_table]
             .view(np.float32)
@@ -179,8 +179,7 @@ def loop(model: Model) -> None:
     for _ in range(50):
         model.step("a")
         model.step("b")
-    # The first step of a sequence loads its selection of at most 16 blocks, every other step three,
-    # and the always-kept blocks.
+    # A sequence's first step loads its whole selection, at most 16 blocks; later steps at most 3.
     assert max(model.loaded[4:]) <= 3
     assert max(model.loaded[:4]) <= 16
     assert sum(model.loaded[4:]) > 100
@@ -243,7 +242,7 @@ def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> 
     residency.name("a", 0, [b"0" * 32], blocks[:1])
     residency.name("a", 2, [b"1" * 32], blocks[1:])
     residency.store(LAYERS[0], blocks, pages, blocks)
-    # The first of the two is stored, and another block takes its place.
+    # The first of the two blocks is stored. Then another block gets its host block.
     for _ in range(2):
         with pytest.raises(HotKVError):
             residency.store(LAYERS[1], blocks, 2 * pages, blocks)
@@ -251,7 +250,7 @@ def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> 
         residency.store(LAYERS[0], blocks[:1] + 2, 3 * pages, blocks[:1])
     for layer, times in zip(LAYERS, (1, 2), strict=True):
         assert np.array_equal(residency.read(layer, blocks[:1]), times * pages[:1])
-    # The host block that was not stored has another hash next, and then is another sequence's.
+    # The host block that was not stored gets another hash, then belongs to another sequence.
     residency.name("a", 2, [b"4" * 32], blocks[1:])
     residency.store(LAYERS[1], blocks[1:], pages, blocks[1:])
     residency.close("a")
@@ -333,7 +332,7 @@ def test_blocks_whose_load_failed_are_loaded_again(monkeypatch: pytest.MonkeyPat
 
 def test_regions_of_hot_slots_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(SparseConfig(sparse_topk=1.0), 40)
-    # The handler has its thread from the start.
+    # The handler starts its thread when it is made, and no thread later.
     monkeypatch.setattr("threading.Thread.start", lambda _: 1 / 0)
     model.prefill("a", 10)
     model.prefill("b", 10)
@@ -342,7 +341,7 @@ def test_regions_of_hot_slots_are_used_again(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(40):
         model.step("a")
     model.handler.end("a")
-    # The id, too: nothing is left of the sequence that had it.
+    # The sequence's id can be used again, because nothing is left of the ended sequence.
     model.prefill("a", 20)
     for _ in range(20):
         model.step("a")

@@ -101,7 +101,7 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 def metadata(
     tables: list[list[int]], seq_lens: list[int], num_queries: list[int], cache: Cache
 ) -> CPUAttentionMetadata:
-    """Returns the metadata of vLLM's builder for a step with float32 pages."""
+    """Returns the metadata that vLLM's builder makes for a step, with float32 pages."""
     width = max(len(table) for table in tables) + 2
     table = torch.tensor([row + [0] * (width - len(row)) for row in tables], dtype=torch.int32)
     starts = torch.tensor(np.concatenate([[0], np.cumsum(num_queries)]), dtype=torch.int32)
@@ -115,7 +115,7 @@ def metadata(
 
 
 class Chosen(SparseWorker):
-    """Attends to the test's choice, by layer and request; None: to everything."""
+    """Attends to the blocks in `chosen`, by layer and request; None: to all blocks."""
 
     chosen: dict[tuple[str, str], list[int] | None]
 
@@ -173,7 +173,7 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
     worker.chosen = {("layer", "a"): [0, 2, 5, 8], ("layer", "d"): [1, 7]}
     given = metadata(tables, seq_lens, [1, 3, 1, 1, 1], cache)
     query, output = forward(vllm_config, worker, cache, layer, given)
-    # Row, visible positions, and the tokens of the chunk behind it.
+    # For each query: its row, the visible positions, and the number of later tokens in its chunk.
     seen = [
         (0, [0, 2, 5, 8], 0),
         (1, range(9), 2),
@@ -192,8 +192,8 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
 
 
 def test_layers_of_a_step_share_tables_and_each_attends_to_its_own(vllm_config: VllmConfig) -> None:
-    """Runs four layers of a group in turn: unlike choices, as many blocks but others, one row left
-    alone, both rows left alone."""
+    """Runs four layers of a group in turn. The layers choose different numbers of blocks, then the
+    same number of other blocks, then leave one row dense, then both rows."""
     caches = [Cache(24, HEAD_SIZE, torch.float32, seed) for seed in range(4)]
     layers = [replace(cache.layer(), name=f"layer{n}", index=n) for n, cache in enumerate(caches)]
     worker = Chosen(SparseConfig(min_context_tokens=256), layers)
@@ -338,8 +338,8 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
         state = SimpleNamespace(get_block_ids=lambda request_id: tables.get(request_id))
         return SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens=scheduled)
 
-    # b is too short, c computes the last token of its prompt, d is unknown, and a's token 96 opens
-    # its fourth block.
+    # b is too short, c computes the last token of its prompt, d is unknown, and token 96 of a
+    # begins its fourth block.
     assert names.of_step(output(a=1, b=1, c=1, d=1)) == SparseRows((4, 17), ("a", "a"), ())
     assert names.of_step(output(a=2)) == SparseRows()
     names.ended("a")
@@ -350,8 +350,8 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
 
 
 def test_a_step_is_decided_once() -> None:
-    """Connectors beside each other ask for the same step; the count of one must match the workers
-    of the other."""
+    """Two connectors of an engine ask about the same step. One counts the sparse rows and the other
+    has the workers, so both must get the same answer."""
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)])
     one = SimpleNamespace(request_id="a", num_prompt_tokens=50, num_computed_tokens=96)
     names.arrived(one)
@@ -368,8 +368,8 @@ def test_a_step_is_decided_once() -> None:
 def test_on_cuda_only_what_a_graph_cannot_attend_to_is_sparse_against_the_rule(
     replays_decode: bool, beside: int
 ) -> None:
-    """`beside`: tokens of another row in the step; with one token it may be replayed from a
-    graph."""
+    """`beside`: number of tokens of another row in the step. If it is 1, the step may be replayed
+    from a graph."""
     away, resident = {"prompt", "short", "answer"}, {"prompt", "short", "answer", "here"}
     limits = ResidentOnly(resident.__contains__, away.__contains__, replays_decode)
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)], limits)

@@ -87,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
         return self.dice.standard_normal((count, TOKENS, HEADS, SIZE)).astype(np.float32)
 
     def _slot(self, kind: int, block: int) -> list[tuple[int, int]]:
-        """Returns offset and length of the runs of a slot, in order."""
+        """Returns offset and length of each run that a slot is copied in, in order."""
         (runs,) = self.layout.copy_runs(
             kind, self.pool.kinds[kind], np.array([block]), np.array([0])
         )
@@ -165,8 +165,8 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading)
     @rule(well=st.booleans(), kind=st.integers(0, 1), alone=st.booleans())
     def loaded(self, well: bool, kind: int, alone: bool) -> None:
-        """Ends a load. Pages and rows come together; if a load fails, or blocks come alone, rows
-        keep what was written before."""
+        """Ends a load. It writes pages and rows. If it fails, or loads blocks without
+        representations, the rows stay as they were."""
         chosen, self.loading = sorted(self.loading), set()
         for layer in FORMATS:
             self.pages[layer][chosen] = self._keys(len(chosen))
@@ -229,7 +229,7 @@ def test_they_go_with_blocks_and_come_with_hits(
     assert second.generate("b", prompt(1, 200), 4) == (answer, 192)
     assert loaded(second) == (12, 0)
     rows_are_right(second)
-    # Once more: block and representation are there, so nothing is stored.
+    # Loads once more. The server has blocks and representations, so nothing is stored.
     second.drop_local()
     stored_bytes = second.counters.get("store_bytes", 0)
     second.generate("c", prompt(1, 200), 4)
@@ -237,8 +237,8 @@ def test_they_go_with_blocks_and_come_with_hits(
 
 
 def test_blocks_that_have_none_gain_one(engine: Any, server: Any, toy: Toy) -> None:
-    """Blocks come from an engine without sparse decode, and an engine with it hits them in its own
-    cache or in hotkv's."""
+    """An engine without sparse decode stores the blocks. An engine with sparse decode hits them, in
+    its own cache or in hotkv's."""
     engine().generate("a", prompt(1, 200), 4)
     one = sparse_engine(engine)
     assert pairs(server, one) == 0
@@ -345,7 +345,7 @@ def test_random_requests_and_faults(
                 ]:
                     server.blocks.pop((key[0], number, key[2]), None)
         elif roll < 0.93:
-            # So that later requests hit hotkv, not the engine's own cache.
+            # Empty the engine's own cache, so that later requests hit hotkv.
             server.hold.clear()
             server.settle()
             server.fail_loads = server.fail_stores = False

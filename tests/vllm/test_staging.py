@@ -1,5 +1,5 @@
-"""The staging area against a model that copies every page anew: a copy ahead is only used if the
-page is the same, whatever is asked next."""
+"""Compares the staging area with a model that copies every page anew: whatever is asked next, a
+copy made ahead is only used if it is of the same page."""
 
 import threading
 from types import SimpleNamespace

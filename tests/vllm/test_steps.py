@@ -19,7 +19,7 @@ from tests.vllm.tiny import BLOCK_TOKENS
 
 TOKENS = 16
 GROUPS = (TOKENS, 2 * TOKENS, 0)
-"""Blocks of two sizes, and states."""
+"""Tokens per block of each group; 0: a group with states."""
 
 
 def fresh(
@@ -59,7 +59,7 @@ TABLE = ([1, 2, 3], [11, 12], [21])
         ({}, set()),
         ({"copies": [], "zeroed": []}, set()),
         ({"cached": [(64, None)]}, set()),
-        # A new request writes all blocks but its hit. The order of states does not tell their hits.
+        # A new request writes all blocks but those of its hit, and all its blocks of states.
         ({"new": [(0, TABLE)]}, {1, 2, 3, 11, 12, 21}),
         ({"new": [(1, TABLE)]}, {1, 2, 3, 11, 12, 21}),
         ({"new": [(16, TABLE)]}, {2, 3, 11, 12, 21}),
@@ -195,7 +195,7 @@ def test_chunks_of_windows_have_each_block_in_its_place(
 def without_holes(
     window: int, ids: list[int], first: int = 0, aligned_chunks: int = 1, ended: bool = False
 ) -> list[int]:
-    """Returns the block ids of a request of which `first` chunks of four blocks are stored."""
+    """Returns a request's block ids without holes, if `first` chunks of four blocks are stored."""
     group = SimpleNamespace(
         kv_cache_spec=replace(window_spec(), sliding_window=window),
         tokens_per_block=BLOCK_TOKENS,
@@ -219,7 +219,7 @@ def without_holes(
 
 
 def test_chunks_that_vllm_stores_at_a_requests_end_have_no_holes() -> None:
-    """At its end vLLM considers the chunks behind the last possible hit once more."""
+    """At a request's end vLLM considers the chunks behind its last possible hit once more."""
     ids, rest = [1, 0, 3, 4, 5, 0, 7, 8], [9, 10, 11, 12]
     for aligned_chunks, ended, stored in (
         (2, False, ids),

@@ -1,5 +1,5 @@
-"""The blocks that the scheduler side stores after a step, the stores that a step waits for, and the
-results of stores: the planner alone, over requests that are names and hashes."""
+"""The planner alone, over requests that are only names and hashes: the blocks that it stores after
+a step, the stores that a step waits for, and the results of stores."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +44,7 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     states = {"a": state}
     assert not parts.planner.due(states, {"a": 15}, (), {})
     assert parts.planner.due(states, {"a": 16}, (), {}) == [(state, 16)]
-    # A request without a block table is tried again.
+    # If a request has no block table, its blocks stay due.
     assert not parts.planner.plan([(state, 20)], lambda _: None, {}, lambda: ())[0]
     assert state.store.stored_blocks == [0]
     plan(parts, (state, 20))
@@ -95,9 +95,9 @@ class AllResident:
 def test_an_answer_takes_few_stores_and_no_block_is_left_out(
     specs: list[GroupSpec], kind: str, prompt: int, chunk: int, answer: int
 ) -> None:
-    """Blocks of a prompt never wait, nor blocks of a resident request, nor of a model whose
-    requests lose some while they decode. A drafter completes a block of an answer only with the
-    token after the block."""
+    """Three kinds of blocks never wait: blocks of a prompt, of a resident request, and of a model
+    whose requests lose blocks during decode. With a drafter, a block of an answer is complete only
+    when the token after it is known."""
     residencies = AllResident() if kind == "resident" else None
     parts = Parts(specs, drafts=[0] if kind == "draft" else [], residencies=residencies)
     tables = [list(range(1, 40)), list(range(41, 80))]
@@ -130,7 +130,7 @@ def test_an_answer_takes_few_stores_and_no_block_is_left_out(
         assert not never_waits or len(found[0]) == filled
     filled = (prompt + answer) // TOKENS
     if kind == "plain" and not never_waits:
-        # After a prompt shorter than a block the first block does not wait.
+        # If the prompt is shorter than a block, the first block of the answer does not wait.
         alone = prompt < TOKENS <= prompt + answer
         assert num_stores == alone + (filled - prompt // TOKENS - alone) // ANSWER_BLOCKS
     parts.planner.finish(state, tables[: len(specs)], prompt + answer)
@@ -168,7 +168,7 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     parts = Parts()
     assert stored(planned(parts, "a", 2)[1]) == [(0, [1, 2])]
     assert stored(planned(parts, "a", 3)[1]) == [(0, [3])]
-    # Nor twice in a step, nor if the end of another request stores it.
+    # The same holds within a step, and for blocks that another request's end stores.
     parts = Parts()
     parts.planner.finish(parts.state(request("a", 32)), [[1, 2]], 32)
     parts.planner.finish(parts.state(request("b", 48)), [[1, 2, 3]], 48)
@@ -186,9 +186,9 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
         (0, 0, 64, False),
         (0, 80, 64, False),
         (0, 40, 64, False),
-        # A state of another group.
+        # The state belongs to another group.
         (1, 48, 64, False),
-        # Behind inexact tokens.
+        # The state depends on inexact tokens.
         (0, 48, 48, True),
         (0, 48, 47, False),
     ],
@@ -200,7 +200,7 @@ def test_a_state_is_stored_under_the_hash_of_the_block_that_ends_at_its_boundary
     parts.exactness.is_watching = True
     parts.exactness._exact_tokens = {"a": exact_tokens}
     state, jobs = planned(parts, "a", 4, handoffs={"a": [(group, 7, boundary)]})
-    # Its blocks are not stored by their place.
+    # Only the state is stored, not the other blocks of the table.
     assert stored(jobs) == ([(0, [7])] if is_stored else [])
     if is_stored:
         (run,) = jobs[0].runs
@@ -254,7 +254,7 @@ def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
     _, (two,) = planned(parts, "b", 2, 11, 12)
     assert plan(parts, written=[5]) == ((), ())
     assert plan(parts, written=[12, 5]) == ((), (two.store_id,))
-    # It no longer reads, and its blocks may be stored again.
+    # The second store no longer reads, and its blocks may be stored again.
     assert plan(parts, written=[11]) == ((), ())
     assert plan(parts, written=[1, 2, 11]) == ((), (one.store_id,))
 
@@ -263,7 +263,7 @@ def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
 def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
-    """An idle engine has no steps, which carry the reports."""
+    """Reports travel with steps, so the report is missing while the engine is idle."""
     now_s = [100.0]
     monkeypatch.setattr(stores_in_flight.time, "monotonic", lambda: now_s[0])
     parts = Parts()
@@ -284,7 +284,7 @@ def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     "ranks, counts",
     [
         ([[STORED, PRESENT, REFUSED]], (1, 1, 1)),
-        # This rank has written the blocks, and they never become whole.
+        # A rank has written its shards, but the blocks never become whole.
         ([[WRITTEN] * 3], (0, 0, 3)),
         ([[WRITTEN, PRESENT, STORED], [STORED, WRITTEN, REFUSED]], (1, 1, 1)),
         ([[STORED] * 3, []], (0, 0, 3)),

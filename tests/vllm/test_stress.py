@@ -72,7 +72,7 @@ def test_random_faults(
     way: dict[str, bool],
     table: bool,
 ) -> None:
-    """Gives up at once loads that the server does not end. It writes their blocks later."""
+    """A load that the server does not end is given up at once; its blocks are written later."""
     monkeypatch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
     dice = random.Random(0)
     server.table = table
@@ -100,7 +100,7 @@ def test_random_faults(
         for _ in range(dice.randrange(8)):
             dice.choice(engines).step()
             if not server.ack_cancels:
-                # Otherwise a step that needs a store's blocks would wait.
+                # If the server did not answer, a step that needs a store's blocks would wait.
                 server.settle("store")
         live = [(one, name) for one, name in live if name not in one.finished]
     server.hold.clear()

@@ -82,7 +82,7 @@ def test_a_request_that_stores_and_one_that_loads(traced: Any, collector: OtlpRe
 def test_requests_of_one_step_have_stores_of_their_own_if_traced(
     engine: Any, collector: OtlpReceiver
 ) -> None:
-    """Includes blocks that are stored with the next step."""
+    """Covers stores whose blocks are sent only with the next step."""
     one = engine(extra={"tracing": collector.url}, pipelined=True)
     other = f"00-{0x123:032x}-{1:016x}-01"
     one.add("a", prompt(1, 60), 5, trace_headers=HEADERS)
@@ -120,7 +120,7 @@ def test_a_load_that_fails_and_one_that_is_cancelled_say_so(
 def test_a_request_that_goes_on_without_hotkv_has_its_span(
     engine: Any, traced: Any, collector: OtlpReceiver, how: str
 ) -> None:
-    """The spans below would otherwise have no parent."""
+    """Without the request's span, the server's spans below it would have no parent."""
     engine().generate("cold", PROMPT, 2)
     one = traced()
     one.add("a", PROMPT, 4, trace_headers=HEADERS)
@@ -145,7 +145,7 @@ def test_requests_that_nobody_traces_have_no_spans(traced: Any, collector: OtlpR
     for number, headers in enumerate((None, {}, {"traceparent": PARENT[:-1] + "0"})):
         ask(one, f"{number}", headers=headers)
     assert not flushed(one, collector)
-    # A share of the requests may begin traces.
+    # With a sample ratio, requests without trace headers begin traces.
     one = traced(tracing_sample_ratio=1)
     one.generate("a", PROMPT, 2)
     spans = flushed(one, collector)

@@ -35,7 +35,7 @@ def test_an_engine_of_either_runner_hits_what_another_one_stored(engine: Any, v2
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_layouts_share_exactly_where_pages_are_equal(engine: Any, layout: KVCacheLayout) -> None:
-    """Outer strides do not matter, the order inside a page does."""
+    """Engines share if the bytes inside a page have the same order; outer strides do not matter."""
     answer = filled(engine, layout=layout)
     assert engine(layout=layout).generate("b", PROMPT, 4) == (answer, 192)
     if (equal := SHARES_WITH_LBHNC.get(layout.name)) is not None:
@@ -46,7 +46,7 @@ def test_layouts_share_exactly_where_pages_are_equal(engine: Any, layout: KVCach
 def test_a_block_is_stored_with_the_step_that_fills_it(
     engine: Any, server: Any, pipelined: bool
 ) -> None:
-    """With asynchronous scheduling a block's last token is known a step after it was computed."""
+    """With asynchronous scheduling, the scheduler knows a block's last token a step later."""
     one = engine(max_tokens_per_step=BLOCK_TOKENS, pipelined=pipelined)
     one.add("a", prompt(1, 200), 1)
     stored = []
@@ -56,7 +56,7 @@ def test_a_block_is_stored_with_the_step_that_fills_it(
     assert stored == [1, 2, 3]
     one.run()
     server.blocks.clear()
-    # The last token of the second block is an answer.
+    # The answer's tokens complete the second block.
     answer, _ = one.generate("b", prompt(3, 60), 5)
     one.generate("end", prompt(4, 10), 1)
     assert len(server.blocks) == 2
@@ -68,7 +68,7 @@ def test_a_block_is_stored_with_the_step_that_fills_it(
 def test_ready_blocks_are_not_stored_again(
     engine: Any, server: Any, table: bool, num_again: int
 ) -> None:
-    """Without a table, only loaded blocks are known to be ready, and hits on the device are not."""
+    """Without a table, only loaded blocks are known to be ready; hits on the device are not."""
     filled(engine)
     server.calls.clear()
     server.table = table
@@ -104,7 +104,7 @@ def test_a_hit_that_is_not_taken_leaves_no_lease(engine: Any, server: Any, how: 
 def test_keys_of_failed_loads_are_offered_again(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """After a minute in an engine that stores nothing; soon if the rank has lost its session."""
+    """An engine that stores nothing offers them after a minute; if a session was lost, soon."""
     monkeypatch.setattr(hits, "HIDDEN_FOR_S", 1e-6)
     answer, role = filled(engine), "kv_consumer" if why == "stores nothing" else "kv_both"
     one = engine(within=lambda ours: ours | {"kv_role": role})
@@ -132,7 +132,7 @@ def test_failed_keys_are_hidden_until_stored_again_or_the_cache_is_another(
         assert one.generate(name, PROMPT, 4)[0] == answer
         assert len(hidden) == 6 and server.count("load") == 1
         one.drop_local()
-    # The server answers for them: present.
+    # The server answers that it has the blocks (present), so they are no longer hidden.
     server.fail_loads, server.hold = False, set()
     server.settle()
     one.generate("c", prompt(5, 10))
@@ -216,7 +216,7 @@ def test_a_state_whose_block_was_given_away_is_not_stored(
     names = [[], ["a"]]
 
     def offered() -> Any:
-        """In the second step the prompt's first state, in the block that now has the next state."""
+        """Offers the prompt's first state in step 2, in a block that now has the next state."""
         step = names.pop(0) if names else ()
         return {name: [(1, manager.get_block_ids(name)[1][1], BLOCK_TOKENS)] for name in step}
 

@@ -148,7 +148,7 @@ USES = {
     for module, entries in door.items()
     for name, forms in entries.items()
 }
-"""A use that both doors list in the same forms is compared once."""
+"""The uses to compare. A use that both connectors list with the same forms is compared once."""
 
 
 def compared(source: Readable, some: Uses) -> list[str]:
@@ -167,7 +167,7 @@ def test_each_use_that_is_broken_is_named(of: str, quick: None) -> None:
             assert None in forms, name
             continue
         form = next(form for form in reversed(forms) if form is not None)
-        # Alone: the comparison merges uses, and must notice this one by itself.
+        # Compare this use alone, because a comparison of all uses merges them.
         alone = replace(LIST, doors={OWN: {module: {name: forms}}})
         assert not compared(source, alone), name
         for what, changed in broken(source, names, module, name, form):
@@ -231,7 +231,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_the_layout_of_a_file_changes_nothing(layout: str) -> None:
-    """A file is cut by its lines to save time; definitions that the cut misses are searched
+    """To save time, a file is split by its lines. Definitions that this misses are searched
     again."""
     text = LAYOUTS[layout](installed().read(SPECS) or "")
     ast.parse(text)

@@ -21,7 +21,7 @@ from hotkv_vllm.compat import Unsupported, model_weights
 from hotkv_vllm.compat.model_weights import MAX_SLICES, changed_since, files_identity
 
 PLAIN = {"trust_remote_code": False, "code_revision": None, "multimodal_config": None}
-"""Settings of a model without code or scales of other places."""
+"""Settings of a model that loads neither code nor scales from other places."""
 
 
 def safetensors(path: Path, **tensors: np.ndarray) -> Path:
@@ -99,7 +99,7 @@ def test_slices_of_a_tensor_are_sampled_as_long_as_they_are_few() -> None:
 
 
 def test_what_changed_since_a_moment(tmp_path: Path) -> None:
-    """Changes are files in place, files moved there, and links with a new target."""
+    """Covers files changed in place, files moved to the place, and links with a new target."""
     one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
     for file in (one, two):
         file.parent.mkdir()
@@ -108,7 +108,7 @@ def test_what_changed_since_a_moment(tmp_path: Path) -> None:
     (tmp_path / "current").symlink_to(tmp_path / "link")
 
     def is_new_after(change: Callable[[], object]) -> bool:
-        # File systems' clocks go by some milliseconds.
+        # A file system's clock advances in steps of some milliseconds.
         time.sleep(0.02)
         moment_s = time.time()
         assert not changed_since(tmp_path / "current", moment_s)
@@ -203,14 +203,14 @@ def test_weights_beside_the_models_own_count(tmp_path: Path, where: str) -> None
 
 
 def test_every_way_of_loading_weights_that_vllm_has_was_reviewed() -> None:
-    """A new way may take weights from elsewhere than the model's files."""
+    """A new way of loading may take weights from elsewhere than the model's files."""
     elsewhere = {"dummy", "ipc_cache", "modelexpress", "tensorizer"}
     assert set(get_args(model_loader.LoadFormats)) == model_weights.FROM_FILES | elsewhere
     models = Path(*models_of_vllm.__path__)
     more = re.compile(r"secondary_weights|load_file\(|torch\.load\(")
     found = {file.stem for file in models.rglob("*.py") if more.search(file.read_text())}
     beside = {"kimi_audio", "mimo_audio", "ultravox"}
-    # Further files of the model's folder, layers behind the last one, bytes of the checkpoint.
+    # These models read only files of the model's folder, or bytes of the checkpoint.
     assert found == beside | {"clef_omni", "roberta", "adapters", "qwen3_dflash"}
 
 

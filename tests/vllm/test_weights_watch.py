@@ -94,7 +94,7 @@ def test_writing_through_the_worker_is_noticed_also_when_it_fails(name: str) -> 
 
 
 class Runner:
-    """The parts of vLLM's runner that are read."""
+    """The attributes of vLLM's runner that hotkv reads."""
 
     def __init__(self) -> None:
         self.vllm_config, self.model = None, Model()
@@ -150,7 +150,7 @@ class Packed(torch.nn.Module):
 
 
 class Quantized(Packed):
-    """As vLLM's `ZentorchWNA16LinearKernel` packs quantized weights, which have other names."""
+    """Packs quantized weights as vLLM's `ZentorchWNA16LinearKernel` does, under other names."""
 
     def pack(self) -> None:
         self.linear.weight_packed, packed = self.linear.weight, self.linear.weight.clone()
@@ -160,7 +160,7 @@ class Quantized(Packed):
 
 
 class Wrapped(Packed):
-    """As vLLM keeps MXFP4 experts on GPUs: in tensors of Triton's kernels, which are no parameters
+    """Keeps MXFP4 experts as vLLM does on GPUs: in tensors of Triton's kernels, not in parameters
     of torch."""
 
     def pack(self) -> None:

@@ -31,7 +31,7 @@ def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     answer = one.session.answers.get("t-a-k0")
     match how:
         case "late":
-            # The bytes of an adapter change while the load waits for its mark.
+            # An adapter's bytes change while the load waits for its mark.
             one.rank.adapters._unacknowledged = frozenset({1})
             one.device.is_there = True
         case "refused":
@@ -51,7 +51,7 @@ def test_loads_that_were_never_begun_are_reported_as_failed(rig: Any) -> None:
     (job,) = [one.worker.loads._active["a"].job]
     one.worker.loads_broke(HotKVMetadata(loads=(job, load("b")), abandoned_loads=("c",)))
     assert one.worker.take_results() == ({"b", "c"}, {"b", "c"})
-    # Another load of the same request has not begun.
+    # A second load of the same request has not begun, so it is reported as failed too.
     one.worker.loads_broke(HotKVMetadata(loads=(load("a"),)))
     assert one.worker.take_results() == ({"a"}, {"a"})
 
@@ -145,7 +145,7 @@ def test_a_load_that_the_server_does_not_end_is_overdue_and_may_be_held(
         assert one.worker.take_report(None) is None
     one.session.end("t-a-k0")
     if held:
-        # The worker is told as long as the scheduler holds them.
+        # While the scheduler holds the blocks, each step asks the worker about the load.
         for _ in range(2):
             assert one.worker.take_report(None).settled_loads == {"t-a": 1}
         assert len(one.rank.marks._spare) == 1
@@ -161,7 +161,7 @@ def test_a_held_load_is_cancelled_or_reported_as_it_ended_or_never_sent(rig: Any
     one.step(held_loads=("t-a", "t-x"))
     assert one.worker.take_results() == ({"a"}, set()) and not one.session.cancelled
     assert one.worker.take_report(None).settled_loads == {"t-a": 1, "t-x": 1}
-    # On another rank the server did not end it; this rank still loads.
+    # Another rank reported the load as hung. This rank still loads, and cancels.
     one.step(held_loads=("t-b",))
     assert one.session.cancelled == ["t-b-k0"]
     one.device.is_there = False
@@ -172,6 +172,6 @@ def test_a_held_load_is_cancelled_or_reported_as_it_ended_or_never_sent(rig: Any
     one.step()
     assert "t-d-k0" not in one.session.sent
     assert one.worker.take_results() == ({"b", "d"}, {"b", "d"})
-    # What is void is cancelled too.
+    # Loads that become void are cancelled too.
     one.worker.loads.make_void()
     assert one.session.cancelled == ["t-b-k0", "t-c-k0"]

@@ -92,7 +92,7 @@ def test_while_the_server_is_slow_no_step_waits_for_it(
     for number in (1, 2):
         one.step(stores=(store(number),))
         one.step(flush_stores=(number,))
-    # Each time a moment for the store to end, none when it is known to be slow, then its deadline.
+    # A flush waits a moment (none if the server is known to be slow), then until the deadline.
     assert waits[0] == 0.25 and waits[2] == 0.0
     one.report()
     one.step(stores=(store(3),))
@@ -135,7 +135,7 @@ def test_a_store_that_a_server_does_not_end_takes_the_session(
     assert one.session.is_closed and len(one.opened) == 1
     assert waits[-1] == one.config.store_timeout_s + rank_stores.FENCE_GRACE_S - 1
     assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores
-    # Its marks are free again.
+    # The stores' marks are free again.
     assert len(one.rank.marks._spare) == 2
 
 
@@ -155,7 +155,7 @@ def test_a_step_that_was_lost_track_of_takes_everything_back(rig: Any, how: str)
     assert bool(one.opened) == (how != "well")
     assert one.counters == ({"hook_errors": 1} if how == "breaks" else {})
     assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores.active
-    # Marks come back once.
+    # Each mark is returned once.
     assert len(one.rank.marks._spare) == 2 and one.results() == {}
 
 
@@ -169,7 +169,7 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     (session,) = one.opened
     assert one.session.is_closed and session.waited_s == [min(0.5, side.RECONNECT_S)]
     assert one.results() == {1: [FAILED]}
-    # Without a server there is nothing to wait for.
+    # Without a server, the rank does not wait for the new session.
     session.connected = False
     one.step()
     assert one.opened[-1].waited_s == []

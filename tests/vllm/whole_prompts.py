@@ -40,8 +40,8 @@ class Pooling(Engine):
 
 
 class NonCausal(Engine):
-    """Every token of a prompt sees the whole prompt, so that a common prefix of two prompts has two
-    KVs.
+    """Every token of a prompt sees the whole prompt. So the KV of a common prefix differs between
+    two prompts.
 
     Sets what vLLM's `EngineCore` sets for such a model.
     """

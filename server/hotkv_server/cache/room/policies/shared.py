@@ -268,7 +268,7 @@ class ColdQueue:
             yield
         self._hand = hand
         entries = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        # Between two parts an entry may be removed, and a representation may get its number.
+        # Drop entries removed between two parts. A representation may have such an entry's number.
         entries = entries[self._state[entries] != 0]
         if chosen:
             entries = entries[~np.isin(entries, np.concatenate(chosen))]
