@@ -199,9 +199,9 @@ class WeightsMachine(RuleBasedStateMachine):
         if not is_lost:
             self.side.update(report, ())
             assert self.tier.stats.data["hook_errors"] == before + sum(range(NUM_RANKS))
-        # Blocks of the previous step have arrived in the primary tier.
-        if self.computed is not None and self.tier.serves:
-            assert self.weights_of_space() == self.computed, "stored under other weights"
+            # With the report, blocks of the previous step have arrived in the primary tier.
+            if self.computed is not None and self.tier.serves:
+                assert self.weights_of_space() == self.computed, "stored under other weights"
         self.computed = now if num_tokens else None
 
     @rule(is_lost=st.booleans())
@@ -230,10 +230,13 @@ class WeightsMachine(RuleBasedStateMachine):
         self.write(weights, range(NUM_RANKS))
         self.run()
 
-    @rule()
-    def share_again(self):
-        """Whatever came before, an engine shares again once its caches were emptied."""
+    @rule(weights=st.sampled_from(WEIGHTS))
+    def share_again(self, weights=0):
+        """Whatever came before, an engine shares again once its caches were emptied, also if it
+        wakes up with other weights, and only tells its ranks which requests have ended."""
         self.reset(is_device_empty=True, can_flush=True)
+        self.write(weights, range(NUM_RANKS))
+        self.run_nothing()
         for _ in range(3):
             self.run()
         assert self.tier.serves
