@@ -51,10 +51,7 @@ class Session:
 
     def flush(self):
         answer: Future[Flushed] = Future()
-        if self.can_flush:
-            answer.set_result(Flushed(0))
-        else:
-            answer.set_exception(RuntimeError("no"))
+        answer.set_result(Flushed(0)) if self.can_flush else answer.set_exception(OSError("no"))
         return answer
 
     def report_requests(self, *_):
