@@ -51,10 +51,7 @@ class Session:
 
     def flush(self):
         answer: Future[Flushed] = Future()
-        if self.can_flush:
-            answer.set_result(Flushed(0))
-        else:
-            answer.set_exception(RuntimeError("no"))
+        answer.set_result(Flushed(0)) if self.can_flush else answer.set_exception(OSError("no"))
         return answer
 
     def report_requests(self, *_):
@@ -199,9 +196,9 @@ class WeightsMachine(RuleBasedStateMachine):
         if not is_lost:
             self.side.update(report, ())
             assert self.tier.stats.data["hook_errors"] == before + sum(range(NUM_RANKS))
-        # Blocks of the previous step have arrived in the primary tier.
-        if self.computed is not None and self.tier.serves:
-            assert self.weights_of_space() == self.computed, "stored under other weights"
+            # With the report, blocks of the previous step have arrived in the primary tier.
+            if self.computed is not None and self.tier.serves:
+                assert self.weights_of_space() == self.computed, "stored under other weights"
         self.computed = now if num_tokens else None
 
     @rule(is_lost=st.booleans())
@@ -230,10 +227,13 @@ class WeightsMachine(RuleBasedStateMachine):
         self.write(weights, range(NUM_RANKS))
         self.run()
 
-    @rule()
-    def share_again(self):
-        """Empties the caches. After that the engine shares again, whatever came before."""
+    @rule(weights=st.sampled_from(WEIGHTS))
+    def share_again(self, weights=0):
+        """Empties the caches, wakes the engine up with other weights, and runs a step without
+        tokens. After that the engine shares again, whatever came before."""
         self.reset(is_device_empty=True, can_flush=True)
+        self.write(weights, range(NUM_RANKS))
+        self.run_nothing()
         for _ in range(3):
             self.run()
         assert self.tier.serves
@@ -292,12 +292,13 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
     one.teardown()
 
 
+@pytest.mark.parametrize("is_broken", [False, True])
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_a_check_that_a_broken_hook_makes_due_finds_blocks_of_before(is_reset):
+def test_a_check_that_a_write_or_a_broken_hook_makes_due_finds_old_blocks(is_reset, is_broken):
     one = WeightsMachine()
     if is_reset:
         one.reset(is_device_empty=True, can_flush=True)
-    one.side.begin_step(None)
+    one.side.begin_step(None) if is_broken else one.run()
     one.cached.add(0)
     one.write(1, range(NUM_RANKS))
     for _ in range(4):
@@ -371,11 +372,8 @@ def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):
 def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypatch, name, in_doubt):
     """Ranks that are in doubt about their files name the weights by their content in memory."""
     side, tier = made(monkeypatch)
-    tier.space, side.wants_formats, side._config = (
-        None,
-        True,
-        ConnectorConfig(weights_identity=name),
-    )
+    tier.space, side.wants_formats = None, True
+    side._config = ConnectorConfig(weights_identity=name)
     monkeypatch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: True)
     side.connect([PageFormat(rank, "page", weights_in_doubt=in_doubt) for rank in range(NUM_RANKS)])
     assert (tier.space is not None) == (in_doubt or name == "mine")
@@ -420,13 +418,14 @@ def test_a_hook_that_breaks_is_counted_and_never_raises(monkeypatch, hook, argum
 
 def test_a_reset_that_breaks_holds_the_tier(monkeypatch):
     side, tier = made(monkeypatch)
-
-    def breaks():
-        raise RuntimeError("broken on purpose")
-
-    monkeypatch.setattr(side._weights, "suspect", breaks)
+    monkeypatch.setattr(side._weights, "suspect", None)
     assert side.reset(is_device_empty=True) is False
-    assert side.edge.broken == {"door.reset"} and not tier.serves
+    assert side.edge.broken == {"door.reset"}
+    # The steps send the flush that is owed.
+    for _ in range(3):
+        assert not tier.serves
+        side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
+    assert not tier.serves and not side._reset.under_way
 
 
 def test_without_a_server_no_request_waits_for_the_ranks(monkeypatch):

@@ -463,10 +463,10 @@ class DoorScheduler:
             self.connect(list(report.formats.values()))
         if self._space is None:
             return
-        self._weights.reported(report.weights, now_s)
         if any(not one.question for one in report.weights.values()):
             # A rank has noticed a write outside of a check.
             self._become_unclean()
+        self._weights.reported(report.weights, now_s)
         self._tier.is_held |= self._weights.under_way
         if report.timed_step:
             self._prefill.end_step(report.timed_step, now_s)
@@ -479,7 +479,9 @@ class DoorScheduler:
     def _become_unclean(self) -> None:
         """Records that the engine's caches (device and primary tier) have blocks of other weights,
         so that the tier must share no chunk until both are emptied. Logs this once until the next
-        reset."""
+        reset. Does nothing if a reset has emptied them and no step has computed blocks since."""
+        if self._is_empty and self._weights.under_way:
+            return
         self._is_clean = False
         if not self._said_unclean:
             self._said_unclean = True
@@ -494,8 +496,7 @@ class DoorScheduler:
     def _reset_broke(self, *_: Any, **__: Any) -> bool:
         """Stops all lookups and stores of the tier until a later reset succeeds. The fallback of
         `reset`."""
-        self._tier.is_held = True
-        self._is_clean = False
+        self._share_nothing()
         if self._reset is not None:
             self._reset.hold()
         return False
