@@ -42,7 +42,7 @@ from tests.tiers.encodings import check_larger_blocks, compressible, encoding_ri
 from tests.tiers.mooncake_owner import MASTER, WAIT_S, set_up
 
 CLIENT_PORT, OWNER_PORT = 17001, 17002
-OWNED_BYTES, SMALL_BYTES = 64 << 20, 16 << 20
+OWNED_BYTES = 64 << 20
 
 
 class World:
@@ -299,43 +299,23 @@ class Kills:
     or the store has a new epoch, no node loads an older block from the store. (Host memory may
     still have such a block, if its node could not ask the store since.) `heals`: once all parts run
     again, each node finds the blocks that the others store, and no node loads an older block.
-
-    num_filled: number of chains of FILL blocks that are stored first; one of them is stored before
-    each fault.
     """
 
     FLAGS = (
         *("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1"),
         *PATIENT,
     )
-    FILL = 48
 
-    def __init__(
-        self, world: World, nodes: Sequence[SharingNode], seed: int, num_filled: int = 0
-    ) -> None:
+    def __init__(self, world: World, nodes: Sequence[SharingNode], seed: int) -> None:
         self._world, self._nodes, self._dice = world, nodes, random.Random(seed)
         self._stored: list[Chain] = []
         self._gone: list[Chain] = []
-        self._fills = num_filled > 0
         self.num_loads = 0
         for one in nodes:
             one.start_sharing(*self.FLAGS)
         self._fingerprint = self._told(nodes[0])
         self._epoch = b""
         self.heals()
-        for _ in range(num_filled):
-            self._fill(self._dice.choice(nodes))
-
-    def _fill(self, node: SharingNode) -> None:
-        """Stores blocks, and waits until the store has accepted or refused them. Host memory can't
-        hold the blocks of all calls, and would lose some before they are copied."""
-
-        def num_offered() -> float:
-            return node.num_copied() + node.counter("shared_refused_blocks_total")
-
-        before = num_offered()
-        node.put(hashes(self.FILL))
-        wait_for(lambda: num_offered() >= before + self.FILL, "the store is offered blocks", 240.0)
 
     def _told(self, node: SharingNode) -> str:
         assert node.server is not None
@@ -346,7 +326,7 @@ class Kills:
     def run(self, num_faults: int) -> None:
         faults = self._faults()
         for _ in range(num_faults):
-            self.store()
+            self.put(self._dice.choice(self._nodes))
             fault, part = next(faults)
             print(f"{fault.__name__} {part.name}", flush=True)
             fault(part)
@@ -383,12 +363,6 @@ class Kills:
 
     def running(self, without: SharingNode | None = None) -> list[SharingNode]:
         return [node for node in self._nodes if node is not without]
-
-    def store(self) -> None:
-        node = self._dice.choice(self._nodes)
-        if self._fills:
-            node.put(hashes(self.FILL))
-        self.put(node)
 
     def put(self, node: SharingNode) -> Chain:
         blocks = hashes(4)
@@ -551,17 +525,8 @@ def stopped(part: Part) -> Iterator[None]:
 
 def check_kills(seed: int = 1, num_faults: int = 6) -> None:
     """Checks that killing or stopping any single part costs hits only."""
-    _kill(World(num_owners=2), seed, num_faults, 0)
-
-
-def check_squeezed(seed: int = 1, num_faults: int = 2) -> None:
-    """Checks the same with a store that is smaller than the writes."""
-    _kill(World(SMALL_BYTES, num_owners=2), seed, num_faults, 30)
-
-
-def _kill(world: World, seed: int, num_faults: int, num_filled: int) -> None:
     with node() as a, node() as b:
-        kills = Kills(world, (a, b), seed, num_filled)
+        kills = Kills(World(num_owners=2), (a, b), seed)
         kills.run(num_faults)
         print(f"{kills.num_loads} loads", flush=True)
 
@@ -602,7 +567,6 @@ CHECKS: dict[str, Callable[..., None]] = {
     "one node": check_one_node,
     "daemons": check_daemons,
     "kills": check_kills,
-    "squeezed": check_squeezed,
     "full": check_full,
 }
 

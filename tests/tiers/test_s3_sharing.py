@@ -31,22 +31,6 @@ from tests.tiers.s3_support import (
 from tests.tiers.support import Gate
 
 
-def test_a_node_reads_what_another_wrote(s3_server: Server) -> None:
-    prefix = new_prefix()
-    with bench_over(s3_server, prefix) as node_a, bench_over(s3_server, prefix) as node_b:
-        assert write(node_a, [1, 2, 3]) == [Write.STORED] * 3
-        assert read(node_b, [3, 9, 1, 2]) == [Read.FOUND, Read.ABSENT, Read.FOUND, Read.FOUND]
-        assert write(node_b, [3, 1]) == [Write.PRESENT] * 2
-        # B knows the key space now, so new packs are listed in the background.
-        assert write(node_a, [4]) == [Write.STORED]
-        wait_for(lambda: probe(node_b, [4]) == [Read.FOUND], "a later pack is not found")
-        assert read(node_b, [4]) == [Read.FOUND]
-        assert write(node_b, [5]) == [Write.STORED]
-        wait_for(lambda: read(node_a, [5]) == [Read.FOUND], "A does not find what B wrote")
-    with bench_over(s3_server, prefix) as node_c:
-        assert read(node_c, [1, 2, 3, 4, 5]) == [Read.FOUND] * 5
-
-
 def test_odd_keys(s3_server: Server) -> None:
     """A key that is given twice is stored once; a key of another form is refused."""
     with bench_over(s3_server, new_prefix()) as bench:

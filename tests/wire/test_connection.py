@@ -462,11 +462,13 @@ def answered_again(session: Session) -> Any:
     raise AssertionError("no call is answered any more")
 
 
-@pytest.mark.parametrize(("hash_bytes", "answers"), [(32, True), (8, True), (16, False)])
+@pytest.mark.parametrize(
+    ("hash_bytes", "answers"), [(32, True), (8, True), (16, False), (16, None)]
+)
 def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
-    target: str, hash_bytes: int, answers: bool
+    target: str, hash_bytes: int, answers: bool | None
 ) -> None:
-    """No part has more hashes than the server takes in a call."""
+    """No part has more hashes than the server takes in a call. `answers` None: refuses it."""
     counts: list[int] = []
 
     def says(packed: bytes) -> list[bytes]:
@@ -474,7 +476,8 @@ def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
         if message.WhichOneof("body") == "open_session":
             return [opened().SerializeToString()]
         counts.append(len(message.lookup.groups[0].hashes) // hash_bytes)
-        told = answer("lookup", message.request_id, is_filled=False)
+        body = "error" if answers is None else "lookup"
+        told = answer(body, message.request_id, is_filled=False)
         if answers:
             told.lookup.groups.add(flags=bytes([len(counts) % 2]) * counts[-1])
         return [told.SerializeToString()]

@@ -19,17 +19,9 @@ def test_it_finds_what_they_follow(sizes: list[int], fixed_s: float, each_s: flo
         assert predicted_s == pytest.approx(fixed_s + each_s * size, rel=1e-6, abs=1e-9)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(0, 10)), max_size=16),
-    st.integers(0, 1 << 30),
-)
-def test_no_prediction_is_below_zero(known: list[tuple[int, float]], size: int) -> None:
-    fixed_s, each_s = fitted([size for size, _ in known], [seconds for _, seconds in known])
-    assert fixed_s >= 0 and each_s >= 0 and fixed_s + each_s * size >= 0
-
-
 def test_what_does_not_grow_is_of_any_size() -> None:
-    assert fitted([100, 200, 400], [0.3, 0.3, 0.3]) == (pytest.approx(0.3), 0.0)
+    assert fitted([100, 200], [0.25, 0.25]) == (0.25, 0.0)
+    assert fitted([1, 10], [0.0, 5.0]) == (0.0, pytest.approx(5 / 11))
     # Small differences prove nothing: a much larger size will take longer.
     assert fitted([100, 110], [0.3, 0.29])[0] == 0
     assert fitted([100], [0.3]) == (0.0, pytest.approx(0.003))
