@@ -88,7 +88,6 @@ class CacheModel:
         self.core = core
         self.slot_bytes = slot_bytes
         self.ready: set[Key] = set()
-        self.noticed: set[Key] = set()
         self.written: dict[Key, int] = {}
         self.aborted: set[Key] = set()
         self.leases: dict[tuple[str, str], ModelLease] = {}

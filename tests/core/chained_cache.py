@@ -17,7 +17,6 @@ class Cache(World):
         self.session = self.open().number
         self.now_s = 0.0
         self.resident: set[int] = set()
-        self.evicted: list[int] = []
         self._number_of: dict[bytes, int] = {}
         self._next_fresh = 1 << 40
 
@@ -46,7 +45,6 @@ class Cache(World):
             for notice in self.core.take_effects()
             for row in notice.hashes
         ]
-        self.evicted += gone
         self.resident -= set(gone)
 
     def touch(self, chain: Sequence[int], retention: Retention = NO_RETENTION) -> None:

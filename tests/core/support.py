@@ -44,23 +44,23 @@ from hotkv_server.residency.book.residencies import Residencies
 SLAB = 4 * SLOT_ALIGN
 
 
-def make_table(capacity: int, num_buckets: int = 0, arena_bytes: int = 1 << 30) -> BlockTable:
+def make_table(capacity: int, num_buckets: int = 0) -> BlockTable:
     """Returns a table over new memory; `num_buckets` 0 for the usual load."""
-    geometry = TableGeometry.for_capacity(capacity, 1, arena_bytes)
+    geometry = TableGeometry.for_capacity(capacity, 1, 1 << 30)
     if num_buckets:
-        geometry = TableGeometry(num_buckets, capacity, 1, arena_bytes)
+        geometry = TableGeometry(num_buckets, capacity, 1, 1 << 30)
     mapping = np.zeros(geometry.file_bytes, np.uint8)
     mapping[: HEADER.size] = np.frombuffer(geometry.pack(), np.uint8)
     return BlockTable.open(mapping)
 
 
-def hash_of(number: int, hash_bytes: int = 32) -> bytes:
-    return hashlib.sha256(number.to_bytes(8, "little", signed=True)).digest()[:hash_bytes]
+def hash_of(number: int) -> bytes:
+    return hashlib.sha256(number.to_bytes(8, "little", signed=True)).digest()
 
 
-def words_of(numbers: Sequence[int], hash_bytes: int = 32) -> Words:
+def words_of(numbers: Sequence[int]) -> Words:
     """Returns hash words [n, 8] of numbers."""
-    return hash_words(b"".join(hash_of(number, hash_bytes) for number in numbers), hash_bytes)
+    return hash_words(b"".join(map(hash_of, numbers)), 32)
 
 
 def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: int = 1) -> KeySpace:
@@ -203,16 +203,10 @@ def insert(
 
 
 def reserve(
-    core: CacheCore,
-    session: int,
-    lease_id: str,
-    runs: list[Run],
-    ttl_s: float,
-    now_s: float,
-    retention: Retention = NO_RETENTION,
+    core: CacheCore, session: int, lease_id: str, runs: list[Run], ttl_s: float, now_s: float
 ) -> Reservation:
     """Runs all parts of `CacheCore.reserve`."""
-    return finished(core.reserve(session, lease_id, runs, ttl_s, now_s, retention))
+    return finished(core.reserve(session, lease_id, runs, ttl_s, now_s))
 
 
 def begin_store(

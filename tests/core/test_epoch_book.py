@@ -98,7 +98,7 @@ class Flushes(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 1000.0
-        self.moment = self.flushed = self.num_answered = self.num_served = 0
+        self.moment = self.flushed = 0
         self.store = Store()
         self.nodes = [Node(EpochBook(("store",))) for _ in range(NUM_NODES)]
         self.knower: Node | None = None
@@ -187,7 +187,6 @@ class Flushes(RuleBasedStateMachine):
             served |= found
             node.blocks |= found
         assert not served or min(served) > self.flushed, "a block of before a flush is served"
-        self.num_served += len(served)
 
     def answer(self, node: Node) -> None:
         for ticket, moment in list(node.tickets):
@@ -198,7 +197,6 @@ class Flushes(RuleBasedStateMachine):
             assert not node.blocks or min(node.blocks) > moment, "a flush here has left blocks"
             if not pending:
                 self.flushed = max(self.flushed, moment)
-                self.num_answered += 1
 
     @rule(
         number=numbers,

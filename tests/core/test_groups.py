@@ -199,21 +199,12 @@ def test_answers_that_contradict_a_closed_prefix_make_it_look_at_every_block() -
 
 
 @pytest.mark.parametrize(
-    ("kind", "block_tokens", "is_sharded", "decode_ranks", "prefill_ranks", "error"),
-    [
-        (GroupKind.FULL_ATTENTION, 16, True, 3, 1, "block_tokens is 16"),
-        (GroupKind.FULL_ATTENTION, 16, True, 0, 1, "decode_ranks is 0"),
-        (GroupKind.FULL_ATTENTION, 16, True, 1, -1, "prefill_ranks -1"),
-    ],
+    ("decode_ranks", "prefill_ranks", "error"),
+    [(3, 1, "block_tokens is 16"), (0, 1, "decode_ranks is 0"), (1, -1, "prefill_ranks -1")],
 )
 def test_groups_that_ranks_cannot_share_are_refused(
-    kind: GroupKind,
-    block_tokens: int,
-    is_sharded: bool,
-    decode_ranks: int,
-    prefill_ranks: int,
-    error: str,
+    decode_ranks: int, prefill_ranks: int, error: str
 ) -> None:
     ranks = {"decode_ranks": decode_ranks, "prefill_ranks": prefill_ranks}
     with pytest.raises(ValueError, match=error):
-        check_context_parallel(kind, block_tokens, is_sharded=is_sharded, **ranks)
+        check_context_parallel(GroupKind.FULL_ATTENTION, 16, is_sharded=True, **ranks)

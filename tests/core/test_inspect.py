@@ -87,18 +87,6 @@ def test_a_block_is_told_with_its_parent_and_its_representation() -> None:
     assert (reserved.group_index, reserved.slot_bytes) == (1, 2 * SLOT_ALIGN)
 
 
-def test_a_number_that_another_block_has_now_is_no_parent() -> None:
-    cache = Cache()
-    cache.store(cache.session, [1, 2, 3])
-    evict(cache.core, 1, 0, words_of([1]))
-    assert [block.parent_words is None for block in cache.listed()] == [True, False]
-    for depth, group in ((7, 0), (0, 1)):
-        cache.store(cache.session, [9], depth=depth, group=group)
-        of_hash = {block.hash_words.tobytes(): block for block in cache.listed()}
-        assert of_hash[words_of([2]).tobytes()].parent_words is None
-        evict(cache.core, 1, group, words_of([9]))
-
-
 def test_blocks_are_found_in_parts_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache()
     cache.store(cache.session, range(7))

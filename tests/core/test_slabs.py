@@ -168,11 +168,17 @@ class SlabMachine(AnyRuns):
         found = (figures.lent_bytes, figures.idle_bytes, figures.tail_bytes, figures.stranded_bytes)
         assert found == self.naive.figures(self.asked)
         assert figures.arena_bytes == self.pool.capacity_bytes == len(self.naive.backed) * SLAB
-        assert 0 <= figures.fragmentation_ratio < 1 and 0 <= figures.imbalance_ratio < 1
-        of_arena = sum(share for _, share, _ in figures.shares)
-        assert math.isclose(of_arena * figures.arena_bytes, figures.lent_bytes)
-        of_used = sum(share for _, _, share in figures.shares)
-        assert not figures.shares or math.isclose(of_used, 1)
+        lent_bytes = max(1, figures.lent_bytes)
+        assert figures.fragmentation_ratio == (found[1] + found[2]) / lent_bytes
+        lent, used = Counter[int](), sum(size for _, size in self.naive.used)
+        for _, length, size in self.naive.runs():
+            lent[size] += length * SLAB
+        assert figures.shares == tuple(
+            (size, lent[size] / figures.arena_bytes, size * by_size[size] / used)
+            for size in sorted(lent)
+        )
+        apart = (abs(lent[size] / lent_bytes - size * by_size[size] / used) for size in lent)
+        assert math.isclose(figures.imbalance_ratio, sum(apart) / 2, abs_tol=1e-9)
 
 
 def check_apart(slots: set[Slot], arena_bytes: int) -> None:
@@ -252,26 +258,6 @@ def test_a_short_run_behind_a_longer_one_grows() -> None:
 def test_sizes_that_make_no_pool_are_refused(arena_bytes: int, slab_bytes: int) -> None:
     with pytest.raises(ValueError, match="_bytes is"):
         SlabPool(arena_bytes, slab_bytes)
-
-
-def test_figures_of_a_pool() -> None:
-    """Allocates two sizes: the first fills its slab, half the slots of the other are free. Then
-    requests a size that needs two adjacent slabs."""
-    pool = SlabPool(8 * SLAB, SLAB)
-    assert pool.figures().fragmentation_ratio == pool.figures().imbalance_ratio == 0
-    pool.allocate(SLAB, 1)
-    assert (pool.figures().fragmentation_ratio, pool.figures().imbalance_ratio) == (0, 0)
-    pool.allocate(SLAB // 4 + 1, 1)
-    figures = pool.figures()
-    assert (figures.lent_bytes, figures.idle_bytes, figures.tail_bytes) == (2 * SLAB, SLAB // 2, 0)
-    assert figures.fragmentation_ratio == 0.25
-    assert figures.shares == ((SLAB // 2, 1 / 8, 1 / 3), (SLAB, 1 / 8, 2 / 3))
-    assert math.isclose(figures.imbalance_ratio, 1 / 2 - 1 / 3)
-    lent = pool.allocate(SLAB, 6)
-    pool.free(SLAB, lent[::2])
-    assert pool.figures().stranded_bytes == 0
-    assert pool.available_slots(2 * SLAB) == 0
-    assert pool.figures().stranded_bytes == 3 * SLAB
 
 
 @given(

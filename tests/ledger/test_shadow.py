@@ -3,93 +3,80 @@
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies import LRU, POLICIES
-from hotkv_server.cache.room.policies.protocol import Keys
+from hotkv_server.cache.room.policies.protocol import Entries, Keys
 from hotkv_server.ledger.book.shadow import Shadow
 from hotkv_server.simulate.replay import replay
 from hotkv_server.simulate.trace import make_trace
+from tests.simulate.naive import NaiveLRU, prefix_length
 from tests.simulate.traces import regular_turns
 
 MAX_KEYS = 24
 
 
 class SpyLru(LRU):
-    """Notes the keys that were declined, and the number of the request's keys before them."""
+    """Notes the keys that were declined, and the number of the request's keys before them; and the
+    keys that went, by whether they were evicted."""
 
     def __init__(self) -> None:
         super().__init__(MAX_KEYS)
         self.declined: list[tuple[list[int], int]] = []
+        self.gone: dict[bool, list[int]] = {True: [], False: []}
 
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
         self.declined.append((keys.tolist(), depth))
 
-
-class NaiveLru:
-    """Keys in order of use, the oldest first. A request uses held keys, then stores the rest; its
-    head is used last."""
-
-    def __init__(self) -> None:
-        self.held: dict[int, int] = {}
-        self.declined: list[tuple[list[int], int]] = []
-
-    def serve(self, keys: list[int], size: int, limit: int) -> int:
-        hits = next((at for at, key in enumerate(keys) if key not in self.held), len(keys))
-        mine = [key for key in keys if key in self.held]
-        for key in reversed(mine):
-            self.held[key] = self.held.pop(key)
-        absent = [key for key in keys if key not in self.held]
-        while (
-            sum(self.held.values()) + len(absent) * size > limit
-            or len(self.held) + len(absent) > MAX_KEYS
-        ):
-            victim = next((key for key in self.held if key not in mine), None)
-            if victim is None:
-                break
-            del self.held[victim]
-        room = max(0, limit - sum(self.held.values())) // size
-        stored = min(room, MAX_KEYS - len(self.held))
-        for key in reversed(absent[:stored]):
-            self.held[key] = size
-        if absent[stored:]:
-            self.declined.append((absent[stored:], len(keys) - len(absent[stored:])))
-        return hits
+    def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
+        self.gone[evicted] += keys.tolist()
+        super().forget(entries, keys, evicted=evicted)
 
 
 class ShadowBesideNaive(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.policy, self.naive = SpyLru(), NaiveLru()
+        self.policy, self.naive = SpyLru(), NaiveLRU(MAX_KEYS)
+        self.declined: list[tuple[list[int], int]] = []
+        self.gone: dict[bool, list[int]] = {True: [], False: []}
         self.shadow = Shadow(lambda _: self.policy, MAX_KEYS)
         self.now_s = 1.0
 
+    @initialize(size=st.sampled_from([1, 4]))
+    def start(self, size: int) -> None:
+        self.size = size
+
     @rule(
         keys=st.lists(st.integers(1, 40), min_size=1, max_size=12, unique=True),
-        size=st.just(4),
         limit=st.sampled_from([0, 20, 60, 90, 400]),
     )
-    def serve(self, keys: list[int], size: int, limit: int) -> None:
+    def serve(self, keys: list[int], limit: int) -> None:
         self.now_s += 1.0
-        hits = self.shadow.serve(np.array(keys, np.uint64), size, limit, self.now_s)
-        assert hits == self.naive.serve(keys, size, limit)
+        hits = self.shadow.serve(np.array(keys, np.uint64), self.size, limit, self.now_s)
+        assert hits == prefix_length(keys, self.naive.blocks)
+        self.naive.capacity = min(limit // self.size, MAX_KEYS)
+        absent = [key for key in keys if key not in self.naive.blocks]
+        self.gone[True] += self.naive.store(keys)
+        if left := [key for key in absent if key not in self.naive.blocks]:
+            self.declined.append((left, len(keys) - len(left)))
 
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        gone = data.draw(st.lists(st.sampled_from(sorted(self.naive.held) or [0]), unique=True))
-        gone = [key for key in gone if key in self.naive.held]
+        gone = data.draw(st.lists(st.sampled_from(sorted(self.naive.blocks) or [0]), unique=True))
+        gone = [key for key in gone if key in self.naive.blocks]
         self.shadow.drop(np.array(gone, np.uint64))
+        self.gone[False] += gone
         for key in gone:
-            del self.naive.held[key]
+            del self.naive.blocks[key]
 
     @invariant()
     def holds_the_same(self) -> None:
         self.shadow.check_invariants()
-        assert set(self.shadow.keys.tolist()) == set(self.naive.held)
-        assert self.policy.declined == self.naive.declined
+        assert set(self.shadow.keys.tolist()) == set(self.naive.blocks)
+        assert (self.policy.declined, self.policy.gone) == (self.declined, self.gone)
 
 
 TestShadow = ShadowBesideNaive.TestCase

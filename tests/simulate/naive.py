@@ -25,10 +25,11 @@ class NaiveLRU:
         """Uses present blocks, and brings in as many others as fit. Returns the evicted blocks,
         coldest first."""
         present = [block for block in ids if block in self.blocks]
-        fresh = [block for block in ids if block not in self.blocks][: self.capacity - len(present)]
+        most = max(self.capacity, len(present))
+        fresh = [block for block in ids if block not in self.blocks][: most - len(present)]
         self.use(present)
         evicted = []
-        while len(self.blocks) + len(fresh) > self.capacity:
+        while len(self.blocks) + len(fresh) > most:
             evicted.append(next(iter(self.blocks)))
             del self.blocks[evicted[-1]]
         self.use(fresh)

@@ -235,7 +235,7 @@ def figures_of(
 ) -> PoolFigures:
     """Returns the figures of a pool.
 
-    rows: the figures of each slot size.
+    rows: the figures of each slot size that has slabs; each has slots in use.
     num_backed: number of slabs that have memory.
     num_stranded: number of free slabs that slots of the largest size can't use.
     """
@@ -243,7 +243,7 @@ def figures_of(
     idle = sum((row.num_slots - row.num_used) * row.slot_bytes for row in rows)
     lent = sum(row.num_slabs for row in rows) * slab_bytes
     shares = tuple(
-        (row.slot_bytes, row.num_slabs / num_backed, row.num_used * row.slot_bytes / max(1, used))
+        (row.slot_bytes, row.num_slabs / num_backed, row.num_used * row.slot_bytes / used)
         for row in rows
     )
     return PoolFigures(
