@@ -9,6 +9,8 @@ from hotkv_server.tiers.remote.client import RefusedError, UnusableError
 
 FULL_CODES = ("OOM", "MISCONF", "NOREPLICAS")
 """Codes with which a server refuses writes, but still executes reads."""
+NO_WRITE_CODES = (*FULL_CODES, "NOPERM")
+"""Codes that a write gets although hotkv's user may read."""
 INCOMPLETE = "INCOMPLETE"
 """An error code of hotkv, not of Valkey. It means that a cluster can't serve a key: a server
 answers with one of INCOMPLETE_CODES, or no server has the hash slot of the key."""

@@ -12,7 +12,7 @@ from hotkv_server.tiers.remote import values
 from hotkv_server.tiers.remote.client import LostError, quoted
 from hotkv_server.tiers.valkey import epochs
 from hotkv_server.tiers.valkey.connection import Pipe
-from hotkv_server.tiers.valkey.errors import FULL_CODES, Errors, unusable
+from hotkv_server.tiers.valkey.errors import FULL_CODES, NO_WRITE_CODES, Errors, unusable
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply
 
 # ------------------------------------------------------------------------------------- Time to live
@@ -171,7 +171,7 @@ class RespClient:
             missing, replies[: len(missing)], replies[len(missing) :], strict=True
         ):
             found[name] = epochs.parsed(reply)
-            is_refused = isinstance(begun, ErrorReply) and begun.code not in FULL_CODES
+            is_refused = isinstance(begun, ErrorReply) and begun.code not in NO_WRITE_CODES
             if is_refused and found[name] == NO_EPOCH:
                 assert isinstance(begun, ErrorReply)
                 raise unusable(begun.code) or LostError(f"begins no epoch: {begun.code}")
