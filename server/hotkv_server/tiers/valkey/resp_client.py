@@ -171,9 +171,7 @@ class RespClient:
             missing, replies[: len(missing)], replies[len(missing) :], strict=True
         ):
             found[name] = epochs.parsed(reply)
-            is_refused = isinstance(begun, ErrorReply) and begun.code not in NO_WRITE_CODES
-            if is_refused and found[name] == NO_EPOCH:
-                assert isinstance(begun, ErrorReply)
+            if isinstance(begun, ErrorReply) and not (found[name] or begun.code in NO_WRITE_CODES):
                 raise unusable(begun.code) or LostError(f"begins no epoch: {begun.code}")
         shown = {name: epoch for name, epoch in found.items() if epoch is not None}
         below = self._clock.restored_below(info, time.monotonic(), max(shown.values(), default=0))
