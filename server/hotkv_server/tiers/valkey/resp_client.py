@@ -190,11 +190,14 @@ class RespClient:
             if isinstance(reply, ErrorReply) and reply.code in FULL_CODES:
                 (removed,) = self._ask([epochs.remove(fingerprint)], until_s)
                 if isinstance(removed, ErrorReply):
-                    raise unusable(removed.code) or LostError(f"keeps an old epoch: {removed.code}")
+                    error = unusable(removed.code, is_write=True)
+                    raise error or LostError(f"keeps an old epoch: {removed.code}")
                 if not removed:
                     raise LostError("is full: it has no room for the epoch of a key space")
                 self._check_replica(fingerprint, until_s)
                 return NO_EPOCH
+            if isinstance(reply, ErrorReply) and (error := unusable(reply.code, is_write=True)):
+                raise error
             # A lower number means that the server has lost the epoch after the GET, so that INCRBY
             # began at 0.
             if (epoch := epochs.parsed(reply)) >= wanted:
