@@ -46,6 +46,7 @@ class Store:
     blocks: set[tuple[int, int]] = field(default_factory=set)
     copies: list[tuple[int, frozenset[tuple[int, int]]]] = field(default_factory=list)
     is_up: bool = True
+    takes_raises: bool = True
     trusted_at_s: float = 0.0
     restored_below: int = 0
 
@@ -113,6 +114,7 @@ class Flushes(RuleBasedStateMachine):
         for _ in range(turns):
             self.now_s += TURN_S
             self.store.is_up = self.store.is_up or dice.random() < 0.03
+            self.store.takes_raises |= dice.random() < 0.03
             for node in self.nodes:
                 node.is_cut = node.is_cut and dice.random() > 0.03
                 node.is_stopped = node.is_stopped and dice.random() > 0.03
@@ -132,7 +134,7 @@ class Flushes(RuleBasedStateMachine):
                     call[-1] = self.store.shown(self.now_s)
                 else:
                     assert isinstance(argument, int)
-                    call[-1] = self.store.raised(argument)
+                    call[-1] = self.store.takes_raises and self.store.raised(argument)
 
     def node_works(self, node: Node, dice: random.Random, haste: float) -> None:
         book, is_away = node.book, node.is_cut or not self.store.is_up
@@ -143,7 +145,7 @@ class Flushes(RuleBasedStateMachine):
             # An answer that is under way may be lost with the connection.
             answer = None if is_away and dice.random() < 0.5 else answer
             if what == "raise":
-                book.raised("store", FP, answer, self.now_s)  # type: ignore[arg-type]
+                book.raised("store", FP, answer or None, self.now_s)  # type: ignore[arg-type]
                 continue
             node.is_asking = False
             if answer is not None:
@@ -238,6 +240,10 @@ class Flushes(RuleBasedStateMachine):
         self.store.is_up = not self.store.is_up or self.knower is not None
 
     @rule()
+    def store_refuses_raises(self) -> None:
+        self.store.takes_raises = False
+
+    @rule()
     def copy_is_made(self) -> None:
         self.store.copies.append((self.store.epoch, frozenset(self.store.blocks)))
 
@@ -273,7 +279,7 @@ class Flushes(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Mends all faults. Checks that each flush is answered without pending stores, and that all
         nodes agree with the store."""
-        self.store.is_up = True
+        self.store.is_up = self.store.takes_raises = True
         for node in self.nodes:
             node.is_cut = node.is_stopped = False
         turns = int((2 * GRACE_S + 2 * RETRY_S + 2 * CONFIRMED_S + TELL_S) / TURN_S)
@@ -366,6 +372,9 @@ def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
     book.raised("store", FP, None, 12.0)
     assert not book.raises(12.0 + RETRY_S / 2)
     assert kept(book).begin_raise("store", 0.0), "the next server knows that it must be told"
+    # Meanwhile blocks that came since are served from host memory.
+    book.shows(7, 12.1, blocks=(FP,))
+    assert book.state(12.2) == (NO_EPOCH, True, False)
     assert book.raises(12.0 + RETRY_S)
     book.raised("store", FP, 9, 13.0)
     assert not book.raises(99.0)

@@ -14,14 +14,7 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.tiers.compression import form, kernels
 from hotkv_server.tiers.compression.staged import Codec
 from tests.oracles import compression as oracle
-from tests.tiers.encodings import (
-    BEFORE_BYTES,
-    between,
-    codec_by,
-    encode,
-    inner,
-    keys_and_values,
-)
+from tests.tiers.encodings import BEFORE_BYTES, between, codec_by, encode, inner, keys_and_values
 
 GROUP_BYTES = form.GROUP_VALUES * form.VALUE_BYTES
 TILE_BYTES = form.TILE_VALUES * form.VALUE_BYTES

@@ -18,11 +18,7 @@ from hotkv_server.testing.fault_proxy import Dam, changed_at, cut_after, nothing
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes, content
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote import calls
-from hotkv_server.tiers.remote.calls import (
-    PART_BLOCKS,
-    PART_BYTES,
-    cut,
-)
+from hotkv_server.tiers.remote.calls import PART_BLOCKS, PART_BYTES, cut
 from tests.support.waiting import wait_for
 from tests.tiers.support import Asked, Store, broken, quickest_s
 

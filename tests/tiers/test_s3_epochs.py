@@ -8,12 +8,7 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
-from hotkv_server.testing.flush_contract import (
-    NAME,
-    answer,
-    epoch,
-    flush,
-)
+from hotkv_server.testing.flush_contract import NAME, answer, epoch, flush
 from hotkv_server.tiers.protocol import NO_EPOCH, begun
 from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.s3 import epochs as epoch_objects

@@ -202,11 +202,13 @@ def test_a_user_who_may_only_read_loses_no_read(
     with bench_over(f"unix:{server.path}") as bench:
         bench.fill([1], [0])
         bench.write([1], [0])
-        server.client.execute_command("ACL", "SETUSER", "default", "-set")
+        server.client.execute_command("ACL", "SETUSER", "default", "-set", "-incrby")
         for number in range(2, 12):
             assert bench.write([number], [0]).tolist() == [Write.FAILED]
             bench.check_read([1], [3])
+            assert epoch(bench.tier, "new") == NO_EPOCH and flush(bench.tier) is None
         assert not bench.tier.problem() and caplog.text.count("refuses writes") == 1
+        assert caplog.text.count("no epoch of fingerprint=new that can be used") == 1
         server.client.execute_command("ACL", "SETUSER", "default", "+set")
         assert bench.write([2], [0]).tolist() == [Write.STORED]
 
@@ -248,7 +250,7 @@ def test_a_flush_of_a_full_server_counts_if_it_removes_the_epoch(
         ([b"+x"], lambda bench: bench.tier.forget([b"a"]), None, "UNLINK with 'x'"),
         ([b":1", b"-ERR no"], lambda bench: bench.tier.forget([b"a", b"b"]), None, ""),
         ([NO_INFO, b"_", b"-ERR no", b"_"], lambda bench: epoch(bench.tier), None, "begins no"),
-        ([NO_INFO, b"_", b"-NOPERM no", b"_"], lambda bench: epoch(bench.tier), None, "forbids"),
+        ([NO_INFO, b"_", b"-NOAUTH no", b"_"], lambda bench: epoch(bench.tier), None, "password"),
         ([NO_INFO, b"_", b"-OOM no", b"_"], lambda bench: epoch(bench.tier), NO_EPOCH, ""),
         ([NO_INFO, b"_", b"$1\r\n9", b":8"] * 8, lambda bench: flush(bench.tier), None, "loses"),
     ],

@@ -103,10 +103,11 @@ class EpochStanding:
 
     @property
     def is_settled(self) -> bool:
-        """True if the store's answers can confirm the state: neither a flush of this node nor a
-        raise is pending, and the blocks on this node are vouched for, or the store has no epoch
-        (`is_none`)."""
-        return self.target is None and not self.is_untold and (self.is_vouched or self.is_none)
+        """True if the store's answers can confirm the blocks on this node: they are vouched for, or
+        the store has no epoch (`is_none`), and neither a flush of this node nor a raise is pending.
+        A raise that the store refuses does not count: it ends older blocks in the store only."""
+        is_raised = self.has_failed or not self.is_untold
+        return self.target is None and is_raised and (self.is_vouched or self.is_none)
 
 
 @dataclass(slots=True)
@@ -337,7 +338,8 @@ class EpochBook:
 
         A key space in use is due ASK_EVERY_S after the last question for it, a key space in `idle`
         after IDLE_EVERY_S. A call returns at most MAX_IDLE idle key spaces, first those for which
-        the last question is oldest. Leaves out key spaces whose epoch the store must still raise.
+        the last question is oldest. Leaves out key spaces whose epoch the store must still raise,
+        unless the last raise failed.
         """
 
         def asked_s(fingerprint: str) -> float:
@@ -352,7 +354,7 @@ class EpochBook:
         wanted = []
         for fingerprint in used + heapq.nsmallest(MAX_IDLE, others, asked_s):
             standing = self.standing(fingerprint, store)
-            if not standing.is_untold and not standing.is_raising:
+            if standing.is_untold == standing.has_failed and not standing.is_raising:
                 standing.asked_s = now_s
                 wanted.append(fingerprint)
         return wanted
@@ -376,7 +378,8 @@ class EpochBook:
         for fingerprint, epoch in epochs.items():
             record = self._record(fingerprint)
             standing = record.stores[store]
-            if standing.is_untold or standing.is_raising or sent_s < standing.raise_s:
+            is_old = standing.is_untold or sent_s < standing.raise_s
+            if standing.is_raising or (is_old and not standing.has_failed):
                 # The question was sent before a raise, so the answer may be out of date.
                 continue
             if NO_EPOCH < epoch < standing.epoch:
@@ -455,7 +458,8 @@ class EpochBook:
         """Returns the epoch under which the key space's blocks in the store may be read and
         written. Returns NO_EPOCH if they may not be read or written now."""
         standing = self.standing(fingerprint, store)
-        return standing.epoch if standing.is_settled and standing.is_vouched else NO_EPOCH
+        is_usable = standing.is_settled and standing.is_vouched and not standing.is_untold
+        return standing.epoch if is_usable else NO_EPOCH
 
     def doubt(self, fingerprint: str, now_s: float) -> None:
         """Withdraws the confirmations of the key space's epochs, because a call of a tier has seen
@@ -465,8 +469,8 @@ class EpochBook:
             standing.confirmed_s = standing.asked_s = NEVER_S
 
     def is_fresh(self, fingerprint: str, store: str, now_s: float) -> bool:
-        """Returns True if the store has confirmed the epoch in the last CONFIRMED_S, and neither a
-        flush of this node nor a raise is pending."""
+        """Returns True if the store has confirmed the epoch of the blocks on this node in the last
+        CONFIRMED_S."""
         standing = self.standing(fingerprint, store)
         return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
@@ -478,7 +482,7 @@ class EpochBook:
         in other stores."""
         record = self._record(fingerprint)
         return len(self.stores) < 2 or all(
-            one.is_settled and one.confirmed_s > record.ended_s + CALM_S
+            not one.is_untold and one.is_settled and one.confirmed_s > record.ended_s + CALM_S
             for one in self._mine(record)
         )
 

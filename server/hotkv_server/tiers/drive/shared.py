@@ -27,18 +27,8 @@ from hotkv_server.tiers.drive.breaker import Breaker
 from hotkv_server.tiers.drive.copies import TierCopies
 from hotkv_server.tiers.drive.epochs import Epochs
 from hotkv_server.tiers.drive.reads import TierReads
-from hotkv_server.tiers.drive.tasks import (
-    blocks_of,
-    future,
-    on_loop,
-)
-from hotkv_server.tiers.protocol import (
-    Blocks,
-    Codes,
-    Read,
-    Seals,
-    SharedTier,
-)
+from hotkv_server.tiers.drive.tasks import blocks_of, future, on_loop
+from hotkv_server.tiers.protocol import Blocks, Codes, Read, Seals, SharedTier
 
 log = logging.getLogger(__name__)
 

@@ -173,7 +173,7 @@ class RemoteTier:
 
         def do(client: Client, until_s: float) -> None:
             call.shown = client.epochs(fingerprints, until_s)
-            self._warn(set(fingerprints) - call.shown.epochs.keys())
+            self._warn({one for one in fingerprints if not call.shown.epochs.get(one)})
 
         self._workers.submit_control(call, Part(call, do, deadline_s))
 
@@ -242,8 +242,8 @@ class RemoteTier:
         control calls only."""
         for fingerprint in sorted(unusable - self._warned):
             log.warning(
-                "tier=%s has an epoch of fingerprint=%s that can't be used, so no block of this "
-                "key space is served. If it stays so, let hotkv read the epoch, or remove it",
+                "tier=%s has no epoch of fingerprint=%s that can be used, so it serves no block of "
+                "this key space. If it stays so, let hotkv read and write the epoch, or remove it",
                 self._facts.name,
                 fingerprint,
             )

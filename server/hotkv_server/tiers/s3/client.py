@@ -14,15 +14,7 @@ import time
 from collections.abc import Sequence
 
 from hotkv_server.settings.tiers import S3Settings
-from hotkv_server.tiers.protocol import (
-    NO_EPOCH,
-    NO_EPOCHS,
-    Codes,
-    Epochs,
-    Read,
-    Shown,
-    Write,
-)
+from hotkv_server.tiers.protocol import NO_EPOCH, NO_EPOCHS, Codes, Epochs, Read, Shown, Write
 from hotkv_server.tiers.remote.client import StoreError, UnusableError
 from hotkv_server.tiers.s3 import epochs
 from hotkv_server.tiers.s3.bucket import CHECK, Bucket, DeniedError, FullError, Loop

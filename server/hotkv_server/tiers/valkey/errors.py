@@ -5,10 +5,12 @@ Always true: messages contain no secrets. They never quote replies to AUTH and H
 servers repeat the arguments of unknown commands.
 """
 
-from hotkv_server.tiers.remote.client import RefusedError, UnusableError
+from hotkv_server.tiers.remote.client import RefusedError, StoreError, UnusableError
 
 FULL_CODES = ("OOM", "MISCONF", "NOREPLICAS")
 """Codes with which a server refuses writes, but still executes reads."""
+NO_WRITE_CODES = (*FULL_CODES, "NOPERM")
+"""Codes that a write gets although hotkv's user may read."""
 INCOMPLETE = "INCOMPLETE"
 """An error code of hotkv, not of Valkey. It means that a cluster can't serve a key: a server
 answers with one of INCOMPLETE_CODES, or no server has the hash slot of the key."""
@@ -35,9 +37,12 @@ _UNUSABLE = {
 }
 
 
-def unusable(code: str) -> UnusableError | None:
+def unusable(code: str, *, is_write: bool = False) -> StoreError | None:
     """Returns the error to raise if `code` means that the whole server is unusable. Returns None if
-    it means only that one command has failed."""
+    it means only that one command has failed. `is_write`: True if the code answers a write; if the
+    user lacks only the right to write, returns a RefusedError."""
+    if is_write and code == "NOPERM":
+        return RefusedError(f"refuses writes, so it only serves reads: it {_UNUSABLE[code]}")
     words = _UNUSABLE.get(code)
     return UnusableError(words) if words else None
 
@@ -54,10 +59,7 @@ class Errors:
         self._first = self._first or (code if code in _UNUSABLE else "")
 
     def check(self, *, is_write: bool = False) -> None:
-        """Raises UnusableError if an added code means that the whole server is unusable. Called
-        after the last reply was read. `is_write`: True if the replies are to writes; if the user
-        lacks only the right to write, raises RefusedError."""
-        if is_write and self._first == "NOPERM":
-            raise RefusedError(f"refuses writes, so it only serves reads: it {_UNUSABLE['NOPERM']}")
-        if self._first:
-            raise UnusableError(_UNUSABLE[self._first])
+        """Raises the error of `unusable` for the added codes. Called after the last reply was read.
+        `is_write`: see `unusable`."""
+        if error := unusable(self._first, is_write=is_write):
+            raise error

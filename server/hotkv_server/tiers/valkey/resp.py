@@ -211,7 +211,7 @@ class Replies:
                 self._begin = end + 2
                 return bytes(self._buffer[begin : begin + 1]), bytes(self._buffer[begin + 1 : end])
             if end == begin or self._end - begin > MAX_LINE_BYTES:
-                said = bytes(self._buffer[begin : min(begin + 40, self._end)])
+                said = bytes(self._buffer[begin : self._end])[:40]
                 raise LostError(f"sends what is no reply: {quoted(said)}")
             self._more(until_s, ahead_bytes)
 

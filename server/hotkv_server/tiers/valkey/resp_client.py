@@ -12,7 +12,7 @@ from hotkv_server.tiers.remote import values
 from hotkv_server.tiers.remote.client import LostError, quoted
 from hotkv_server.tiers.valkey import epochs
 from hotkv_server.tiers.valkey.connection import Pipe
-from hotkv_server.tiers.valkey.errors import FULL_CODES, Errors, unusable
+from hotkv_server.tiers.valkey.errors import FULL_CODES, NO_WRITE_CODES, Errors, unusable
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply
 
 # ------------------------------------------------------------------------------------- Time to live
@@ -171,9 +171,7 @@ class RespClient:
             missing, replies[: len(missing)], replies[len(missing) :], strict=True
         ):
             found[name] = epochs.parsed(reply)
-            is_refused = isinstance(begun, ErrorReply) and begun.code not in FULL_CODES
-            if is_refused and found[name] == NO_EPOCH:
-                assert isinstance(begun, ErrorReply)
+            if isinstance(begun, ErrorReply) and not (found[name] or begun.code in NO_WRITE_CODES):
                 raise unusable(begun.code) or LostError(f"begins no epoch: {begun.code}")
         shown = {name: epoch for name, epoch in found.items() if epoch is not None}
         below = self._clock.restored_below(info, time.monotonic(), max(shown.values(), default=0))
@@ -192,11 +190,14 @@ class RespClient:
             if isinstance(reply, ErrorReply) and reply.code in FULL_CODES:
                 (removed,) = self._ask([epochs.remove(fingerprint)], until_s)
                 if isinstance(removed, ErrorReply):
-                    raise unusable(removed.code) or LostError(f"keeps an old epoch: {removed.code}")
+                    error = unusable(removed.code, is_write=True)
+                    raise error or LostError(f"keeps an old epoch: {removed.code}")
                 if not removed:
                     raise LostError("is full: it has no room for the epoch of a key space")
                 self._check_replica(fingerprint, until_s)
                 return NO_EPOCH
+            if isinstance(reply, ErrorReply) and (error := unusable(reply.code, is_write=True)):
+                raise error
             # A lower number means that the server has lost the epoch after the GET, so that INCRBY
             # began at 0.
             if (epoch := epochs.parsed(reply)) >= wanted:
