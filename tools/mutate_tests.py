@@ -120,6 +120,7 @@ TESTS: dict[str, str] = {
     "proto/hotkv_proto/order.py": "tests/core/test_order.py",
     "proto/hotkv_proto/table.py": "tests/wire/test_rereads.py tests/core/test_index.py",
     "proto/hotkv_proto/limits.py": "tests/core/test_filling.py tests/core/test_pinning.py",
+    "proto/hotkv_proto/costs.py": "tests/wire/test_costs.py",
     "proto/hotkv_proto/layout.py": "tests/core/test_layout.py tests/dataplane/test_layouts.py",
     "proto/hotkv_proto/kernels.py": (
         "tests/wire/test_rereads.py tests/dataplane/test_streaming.py tests/core/test_index.py "

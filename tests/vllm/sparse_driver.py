@@ -2,7 +2,7 @@
 
 sparse: returns whether it is on, its layers, the tracked sequences and the preempted requests.
 rewrite_always: rewrites rows even if no block is left out.
-break_after (calls): the selection raises from then on.
+break_from_now: the selection raises from then on.
 pool: returns the built blocks of each layer, and how many of them differ from the representation
 that their page gives.
 lose (steps): bytes in host memory are lost after these numbers of steps.
@@ -72,17 +72,11 @@ def rewrite_always(_: Any) -> dict[str, Any]:
     return {}
 
 
-def break_after(_: Any, calls: int) -> dict[str, Any]:
-    worker = _worker()
-    original, left = worker._select, [calls]
+def break_from_now(_: Any) -> dict[str, Any]:
+    def select(*_: Any) -> Any:
+        raise RuntimeError("injected")
 
-    def select(*arguments: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise RuntimeError("injected")
-        return original(*arguments)
-
-    worker._select = select
+    _worker()._select = select
     return {}
 
 
@@ -280,7 +274,7 @@ engine_driver.OPERATIONS |= {
     "rows": rows,
     "sparse": sparse,
     "rewrite_always": rewrite_always,
-    "break_after": break_after,
+    "break_from_now": break_from_now,
     "pool": pool,
     "pace": pace,
 }

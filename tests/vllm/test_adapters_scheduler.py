@@ -13,7 +13,6 @@ from vllm.lora.request import LoRARequest
 from hotkv_vllm.identity.adapter_watch import AdapterWatch
 from hotkv_vllm.identity.adapters import (
     ASK_AGAIN_S,
-    LATER,
     MAX_ADAPTERS,
     NO_WORK,
     UNKNOWN,
@@ -111,16 +110,6 @@ def test_the_workers_are_asked_once_while_requests_live_and_hold_so_long() -> No
     assert one.standing(third, 0.0) is Standing.WAIT
     one.reported(AdapterReport({work.asked[0][0]: {0: "x"}}))
     assert one.standing(third, 0.0) is Standing.KNOWN
-
-
-def test_a_put_off_answer_lets_the_request_go_and_may_still_come() -> None:
-    one, _ = adapters(2)
-    request = arrive(one, lora())
-    ((number, _),) = one.take_work(0.0).asked
-    one.reported(AdapterReport({number: {0: "x", 1: LATER}}))
-    assert one.standing(request, 0.0) is Standing.NOT_YET and not one.keys(request)
-    one.reported(AdapterReport({number: {1: "x"}}))
-    assert one.standing(request, 0.0) is Standing.KNOWN
 
 
 @pytest.mark.parametrize("how", ["changed", "unknown", "other id", "other id first"])

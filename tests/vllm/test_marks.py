@@ -12,7 +12,6 @@ from hotkv_vllm.worker.device_order import (
     NUM_EVENTS,
     NUM_WORDS,
     WORDS_HANDLE,
-    CudaWords,
     Mark,
     Marks,
     marks_for,
@@ -101,14 +100,6 @@ def test_each_stream_has_a_word_that_counts_up() -> None:
         device.stream = stream
         mark = marks.make(OrderKind.FLAGS)
         assert (mark.after is not None) == (stream < 7 + NUM_WORDS) and mark.event is not None
-
-
-def test_words_of_a_gpu_have_no_sign() -> None:
-    words = object.__new__(CudaWords)
-    words._cells = (torch.zeros((), dtype=torch.int32),)
-    for value in (1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1):
-        words.write(0, value)
-        assert int(words._cells[0]) % (1 << 32) == value
 
 
 def test_the_servers_words_are_shown_beside_the_memory() -> None:
