@@ -131,8 +131,11 @@ def space_of(identity="files"):
     return KeySpace("m", identity, "bfloat16", (group,), 16)
 
 
-def made(patch):
-    """Returns a scheduler's side that has opened its session, and its tier."""
+def made(patch, *, is_reset=False):
+    """Returns a scheduler's side that has opened its session, and its tier.
+
+    is_reset: True if there is a reset before the ranks say hello.
+    """
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
     patch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: False)
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
@@ -151,6 +154,8 @@ def made(patch):
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
     kv_cache_config = SimpleNamespace(num_blocks=4, kv_cache_groups=[group])
     side = DoorScheduler(config, kv_cache_config, ConnectorConfig(), tier, edge)
+    if is_reset:
+        side.reset(is_device_empty=True)
     side.connect([PageFormat(rank, "page") for rank in range(NUM_RANKS)])
     return side, tier
 
@@ -427,9 +432,11 @@ def test_a_reset_that_breaks_holds_the_tier(monkeypatch):
     assert side.edge.broken == {"door.reset"} and not tier.serves
 
 
-def test_without_a_server_no_request_waits_for_the_ranks(monkeypatch):
-    side, tier = made(monkeypatch)
-    side.reset(is_device_empty=True)
+@pytest.mark.parametrize("is_early", [False, True])
+def test_after_a_reset_requests_wait_for_the_ranks_if_there_is_a_server(monkeypatch, is_early):
+    side, tier = made(monkeypatch, is_reset=is_early)
+    if not is_early:
+        side.reset(is_device_empty=True)
     assert tier.makes_wait()
     tier.session.connected = False
     assert not tier.makes_wait()

@@ -97,7 +97,7 @@ class DoorScheduler:
             kv_cache_config.num_blocks,
             doubtful_tokens(vllm_config, self._block_tokens),
         )
-        self._weights = Rekeying(self._num_ranks, "")
+        self._weights = Rekeying(self._num_ranks)
         self._is_clean = True
         # True from a reset that has emptied the caches (or from the start) until a check of the
         # weights begins or a hook breaks. The ranks answer a check before the step computes blocks.
@@ -160,7 +160,7 @@ class DoorScheduler:
         except (Unsupported, OSError, ValueError) as error:
             logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
             return
-        self._weights = Rekeying(self._num_ranks, space.weights_identity, in_doubt)
+        self._weights.begin(space.weights_identity, in_doubt)
         self._open(space, self._config.startup_wait_s, OPENING_S)
         if self._counts_media:
             logger.warning(

@@ -496,7 +496,7 @@ class Sharing:
         self.cache: Assembly | None = None
         self.joining: Joining | None = None
         self.links = WorkerLinks()
-        self.weights = Rekeying(self._num_ranks, "")
+        self.weights = Rekeying(self._num_ranks)
         self._has_said_on = False
 
     def __repr__(self) -> str:
@@ -579,12 +579,8 @@ class Sharing:
         except Unsupported as why:
             logger.warning("hotkv is off: %s; the engine runs without it", why)
             return
-        identity = agreement.space.weights_identity
-        if self.weights.identity:
-            self.weights.go_on(identity)
-        else:
-            in_doubt = any(h.weights_in_doubt for h in handshakes)
-            self.weights = Rekeying(self._num_ranks, identity, in_doubt)
+        in_doubt = any(h.weights_in_doubt for h in handshakes)
+        self.weights.begin(agreement.space.weights_identity, in_doubt)
         # Before the first request: numba takes a second to load, and some kernels must be compiled.
         native.load("hotkv_proto.kernels")
         try:
