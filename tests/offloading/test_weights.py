@@ -458,12 +458,13 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
 
 def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
     """A state that the step itself writes is at its place in the request's table, or inside a
-    block."""
+    block. A state behind the tokens that may be stored is not stored either."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: None)
     monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 3})
     step = admission("a", 0, 16)
-    offers = [(0, 1, 16), (0, 3, 16), (0, 2, 16), (0, 3, 8)]
+    offers = [(0, 1, 16), (0, 3, 16), (0, 2, 16), (0, 3, 8), (0, 2, 24)]
     step.kv_connector_block_state.boundary_state_offloads["a"] = offers
-    side.tell_written(step, SimpleNamespace())
+    status = SimpleNamespace(max_offload_tokens=16)
+    side.tell_written(step, SimpleNamespace(_req_status={"a": status}))
     assert offers == [(0, 1, 16), (0, 2, 16), (0, 3, 8)] and not side.edge.broken

@@ -284,9 +284,6 @@ class DoorScheduler:
         self._written.step(scheduler_output)
         written = self._written.of_step()
         steps.tell_written(offloading, written)
-        groups = self._kv_cache_config.kv_cache_groups
-        sizes = [group.kv_cache_spec.block_size for group in groups]
-        steps.withdraw_states(scheduler_output.kv_connector_block_state, written, sizes)
         rows = sparse_rows(self._engine_id, scheduler_output)
         self._exactness.is_watching |= rows is not None
         if self._exactness.is_watching:
@@ -296,6 +293,10 @@ class DoorScheduler:
                 exact_tokens = self._exactness.exact_tokens(request_id)
                 if exact_tokens < EVERYTHING:
                     steps.limit_stores(offloading, request_id, exact_tokens)
+        groups = self._kv_cache_config.kv_cache_groups
+        sizes = [group.kv_cache_spec.block_size for group in groups]
+        block_state = scheduler_output.kv_connector_block_state
+        steps.withdraw_states(block_state, written, sizes, offloading)
         self._written.take()
 
     @hook(_share_nothing, of="door")
