@@ -287,6 +287,7 @@ def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_mem
     one.generate("end", OTHER, 2)
     assert two.generate("c", PROMPT, 4)[1] == 192
     assert two.worker.get_handshake_metadata().weights_in_doubt
+    assert not two.connector._scheduler.cache.finder.groups.leaves_media_out
     two.generate("d", prompt(3, 150), 4)
     two.generate("end", OTHER, 2)
     sure.drop_local()
