@@ -132,10 +132,7 @@ def space_of(identity="files"):
 
 
 def made(patch, *, is_reset=False):
-    """Returns a scheduler's side that has opened its session, and its tier.
-
-    is_reset: True if there is a reset before the ranks say hello.
-    """
+    """Returns a scheduler's side that has opened its session (after a reset), and its tier."""
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
     patch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: False)
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
@@ -374,11 +371,8 @@ def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):
 def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypatch, name, in_doubt):
     """Ranks that are in doubt name their weights by what is in memory."""
     side, tier = made(monkeypatch)
-    tier.space, side.wants_formats, side._config = (
-        None,
-        True,
-        ConnectorConfig(weights_identity=name),
-    )
+    tier.space, side.wants_formats = None, True
+    side._config = ConnectorConfig(weights_identity=name)
     monkeypatch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: True)
     side.connect([PageFormat(rank, "page", weights_in_doubt=in_doubt) for rank in range(NUM_RANKS)])
     assert (tier.space is not None) == (in_doubt or name == "mine")

@@ -203,9 +203,8 @@ def withdraw_states(
     def is_kept(offer: tuple[int, int, int]) -> bool:
         group, block, tokens = offer
         place, is_inside = divmod(tokens, block_sizes[group])
-        is_whole = (
-            is_inside or block not in written or [*tables[group][place - 1 : place]] == [block]
-        )
+        is_own = [*tables[group][place - 1 : place]] == [block]
+        is_whole = is_inside or block not in written or is_own
         return bool(is_whole and (limit is None or tokens <= limit))
 
     for request_id, offers in state.boundary_state_offloads.items():
@@ -218,9 +217,7 @@ def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]
     """Prevents vLLM's offloading from storing wrong KV after another connector of a MultiConnector
     has failed to load blocks. Returns the keys of the affected stores that are in progress. The
     caller must add these keys to the set that it passed to `fail_stores`, so that these stores
-    fail.
-
-    The requests that hold one of the blocks store no further chunks.
+    fail. The requests that hold one of the blocks store no further chunks.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     invalid_blocks: ids of the blocks that were not loaded.

@@ -162,12 +162,6 @@ class DoorScheduler:
             return
         self._weights.begin(space.weights_identity, in_doubt)
         self._open(space, self._config.startup_wait_s, OPENING_S)
-        if self._counts_media:
-            logger.warning(
-                "hotkv: requests with images or other media do not use the shared cache: vLLM "
-                "names media by a counter where mm_processor_cache_gb is 0 and prefix caching is "
-                "off; turn one of them on"
-            )
 
     def _open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> None:
         session = self._tier.open(space, wait_s, opening_s)

@@ -585,12 +585,6 @@ class Sharing:
         self._agreement = agreement
         self.cache = cache
         self.choose_media()
-        if self._engine.counts_media:
-            logger.warning(
-                "hotkv: requests with images or other media do not use the shared cache: vLLM "
-                "names media by a counter where mm_processor_cache_gb is 0 and prefix caching is "
-                "off; turn one of them on"
-            )
         if not link.await_server(cache.session, wait_s, opening_s):
             cache.state_log.waited(wait_s)
         else:
