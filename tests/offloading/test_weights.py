@@ -426,11 +426,8 @@ def test_a_reset_that_breaks_holds_the_tier(monkeypatch):
     assert side.edge.broken == {"door.reset"} and not tier.serves
 
 
-@pytest.mark.parametrize("is_early", [False, True])
-def test_after_a_reset_requests_wait_for_the_ranks_if_there_is_a_server(monkeypatch, is_early):
-    side, tier = made(monkeypatch, is_reset=is_early)
-    if not is_early:
-        side.reset(is_device_empty=True)
+def test_after_an_early_reset_requests_wait_for_the_ranks_if_there_is_a_server(monkeypatch):
+    _, tier = made(monkeypatch, is_reset=True)
     assert tier.makes_wait()
     tier.session.connected = False
     assert not tier.makes_wait()

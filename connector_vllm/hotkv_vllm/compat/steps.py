@@ -204,8 +204,8 @@ def withdraw_states(
         group, block, tokens = offer
         place, is_inside = divmod(tokens, block_sizes[group])
         is_own = [*tables[group][place - 1 : place]] == [block]
-        is_whole = is_inside or block not in written or is_own
-        return bool(is_whole and (limit is None or tokens <= limit))
+        is_whole = bool(is_inside or block not in written or is_own)
+        return is_whole and (limit is None or tokens <= limit)
 
     for request_id, offers in state.boundary_state_offloads.items():
         tables = state.get_block_ids(request_id) or [()] * len(block_sizes)

@@ -93,8 +93,7 @@ class Rekeying:
         self._asked_s = self._since_s = 0.0
         self._answers: dict[int, WeightsReport] = {}
         self._is_due = self._is_asking = False
-        # True if the engine has paused since the last check began; and the same of the present
-        # check.
+        # True if the engine has paused since the last check began; the same of the present check.
         self._has_paused = self._began_paused = False
         self.were_written = self.media_are_old = False
 
