@@ -46,7 +46,7 @@ from tests.vllm.ordered_server import RealServer
 from tests.vllm.other_connectors import PLAN, beside, loads_into, ours
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
 from tests.vllm.runs import NOISE, difference, prompts, same, usable
-from tests.vllm.specs import hybrid_model, mixed_model
+from tests.vllm.specs import hybrid_model, mixed_model, states_and_full_model
 from tests.vllm.tiny import BLOCK_TOKENS, transfer_config, write_model
 from tests.vllm.tokenizer import write_tokenizer
 from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
@@ -463,6 +463,19 @@ def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemo
     other.add("again", tokens[:270], 4)
     wait_for(lambda: other.step() or "again" in other.finished, "the answer")
     assert other.outputs["again"] == answer_of(tokens[:270], 4)
+
+
+@pytest.mark.parametrize("limit", [0, 64])
+def test_the_partial_last_block_of_a_prompt_is_not_stored_beyond_the_limit(
+    model: Make, daemon: Daemon, limit: int
+) -> None:
+    """vLLM 0.32 stores it for a limit of 0, and ends the engine for other limits."""
+    one = model(specs=states_and_full_model(), prefix_match_unit=BLOCK_TOKENS // 2)
+    before = daemon.counter("stored_blocks_total")
+    one.add("a", prompt(150 + limit, 120), 60, transfer={"max_offload_tokens": limit})
+    one.run()
+    wait_for(lambda: one.step() or one.connector._door._tier.transfers.is_idle)
+    assert daemon.counter("stored_blocks_total") == before + limit // BLOCK_TOKENS
 
 
 def test_stores_end_before_another_connector_loads_into_their_blocks(

@@ -69,9 +69,10 @@ def test_without_a_table_the_server_is_asked(rigs, monkeypatch):
     assert reader.tier.miss_of(context.req_id) is Miss.REFUSED
 
 
-@pytest.mark.parametrize("has_tiers", [False, True])
-def test_a_waiting_request_finds_what_is_stored_meanwhile(rigs, monkeypatch, has_tiers):
-    reader, keys = rigs(), keys_of(f"meanwhile {has_tiers}", 4)
+@pytest.mark.parametrize(("has_tiers", "has_table"), [(False, True), (True, True), (False, False)])
+def test_a_waiting_request_finds_what_is_stored_meanwhile(rigs, monkeypatch, has_tiers, has_table):
+    reader = rigs(**{"hotkv.use_table": has_table})
+    keys = keys_of(f"meanwhile {has_tiers} {has_table}", 4)
     monkeypatch.setattr(type(reader.tier.session), "has_tiers", has_tiers)
     context = reader.request(keys)
     assert reader.lookup(context, keys) == 0

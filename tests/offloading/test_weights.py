@@ -128,8 +128,8 @@ def space_of(identity="files"):
     return KeySpace("m", identity, "bfloat16", (group,), 16)
 
 
-def made(patch):
-    """Returns a scheduler's side that has opened its session, and its tier."""
+def made(patch, *, is_reset=False):
+    """Returns a scheduler's side that has opened its session (after a reset), and its tier."""
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
     patch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: False)
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
@@ -148,6 +148,8 @@ def made(patch):
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
     kv_cache_config = SimpleNamespace(num_blocks=4, kv_cache_groups=[group])
     side = DoorScheduler(config, kv_cache_config, ConnectorConfig(), tier, edge)
+    if is_reset:
+        side.reset(is_device_empty=True)
     side.connect([PageFormat(rank, "page") for rank in range(NUM_RANKS)])
     return side, tier
 
@@ -428,9 +430,8 @@ def test_a_reset_that_breaks_holds_the_tier(monkeypatch):
     assert not tier.serves and not side._reset.under_way
 
 
-def test_without_a_server_no_request_waits_for_the_ranks(monkeypatch):
-    side, tier = made(monkeypatch)
-    side.reset(is_device_empty=True)
+def test_after_an_early_reset_requests_wait_for_the_ranks_if_there_is_a_server(monkeypatch):
+    _, tier = made(monkeypatch, is_reset=True)
     assert tier.makes_wait()
     tier.session.connected = False
     assert not tier.makes_wait()
@@ -452,12 +453,14 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
 
 def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
     """The step writes blocks 1 and 3. An offered state in them is stored only if this step wrote
-    it: at its own place in the request's table, or inside a block."""
+    it: at its own place in the request's table, or inside a block. A state behind the tokens that
+    may be stored is not stored either."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: None)
     monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 3})
     step = admission("a", 0, 16)
-    offers = [(0, 1, 16), (0, 3, 16), (0, 2, 16), (0, 3, 8)]
+    offers = [(0, 1, 16), (0, 3, 16), (0, 2, 16), (0, 3, 8), (0, 2, 24)]
     step.kv_connector_block_state.boundary_state_offloads["a"] = offers
-    side.tell_written(step, SimpleNamespace())
+    status = SimpleNamespace(max_offload_tokens=16)
+    side.tell_written(step, SimpleNamespace(_req_status={"a": status}))
     assert offers == [(0, 1, 16), (0, 2, 16), (0, 3, 8)] and not side.edge.broken

@@ -24,7 +24,7 @@ def test_a_request_waits_a_moment_for_workers_that_may_answer(desk: Any, patienc
     if patience_s == LINKS_PATIENCE_S:
         one.sharing.links.told({0: "gone"}, one.now_s, stream=0)
     else:
-        one.sharing.joining = Joining(1)
+        one.sharing.joining = Joining()
     asks = request("a", LONG)
     one.arrive(asks)
     for waited_s in (0.0, patience_s - 0.125):

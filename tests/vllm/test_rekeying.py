@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -20,6 +19,7 @@ from hotkv_vllm.compat import checks, model_weights
 from hotkv_vllm.identity.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
 from tests.vllm.changing_weights import FakeWatch, load
 from tests.vllm.harness import prompt
+from tests.vllm.other_connectors import beside
 from tests.vllm.rekeyed import OTHER, PROMPT, updated
 from tests.vllm.specs import full_model, hybrid_model
 
@@ -41,7 +41,8 @@ class Machine(RuleBasedStateMachine):
             # One rank in doubt is enough.
             self.watches[-1].forget_original()
         self.ranks = [RankWeights(None if unseen else watch, ORIGINAL) for watch in self.watches]
-        self.scheduler = Rekeying(num_ranks, ORIGINAL, in_doubt)
+        self.scheduler = Rekeying(num_ranks)
+        self.scheduler.begin(ORIGINAL, in_doubt)
         self.under: dict[str, Any] = {
             ORIGINAL: None if in_doubt else tuple(watch.weights for watch in self.watches)
         }
@@ -73,6 +74,10 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.scheduler.ask(self.now_s)
+
+    @rule(in_doubt=st.booleans())
+    def wake_up(self, in_doubt: bool) -> None:
+        self.scheduler.begin(self.scheduler.identity, in_doubt)
 
     @rule()
     def pause(self) -> None:
@@ -146,7 +151,7 @@ TestMachine.settings = settings(max_examples=150, stateful_step_count=30, deadli
 
 
 def test_requests_wait_once_however_often_the_ranks_are_asked() -> None:
-    scheduler = Rekeying(1, ORIGINAL)
+    scheduler = Rekeying(1)
     scheduler.suspect()
     assert scheduler.waits(0.0) and scheduler.under_way
     for now_s in range(1, 30):
@@ -173,6 +178,17 @@ def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(
     one.generate("a", PROMPT, 4)
     one.drop_local()
     assert one.generate("b", PROMPT, 4)[1] == 192 and not refused
+
+
+def test_weights_that_change_in_a_pause_before_the_ranks_say_hello(updated: Any) -> None:
+    """In a MultiConnector the ranks say hello with the first step."""
+    one, two = updated(within=beside("LoadingConnector", ours_first=True)), updated()
+    with pausing():
+        one.connector.reset_cache()
+    load(one, 7, quietly=True)
+    one.generate("a", PROMPT, 4)
+    one.generate("end", OTHER, 2)
+    assert two.generate("b", PROMPT, 4)[1] == 0
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
@@ -210,10 +226,7 @@ def test_engines_with_other_weights_never_meet(
         if told == "paused":
             with pausing():
                 one.connector.reset_cache()
-        torch.manual_seed(7)
-        one.model.load_state_dict(
-            {name: torch.randn_like(value) for name, value in one.model.state_dict().items()}
-        )
+        load(one, 7, quietly=True)
         if told == "owed":
             server.die(empty=False)
         if told in ("reset", "owed"):
@@ -274,6 +287,7 @@ def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_mem
     one.generate("end", OTHER, 2)
     assert two.generate("c", PROMPT, 4)[1] == 192
     assert two.worker.get_handshake_metadata().weights_in_doubt
+    assert not two.connector._scheduler.cache.finder.groups.leaves_media_out
     two.generate("d", prompt(3, 150), 4)
     two.generate("end", OTHER, 2)
     sure.drop_local()

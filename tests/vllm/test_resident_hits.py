@@ -32,13 +32,18 @@ def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> 
     assert parts.finder.end_load(state, False) == (4,)
 
 
-def test_a_failed_load_hides_only_blocks_that_it_loaded() -> None:
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_failed_load_hides_only_blocks_that_it_loaded(is_named: bool) -> None:
+    """A request has no names while the ranks look at its adapter again."""
     parts = Parts(left_out=LEFT_OUT)
     state = granted(parts)
     assert parts.load(state, 4 * TOKENS, [[1, 0, 0, 4]])
+    if not is_named:
+        parts.finder.groups.keys = lambda _: ()
     parts.finder.end_load(state, True)
     hashes = request("a", LONG).block_hashes
-    assert [parts.finder.hidden.has(0, [one]) for one in hashes[:4]] == [True, False, False, True]
+    is_hidden = [parts.finder.hidden.has(0, [one]) for one in hashes[:4]]
+    assert is_hidden == [is_named, False, False, is_named] and not parts.server.leases
 
 
 @pytest.mark.parametrize("table", [[1, 2, 0, 4], [1, 0, 3, 4], [1, 2, 3, 4]])

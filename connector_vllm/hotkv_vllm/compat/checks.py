@@ -78,18 +78,25 @@ def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 
 def counts_media(vllm_config: Any) -> bool:
-    """Returns True if vLLM identifies images and other media by a counter of its process, so that
-    block hashes do not cover the content of media.
+    """Returns True, and logs a warning, if vLLM identifies images and other media by a counter of
+    its process, so that block hashes do not cover the content of media.
 
     Source: `BaseRenderer._process_mm_uuids` in vLLM 0.32: vLLM does not hash media if none of its
     own caches needs the hash.
     """
     media = vllm_config.model_config.multimodal_config
-    return (
+    is_counted = (
         media is not None
         and media.mm_processor_cache_gb == 0
         and not vllm_config.cache_config.enable_prefix_caching
     )
+    if is_counted:
+        logger.warning(
+            "hotkv: requests with images or other media do not use the shared cache: vLLM names "
+            "media by a counter where mm_processor_cache_gb is 0 and prefix caching is off; turn "
+            "one of them on"
+        )
+    return is_counted
 
 
 def is_pausing() -> bool:

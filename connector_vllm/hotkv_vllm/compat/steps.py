@@ -60,12 +60,11 @@ def read_in_place(scheduler_output: Any, manager: Any) -> Any:
     scheduler_output: vLLM's `SchedulerOutput` of the step.
     manager: vLLM's `KVCacheManager`; if it is None, the step is returned unchanged.
     """
-    state = scheduler_output.kv_connector_block_state
-    if manager is None or state is None:
+    if manager is None:
         return scheduler_output
     step = copy.copy(scheduler_output)
     step.kv_connector_block_state = replace(
-        state,
+        scheduler_output.kv_connector_block_state,
         resolve_block_ids=lambda request_id: tuple(
             map(BlockIds, manager.get_blocks(request_id).blocks)
         ),
@@ -181,29 +180,36 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
     offloading._current_batch_allocated_block_ids = WholeSet(written)
 
 
-def withdraw_states(state: Any, written: Collection[int], block_sizes: Sequence[int]) -> None:
+def withdraw_states(
+    state: Any, written: Collection[int], block_sizes: Sequence[int], offloading: Any = None
+) -> None:
     """Removes, from the recurrent states that vLLM offers for storing in a step, each state whose
-    block the step may overwrite because vLLM has just reallocated it.
+    block the step may overwrite because vLLM has just reallocated it. Also removes each state
+    behind the tokens that vLLM's offloading may store of its request (`limit_stores`).
 
-    state: the step's `KVConnectorBlockState`; None if the step has none.
+    state: the step's `KVConnectorBlockState`.
     written: ids of the blocks that vLLM has newly allocated. A new request's own states are among
         them.
     block_sizes: tokens of a block, per vLLM group.
+    offloading: vLLM's `OffloadingConnectorScheduler`, if it may store the states.
 
     Source: vLLM 0.32 and 0.33. A state that accepted drafts have completed is offered when the next
     step is planned. That step may have freed the state's block and given it to another request. A
-    state inside a block is a copy that the step makes, and vLLM keeps the copy's block.
+    state inside a block is a copy that the step makes, and vLLM keeps the copy's block. vLLM's
+    offloading asserts that such a state is within the limit, and takes a limit of 0 for no limit.
     """
+    statuses = {} if offloading is None else offloading._req_status
 
     def is_kept(offer: tuple[int, int, int]) -> bool:
         group, block, tokens = offer
         place, is_inside = divmod(tokens, block_sizes[group])
-        return bool(
-            is_inside or block not in written or [*tables[group][place - 1 : place]] == [block]
-        )
+        is_own = [*tables[group][place - 1 : place]] == [block]
+        is_whole = bool(is_inside or block not in written or is_own)
+        return is_whole and (limit is None or tokens <= limit)
 
-    for request_id, offers in ({} if state is None else state.boundary_state_offloads).items():
+    for request_id, offers in state.boundary_state_offloads.items():
         tables = state.get_block_ids(request_id) or [()] * len(block_sizes)
+        limit = getattr(statuses.get(request_id), "max_offload_tokens", None)
         offers[:] = filter(is_kept, offers)
 
 
@@ -211,10 +217,7 @@ def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]
     """Prevents vLLM's offloading from storing wrong KV after another connector of a MultiConnector
     has failed to load blocks. Returns the keys of the affected stores that are in progress. The
     caller must add these keys to the set that it passed to `fail_stores`, so that these stores
-    fail.
-
-    The requests that hold one of the blocks store no further whole chunks. vLLM may still store the
-    partial last block of a model with a single recurrent group.
+    fail. The requests that hold one of the blocks store no further chunks.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     invalid_blocks: ids of the blocks that were not loaded.

@@ -85,22 +85,16 @@ class Rekeying:
     media_are_old: True if vLLM may still use encodings of media that old weights have computed.
     """
 
-    def __init__(self, num_ranks: int, original: str, in_doubt: bool = False) -> None:
-        """original: the identity of the weights with which the engine started.
-        in_doubt: True if the ranks' weights may differ from `original`, so that a check must come
-            first.
-        """
+    def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._original = original
+        # The identity of the weights with which the engine started; empty before `begin`.
+        self._original = self.identity = ""
         self._question = 0
         self._asked_s = self._since_s = 0.0
         self._answers: dict[int, WeightsReport] = {}
-        self._is_due = in_doubt
-        self._is_asking = False
-        # True if the engine has paused since the last check began; and the same of the present
-        # check. An engine in doubt is checked before it encodes media, as after a pause.
-        self._has_paused, self._began_paused = in_doubt, False
-        self.identity = original
+        self._is_due = self._is_asking = False
+        # True if the engine has paused since the last check began; the same of the present check.
+        self._has_paused = self._began_paused = False
         self.were_written = self.media_are_old = False
 
     def __repr__(self) -> str:
@@ -174,16 +168,21 @@ class Rekeying:
         digests = "\0".join(self._answers[rank].digest for rank in sorted(self._answers))
         return f"updated:{hashlib.sha256(digests.encode()).hexdigest()}"
 
-    def go_on(self, identity: str) -> None:
-        """Sets `identity` after the scheduler side has opened another session, whose key space
-        belongs to the weights with this identity (for example after the engine has slept).
+    def begin(self, identity: str, in_doubt: bool) -> None:
+        """Sets `identity` after the scheduler side has opened a session, whose key space belongs to
+        the weights with this identity: at the start, or again (for example after a sleep).
 
-        The ranks have not restarted: their `RankWeights` still compare with the original weights.
-        So the original identity stays here too. A check that was open becomes due again.
+        The first identity stays the original one, because the ranks' `RankWeights` still compare
+        with the first weights. A check that was due or open before becomes due.
+
+        in_doubt: True if the ranks' weights may differ from `identity`, so that a check must come
+            first. As after a pause, it comes before the engine encodes media.
         """
+        self._original = self._original or identity
         self.identity = identity
-        self._is_due = self.under_way
+        self._is_due = self.under_way or in_doubt
         self._is_asking = False
+        self._has_paused |= in_doubt
 
     def adopt(self, identity: str) -> None:
         """Ends the check. From here on the key space belongs to the weights with this identity."""

@@ -97,7 +97,7 @@ class DoorScheduler:
             kv_cache_config.num_blocks,
             doubtful_tokens(vllm_config, self._block_tokens),
         )
-        self._weights = Rekeying(self._num_ranks, "")
+        self._weights = Rekeying(self._num_ranks)
         self._is_clean = True
         # True from a reset that has emptied the caches (or from the start) until a check of the
         # weights begins or a hook breaks. The ranks answer a check before the step computes blocks.
@@ -160,14 +160,8 @@ class DoorScheduler:
         except (Unsupported, OSError, ValueError) as error:
             logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
             return
-        self._weights = Rekeying(self._num_ranks, space.weights_identity, in_doubt)
+        self._weights.begin(space.weights_identity, in_doubt)
         self._open(space, self._config.startup_wait_s, OPENING_S)
-        if self._counts_media:
-            logger.warning(
-                "hotkv: requests with images or other media do not use the shared cache: vLLM "
-                "names media by a counter where mm_processor_cache_gb is 0 and prefix caching is "
-                "off; turn one of them on"
-            )
 
     def _open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> None:
         session = self._tier.open(space, wait_s, opening_s)
@@ -284,9 +278,6 @@ class DoorScheduler:
         self._written.step(scheduler_output)
         written = self._written.of_step()
         steps.tell_written(offloading, written)
-        groups = self._kv_cache_config.kv_cache_groups
-        sizes = [group.kv_cache_spec.block_size for group in groups]
-        steps.withdraw_states(scheduler_output.kv_connector_block_state, written, sizes)
         rows = sparse_rows(self._engine_id, scheduler_output)
         self._exactness.is_watching |= rows is not None
         if self._exactness.is_watching:
@@ -296,6 +287,10 @@ class DoorScheduler:
                 exact_tokens = self._exactness.exact_tokens(request_id)
                 if exact_tokens < EVERYTHING:
                     steps.limit_stores(offloading, request_id, exact_tokens)
+        groups = self._kv_cache_config.kv_cache_groups
+        sizes = [group.kv_cache_spec.block_size for group in groups]
+        block_state = scheduler_output.kv_connector_block_state
+        steps.withdraw_states(block_state, written, sizes, offloading)
         self._written.take()
 
     @hook(_share_nothing, of="door")

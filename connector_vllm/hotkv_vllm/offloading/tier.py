@@ -400,8 +400,9 @@ class HotKVTier(SecondaryTierManager):
     ) -> None:
         """Looks up all chunks of the request, and `key`, in the block table. Also sends a lookup to
         the server if there is no block table. If the server has tiers below host memory, also sends
-        a lookup, but only before the request's first promotion. Sends one lookup about the same
-        chunks. Chunks that were ready after its answer stay ready, because they may be in a tier.
+        a lookup, but only before the request's first promotion. Sends no second lookup about the
+        same chunks then, or if there is a block table. Chunks that were ready after the answer stay
+        ready, because they may be in a tier.
         """
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
@@ -415,7 +416,7 @@ class HotKVTier(SecondaryTierManager):
             found = [False] * len(own) if mask is None else mask.tolist()
             known.ready.update(zip(own, found, strict=True))
         known.ready.update(dict.fromkeys(answered, True))
-        if known.answer is not None:
+        if known.answer is not None and (has_table or known.promotions.waves):
             return
         if has_table and (not session.has_tiers or known.promotions.waves):
             return

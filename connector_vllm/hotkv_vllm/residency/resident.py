@@ -270,7 +270,7 @@ class ResidentRows:
         block_state = scheduler_output.kv_connector_block_state
         told = []
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            tables = None if block_state is None else block_state.get_block_ids(request_id)
+            tables = block_state.get_block_ids(request_id)
             request = names.request(request_id)
             if tables is not None and request is not None:
                 context_tokens = request.num_computed_tokens + num_tokens

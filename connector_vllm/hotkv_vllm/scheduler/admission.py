@@ -100,7 +100,7 @@ class Admission:
         while the engine does not share KV. If the engine still awaits the ranks' handshakes,
         `Sharing.joining` remembers the request, and this method is called again later."""
         if self._sharing.joining is not None:
-            self._sharing.joining.arrived(request)
+            self._sharing.joining.requests[request.request_id] = request
         cache = self._sharing.cache
         if cache is None:
             return
@@ -300,7 +300,7 @@ class Admission:
         self.others.ended(request.request_id)
         self.room.ended(request.request_id)
         if self._sharing.joining is not None:
-            self._sharing.joining.ended(request.request_id)
+            self._sharing.joining.requests.pop(request.request_id, None)
         try:
             self._finish(request, block_ids, all_is_there)
         finally:

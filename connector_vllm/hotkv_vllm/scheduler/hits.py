@@ -584,11 +584,10 @@ class HitFinder:
             self.load_failed(state)
             has_server = self._session.connected and hit.connection == self._connection()
             is_fault = has_server and not is_excused and not hit.is_cancelled
-            for index, blocks in enumerate(hit.leased if is_fault else ()):
-                hashes = self.groups.hashes(state.request, index)
+            if is_fault:
                 # Blocks in `left_out` stay offered, because the load did not include them.
-                loaded = leased_positions(blocks, hit.left_out)
-                self.hidden.hide(index, [hashes[at] for at in loaded])
+                for named in self.groups.named(state.request, hit.leased, hit.left_out):
+                    self.hidden.hide(named.group_index, named.hashes)
         else:
             stored = stored_blocks(self.groups, hit)
         # Set last: if this method raises earlier, the load still counts as unproved.

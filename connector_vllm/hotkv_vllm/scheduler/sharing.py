@@ -158,28 +158,17 @@ class Joining:
     so vLLM runs a step without requests, which returns the reports within milliseconds. A rank that
     never answers delays only the first requests, by at most `JOINING_PATIENCE_S`.
 
+    requests: by id, the unfinished requests that have arrived meanwhile, in the order of arrival.
     was_late: True once JOINING_PATIENCE_S has passed; requests are no longer delayed.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._requests: dict[str, Any] = {}
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
         self._until_s: float | None = None
         self.was_late = False
 
     def __repr__(self) -> str:
-        return (
-            f"Joining(ranks={self._num_ranks}, requests={len(self._requests)}, "
-            f"late={self.was_late})"
-        )
-
-    def arrived(self, request: Any) -> None:
-        """Remembers a request that arrived before hotkv can look it up."""
-        self._requests[request.request_id] = request
-
-    def ended(self, request_id: str) -> None:
-        """Forgets a request."""
-        self._requests.pop(request_id, None)
+        return f"Joining(requests={len(self.requests)}, late={self.was_late})"
 
     def asks_again(self, now_s: float) -> bool:
         """Returns True while requests must be answered "ask again", because handshakes may still
@@ -194,16 +183,6 @@ class Joining:
                 "runs without it"
             )
         return not self.was_late
-
-    def handshakes(self, report: HotKVWorkerMetadata) -> list[HotKVHandshake]:
-        """Returns the handshakes of all ranks from the workers' report (joined over all ranks);
-        empty if a rank's handshake is missing."""
-        return list(report.handshakes) if len(report.handshakes) >= self._num_ranks else []
-
-    def take_requests(self) -> list[Any]:
-        """Returns the waiting requests in the order of their arrival, and forgets them."""
-        taken, self._requests = list(self._requests.values()), {}
-        return taken
 
 
 # ----------------------------------------------------------------------------- the ranks' agreement
@@ -496,7 +475,7 @@ class Sharing:
         self.cache: Assembly | None = None
         self.joining: Joining | None = None
         self.links = WorkerLinks()
-        self.weights = Rekeying(self._num_ranks, "")
+        self.weights = Rekeying(self._num_ranks)
         self._has_said_on = False
 
     def __repr__(self) -> str:
@@ -562,7 +541,7 @@ class Sharing:
         if not handshakes:
             if self.cache is None:
                 native.load("hotkv_proto.kernels")
-                self.joining = Joining(self._num_ranks)
+                self.joining = Joining()
             return
         joining, self.joining = self.joining, None
         # Stream 0, because handshakes are made before the scheduler has a session.
@@ -579,12 +558,8 @@ class Sharing:
         except Unsupported as why:
             logger.warning("hotkv is off: %s; the engine runs without it", why)
             return
-        identity = agreement.space.weights_identity
-        if self.weights.identity:
-            self.weights.go_on(identity)
-        else:
-            in_doubt = any(h.weights_in_doubt for h in handshakes)
-            self.weights = Rekeying(self._num_ranks, identity, in_doubt)
+        in_doubt = any(h.weights_in_doubt for h in handshakes)
+        self.weights.begin(agreement.space.weights_identity, in_doubt)
         # Before the first request: numba takes a second to load, and some kernels must be compiled.
         native.load("hotkv_proto.kernels")
         try:
@@ -594,7 +569,7 @@ class Sharing:
                 raise
             if joining is None:
                 logger.warning("hotkv: %s; the engine's next steps try again", error)
-            self.joining = joining or Joining(self._num_ranks)
+            self.joining = joining or Joining()
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
         """Creates the objects for the agreed key space (`assemble`) in place of the present ones,
@@ -610,12 +585,6 @@ class Sharing:
         self._agreement = agreement
         self.cache = cache
         self.choose_media()
-        if self._engine.counts_media:
-            logger.warning(
-                "hotkv: requests with images or other media do not use the shared cache: vLLM "
-                "names media by a counter where mm_processor_cache_gb is 0 and prefix caching is "
-                "off; turn one of them on"
-            )
         if not link.await_server(cache.session, wait_s, opening_s):
             cache.state_log.waited(wait_s)
         else:
@@ -679,11 +648,10 @@ class Sharing:
         """Calls `connect` if this report contains the handshakes of all ranks. Then returns the
         requests that arrived before, which `Joining` has remembered; otherwise an empty list."""
         joining = self.joining
-        handshakes = joining.handshakes(report) if joining is not None else []
-        if joining is None or not handshakes:
+        if joining is None or len(report.handshakes) < self._num_ranks:
             return []
-        self.connect(handshakes)
-        return [] if self.joining is not None else joining.take_requests()
+        self.connect(list(report.handshakes))
+        return [] if self.joining is not None else list(joining.requests.values())
 
     # ------------------------------------------------------------------------------------------ end
 

@@ -206,12 +206,12 @@ class HotKVScheduler:
         its contents. But vLLM may discard the KV memory, so blocks that were computed before the
         pause and are not being stored yet are never stored.
         """
-        cache = self.sharing.cache
-        if cache is None:
-            return True
         # Until the ranks have answered, steps store nothing, and drop the tails of ended requests.
         has_paused = checks.is_pausing()
         self.sharing.weights.suspect(has_paused)
+        cache = self.sharing.cache
+        if cache is None:
+            return True
         self.sharing.choose_media()
         self.requests.cancel_loads()
         for state in self.requests.states.values():

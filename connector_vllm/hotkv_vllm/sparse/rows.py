@@ -102,12 +102,8 @@ class RowNames:
 
     def _decide(self, scheduler_output: Any) -> SparseRows:
         ended, self._ended = tuple(self._ended), []
-        block_state, scheduled = (
-            scheduler_output.kv_connector_block_state,
-            scheduler_output.num_scheduled_tokens,
-        )
-        if block_state is None:
-            return SparseRows(ended=ended)
+        block_state = scheduler_output.kv_connector_block_state
+        scheduled = scheduler_output.num_scheduled_tokens
         limits = self._limits
         is_replayed = (
             limits is not None and limits.replays_decode and set(scheduled.values()) == {1}
