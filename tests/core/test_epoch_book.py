@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hotkv_server.tiers.book import epochs as epoch_book
 from hotkv_server.tiers.book.epochs import (
     ASK_EVERY_S,
+    CALM_S,
     CONFIRMED_S,
     IDLE_EVERY_S,
     NO_EPOCH,
@@ -516,3 +517,30 @@ def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
     # A read that met another epoch makes the book ask the store at once.
     book.doubt(FP, 5.1)
     assert not book.is_fresh(FP, "store", 5.1) and book.due("store", (), 5.1) == [FP]
+
+
+def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> None:
+    """The store that refuses may still serve a block that the flush has ended in the other one."""
+    book = EpochBook(("other", "store"))
+    now_s = 0.0
+
+    def confirm(**epochs: int) -> None:
+        nonlocal now_s
+        now_s += 2 * CALM_S
+        for name, epoch in epochs.items():
+            book.shown(name, {FP: epoch}, 0, now_s, (FP,))
+
+    confirm(other=7, store=7)
+    if book.begin_flush(now_s):
+        book.flushed(FP, now_s)
+    confirm(other=7, store=7)
+    assert book.is_calm(FP)
+    book.flush(FP, now_s)
+    for name, epoch in (("other", 9), ("store", None)):
+        assert book.begin_raise(name, now_s)
+        book.raised(name, FP, epoch, now_s)
+    now_s += TELL_S
+    assert book.begin_flush(now_s)
+    book.flushed(FP, now_s)
+    confirm(other=9, store=7)
+    assert book.is_fresh(FP, "store", now_s) and not book.is_calm(FP)
