@@ -1,5 +1,5 @@
-"""The definitions that client and server share: keys, groups, layouts, the block table, the wire,
-and the limits of the machine."""
+"""The definitions that client and server share: keys, groups, layouts, the block table, messages.
+Also reads the machine's limits, such as the limit of locked memory (`limits`)."""
 
 import os
 

@@ -68,7 +68,7 @@ def test_closing_stops_early(runtime: FakeRuntime) -> None:
 def test_what_was_pinned_before_a_refusal_stays_pinned(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A piece that can't be unpinned does not keep the server from stopping."""
+    """If CUDA then fails to unregister a piece, `close` still unregisters the other pieces."""
     monkeypatch.setattr(limits, "memlock_bytes", lambda: 64 << 10)
     runtime.fail_call("register", 4)
     pinner = ArenaPinner(runtime, ARENA, 100 * PAGE, PAGE)

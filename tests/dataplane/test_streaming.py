@@ -74,8 +74,8 @@ def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
 def test_jobs_of_eight_mib_and_more_are_streamed(
     monkeypatch: pytest.MonkeyPatch, less: int, streamed: bool
 ) -> None:
-    """Copies two plans, in runs that no line divides: the size of the job counts, not of its
-    pieces."""
+    """Copies a job of two plans, with runs of random lengths. The bytes of the whole job decide
+    whether its pieces are streamed."""
     assert host.STREAMED_JOB_BYTES == 8 << 20
     kernels, said, ends = native.require("hotkv_proto.kernels"), [], []
 

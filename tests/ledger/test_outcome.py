@@ -33,7 +33,7 @@ def test_what_more_memory_would_have_kept_is_evicted(cause: Cause) -> None:
     evicted = outcome.missed_tokens.get(Miss.EVICTED, 0)
     assert evicted == (4 * TOKENS if cause in (Cause.ROOM, Cause.HINT) else 0)
     assert outcome.hit_tokens == {0: 2 * TOKENS}
-    # If a hit ends within a block, reasons share the missed tokens; the most frequent has the rest.
+    # Missed tokens are shared by each reason's number of blocks; the largest gets the rest.
     if cause in (Cause.ROOM, Cause.HINT):
         missed = 6 * TOKENS + 3
         shares = {Miss.IN_FLIGHT: missed // 7, Miss.NEVER_STORED: 2 * missed // 7}

@@ -314,7 +314,7 @@ class Campaign:
             node.pause()
 
     def is_steady(self) -> bool:
-        """Returns True if an older copy was put back just now: nodes must be left alone."""
+        """Returns True for HEAL_S after the store got older data. No other fault begins then."""
         return time.monotonic() < self.steady_until_s
 
     def cut_or_heal(self, node: Node) -> None:

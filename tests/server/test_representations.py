@@ -35,8 +35,8 @@ class Engine(RepresentationEngine):
         return [set(run.tolist()) for run in done.results]
 
     def found(self, blocks: list[bytes]) -> tuple[list[bool], list[bool]]:
-        """Returns which blocks and which representations are found; call, table and lease must
-        agree."""
+        """Returns which blocks and which representations a lookup finds. Checks that the block
+        table and a lease agree with the lookup."""
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
         looked_up = [mask.tolist() for mask in self.session.lookup(lists).result(60)]
         probes = [self.session.probe(group, blocks) for group in (0, self.group)]

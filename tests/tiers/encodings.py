@@ -38,7 +38,7 @@ def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
 
 
 def codec_by(by: Any, block: Any, room: Any) -> Codec:
-    """Returns a codec that calls the functions of a module: kernels, or their reference."""
+    """Returns a codec that calls the functions of the module `by`: kernels or a reference."""
     codec = Codec(block, room)
     codec._kernels = by
     return codec

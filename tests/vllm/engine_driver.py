@@ -82,10 +82,10 @@ def override(values: dict[str, Any]) -> None:
 
 
 def prompt_of(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Returns a prompt in vLLM's form.
+    """Returns a prompt in vLLM's form. `request` has `tokens` or `embeds`:
 
-    tokens, embeds: token ids, or seed and length of random embeddings.
-    salt, images, uuids: optional; a seed for each image, and the images' names.
+    tokens, embeds: the token ids; or the seed and the length of random embeddings.
+    salt, images, uuids: optional: vLLM's cache salt; a seed for each image; the images' uuids.
     """
     if "embeds" in request:
         import torch

@@ -87,7 +87,7 @@ def test_all_but_the_first_tokens_of_contexts_count(
         one.see(3, batch_of(rows), keys, queries)
     assert one.waiting[3].num_tokens == expected.num_tokens and not given_axes
     keys, queries = tokens(dice, FIRST_TOKENS + ENOUGH_TOKENS)
-    # If a prompt's numbers overflow, none of its tokens counts.
+    # Tokens whose keys are not finite do not count.
     one.see(3, batch_of([(FIRST_TOKENS + ENOUGH_TOKENS,) * 2]), keys * np.nan, queries)
     where = np.arange(FIRST_TOKENS, FIRST_TOKENS + ENOUGH_TOKENS)
     expected.add_moved(

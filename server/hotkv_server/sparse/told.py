@@ -20,7 +20,7 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LayerGrowth:
-    """The growth of a layer's counters.
+    """Growth of a layer's counters: since an engine's previous report, or a sum of such reports.
 
     values: float64 [counters], in the order of SPARSE_COUNTERS.
     """

@@ -374,8 +374,8 @@ def ranks_of(heat: NDArray[np.float64]) -> Int64s:
 
 
 def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
-    """Finds the coldest entries of all parts that together free at most `most_bytes`. Yields these
-    entries, an array for each part; before, yields empty arrays between the steps of a search."""
+    """Finds the coldest entries of all parts that together free at most `most_bytes`. Yields an
+    empty array after each step of the search, then for each part an array of its found entries."""
 
     def bytes_below(rank: int) -> int:
         return sum(int(sums[np.searchsorted(ranks, rank)]) for ranks, sums, _ in parts)
