@@ -59,7 +59,7 @@ def test_a_file_that_can_not_be_opened_again_fails_no_call(
 
 
 def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
-    """Counts omitted lines of refused calls. Every accepted call has a line."""
+    """Writes a line for every accepted call. Omits lines of refused calls, and counts these."""
     audit = AuditLog("all", tmp_path / "audit.jsonl")
     for _ in range(2):
         for _ in range(MAX_REFUSED_PER_S):

@@ -189,7 +189,7 @@ def test_stalls_are_named_for_as_long_as_they_last() -> None:
 async def test_a_loop_in_turns_is_watched_until_it_returns(
     ends: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A turn may be stuck; a pause is not. `wake` ends a pause."""
+    """Health reports a turn that takes too long, but no long pause. `wake` ends a pause."""
     health, wake, go_on, num_turns = Health(), asyncio.Event(), asyncio.Event(), 0
 
     async def work() -> None:

@@ -157,7 +157,7 @@ def test_the_command_shows_a_row_each_and_the_outlook(server: Server, groups_eng
     def text() -> str:
         return server.cli("savings", "--by", "engine", "--since", "1h")
 
-    # A later tick updates it.
+    # The ledger computes the outlook in a later tick.
     wait_for(lambda: "an endless cache would hit" in text())
     (line,) = [line for line in text().splitlines() if "ledger-command" in line]
     assert one.session.config.engine_id in line

@@ -31,7 +31,7 @@ def test_requests_beyond_what_the_forecast_can_follow_are_counted_all_the_same(
         world.report()
     assert world.ledger.num_lost == 2 and world.ledger.savings().total.requests == 5
     assert world.followed_tokens == 3 * 33
-    # Followed prompts make room.
+    # Prompts that the forecast has followed make room for new ones.
     for _ in range(3):
         world.report()
     assert world.ledger.num_lost == 2 and world.followed_tokens == 6 * 33
@@ -50,7 +50,7 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
             break
     assert num_taken == 3 and world.ledger.outlook(0).prompt_tokens == 3 * 33
     assert world.followed_tokens == 6 * 33
-    # They may make way for a large prompt.
+    # Prompts that the forecast is following may make way for a large prompt.
     monkeypatch.setattr(ledger, "MAX_FOLLOWING_BLOCKS", 6)
     for _ in range(3):
         world.report()
@@ -86,7 +86,7 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     world.ledger.load_ended(world.session, LoadEnd(5, 0.0, failed=True))
     total = world.ledger.savings().total
     assert (total.failed_loads, total.missed_tokens[Miss.FAILED_LOAD]) == (1, 96)
-    # Hits are taken back where they were counted.
+    # Hits are taken back in the period in which they were counted.
     assert world.ledger.savings(60.0).total.hit_tokens["host"] == 0
 
 
@@ -135,7 +135,7 @@ def test_a_call_that_was_cancelled_is_left_out() -> None:
 
 
 def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps no blocks that a request asks to keep, and none on a node with tiers."""
+    """The forecast keeps no blocks of a request with a retention, and none on a node with tiers."""
     world, seen = World(), list[bool]()
     monkeypatch.setattr(
         world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)

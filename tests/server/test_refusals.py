@@ -516,7 +516,7 @@ def test_an_answer_too_large_for_a_message_is_refused(server: Server) -> None:
         AdminClient(server.target) as admin,
     ):
         prompt = hashes(8192)
-        # What became of a block takes more words than that it never came.
+        # To say how a block was lost takes more bytes than to say that it is unknown.
         one.store(BlockRun(0, prompt[:2048], block_ids(2048) % NUM_BLOCKS))
         number = number_of(admin, one.key_space.model)
         admin.flush(number)

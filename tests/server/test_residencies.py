@@ -248,7 +248,7 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
         back.expected = dict(kept.expected)
         stored = writer.num_stored
         while reader.check():
-            # The grace may end between two of them.
+            # The grace may end between two of these checks.
             flushed.check()
             kept.check()
             assert back.check()

@@ -311,7 +311,7 @@ async def test_it_ends_quietly_while_requests_wait_for_the_node(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     http = HttpServer("127.0.0.1", 0, node)
-    # As in the daemon, it runs on the node's loop, which is busy meanwhile.
+    # As in the daemon, this code runs on the node's loop, which can't answer meanwhile.
     with socket.create_connection(("127.0.0.1", http.port)) as one:
         one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         wait_for(lambda: bool(http.routes._shared))
@@ -479,7 +479,7 @@ async def test_the_body_of_a_client_that_may_not_ask_is_not_kept(
     await eventually(lambda: connection._question is not None, "the request does not come")
     await asyncio.sleep(0.1)
     assert len(connection._body) == num_kept
-    # It gets its answer all the same.
+    # The client still gets its answer, once its request is whole.
     writer.write(bytes(1000))
     status = await asyncio.wait_for(reader.readline(), 30)
     assert status.split()[1] == (b"400" if num_kept else b"403")

@@ -101,7 +101,7 @@ def test_the_disk_outlives_the_server_and_the_arena(place: Tiered, how: signal.S
 
 @pytest.mark.long
 def test_what_was_written_today_counts_after_a_restart(place: Tiered) -> None:
-    """The budget counts after a kill and after a reset of the cache, too."""
+    """Bytes written today count against the budget after a kill and after a reset of the cache."""
     budget = ("--tiers.disk.write-gb-per-day", "100000")
     place.start_tiered(*budget)
     place.connect()

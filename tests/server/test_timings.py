@@ -127,8 +127,8 @@ DELAYS_S = st.lists(st.sampled_from([0.0, 0.004, 0.006, 0.3, 7.0]), max_size=40)
 def test_a_delay_counts_as_often_as_it_was_measured_for(
     delays: list[float], seconds: int, is_refused: bool
 ) -> None:
-    """A model with a clock of its own. A tick after a quiet one comes later, and counts more. The
-    system may refuse the thread of faulthandler."""
+    """Compares with a model, on a made-up clock. A tick after a quiet one comes later, and counts
+    more. The system may refuse the thread of faulthandler."""
     now_s, timers, armed_s = 100.0, list[tuple[float, Any]](), list[float]()
     samples, num_ticks = [0.0], 1
 

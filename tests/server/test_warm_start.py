@@ -72,7 +72,7 @@ def space_of(one: SharingNode) -> dict[str, Any]:
 def test_a_new_node_fetches_what_its_sibling_uses(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:
-    """A watcher of events learns of it before an engine comes."""
+    """A watcher of events on the new node learns of the blocks before an engine connects."""
     (a, b), file = nodes, tmp_path / "blocks"
     cold, hot = hashes(CHAIN), hashes(CHAIN)
     a.fill(cold)
