@@ -72,7 +72,7 @@ class ResidencyRules(WriteRules):
         existing = self.model.residencies.get((engine, residency_id))
         asked = {group: count for group, count in enumerate(counts) if count}
         if existing and data.draw(st.booleans()):
-            # As before, or grown.
+            # Asks for as much as before, or for more.
             asked = {group: count + counts[group] // 2 for group, count in existing.asked.items()}
         self.opens(session, residency_id, asked)
 
@@ -204,7 +204,7 @@ class ResidencyRules(WriteRules):
             )
             self.finish(session, name, succeeded=True)
         if residency is not None:
-            # The engine asks for their slots now or never.
+            # The engine asks for the slots of these blocks at once, or never.
             self.tell(engine, residency_id)
             for group, rows in residency.rows.items():
                 first = min(rows, default=0)

@@ -31,7 +31,7 @@ def test_accounts_share_a_bound_whose_room_is_what_the_rule_allows(
         allowed = [
             n for n in range(1, left + 1) if held(owner) + n <= floor or held(owner) + n <= left - n
         ]
-        # All smaller amounts are allowed, too.
+        # If an amount is allowed, all smaller amounts are allowed too.
         assert allowed == list(range(1, len(allowed) + 1))
         account, mine = accounts[which], books[which]
         assert bound.room(owner) == max(allowed, default=0)

@@ -228,8 +228,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert np.array_equal(probes[0], probes[1])
         tags = [self.tag(*key) for key in self.model]
         for h, entry, probed in zip(hashes, found, probes[0].tolist(), strict=True):
-            # By tag alone: an existing entry is found, and nothing else unless another key has the
-            # tag.
+            # A probe by the tag alone finds each existing entry, and an absent key only if another
+            # key has its tag.
             assert probed or not entry
             if tags.count(self.tag(key_space_id, group, h)) <= (entry is not None):
                 assert probed == (entry.word if entry else 0)
@@ -398,7 +398,7 @@ def test_records_are_split_by_key_space_group_and_size(kinds: list[tuple[int, in
         zip(records, kinds, strict=True)
     ):
         record[[table.W_KEY_SPACE, table.W_SIZE]] = key_space_id, size
-        # The state does not count.
+        # The state in this word does not count.
         record[table.W_GROUP_STATE] = group | number % 3 << 16
     parts = [
         [

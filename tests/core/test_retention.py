@@ -66,7 +66,7 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(
 def test_what_has_time_to_live_outlives_a_flood(
     policy: str, num_kept: int, ttl_s: float, flood: int
 ) -> None:
-    """Counts as used when its time ends, and goes with blocks that came then."""
+    """When its time ends, a block counts as last used then, and is evicted with blocks as old."""
     cache = Cache(policy)
     chain = list(range(num_kept))
     cache.add(chain, retention=Retention(ttl_s=ttl_s))
