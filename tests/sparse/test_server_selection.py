@@ -231,5 +231,5 @@ def test_the_work_of_a_selection_is_bounded() -> None:
         check_request(spec, SelectRequest(0, 0, many, 800), 50)
     with pytest.raises(HotKVError, match="context_token_count is 4194305"):
         check_request(spec, SelectRequest(0, 0, many[:1], (1 << 22) + 1), 50)
-    # As many scores, and as long a context, as a selection may have.
+    # As many scores as a selection may have, and the longest context that it may have.
     assert check_request(spec, SelectRequest(0, 0, many[:128], 1 << 22), 1 << 18).count == 1 << 18
