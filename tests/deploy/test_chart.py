@@ -117,7 +117,7 @@ def test_prometheus_finds_every_pod_once(rendered: Objects, name: str) -> None:
 
 
 def test_a_budget_counts_pods_by_a_number() -> None:
-    """maxUnavailable and percentages need a scale subresource, which a DaemonSet has not."""
+    """A DaemonSet has no scale subresource, which maxUnavailable and percentages need."""
     assert "PodDisruptionBudget" not in objects.of_chart().kinds
     found = objects.of_chart("gpu-tiers")
     spec = found.one("PodDisruptionBudget")["spec"]
