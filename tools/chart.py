@@ -20,7 +20,7 @@ CHART = ROOT / "deploy" / "helm" / "hotkv"
 SCHEMA = CHART / "values.schema.json"
 MANIFEST = ROOT / "deploy" / "kubernetes" / "hotkv.yaml"
 OF_THE_CHART = ("runtime_dir", "arena.dir", "tiers.disk.path", "security.admin_socket")
-"""Settings that follow from `directories`, so `settings` must not have them."""
+"""Settings that follow from the chart's `directories`, so its `settings` must not have them."""
 WRITTEN = ("security.audit_file",)
 """Files that the server writes; a Secret has the files that it reads."""
 HELMS_OWN = ("# Source:", "helm.sh/chart:", "app.kubernetes.io/managed-by:")

@@ -34,8 +34,8 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
     r'<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
-"""A picture in two versions, as GitHub shows it: for dark pages, its description, for light
-pages."""
+"""A picture in two versions, as GitHub shows it. Groups: the version for dark pages, the picture's
+description, the version for light pages."""
 THEMES = {"light": "neutral", "dark": "dark"}
 """Mermaid's theme for a light and a dark page."""
 DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -65,7 +65,7 @@ class SiteError(Exception):
 @dataclass(frozen=True, slots=True)
 class Section:
     """A part of the table of contents. `pages`: files, with paths from the repository's root.
-    `titles`: of pages that are listed under another title than their own."""
+    `titles`: titles of those pages that are listed under another title than their own."""
 
     title: str
     pages: tuple[str, ...]

@@ -84,7 +84,7 @@ def prepare() -> Path:
 
 
 def main() -> int:
-    """Prints the folder."""
+    """Prepares the model and prints its folder."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     print(prepare())
     return 0

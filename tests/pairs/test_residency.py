@@ -99,7 +99,7 @@ class Stage:
             **settings | more,
         )
         if resident and "tensor_parallel_size" not in more:
-            # Only with one process: ranks keep dense attention if selection would leave out nothing.
+            # Only with one process: ranks keep dense attention if selection leaves out nothing.
             made.ask("rewrite_always")
             if self._moves:
                 made.ask("move", every=MOVE_STEPS)
