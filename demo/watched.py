@@ -22,9 +22,9 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Requests that ran together. `first_s`: for each, wall and processor seconds to its first
-    token. `steps`: wall seconds, processor seconds and tokens of each step from the first token
-    on. `most_held`: the most blocks of the pool in use. `pinned_bytes`: the most bytes of the arena
-    that were pinned."""
+    token. `steps`: wall seconds, processor seconds and tokens of each later step. `most_held`,
+    `pinned_bytes`: the most blocks of the pool in use, the most pinned bytes of the arena."""
+
     tokens: list[list[int]]
     logprobs: list[list[float]]
     cached: list[int]
