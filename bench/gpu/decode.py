@@ -48,7 +48,7 @@ OVERHEAD_TARGET = 0.55
 
 
 def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
-    """Returns the shares of equal tokens: to all blocks on the device, to dense attention."""
+    """Compares tokens with those of all blocks on the device, and with those of dense attention."""
     count, steps = (512, SMALL_STEPS) if small else (EQUAL_TOKENS, EQUAL_STEPS)
     config = SMALL_CONFIG if small else replace(CONFIG, sparse_topk=1024)
     host = HostPages(model.shape, count)
