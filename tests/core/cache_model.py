@@ -388,7 +388,7 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
     `untouchable`: entries that had to stay during the call, though nothing pins them now.
     """
     if space.policy.figures().get("hold_s"):
-        # Blocks used a moment ago may stay.
+        # The policy may hold blocks that were used a moment ago.
         return
     index, pool = space.index, space.pool
     live = np.flatnonzero(index.states()).astype(np.uint32)

@@ -69,7 +69,7 @@ def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
 
 
 def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
-    """Slots are read through the session's layout, and only blocks that the lease pins."""
+    """A load reads slots through the session's layout, and only blocks that the lease pins."""
     world = World()
     core = world.core
     one, two = world.open(model="a").number, world.open(model="b", sizes=(SLAB, SLOT_ALIGN)).number
@@ -177,7 +177,7 @@ def test_key_spaces_that_cannot_be_served_are_refused(size: int, num_shards: int
 
 
 def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy remembers wrongly evicted blocks. A flush also ends retention."""
+    """Only for these may a policy keep ghosts. A flush counts none, and also ends retention."""
     world = World()
     core, session = world.core, world.open()
     world.store(session, range(8))

@@ -60,7 +60,7 @@ class Store:
         return self.epoch
 
     def tick(self) -> int:
-        """Returns the time, from which numbers are made."""
+        """Advances the clock, from which epochs are made, and returns it."""
         self.clock += 10
         return self.clock
 
@@ -452,7 +452,7 @@ def test_a_store_that_is_full_confirms_that_it_has_no_epoch() -> None:
     book.flushes(5.0)
     book.shows(NO_EPOCH, 6.0, blocks=(FP,))
     assert book.state(6.0) == (NO_EPOCH, True, False)
-    # Blocks stored meanwhile are not vouched for under the next epoch.
+    # Another node's flush may have made the next epoch, so blocks stored before it are outdated.
     book.shows(9, 7.0, blocks=(FP,))
     assert book.is_outdated(FP)
 

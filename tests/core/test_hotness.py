@@ -26,7 +26,7 @@ from hotkv_server.cache.room.policies.protocol import Entries, Keys
 
 CAPACITY = 12
 TOLERANCE = 2e-5
-"""Error of c: float32 rounds once a use."""
+"""Error of c, the frequency: each use rounds it to float32 once."""
 PASSED_TICKS = st.sampled_from([0, 1, 7, 64, 64 * 90, 64 * 4000])
 
 
@@ -46,8 +46,8 @@ def keys_of(numbers: list[int]) -> Keys:
 
 
 class DefinitionMachine(RuleBasedStateMachine):
-    """Each block is a chain by itself: c is log2 of the sum of all uses, each halved after each
-    memory, even if the block left and came back."""
+    """Each block is a chain by itself. c is log2 of the sum of all its uses, each halved once per
+    `memory_s` since, even if the block was evicted in between."""
 
     @initialize(contender=st.sampled_from(CONTENDERS))
     def start(self, contender: Contender) -> None:

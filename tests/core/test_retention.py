@@ -102,7 +102,7 @@ def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: i
 def test_what_comes_before_a_new_block_counts_as_in_use(
     policy: str, passed_s: float, length: int
 ) -> None:
-    """Goes back along the chain until a block is missing."""
+    """The policy goes from the new block back along the chain, until a block is missing."""
     cache = Cache(policy)
     chain, other = cache.fresh(length), cache.fresh(3)
     cache.add(chain)

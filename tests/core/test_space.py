@@ -212,9 +212,9 @@ def test_sizes_that_come_and_go_leave_no_memory(
             gc.collect()
             num_bytes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    # Without a bound on sizes it is 18,000 or more; the noise of a first run is up to 8,000.
+    # Without a bound on sizes, memory grows by 18,000 bytes or more; a first run's noise by 8,000.
     assert num_bytes[1] - num_bytes[0] < 12_000
-    # A size that is known pushes out no other, which would have to be compared anew each time.
+    # A known size does not replace another size, which would then be compared anew each time.
     space.room._pressure_bytes.clear()
     for size in (*range(SLOT_ALIGN, 5 * SLOT_ALIGN, SLOT_ALIGN), SLOT_ALIGN):
         finished(space.room._compare(size, 1, 0))
@@ -242,7 +242,7 @@ def test_the_last_that_were_removed_are_remembered_with_the_cause(
     max_fresh: int,
     num_remembered: int,
 ) -> None:
-    """Asks repeatedly, while keys go and some return, however often all are sorted again."""
+    """Looks up all causes after each step. Keys are removed, and some are inserted again."""
     monkeypatch.setattr(removed, "MAX_FRESH", max_fresh)
     monkeypatch.setattr(removed, "REMEMBERED_KEYS", num_remembered)
     space = Space(make_table(100), 4 * SLAB, SLAB, POLICIES["lru"](100))

@@ -164,8 +164,8 @@ def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
 def test_what_went_with_a_condemned_block_is_not_looked_at(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ignores its record: the number is free, and the next free number stands in place of its
-    slot."""
+    """Does not read the record of a removed representation: its number is free, and the record has
+    the next free number in place of a slot."""
     session = arena.open(sizes=SIZES, kinds=(KIND,), now_s=2.0)
     arena.fill(session, range(10), session.representations[0], SLOT_ALIGN)
     for number in range(10):

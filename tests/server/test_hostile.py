@@ -155,7 +155,7 @@ def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
 
 
 def test_who_cuts_its_memory_short_ends_nothing_and_its_ids_are_no_lines(server: Server) -> None:
-    """Its transfers fail and are logged; their blocks are dropped."""
+    """The client's transfers fail and are logged; the server drops their blocks."""
     outcomes = set()
     with marked_engine(server.target) as session:
         assert session._life.memory is not None
@@ -219,7 +219,7 @@ def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) ->
 
 
 def test_http_connections_that_come_at_once_are_bounded_too() -> None:
-    """The loop accepts many in one turn, before it learns that a dropped connection has ended."""
+    """The loop may accept many connections before it learns that a dropped connection has ended."""
     http: Any = object.__new__(HttpServer)
     http._connections = {}
     asking, *waiting = (Mock(is_being_answered=n == 0) for n in range(3 * MAX_CONNECTIONS))

@@ -186,7 +186,7 @@ def test_a_lowered_bound_evicts_what_is_beyond_it(running: Reloading) -> None:
             assert held() == 40
             running.security["tenants"][1] = tenant("delta", burst_bytes=10 * BLOCK_BYTES)
             running.reload("settings reloaded")
-            # Some may be on their way to the disk.
+            # Some blocks above the limit may be pinned while they are written to the disk.
             wait_for(lambda: held() == 10)
 
 
