@@ -413,8 +413,8 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
-    """Otherwise blocks from before would be readable if the power fails before their records are
-    gone."""
+    """If the power fails before the records of older blocks are gone, the changed seal keeps these
+    blocks unreadable."""
     book = Shown()
     before = book.local(FP)
     book.saved = book.revision

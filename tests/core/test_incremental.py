@@ -218,7 +218,7 @@ def test_room_for_representations_keeps_their_blocks() -> None:
 
 
 def test_a_number_that_a_representation_gets_between_two_parts_is_not_evicted() -> None:
-    """Its block would be removed with it, without a notice, even if it is pinned."""
+    """Evicting the representation would remove its block without a notice, even a pinned block."""
     world = World(NUM_SLOTS // 4)
     core, session = world.core, world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for number in range(NUM_SLOTS):

@@ -368,8 +368,8 @@ def test_headers_that_are_none_are_refused(data: st.DataObject, noise: bytes) ->
 
 
 def test_kernels_have_the_constants_of_the_table() -> None:
-    """Kernels compile constants in, and numba ignores changes in other files, so kernels have
-    copies."""
+    """Kernels have copies of the constants: numba compiles these in, and would not notice a change
+    of the table's file."""
     kernels = native.require("hotkv_proto.kernels")
     both = {name for name in vars(kernels) if name.isupper() and hasattr(table, name)}
     assert {"MAX_PROBE_BUCKETS", "WAYS"} <= both

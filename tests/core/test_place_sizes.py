@@ -198,7 +198,7 @@ def test_blocks_come_back_in_places_of_both_sizes() -> None:
     "was, size", [(SMALL, 0), (SMALL, 1), (SMALL, 4), (SMALL, 5), (SMALL, 1 << 20), (PLAIN, 2)]
 )
 def test_records_of_any_other_size_are_dropped(was: int, size: int) -> None:
-    """Covers places that would save no bytes."""
+    """Covers records of places that would save no bytes."""
     records = left().index.table.records.copy()
     at = np.flatnonzero(records[:, table.W_SIZE] == was // SLOT_ALIGN)[0]
     records[at, table.W_SIZE] = size

@@ -86,7 +86,7 @@ def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> 
 
 
 def test_a_block_that_went_while_it_was_read_is_no_proof(arena: Arena) -> None:
-    """By then another block has its slot, so the mismatch proves no damage."""
+    """While it was read, another block got its slot, so the mismatch proves no damage."""
     cases = arena.verifier.cases(arena.entries(range(10)))
     arena.spoil(4)
     evict(arena.core, 1, 0, words_of([3, 4]))

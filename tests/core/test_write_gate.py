@@ -68,7 +68,7 @@ def test_without_a_budget_all_is_written_and_with_none_left_nothing(
 def test_a_day_has_no_more_than_the_budget_and_one_chain(
     budget: int, offers: list[tuple[float, int, int, int, bool, bool, bool]]
 ) -> None:
-    """Holds however often the server restarts, with another clock."""
+    """The bound holds at every restart of the server, also with a clock that begins anew."""
     gate, now_s, began_s = WriteGate(budget * BLOCK_BYTES), 0.0, 0.0
     written: deque[tuple[float, int]] = deque()
     for passed_s, number, count, depth, follows, has_gap, starts_anew in offers:

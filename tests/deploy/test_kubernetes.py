@@ -126,7 +126,7 @@ def test_kernels_of_gpus_are_kept_where_the_server_may_write(manifest: Objects) 
 
 @pytest.mark.parametrize("name", ["startupProbe", "readinessProbe", "livenessProbe"])
 def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: str) -> None:
-    """HTTP is used if the kubelet can reach it; a command starts Python each time."""
+    """A probe uses HTTP if the kubelet can reach it, since a command starts Python each time."""
     is_live = name == "livenessProbe"
     asked = {"path": "/livez" if is_live else "/readyz", "port": "metrics"}
     assert manifest.server[name]["httpGet"] == asked
@@ -140,7 +140,7 @@ def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: s
 
 
 def test_nodes_with_gpus_take_the_pod() -> None:
-    """Such nodes are usually tainted; the host's process namespace is optional."""
+    """Nodes with GPUs usually have a taint, which the pod tolerates. `hostPID` is optional."""
     taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     own = "tolerations[0].key=spot"
     pod = objects.of_chart(sets=("gpu.enabled=true", "gpu.hostPID=false", own)).pod

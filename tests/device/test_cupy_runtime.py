@@ -53,7 +53,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 
 def test_devices(machine: Machine) -> None:
-    """The driver knows the node if /sys does not."""
+    """If /sys does not have a device's NUMA node, the driver names it."""
     runtime: DeviceRuntime = machine.runtime()
     first, second = runtime.devices()
     assert (first.number, first.name, first.pci_bus_id) == (0, "Fake 0", "0000:a8:00.0")

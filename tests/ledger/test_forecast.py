@@ -91,7 +91,7 @@ def demand(first: int, count: int, num_hits: int = 0) -> Demand:
 
 
 def test_a_request_that_names_blocks_several_times_counts_each_once() -> None:
-    """No engine does so, but a wrong report must not end the node's timer."""
+    """No engine names a block twice, but a wrong report must not end the node's timer."""
     made = Forecast(POLICIES["hotness"], 0, 64, 512)
     made.observe(replace(demand(0, 1), keys=np.repeat(demand(0, 1).keys, 100)), GIB, 0.0, 0)
     assert made.shadow_share == made.seen_share == 1.0

@@ -242,7 +242,7 @@ class OtherFirst(Play):
 
 
 class OtherLast(OtherFirst):
-    """The same behind hotkv; beside `OtherFirst` only in the second engine."""
+    """The same connector behind hotkv. Beside `OtherFirst` only the second engine has it."""
 
     ours_first = True
     number_of_both = 1

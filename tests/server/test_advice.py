@@ -106,7 +106,7 @@ def run(words: list[str], server: Server, folder: Path) -> int:
             # Texts name the server `hotkv-server run`. A run would not end: shows its settings.
             rest = ["--help-settings"]
         if name == "arenas" and "--folder" not in rest:
-            # Without it, the caches of this machine's stopped servers would be removed.
+            # Without `--folder`, the caches of this machine's stopped servers would be removed.
             rest += ["--folder", str(folder)]
         return daemons.run(name, *rest, timeout_s=240).returncode
     try:

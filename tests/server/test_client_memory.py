@@ -398,7 +398,7 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
 async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A call ends only when its client reads, which gRPC can't be made to ignore."""
+    """gRPC does not end a call before its client reads the end, and no option changes that."""
     monkeypatch.setattr(session_service, "SLOW_READER_S", 0.1)
     monkeypatch.setattr(node_sessions, "MAX_UNREAD_ENDS", 2)
     for_ever, ends, refusals = asyncio.Event(), list[str](), list[str]()

@@ -138,7 +138,7 @@ async def test_others_are_served_while_blocks_are_compared(opened: Opened) -> No
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again: bool) -> None:
-    """By then its id may name a lease of other blocks."""
+    """By then the id of the ended lease may name a lease of other blocks."""
     async with opened() as place:
         waiting = place.acquire("a", HASHES[:2])
         await asyncio.sleep(0.02)

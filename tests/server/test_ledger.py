@@ -225,7 +225,7 @@ def is_written(place: Place) -> bool:
 
 
 def test_the_ledger_goes_on_after_a_kill_and_with_another_arena(place: Place) -> None:
-    """An arena of another size loses its blocks, and the ledger keeps its counts."""
+    """With an arena of another size the blocks are lost, but the ledger keeps its counts."""
     place.start()
     use(place)
     before = savings(place)

@@ -73,7 +73,7 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     for number in (0, 1, 4, 3):
         assert not world.ledger.savings().total.failed_loads, number
         world.ledger.load_ended(world.session, LoadEnd(number, 0.5, failed=True))
-    # Another engine's end says nothing about the load of 2, that of its own engine does.
+    # The end of another engine's session does not end the load of 2; that of its own session does.
     world.ledger.session_closed(world.open("second"))
     assert world.ledger.savings().total.missed_tokens[Miss.FAILED_LOAD] == 32
     world.ledger.session_closed(world.session)
@@ -104,7 +104,7 @@ async def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
     world = World(folder)
     folder.rmdir()
     with caplog.at_level(logging.WARNING):
-        # Nothing is written while nothing changes.
+        # Writes nothing as long as no count changes.
         await turn(world, clerk)
         for _ in range(2):
             world.report()
@@ -162,7 +162,7 @@ def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
 
 
 def test_what_is_exported_begins_with_the_server(tmp_path: Path) -> None:
-    """The ledger continues; counters of Prometheus begin at 0."""
+    """The ledger continues after a restart, but the counters exported to Prometheus begin at 0."""
     world = World(tmp_path)
     for number in range(MAX_ACCOUNTS + 3):
         world.session = world.open(f"engine-{number}")

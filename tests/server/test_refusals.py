@@ -526,7 +526,7 @@ def test_an_answer_too_large_for_a_message_is_refused(server: Server) -> None:
 
 
 async def test_an_answer_about_a_topic_is_bounded_in_bytes(tmp_path: Path) -> None:
-    """A name may have characters of several bytes."""
+    """A bound in characters would not do: a name may have characters of several bytes."""
 
     class Talks(Capability):
         def topics(self) -> Mapping[str, Topic]:

@@ -91,7 +91,7 @@ def test_what_is_covered_is_pinned_until_the_sequence_ends(
     engine.store(blocks[30:40], first=30, with_representations=False)
     created = session.create_sequence("s", 0, blocks[:50], config).result(60)
     assert created.covered_blocks == 30
-    # The same sequence again, then further blocks, some of them again.
+    # Creates the same sequence again; then appends blocks, some of which it already has.
     assert session.create_sequence("s", 0, blocks[:50], config).result(60) == created
     engine.store(blocks[30:60], first=30)
     state = session.append_blocks("s", 45, blocks[45:60]).result(60)
@@ -343,7 +343,7 @@ class Interrupted:
 
 
 def test_an_interrupted_selection_ends_its_stream() -> None:
-    """The next selection would get its answer."""
+    """Otherwise the next selection would get the answer of the interrupted one."""
     call = Interrupted()
     stream = Selects(SimpleNamespace(SelectBlocks=lambda _: call), "s")  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):

@@ -325,7 +325,7 @@ def test_tokens_are_entered_once_and_no_answer_closes_their_form(
         page.reload()
         one.gather()
         assert page.is_hidden("#ask") and TOKEN not in page.url
-        # The answer comes when the form is open.
+        # The answer to a refresh comes while the form is open.
         page.click("#pause")
         page.clock.install()
         page.route("**/api/v1/status", lambda route: held.append(route), times=1)
@@ -338,7 +338,7 @@ def test_tokens_are_entered_once_and_no_answer_closes_their_form(
             held.pop().continue_()
         page.wait_for_timeout(50)
         assert page.is_visible("#ask") and page.input_value("#token") == ADMIN[:8]
-        # It opens between two refreshes.
+        # The form opens between two refreshes.
         page.click("#back")
         one.until(
             "!document.getElementById('ask').hidden && document.getElementById('back').hidden"

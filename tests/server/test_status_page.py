@@ -350,7 +350,7 @@ def test_the_page_is_one_small_file_that_may_load_nothing(server: Server) -> Non
     for path in ("/", "/api/v1/status", "/api/v1/savings"):
         headers = get(http_port(server), path).headers
         assert {name: headers[name] for name in private} == private
-    # Nothing is fetched but the API; no text becomes markup; no attribute has a style or a handler.
+    # The page fetches only the API; no text becomes markup; attributes hold no style or handler.
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
     assert not re.search(r'<[^>]+ (style|on\w+)="', text)

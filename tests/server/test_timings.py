@@ -97,7 +97,7 @@ def test_transfers_that_fail_are_counted_and_not_timed(folder: Path) -> None:
 
 
 def test_counters_of_the_ledger_begin_anew_and_never_fall(place: Place) -> None:
-    """Prometheus takes a fall for a counter that began at 0."""
+    """Prometheus would take a fall for a restart of the counter at 0."""
     port = http_port(place.start())
     session = place.connect().session
     report = RequestReport(hashes(4), 70, 0, 48, 0.0, saved_s=2.0, report_id=1)

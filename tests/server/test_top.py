@@ -230,7 +230,7 @@ def test_the_screen_and_its_keys(server: Server) -> None:
 
 @pytest.mark.usefixtures("readings")
 def test_a_terminal_without_a_cursor_shows_lines(server: Server) -> None:
-    """Such terminals are a build's log and an editor's shell."""
+    """Such terminals are, for example, the log of a build, or an editor's shell."""
     terminal = Terminal(server, "--count", "0", term="dumb")
     terminal.wait("hotkv-server", "alpha")
     terminal.end("\x03")

@@ -319,7 +319,7 @@ class GrpcCollector(trace_service_pb2_grpc.TraceServiceServicer):
 def test_the_environment_may_name_the_collector(
     sink: Callable[[str], Traces], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An endpoint with a path stays as it is."""
+    """An endpoint whose URL has a path is used as it is; otherwise `/v1/traces` follows."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
     with OtlpReceiver() as one:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", one.url)
@@ -431,7 +431,7 @@ main()
 
 
 def test_without_the_setting_calls_are_those_of_the_module(tmp_path: Path) -> None:
-    """OpenTelemetry is not imported."""
+    """Without the setting, OpenTelemetry is not imported either."""
     node: Any = SimpleNamespace(capabilities=[TracingCapability(None)])
     assert calls_of(node) is calls
     flags = ["run", "--runtime-dir", str(tmp_path), "--arena.bytes", "16MiB", "--http.port", "-1"]

@@ -166,7 +166,7 @@ def test_files_without_end_are_not_read_whole(
 
 
 def test_no_device_and_no_link_is_replaced_by_a_file(tmp_path: Path) -> None:
-    """Otherwise `hotkv export /dev/stdout` by root would do so."""
+    """Otherwise `hotkv export /dev/stdout`, run by root, would replace the device."""
 
     class Client:
         def export_blocks(self, *_: int) -> Iterator[Any]:

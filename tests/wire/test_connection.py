@@ -167,7 +167,7 @@ with OddServer(sys.argv[1], Server(lambda number: [masks_by(number)])):
 
 
 def test_a_forked_process_has_no_session(target: str) -> None:
-    """A call there fails; its answer could never come."""
+    """A call in the forked process fails at once: its answer could never come."""
     command = [sys.executable, "-c", FORKED, target]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert f"no server at {target} (closed)" in done.stdout, done.stderr

@@ -94,7 +94,7 @@ def test_spans_beyond_the_rate_are_dropped_and_counted(monkeypatch: pytest.Monke
 
 
 def test_no_span_ends_before_it_began() -> None:
-    """Clocks are set back; viewers show a negative duration as centuries."""
+    """A clock may be set back; viewers would show a negative duration as centuries."""
     one = Recorded()
     span = begun(one.traces)
     span.child("b", span.began_ns).end(ended_ns=span.began_ns - 1)
