@@ -22,7 +22,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    # Of Python 3.11.
+    # In `typing` since Python 3.11.
     from typing import Self
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -160,7 +160,7 @@ def main() -> int:
     import torch
     import vllm
 
-    # Compiling vLLM's sampler takes longer than most cases.
+    # Runs without compiling, since compiling vLLM's sampler takes longer than most cases.
     torch.compiler.set_stance("force_eager")
     engine = Engine(settings)
     print(json.dumps({"ready": True, "vllm": vllm.__version__}), file=answers)

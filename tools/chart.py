@@ -111,7 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Writes the chart's schema and the manifest.")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     options = parser.parse_args()
-    # The chart makes the manifest with its new schema.
+    # The schema comes first, because the chart makes the manifest with it.
     for path, make in ((SCHEMA, schema_text), (MANIFEST, manifest)):
         try:
             text = make()

@@ -96,7 +96,7 @@ class Worker:
         process = self._process
         if process is None:
             return
-        # Interrupted tests clean up behind themselves.
+        # Interrupts first, because interrupted tests clean up behind themselves.
         for number in (signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)

@@ -264,7 +264,7 @@ def stage(root: Path, folder: Path, draw: Draw) -> int:
 
 def draw(diagram: str, theme: str) -> str:
     """Returns the SVG of a diagram in Mermaid's language, in one of Mermaid's themes."""
-    # Only the environment of `make docs` has it.
+    # Imported here, because only the environment of `make docs` has it.
     import mermaidx
 
     return str(mermaidx.render(diagram, theme=theme).svg())

@@ -75,7 +75,7 @@ def prepare() -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             building.rename(folder)
     except OSError:
-        # Another process may have been first.
+        # Another process may have made the folder in the meantime.
         if not complete(folder):
             raise
     finally:

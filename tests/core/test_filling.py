@@ -223,7 +223,7 @@ print(filling.filled_bytes >> 20, filling.problem)
 
 @pytest.mark.parametrize("kernel", ["this kernel", "old kernel"])
 def test_a_file_system_that_is_full_kills_nobody(tmp_path: Path, kernel: str) -> None:
-    # 64 MiB, and a page for the note.
+    # The file system has 64 MiB, and a page for the file of the server's note.
     script = f'mount -t tmpfs -o size=65540k none {tmp_path} && exec "$0" -c "$1" {tmp_path} "$2"'
     command = ["unshare", "-m", "sh", "-c", script, sys.executable, FULL, kernel]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -45,7 +45,7 @@ class HoldsMachine(RuleBasedStateMachine):
         self.size_of = dict(zip(entries.tolist(), index.slot_bytes(entries).tolist(), strict=True))
         # Numbers in random order, as an index hands them out after a while.
         self.numbers = np.random.default_rng(seed).permutation(entries)
-        # Other owners pin too.
+        # Other owners pin some of the entries too.
         index.pin(self.numbers[: NUM_ENTRIES // 3], 1)
         self.others = index.pins.copy()
         self.index, self.holds = index, RetentionPins(index, tenants, 1.0)

@@ -212,7 +212,7 @@ def test_directories_win_over_the_variables_of_the_image(
     image = parse((objects.ROOT / "Dockerfile").read_text())[-1].last("ENV").split()
     for name, value in {**dict(one.split("=", 1) for one in image), **found.environment}.items():
         if name.startswith("HOTKV_"):
-            # Kubernetes fills in the fields of the pod.
+            # In place of Kubernetes, fills in the variables that come from fields of the pod.
             monkeypatch.setenv(name, value if isinstance(value, str) else "node-1")
     settings = loaded(found, tmp_path)
     assert (str(settings.arena_dir), str(settings.grpc_socket.parent)) == (arena, sockets)

@@ -102,7 +102,7 @@ def test_order(machine: Machine) -> None:
         f"cuEventSynchronize 141 {event.handle}",
         f"cuEventDestroy_v2 141 {event.handle}",
     ]
-    # A handle cut to 32 bits would show.
+    # The handles need more than 32 bits, so that a cut handle would show.
     assert stream.handle > 1 << 32 and event.handle > 1 << 32
     assert runtime.passed(event)
     machine.driver.fail("cuEventQuery", 600)

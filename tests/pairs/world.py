@@ -162,7 +162,7 @@ class World:
         """Adds a request to an engine, changed by all features. Returns its name."""
         name = f"r{len(self.asked)}"
         if prompt_tokens is None:
-            # Most build on an earlier prompt, some are new.
+            # Most prompts build on an earlier prompt, some are new.
             family, length = self.dice.randrange(FAMILIES), self.dice.randrange(20, 300)
             prompt_tokens = prompt(family, length)
         asked: dict[str, Any] = {

@@ -186,7 +186,7 @@ def test_each_example_runs(
         words = shlex.split(help_text.EXAMPLES[name].partition(" > ")[0])
         assert words[:2] == ["hotkv", name]
         if name == "record":
-            # Further down its file is a trace with requests.
+            # Records into another file, since later examples read the example's file as a trace.
             words[2] = "other.jsonl"
         words = [shorter.get(word, word) for word in words]
         if name in takes_time:

@@ -265,7 +265,7 @@ def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
         assert server.ping("--live") == 1
         manager.read(CHECK_S)
         assert manager.read(3 * CHECK_S) == []
-        # The log shows where it hangs.
+        # The log shows the line at which the event loop hangs.
         wait_for(lambda: 'faults.py", line' in server.log.read_text())
 
 

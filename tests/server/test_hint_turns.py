@@ -163,7 +163,7 @@ async def test_prefetches_are_bounded_and_end(node: Node, monkeypatch: pytest.Mo
     tiers.go_on.set()
     assert (await one.settled("a")).status is (await one.settled("b")).status is Status.MISSING
     assert tiers.num_calls == 4
-    # A part that exceeds the bound goes alone.
+    # A part that alone exceeds the bound is fetched when no other is.
     monkeypatch.setattr(hint_work, "PREFETCH_SHARE", 0.0)
     await ask("e", 1.0)
     assert (await one.settled("e")).status is Status.MISSING and tiers.num_calls == 6

@@ -232,7 +232,7 @@ def test_http_connections_that_come_at_once_are_bounded_too() -> None:
     others = [Mock(is_being_answered=n < MAX_CONNECTIONS) for n in range(1, MAX_CONNECTIONS + 1)]
     for one in others:
         http.opened(one)
-    # Connections with a request are answered.
+    # Connections that are being answered are not dropped; the last one, which is idle, is.
     assert [one.drop.called for one in others] == [False] * (MAX_CONNECTIONS - 1) + [True]
     assert not asking.drop.called
 
@@ -343,7 +343,7 @@ def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
         ]
         health = [health_pb2_grpc.HealthStub(channel) for channel in channels]
         oldest = health[0].Watch(asked)
-        # Calls over several channels come in any order.
+        # Calls over several channels come in any order, so waits until this call is the oldest.
         assert next(oldest).status == serving
         watchers = [oldest, *(health[n % 4].Watch(asked) for n in range(600))]
         assert next(watchers[-1]).status == serving

@@ -88,7 +88,7 @@ async def test_all_that_open_wait_for_the_write(tmp_path: Path, disk: Disk) -> N
         sessions = await asyncio.gather(*tasks)
         assert written(tmp_path) == ["m 1", "n 0"] and disk.num_writes <= 2
         assert sorted(s.record.number for s in sessions) == [1, 2, 3, 4]
-        # A known key space needs no write.
+        # To open a session of a known key space, nothing is written.
         await node.sessions.open("e", "rank", SPACE, "test", (KIND,))
         assert disk.num_writes <= 2
 

@@ -241,12 +241,12 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     for number, key_space_id in enumerate((1, 2, 2, 1)):
         publisher.publish(1.0, [replace(removed([number]), key_space_id=key_space_id)])
         assert reader.read()[0] == last + 1 + number
-    # A topic that ends and returns.
+    # The topic of key space 2 ends, and returns with key space 3.
     publisher.forget_key_space(2)
     publisher.add_key_space(3, replace(KEY_SPACE, model="other"))
     publisher.publish(1.0, [replace(removed([5]), key_space_id=3)])
     assert reader.read()[0] == last + 5
-    # Messages of the ended topic are gone.
+    # Messages of the ended topic are not kept for replay.
     kept = [number for _, number, _ in replay(f"ipc://{tmp_path}/replay", last + 1)]
     assert kept == [last + 1, last + 4, last + 5]
     publisher.close()
@@ -425,7 +425,7 @@ EDGES = [n + d for n in (-(1 << 15), -(1 << 7), -32, 0, 1 << 7, 1 << 8, 1 << 15,
 def test_token_ids_are_encoded_as_the_encoder_would(count: int) -> None:
     tokens = np.random.default_rng(count).integers(-(1 << 31), 1 << 31, count, np.int32)
     tokens[: len(EDGES)] = EDGES[:count]
-    # A message of the wire has the same form.
+    # Tokens that come over the wire are such a read-only view of bytes.
     tokens = np.frombuffer(tokens.tobytes(), np.int32)
     event = replace(stored([1]), content=RunContent(tokens))
     (translated,) = Translator({1: KEY_SPACE}, as_ints=False).translate([event], is_alone=True)

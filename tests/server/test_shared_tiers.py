@@ -69,7 +69,7 @@ def test_what_one_node_stores_another_loads_until_one_flushes(
     with stored(tmp_path) as flags:
         a, b = (one.start_sharing(*flags, *PATIENT) for one in nodes)
         check_sharing(a, b)
-        # A node that comes back empty finds blocks, too.
+        # A node that starts again with an empty arena finds the shared blocks too.
         chain = hashes(CHAIN)
         content = a.fill(chain)
         b.stop(signal.SIGKILL)

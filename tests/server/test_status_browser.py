@@ -216,7 +216,7 @@ def test_it_is_readable_wide_and_narrow_dark_and_light(
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it scrolls aside"
     assert not page.evaluate("probe.poor()")
     assert one.is_dark == (scheme == "dark")
-    # The switch: system, then the other scheme too.
+    # The switch goes from the system's scheme to light, then to dark.
     for theme in ("light", "dark"):
         page.click("#theme")
         assert page.inner_text("#theme") == f"Theme: {theme}"

@@ -282,7 +282,7 @@ def test_every_engine_can_be_scrolled_to(
     many = [
         dataclasses.replace(one, engine_id=f"id-{i}", name=f"pod[/gpu]-{i:02d}") for i in range(60)
     ]
-    # Warnings of a busy machine take lines, too.
+    # Removes the warnings of a busy machine, which would take lines too.
     figures = dataclasses.replace(figures, engines=many, warnings=[])
     view = screen.View(2.0, sort="name", rows="engine", hit_ratios=[-2.0, None, 0.5, 7.0])
     decides = selects_per_s > 0

@@ -120,7 +120,7 @@ def test_blocks_of_prompts_come_before_their_requests(
     fetched = run(b, *words, "--like", str(like))
     assert fetched["prompt_count"] == 2 and fetched["fetched_block_count"] == CHAIN
     assert fetched["absent_block_count"] == 1 and fetched["short_prompt_count"] == 1
-    # By now the node knows the key space.
+    # The first prefetch has made the key space known to the new node.
     assert run(b, *words)["present_block_count"] == CHAIN
     # Prompts of one call may share their prefix.
     some = [(b"".join(one), b"") for one in (shared, [*shared, *hashes(1)], shared[:2])]
