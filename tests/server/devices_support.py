@@ -250,7 +250,7 @@ def main() -> None:
     done(engine.store(names, ids)[1])
     mark = engine.after(0, 1) if engine.offers else None
     for event in engine.events:
-        event.record()  # The device never reaches it.
+        event.record()  # The made-up device never reaches this event.
     print("copying", flush=True)
     while True:
         with contextlib.suppress(HotKVError):

@@ -172,7 +172,7 @@ async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
         async def waits(*_: object) -> bool:
             if reason is Reason.OVERLOADED:
                 monkeypatch.setattr(transfer_module, "MAX_TRANSFERS_OF_SESSION", 0)
-            elif reason is None:  # Its key space is flushed.
+            elif reason is None:  # Flushes the key space of the session.
                 await node.flush(1)
             else:
                 # A read of the arena keeps the session from being closed at once.
