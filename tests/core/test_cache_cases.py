@@ -49,7 +49,7 @@ def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once
 
 @pytest.mark.parametrize("num_slabs", [1, 200])
 def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
-    """Also if most blocks find no room, or each rank copies a part. It runs on the event loop."""
+    """Stores run on the event loop, also if most blocks find no room or each rank copies a part."""
     counts = []
     for num_runs in (50, 200):
         world, calls = World(num_slabs, capacity=600), list[int]()

@@ -70,7 +70,7 @@ def status_of(server: Server, **headers: str) -> dict[str, Any]:
 
 @pytest.fixture
 def groups_engine(server: Server) -> Iterator[Callable[..., GroupsEngine]]:
-    """Makes engines of a model, with full attention unless groups are given; closes them."""
+    """Yields a function that makes engines of a model, with full attention by default."""
     with contextlib.ExitStack() as stack:
 
         def make(model: str, *groups: GroupSpec) -> GroupsEngine:

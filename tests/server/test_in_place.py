@@ -100,7 +100,7 @@ Opened = Callable[[], contextlib.AbstractAsyncContextManager[Place]]
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """Makes a place; checks at the end that it holds no lease."""
+    """Returns a function that makes a place; at its end checks that it holds no lease."""
 
     @contextlib.asynccontextmanager
     async def make() -> AsyncIterator[Place]:

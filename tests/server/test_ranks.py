@@ -67,7 +67,7 @@ Open = Callable[[int], Rank]
 
 @pytest.fixture(params=["fake", "real"])
 def rank(request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Opens ranks of an engine, by shard."""
+    """Yields a function that opens the rank of an engine with a given shard."""
     server: FakeServer | Server = (
         FakeServer() if request.param == "fake" else request.getfixturevalue("server")
     )

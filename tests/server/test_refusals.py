@@ -554,7 +554,7 @@ Open = Callable[..., RawSession]
 
 @pytest.fixture
 def raw(server: Server) -> Iterator[Open]:
-    """Opens sessions by hand; closes them."""
+    """Yields a function that opens sessions by hand; closes them at the end."""
     with grpc.insecure_channel(server.target) as channel, contextlib.ExitStack() as stack:
 
         def make(kinds: tuple[Representation, ...] = (), *more: GroupSpec) -> RawSession:

@@ -79,7 +79,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Visit]:
-    """Opens each page in a new context."""
+    """Yields a function that opens a page, each in a new browser context."""
     with contextlib.ExitStack() as stack:
 
         def go(server: Server, viewport: Any = WIDE, scheme: str = "light") -> Watched:

@@ -169,7 +169,7 @@ async def test_what_holds_the_loop_is_named() -> None:
     loop_lag = lag.LoopLag()
     loop_lag.start()
     await asyncio.sleep(5 * lag.TICK_S)
-    # A made-up module of hotkv holds the loop; it is nearer in the stack than this test's caller.
+    # Holds the loop in a made-up module of hotkv: the innermost frame of hotkv is named.
     frame = {"__name__": "hotkv_made_up", "hold": time.sleep}
     for seconds in (0.3, 1.0):
         name = f"held_{int(seconds * 10)}"
