@@ -5,8 +5,8 @@ Sessions come from `derive_hints`: a session's next turn is the first later requ
 continues its prompt. No trace names tools, so the gaps between turns are those of the session.
 
 - `lru`, `hotness`: policies of the server; `hotness` is its default. `hints`: hotness with the ends
-  and pauses that `hotkv-server simulate --hints` takes from the trace.
-- `learnt`: hotness with the return times of named sessions (`hotkv_server.hints.book.returns`), as
+  - `lru`, `hotness`: policies of the server; `hotness` is its default. `hints`: `hotness`, told the
+    session ends and pauses that `hotkv-server simulate --hints` takes from the trace.
   the server has them. Here a turn ends when it begins.
 - `continuum`: Continuum (arXiv 2511.02230) pins a session's KV for a time to live t, the best by
   P(gap <= t) * benefit - t over the latest gaps. Here P is that of all sessions, and the benefit,
@@ -16,7 +16,7 @@ continues its prompt. No trace names tools, so the gaps between turns are those 
 - `cachewise`: CacheWise (arXiv 2606.16824) evicts the block with the longest predicted idle time
   first, ties by LRU. Its predictions come from the tools of a request; here the mean gap of the
   session stands for them, and `cachewise_told` gets the true gap, as the authors' source can.
-- `clairvoyant`: the bound.
+- `clairvoyant`: the bound of every rule, which knows all later requests.
 """
 
 import sys
@@ -44,10 +44,10 @@ from hotkv_server.simulate.replay import (
 from hotkv_server.simulate.trace import Trace, load_trace
 
 PRIOR_GAPS, FIRST_GAP_S, LEAST_GAP_S = 3.0, 5.0, 0.02
-"""A session counts as having had PRIOR_GAPS gaps of the mean of all, which is FIRST_GAP_S before
-the first gap. Shorter gaps than LEAST_GAP_S count as that."""
+"""A session counts as having had PRIOR_GAPS gaps of the mean of all sessions, and before the first
+gap of any session as FIRST_GAP_S. Gaps shorter than LEAST_GAP_S count as LEAST_GAP_S."""
 LATEST_GAPS, NEW_GAPS = 1000, 20
-"""Continuum's distribution: over so many gaps, made anew after so many."""
+"""Continuum's distribution: it has LATEST_GAPS gaps, and is computed again after NEW_GAPS more."""
 NEVER_S = 1e6
 RULES = ("continuum", "cachewise", "cachewise_told")
 ROWS = ("lru", "hotness", "hints", "learnt", *RULES, "clairvoyant")
@@ -55,9 +55,9 @@ ROWS = ("lru", "hotness", "hints", "learnt", *RULES, "clairvoyant")
 
 @dataclass(slots=True)
 class Gaps:
-    """Gaps between the turns of sessions, as far as they have passed.
+    """Gaps between the turns of sessions, as far as the replay has come.
 
-    gaps_s: all of them, in order.
+    gaps_s: gaps of all sessions, in order.
     """
 
     gaps_s: list[float] = field(default_factory=list)
@@ -94,8 +94,8 @@ def best_ttl_s(gaps_s: list[float], benefit_s: float) -> float:
 
 @dataclass(slots=True)
 class Turn:
-    """The request that is being served. `until_s`: until when its session's blocks are held, or
-    for `cachewise` the predicted idle time. `depth`: place of its next block."""
+    """The request that is being served. `until_s`: the time until which its session's blocks are
+    held, or for `cachewise` the predicted idle time. `depth`: position of its next block."""
 
     now_s: float = 0.0
     until_s: float = 0.0

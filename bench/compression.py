@@ -101,12 +101,12 @@ class Run:
         self.decoder = Codec(self.back, self.staged)
 
     def encode(self, rows: slice = slice(None)) -> Int64s:
-        """Returns the bytes of the forms."""
+        """Encodes the blocks. Returns the number of bytes of each encoded form."""
         columns = (self.begins, self.sizes, self.places, self.rooms)
         return self.encoder.encode(*(column[rows] for column in columns))
 
     def decode(self, rows: slice = slice(None)) -> Int64s:
-        """Decodes and returns 1 for each block."""
+        """Decodes the blocks. Returns 1 for each block that was decoded."""
         columns = (self.begins, self.sizes, self.places, self.rooms)
         return self.decoder.decode(*(column[rows] for column in columns))
 

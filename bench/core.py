@@ -5,9 +5,9 @@ A prompt is looked up, reserved, committed and used: 1024 blocks that a full cac
 each evicts another. Blocks are slots of 4 KiB; the arena is only counted, no memory is mapped for
 it. Caches of all sizes take turns. `--json` prints a JSON object last:
 
-- `prompt_1024_ms`: a million blocks.
+- `prompt_1024_ms`: time of a prompt of 1024 blocks, in a cache of a million blocks.
 - `bytes_per_block_10m`: growth of the process's resident memory from empty to full, before there
-  are ghosts.
+  are ghosts, per block in a cache of ten million.
 - `cost_growth`: time per block at the largest size over the time at the smallest.
 - `longest_hold_ms`: the longest time, in processor time, for which any operation on the largest
   cache blocks the event loop (see `bench.holds`). `--holds` measures only this.
@@ -37,7 +37,7 @@ PROMPT_BLOCKS = 1024
 FILL_BLOCKS = 1 << 17
 SLAB_BYTES = 4 << 20
 STEP_S = 0.2
-"""Trace time between two prompts."""
+"""Time between two prompts on the policy's clock."""
 PARTS = ("lookup", "reserve", "commit", "touch")
 BOUNDS = {
     "prompt_1024_ms": at_most(1.0),
@@ -116,7 +116,7 @@ class Bench:
 
 def print_holds(bench: Bench) -> float:
     """Prints how long operations hold the event loop; returns the longest hold, in milliseconds.
-    The cache is empty then."""
+    Empties the cache."""
     holds = operations(bench.core, bench.session, bench.now_s, bench.new_hashes)
     times_s = ((hold.longest_cpu_s, hold.longest_s, hold.total_s) for hold in holds)
     rows = [
@@ -142,7 +142,7 @@ def main() -> int:
         "--holds", action="store_true", help="only how long operations hold the event loop"
     )
     options = flags.parse_args()
-    # A cache that is thrown away loads the kernels.
+    # A cache that is dropped at once, to load the kernels.
     Bench(2 * PROMPT_BLOCKS, options.policy).serve(np.zeros((1, 8), np.uint32))
     if options.holds:
         bench = Bench(SIZES[-1], options.policy)

@@ -7,7 +7,7 @@ message, so its cost stands for that of gRPC and the event loop. The last line h
 
 - `store_cpu_ms`, `hit_256_cpu_ms` (a lease, a load and a release of 256 blocks),
   `lookup_1024_cpu_ms`, `ping_cpu_ms`: milliseconds of processor time per call;
-- `idle_core_share`: of one core, without a session that does anything;
+- `idle_core_share`: processor time of an idle server, as a share of one core;
 - `arena_loss_worst`: largest share of an arena that is lost at the ends of runs: filled with the
   blocks of each of 32 public models, and with mixes of them whose shares change all the time.
 """
@@ -89,7 +89,7 @@ def loss_mixed(arena: ArenaSettings, sizes: list[int], seed: int) -> float:
 
 
 def arena_rows() -> list[tuple[str, float]]:
-    """Returns what was measured of the arena, and the share that was lost."""
+    """Returns what each row of the arena's table measures, and the lost share."""
     rows = []
     for gib in ARENAS_GIB:
         arena = ArenaSettings.model_validate({"bytes": gib * GIB})

@@ -61,8 +61,8 @@ def hook_share(path: Path) -> float:
 
 
 def alone(engine: Engine, tokens: list[int]) -> Answer:
-    """Returns the engine's answer, once the threads of the engine before have stopped spinning
-    (OpenMP's go on for 0.2 s after a step)."""
+    """Returns the engine's answer, after waiting until the previous engine's threads have stopped
+    spinning (OpenMP's threads spin for 0.2 s after a step)."""
     time.sleep(SETTLE_S)
     return engine.generate(tokens, ANSWER_TOKENS)
 

@@ -7,7 +7,7 @@ Prints a table; `--json` prints a JSON object last:
 - `populate_gib_s`: pace at which the 8 GiB get memory afterwards, according to the admin API.
 - `idle_rss_mb`: resident memory in MB, 10^6 bytes, without the arena's pages.
 - `import_s`: import of `hotkv_client`.
-- `base_dependencies`.
+- `base_dependencies`: number of packages that `pip install hotkv` requires.
 
 A start before the measured starts fills the kernel cache.
 """

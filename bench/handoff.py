@@ -48,7 +48,7 @@ NUM_TOKENS = 4000
 ANSWER_TOKENS = 8
 DELAY_MS = 0.5
 SETTLE_S = 1.3
-"""A worker of vLLM's polls its queue for a second after its last step."""
+"""Seconds for which an engine settles: vLLM's worker polls its queue for a second after a step."""
 HERE = {"do_remote_prefill": False}
 """Parameters of a request whose prompt no other engine computes."""
 
@@ -141,7 +141,7 @@ def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
     ]
     child = Child("valkey", command, folder / "valkey.log", {})
     try:
-        # Within the second of its start an epoch may be of before it, so nodes wait.
+        # An epoch of the first second after the Valkey's start may be older, so nodes wait.
         time.sleep(2)
         yield [["--tiers.valkey.address", f"{network.STORE_ADDRESS}:6379"]] * 2
     finally:
@@ -216,7 +216,7 @@ class Nodes:
                 engine.generate(self.prompt(), 2, HERE)
 
     def round(self) -> Round:
-        """Returns a round in which B is asked once A has answered."""
+        """Returns a round in which B gets the prompt once A has answered it."""
         computed = calm(self._consumer, self.prompt(), HERE)
         tokens = self.prompt()
         time.sleep(SETTLE_S)
@@ -226,7 +226,7 @@ class Nodes:
         return Round(computed, calm(self._producer, tokens), handed, beside)
 
     def early(self, after_s: float) -> tuple[Answer, Answer]:
-        """Returns the answers of A and B if B is asked so long after A."""
+        """Returns the answers of A and B if B gets the prompt `after_s` after A."""
         tokens, answers = self.prompt(), []
         time.sleep(SETTLE_S)
         first = threading.Thread(target=lambda: answers.append(self._producer.generate(tokens, 1)))
@@ -238,7 +238,7 @@ class Nodes:
 
 
 def calm(engine: Engine, tokens: list[int], transfer: dict[str, Any] | None = None) -> Answer:
-    """Returns the engine's answer, once the engine before has stopped polling."""
+    """Returns the engine's answer, after waiting for the previous engine to stop polling."""
     time.sleep(SETTLE_S)
     return engine.generate(tokens, ANSWER_TOKENS, transfer)
 
@@ -258,7 +258,7 @@ def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iter
         def engine(name: str, node: int, role: str) -> Engine:
             server, folder = servers[node]
             arguments: dict[str, Any] = {
-                # Its workers would poll their queues for a second after each step.
+                # Workers in other processes would poll their queues for a second after each step.
                 "distributed_executor_backend": "uni",
                 "kv_transfer_config": {
                     "kv_connector": "HotKVConnector",

@@ -95,7 +95,7 @@ class Holds:
         )
 
     def open(self, name: str, slot_bytes: int) -> tuple[int, int]:
-        """Opens a session of a new key space. Returns the numbers of both."""
+        """Opens a session of a new key space. Returns the numbers of session and key space."""
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (slot_bytes,)),)
         record = self.core.open_session(
             name, "tool", KeySpace("bench", name, "bfloat16", groups, 16), self.now_s
@@ -125,7 +125,7 @@ class Holds:
         return hashes
 
     def fill_up(self) -> None:
-        """Leaves no free slab."""
+        """Fills the cache until no slab is free."""
         while self.core.space.pool.num_free_slabs:
             self.fill(self.session, MAX_STORED_BLOCKS)
 
@@ -210,7 +210,7 @@ def _stores(holds: Holds) -> None:
 def _flushes(holds: Holds) -> None:
     core, session = holds.core, holds.session
     other, other_id = holds.open("flushed", SLOT_ALIGN)
-    # Between blocks of another key space, so that no slab is emptied.
+    # Puts the blocks between blocks of another key space, so that no slab becomes empty.
     for _ in range(0, FLUSHED_BLOCKS, MAX_STORED_BLOCKS // 8):
         holds.fill(other, MAX_STORED_BLOCKS // 8)
         holds.fill(session, MAX_STORED_BLOCKS // 8)
@@ -257,7 +257,7 @@ def _layouts(holds: Holds) -> None:
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     best = min((asyncio.run(lengths_s()) for _ in range(3)), key=max)
-    # Waiting for the lock is no processor time of this thread.
+    # Processor time of this thread does not include its waiting for the lock.
     holds.rows.append(
         Hold(f"layout of {MAX_TENSORS:,} tensors", max(best), max(best), sum(best), len(best))
     )

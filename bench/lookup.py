@@ -36,7 +36,7 @@ class ColdPicks:
         self._litter = np.zeros(96 << 20, np.uint8)
 
     def take(self, count: int) -> list[bytes]:
-        """Returns `count` hashes; the caches hold them, as they do when vLLM has just hashed a
+        """Returns `count` hashes. The caches hold the hashes, as when vLLM has just hashed the
         prompt, but not the table."""
         chosen = [self._pool[i] for i in self._random.integers(0, len(self._pool), count)]
         self._litter += 1

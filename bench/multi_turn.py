@@ -53,7 +53,7 @@ BOUNDS = {
 }
 LARGER = 3
 KV_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
-"""Of SmolLM2: keys and values of 30 layers with 3 heads of 64, in bfloat16."""
+"""KV bytes of a token of SmolLM2: keys and values of 30 layers with 3 heads of 64, in bfloat16."""
 BLOCK_TOKENS = 32
 MAX_TOKENS = 4096
 UPSTREAM_MAX_TOKENS, UPSTREAM_DEVICE_TOKENS = 6144, 7_000
@@ -132,8 +132,8 @@ class Results:
 def measure(
     case: Case, model: Path, server: Server, num_rounds: int, python: str, left_out: dict[str, str]
 ) -> dict[str, Results]:
-    """Measures each variant. A variant that does not start is added to `left_out`, with its reason.
-    `python`: has LMCache; empty leaves that out."""
+    """Measures each variant. A variant that does not start is added to `left_out`, with the reason.
+    `python`: an interpreter with LMCache; if empty, LMCache is left out."""
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
         lmcache = stack.enter_context(LMCacheServer(python, below, ARENA_GIB)) if python else None
@@ -241,7 +241,7 @@ def main() -> int:
 
 
 def ratio(one: Results, other: Results) -> float:
-    """Returns how many times as many turns a second, as the median of rounds."""
+    """Returns the ratio of turns per second, as the median of the rounds' ratios."""
     rounds = zip(one.turns_per_s, other.turns_per_s, strict=True)
     return statistics.median(ours / theirs for ours, theirs in rounds)
 

@@ -12,8 +12,8 @@ Prints a table; `--json` prints a JSON object last:
   the seconds without hotkv.
 - `slow_worst`: the same ratio for the slowest request.
 - `well_over_plain`: the same ratio while the server is well.
-- `found_slow_after`, `found_well_after`: requests until the first hit that is left, or that is
-  taken again.
+- `found_slow_after`, `found_well_after`: requests until the engine first computes a hit instead of
+  loading it, or loads a hit again.
 """
 
 import contextlib

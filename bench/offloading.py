@@ -50,7 +50,7 @@ ANSWER_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the engines run on.
+    """The device and the settings of the engines.
 
     settle_s: pause between two engines.
     offloading: settings of vLLM's offloading.
@@ -66,7 +66,7 @@ class Place:
     device: str = "cpu"
 
     def prompt(self, seed: int, num_tokens: int) -> list[int]:
-        """Returns token ids by chance. Prompts of different lengths differ from the first token."""
+        """Returns random token ids. Prompts of different lengths differ from the first token on."""
         return random.Random(f"{seed} {num_tokens}").choices(
             range(10, self.shape.vocab), k=num_tokens
         )
@@ -88,7 +88,7 @@ GPU = Place(
     settle_s=0.1,
     arena_bytes=8 * GIB,
     offloading={"spec_name": "TieringOffloadingSpec"},
-    # Five engines share the device; what each needs for KV is given in bytes.
+    # Five engines share the device. Each one's memory for KV is given in bytes.
     engine_args={"gpu_memory_utilization": 0.15},
     device="cuda",
 )
@@ -165,13 +165,13 @@ class Engines:
             yield one
 
     def alone_on_the_machine(self, engine: Engine, tokens: list[int]) -> Answer:
-        """Returns the engine's answer, once the engine before has stopped polling."""
+        """Returns the engine's answer, after waiting for the previous engine to stop polling."""
         time.sleep(self.place.settle_s)
         return engine.generate(tokens, ANSWER_TOKENS)
 
 
 LENGTHS = {"4k": (4000, ""), "32k": (32_000, "_32k")}
-"""By name, the tokens of prompts and the suffix of their figures."""
+"""The length of prompts in tokens and the suffix of their figures, by name."""
 
 
 def compare(
@@ -299,7 +299,7 @@ def main() -> int:
     figures = {"tokens_equal": int(equal), "largest_logprob_difference": differ, **figures}
     bounds = {k: v for k, v in BOUNDS.items() if k in figures}
     if options.gpu:
-        # In bfloat16, vLLM's offloading may round other tokens than the computed ones.
+        # In bfloat16, hits of vLLM's offloading may differ from computed answers by rounding.
         figures |= {"own_equal": int(own), "door_equal": int(door)}
         bounds |= {"own_equal": at_least(1), "door_equal": at_least(1)}
         del bounds["tokens_equal"]

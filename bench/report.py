@@ -12,7 +12,7 @@ from hotkv_client.command.tables import human_bytes, table
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Returns options that all benchmarks share."""
+    """Returns a parser with the options that all benchmarks share."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--json", action="store_true", help="print one JSON object last")
     return options
@@ -67,7 +67,7 @@ def _shown(name: str, value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Of a figure: `value` at least, or at most if `at_most`."""
+    """A figure's bound: at least `value`, or at most `value` if `at_most`."""
 
     value: float
     at_most: bool = False
@@ -82,7 +82,7 @@ class Bound:
         return cls(float(value), at_most=sign == "<=")
 
     def is_met(self, figure: float) -> bool:
-        """Returns True if the figure keeps to it."""
+        """Returns True if the figure is within the bound."""
         return figure <= self.value if self.at_most else figure >= self.value
 
 

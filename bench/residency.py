@@ -91,7 +91,7 @@ TARGETS = {
 
 @dataclass(slots=True)
 class Found:
-    """All that was measured. `rounds` by model and context."""
+    """All measured results. `rounds`: by model and context."""
 
     exact: list[Exact]
     rounds: dict[str, tuple[Shape, list[Round]]]
@@ -295,7 +295,7 @@ RATIOS = {
 }
 """Figures of a round: numerator and denominator."""
 OF_THE_LLAMA = ("step_over_dense_32k", "hit_")
-"""Figures that are asked for at 32k; SmolLM2 gives the others, if it was run."""
+"""Figures that only the Llama gives, at 32k; SmolLM2 gives the others, if it was run."""
 
 
 def suffixes(model: str, name: str, models: Sequence[str]) -> list[str]:
@@ -363,7 +363,7 @@ def report(found: Found, named: dict[str, float]) -> str:
 
 
 def options() -> argparse.Namespace:
-    """Returns the command line."""
+    """Returns the options of the command line."""
     flags = parser("Contexts beyond device memory against everything on the device.")
     flags.add_argument("--quick", action="store_true", help="small sizes")
     flags.add_argument("--long", action="store_true", help="131,072 tokens too")

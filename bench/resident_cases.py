@@ -63,7 +63,7 @@ def llama(folder: Path, max_tokens: int) -> Model:
 
 
 def smollm() -> Model:
-    """Describes SmolLM2-135M-Instruct: 30 layers of 3 KV heads of 64, in bfloat16."""
+    """Returns SmolLM2-135M-Instruct: 30 layers of 3 KV heads of 64, in bfloat16."""
     return Model(
         "smollm2", smollm2.prepare(), "bfloat16", 30, 30 * 2 * 3 * 64 * 2, range(20, 49000)
     )
@@ -137,7 +137,7 @@ class Shape:
         return self.settings(room, NO_SERVER, self.sparse("off"))
 
     def resident(self, server: Server, **more: Any) -> EngineSettings:
-        """Returns the same with old blocks in host memory."""
+        """Returns the settings of the same, but with old blocks in host memory."""
         return self.settings(self.pool_tokens, server.target, self.sparse("host"), **more)
 
 
@@ -167,15 +167,15 @@ class Exact:
 
     @property
     def context_over_pool(self) -> float:
-        """Returns how many times the pool the context is."""
+        """Returns the size of the context as a multiple of the pool."""
         return self.context_tokens / self.pool_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A prompt in turns: computed with everything on the device, densely and with representations,
-    and beyond the pool; then decoded again in each way. In seconds; pairs are wall and processor
-    time."""
+    """A prompt, run in turns: computed with everything on the device (densely, and with
+    representations) and beyond the pool, and then decoded again in each way. Values in seconds;
+    pairs are wall and processor time."""
 
     context_tokens: int
     dense_prefill_s: tuple[float, float]
@@ -417,7 +417,7 @@ def times(
 
 
 def _least(*pairs: tuple[float, float]) -> tuple[float, float]:
-    """Returns the quicker of several runs, on each clock."""
+    """Returns the smallest of several times, on each clock."""
     return min(pair[WALL] for pair in pairs), min(pair[PROCESSOR] for pair in pairs)
 
 
@@ -491,8 +491,8 @@ def together(
     folder: Path,
     arena: str,
 ) -> list[Together]:
-    """Returns the same number of requests in pools of equal bytes: vLLM with the server beside it,
-    and residency. Neither has a prefix in common; engines take turns."""
+    """Returns the results of the same number of requests in pools of equal bytes: in vLLM with the
+    server beside it, and with residency. Requests share no prefix; engines take turns."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))

@@ -76,7 +76,7 @@ def main() -> int:
     with ends_cleanly(), runtime_folder(ARENA_BYTES + (1 << 30)) as folder:
         with Server(folder, ARENA) as server:
             empty_ready_s = server.wait_ready()
-            # Blocks that come before their memory would be refused, or evict others.
+            # Before the arena has its memory, blocks would be refused, or evict others.
             server.wait_filled()
             stored = fill(server)
             os.kill(server.pid, signal.SIGKILL)

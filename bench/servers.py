@@ -12,7 +12,7 @@ from hotkv_client.testing import PagedEngine
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOM_BYTES = 256 * MIB
-"""Of a server's folder beside the arena: its table, state and logs."""
+"""Room of a server's folder beside the arena: for table, state and logs."""
 STORED_BLOCKS = 50_000
 
 

@@ -3,7 +3,7 @@
 from hotkv_server.cache.room.slabs import aligned
 
 SHAPES: dict[str, tuple[int, int, int]] = {
-    # Layers that keep the whole context, KV heads times their width, bytes of a value.
+    # By model: layers that keep the whole context; KV heads times their width; bytes of a value.
     "Llama-3.1-8B": (32, 1024, 2),
     "Llama-3.1-8B, fp8": (32, 1024, 1),
     "Llama-3.1-70B": (80, 1024, 2),
@@ -36,7 +36,7 @@ SHAPES: dict[str, tuple[int, int, int]] = {
     "Falcon-40B": (60, 1024, 2),
 }
 LATENTS: dict[str, tuple[int, int, int]] = {
-    # Models that keep one latent in place of keys and values.
+    # Models that store one latent vector instead of keys and values.
     "DeepSeek-V3": (61, 576, 2),
     "DeepSeek-V2-Lite": (27, 576, 2),
 }

@@ -45,7 +45,7 @@ HOSTILE_RATIO = 1.2
 
 @dataclass(slots=True)
 class Done:
-    """All sessions' operations together."""
+    """The operations of all sessions together."""
 
     done: int = 0
     errors: Counter[str] = field(default_factory=Counter)
@@ -95,7 +95,7 @@ def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) 
 
 
 def beside(target: str, kind: str) -> float:
-    """Returns p50 in ms of quiet lookups beside such a process."""
+    """Returns the p50 of a quiet session's lookups in ms, beside a process of this kind."""
     other = subprocess.Popen([*CLIENT, kind, target], stderr=subprocess.DEVNULL)
     try:
         time.sleep(SETTLE_S)

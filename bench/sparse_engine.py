@@ -35,7 +35,7 @@ RESIDENT_KL = {"prose": 0.010, "gpl3": 0.020}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A text and scorer. Nats per token; offline None if only the engine was asked for."""
+    """Results for a text and scorer, in nats per token; offline None if only the engine was run."""
 
     text: str
     scorer: str
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Returns engine over offline."""
+        """Returns the engine's value over the offline value."""
         return None if self.offline_kl is None else self.engine_kl / self.offline_kl
 
 
@@ -121,7 +121,7 @@ def budget(text: str) -> int | float:
 
 
 def options() -> argparse.Namespace:
-    """Returns the command line."""
+    """Returns the options of the command line."""
     usual = Setup()
     flags = parser("Sparse decode in vLLM on CPU against the same decode offline.")
     add_model(flags)

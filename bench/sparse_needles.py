@@ -46,7 +46,7 @@ class Row:
 
     @property
     def total(self) -> int:
-        """Returns the total over all tasks."""
+        """Returns the number of right answers over all tasks."""
         return sum(self.num_right.values())
 
 
@@ -82,7 +82,7 @@ def missed(rows: Sequence[Row]) -> list[str]:
 
 
 def options() -> argparse.Namespace:
-    """Returns the command line."""
+    """Returns the options of the command line."""
     flags = parser("Accuracy of sparse decode in vLLM on CPU at finding facts in a long text.")
     add_model(flags)
     flags.add_argument("--prompts", type=int, default=20, help="of each task")
@@ -126,7 +126,7 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    # The end of the haystack, which no prompt reaches.
+    # Calibrates on the end of the haystack, which no prompt reaches.
     first = encode(haystack()[-8 * chosen.tokens :])[-chosen.tokens :]
     with torch.inference_mode():
         engine = Engine(folder, chosen.tokens + ANSWER_TOKENS + 8, usual)

@@ -76,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound on a scorer's figure of its worst text, among prose texts, the copy text, or both."""
+    """A bound on a scorer's worst figure: over prose texts, over the copy text, or over both."""
 
     name: str
     value: float | None
@@ -127,8 +127,8 @@ def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
 
 
 def resident_targets(rows: Sequence[Row], scorer: str) -> list[Target]:
-    """Returns the bounds at 10 % that residency needs, without a file of centres: each text has its
-    own."""
+    """Returns the bounds that residency needs at a budget of 10 %, if there is no file of centres.
+    Each text has its own bound."""
     key = Variant(scorer, 0.10, *RESIDENT)
     of_text = {row.text.name: row.outcome for row in rows if row.outcome.variant == key}
     found = [
@@ -166,7 +166,7 @@ def measure(
     begin, text = time.monotonic(), seen.text
     outcomes: list[Outcome] = []
     num_threads = torch.get_num_threads()
-    # Decode works on small arrays, which cost more to share out than to compute.
+    # Decode computes on small arrays: sharing them out over threads would cost more time.
     torch.set_num_threads(1)
     for some in passes(variants, PASS_VARIANTS):
         outcomes += Decode(model, seen.dense, torch.tensor(text.tokens), calibrated, some).run()
@@ -223,7 +223,7 @@ def figures(row: Row, head_size: int) -> dict[str, object]:
 
 
 def options() -> argparse.Namespace:
-    """Returns the command line."""
+    """Returns the options of the command line."""
     flags = parser("Selection quality of sparse decode against dense attention.")
     add_model(flags)
     add_texts(flags)

@@ -52,7 +52,7 @@ values."""
 # queries, in turns.
 
 PAGE_BYTES = 4096
-"""Stands for a block's KV, which a selection does not read."""
+"""Bytes that stand for a block's KV, which a selection does not read."""
 CONFIG = hotkv_sparse.SparseConfig(sparse_topk=0.1, dense_layers=())
 ARENA_BYTES = 512 * MIB
 
@@ -159,8 +159,8 @@ class _Engine:
 
 SIZES = (1024, 2048, 8192, 65536)
 MOST_DENSE_BLOCKS = 8192
-"""Dense attention over more is timed on this many and scaled: 64k blocks are 4 GB of keys and
-values."""
+"""For larger contexts, dense attention is timed on this many blocks and its time is scaled: the
+keys and values of 64k blocks take 4 GB."""
 SPEEDUP_BLOCKS = 2048
 BUDGET = 0.1
 MAX_CORRECTIONS = 4
@@ -184,7 +184,7 @@ class PagedAttention:
         self._isa = _get_attn_isa(torch.bfloat16, PAGE_TOKENS, HEAD_SIZE)
         pages = torch.randn(num_pages, KV_HEADS, 2 * PAGE_TOKENS, HEAD_SIZE).to(torch.bfloat16)
         self.blocks = pages.view(torch.int16).numpy().reshape(num_pages * BLOCKS_PER_PAGE, -1)
-        """As many bytes as a block of 16 tokens has, keys and values of all heads, per row."""
+        """Each row has as many bytes as keys and values of all heads of a block of 16 tokens."""
         self._keys, self._values = pages.chunk(2, dim=2)
         self._query = torch.randn(1, QUERY_HEADS, HEAD_SIZE).to(torch.bfloat16)
         self._output = torch.empty_like(self._query)
@@ -323,7 +323,7 @@ class Layer:
             blocks[slot % len(blocks)] = blocks[block % len(blocks)]
         self.num_missing += step.num_selected - step.num_resident
         self.num_selected += step.num_selected
-        # As many pages as the hot set's tokens fill.
+        # Takes as many pages as the hot set's tokens fill.
         slots = step.map.slots[::BLOCKS_PER_PAGE]
         self.table_row[: len(slots)] = self.page_of[slots]
         return len(slots)
@@ -340,7 +340,7 @@ class Layer:
         self.arriving = found.ahead
 
     def measure(self, what: str, function: Callable[[], T]) -> T:
-        """Times a call."""
+        """Times a call under the name `what`. Returns the call's result."""
         began_s = time.perf_counter()
         result = function()
         self.times_s.setdefault(what, []).append(time.perf_counter() - began_s)
@@ -364,7 +364,7 @@ class Layer:
         return value * self.num_blocks / self.dense_blocks if what == "dense" else value
 
     def speedup(self, name: str) -> float:
-        """Returns dense attention over a sparse step with this scorer."""
+        """Returns the speed-up of a sparse step with this scorer over dense attention."""
         return self.ms("dense") / (self.ms(name) + self.ms("other") + self.ms("attend"))
 
 

@@ -39,7 +39,7 @@ from hotkv_server.told.status import as_json_values, read_status
 
 BOUNDS = {"loop_ms": at_most(10.0)}
 NUM_SESSIONS = 1000
-"""About the most that a server accepts; a status lists the first sessions only."""
+"""About as many sessions as a server accepts; a status lists only the first of them."""
 T = TypeVar("T")
 
 

@@ -50,7 +50,7 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured figure and its target, as in `str(Bound)`. `value`: None if not measured."""
+    """A measured figure and its target, in the form of `str(Bound)`. `value` None: not measured."""
 
     value: float | None
     bound: str

@@ -55,7 +55,7 @@ FILE_BYTES = GIB
 BUFFER_BYTES = 64 * MIB
 DEPTH = 16
 LANES, CALL_BYTES = 4, BATCH_BYTES
-"""So many calls are under way at a time, of the size in which the server writes."""
+"""Number of calls that are always under way; bytes of a call, as the server writes them."""
 ROUND_S = 2.0
 SLAB_BYTES = 4 * MIB
 BOUNDS = {
@@ -68,8 +68,8 @@ BOUNDS = {
 
 
 class Disk:
-    """A tier over a file of FILE_BYTES and buffers in shared memory, with huge pages where the
-    kernel gives them."""
+    """A tier over a file of FILE_BYTES, and buffers in shared memory, of huge pages if the kernel
+    gives them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -91,7 +91,7 @@ class Disk:
         is_busy: the event loop is busy half of the time.
         """
         if size != self.size:
-            # Another size overwrites the old blocks.
+            # Blocks of another size overwrite the old blocks.
             self.size, self.seals = size, np.zeros(FILE_BYTES // size, np.uint64)
         return await self._run(seconds, is_write=True, is_busy=is_busy)
 

@@ -32,7 +32,7 @@ PACKAGES = ("proto", "sparse", "client", "server")
 
 
 def command_of(checkout: Path) -> Sequence[str]:
-    """Returns the server of another checkout."""
+    """Returns the command that starts the server of another checkout."""
     path = os.pathsep.join(str(checkout.absolute() / name) for name in PACKAGES)
     return ("env", f"PYTHONPATH={path}", sys.executable, "-m", "hotkv_server.cli", "run")
 

@@ -83,7 +83,7 @@ class Engine(PagedEngine):
 
     def load(self, hashes: list[bytes], name: str) -> float:
         """Returns the seconds of a load, without the lease. Checks every byte."""
-        # Leased at once, because blocks that were never used are evicted first.
+        # Leases the blocks at once: blocks that were never used would be evicted first.
         assert self.session.acquire(name, [GroupHashes(0, hashes)]).result(10).pinned[0].all(), (
             "stored blocks are missing"
         )
@@ -128,7 +128,7 @@ def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[
 
 def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> float:
     """Waits until the server has stopped turning its arena into huge pages, some seconds after it
-    is ready; the share it got."""
+    is ready. Returns the share of the arena in huge pages."""
     deadline_s, last = time.monotonic() + timeout_s, -1.0
     while time.monotonic() < deadline_s and last != (
         last := server.counter("arena_huge_page_bytes")

@@ -59,8 +59,8 @@ def table(cold: Answer, own: Answer, warm: Answer, stored_bytes: float, loaded_b
 
 @contextlib.contextmanager
 def engine(name: str, server: Server, model: Path, folder: Path, seed: int) -> Iterator[Engine]:
-    """Yields an engine that has loaded the model and run a prompt of its own, so that what follows
-    is not a first time."""
+    """Yields an engine that has loaded the model and run a prompt of its own, so that later
+    prompts find it warm."""
     with Engine(name, EngineSettings(str(model), server.target), folder) as running:
         with step(f"{name}: loading vLLM and the model"):
             running.wait_ready()
@@ -72,7 +72,7 @@ def engine(name: str, server: Server, model: Path, folder: Path, seed: int) -> I
 
 
 def run(folder: Path) -> int:
-    """Runs the demo with files in `folder`; 0 if engine B hit."""
+    """Runs the demo with files in `folder`. Returns the exit status: 0 if engine B hit."""
     with step("SmolLM2-135M: preparing it, once"):
         model = prepare_model()
     prompt = prompts.token_ids(model, seed=1, num_tokens=PROMPT_TOKENS)

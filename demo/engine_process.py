@@ -65,8 +65,8 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """Ends this process and those that vLLM starts once the parent is gone: the kernel can tell
-    only the first of them."""
+    """Ends this process and the processes that vLLM starts when the parent is gone. The kernel can
+    signal only this process."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -110,7 +110,7 @@ def main() -> int:
         else:
             reply = {"error": f"unknown op {request['op']!r}"}
         print(json.dumps(reply), file=answers)
-    # Its default kills the scheduler after 5 s, on a busy machine before the connector has ended.
+    # By default vLLM kills the scheduler after 5 s; on a busy machine that is too soon.
     llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
     return 0
 

@@ -1,7 +1,7 @@
 """A hotkv-server and vLLM engines as child processes, for demo and benchmarks.
 
 Every child leads its own process group. Leaving a `with` block ends the whole group, whatever the
-reason (Ctrl-C and SIGTERM included, once `ends_cleanly` is in place), and removes its files. Where
+reason (Ctrl-C and SIGTERM included, once `ends_cleanly` is in place), and removes its files. If
 this process is killed, its children notice and end too.
 """
 
@@ -22,15 +22,15 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    # Of Python 3.11.
+    # In `typing` since Python 3.11.
     from typing import Self
 
 ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 START_DEADLINE_S = 150.0
-"""A server that has ended is noticed at once. A server whose arena lies on a disk may stop for a
-minute, while other processes write as much as the disk takes."""
+"""Deadline of a server's start; a server that has ended is noticed at once. A server whose arena
+is on a disk may stop for a minute, while other processes write as fast as the disk can."""
 STOP_DEADLINE_S = 60.0
 HURRY_DEADLINE_S = 3.0
 STORE_DEADLINE_S = 20.0
@@ -79,8 +79,8 @@ class Answer:
 
 
 def largest_logprob_difference(one: Answer, other: Answer) -> float:
-    """Returns the largest difference over tokens both rank among their likeliest, up to the first
-    position where the answers part, that one included."""
+    """Returns the largest difference of logprobs over tokens that both answers rank among their
+    likeliest, up to and including the first position at which the answers differ."""
     largest = 0.0
     for position, (ours, theirs) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
         largest = max(
@@ -113,7 +113,7 @@ def runtime_folder(needed_bytes: int) -> Iterator[Path]:
     """Yields a fresh folder in shared memory if that has room, else in the temporary folder;
     removed at the end."""
     roomy = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > needed_bytes
-    # By its tag whoever kills this process finds what is left of it.
+    # If this process is killed, its killer finds the folders that are left by this tag.
     prefix = f"hotkv-{os.environ.get('HOTKV_FOLDER_TAG', '')}"
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=SHM if roomy else None))
     try:
@@ -127,8 +127,8 @@ def _end_with_parent() -> None:
 
 
 def prepare_model() -> Path:
-    """Returns the model folder, made now if need be; what transformers prints while making it is
-    kept back unless it fails."""
+    """Returns the model folder, and makes it if it is missing. What transformers prints meanwhile
+    is shown only if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "tools.smollm2"], capture_output=True, text=True, cwd=ROOT
     )
@@ -138,8 +138,8 @@ def prepare_model() -> Path:
 
 
 def group_members(group: int) -> list[int]:
-    """Returns living processes of a process group, but for Python's resource trackers: they clean
-    up behind the others, then end."""
+    """Returns the living processes of a process group, except Python's resource trackers: these
+    clean up after the others, and then end."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -173,7 +173,7 @@ class Child:
                 cwd=ROOT,
                 env={**os.environ, **env},
                 start_new_session=True,
-                # An engine watches its parent itself, for vLLM's own processes have to end too.
+                # An engine watches its parent by itself, as vLLM's own processes must end too.
                 preexec_fn=None if pipes else _end_with_parent,
             )
 
@@ -199,8 +199,8 @@ class Child:
             time.sleep(0.02)
 
     def stop(self, hurry: bool = False) -> None:
-        """Ends the group: by the end of its input or SIGTERM, then by force. `hurry` leaves out the
-        long wait in between."""
+        """Ends the group: closes its input or sends SIGTERM, then kills it. `hurry` leaves out the
+        long wait before the kill."""
         try:
             if self.process.stdin and not hurry:
                 with contextlib.suppress(OSError):
@@ -229,7 +229,7 @@ class Engine:
             **VLLM_SETTINGS,
             **settings.environment,
         }
-        # It outranks vLLM's own argument.
+        # This variable has priority over vLLM's own argument.
         if "kv_cache_memory_bytes" not in settings.engine_args:
             env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
         command = [sys.executable, "-m", self.MODULE, json.dumps(asdict(settings))]
@@ -248,7 +248,7 @@ class Engine:
         self._child.stop(hurry=error_type is not None)
 
     def close(self) -> None:
-        """Ends the engine; once is enough, twice does no harm."""
+        """Ends the engine. May be called more than once."""
         self._child.stop()
 
     @property
@@ -261,7 +261,7 @@ class Engine:
         self.vllm_version = self._read()["vllm"]
 
     def warm_up(self, token_ids: Sequence[int]) -> None:
-        """Runs a prompt nobody will ask again, so that what vLLM does only once is not measured."""
+        """Runs a prompt that is never asked again, so that vLLM's one-time work is not measured."""
         self.generate(token_ids, max_tokens=4)
 
     def generate(
@@ -322,9 +322,9 @@ class Server:
     """A hotkv-server in a child process with its runtime directory and its arena in `folder`. Use
     in a `with` block.
 
-    One after the other in the same folder, each goes on with the cache of the one before.
-    `command`: what runs instead of `hotkv-server run`. `ready_s`: seconds from its start until it
-    was ready, once `wait_ready` has returned.
+    If servers run in the same folder one after the other, each continues its predecessor's cache.
+    `command`: the command to run instead of `hotkv-server run`. `ready_s`: seconds from the
+    server's start until it was ready, once `wait_ready` has returned.
     """
 
     ready_s: float
@@ -350,7 +350,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Returns the server's process id."""
         return self._child.process.pid
 
     @property
@@ -417,7 +417,7 @@ class Server:
         return float(self.status()["counters"][name])
 
     def wait_for_stores(self) -> None:
-        """Blocks until no transfer is in flight and something is stored, or the deadline passes."""
+        """Blocks until no transfer is in flight and a block is stored, or the deadline passes."""
         deadline_s = time.monotonic() + STORE_DEADLINE_S
         while time.monotonic() < deadline_s:
             counters = self.status()["counters"]

@@ -11,7 +11,7 @@ BEGIN_S = time.monotonic()
 
 @contextlib.contextmanager
 def step(what: str) -> Iterator[None]:
-    """Shows the present step and its duration; on a terminal the seconds count up."""
+    """Shows the current step and how long it takes; on a terminal the seconds count up."""
     begin_s = time.monotonic()
     done = threading.Event()
     lively = sys.stdout.isatty()

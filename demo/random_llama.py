@@ -1,8 +1,8 @@
 """A Llama model so small that a context of 100,000 tokens is affordable on a CPU, with random
 weights from a fixed seed.
 
-The weights are so large that every token of the context shows in the logprobs: a cache that gave
-back wrong KV would be seen. Nobody can read what the model says; its tokens are numbers.
+The weights are so large that every token of the context changes the logprobs: a cache that returned
+wrong KV would be noticed. The model's words mean nothing; its tokens are numbers.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Llama. dtype: that of the weights and of the KV, as torch names it."""
+    """The sizes of a Llama. dtype: the type of the weights and of the KV, as torch names it."""
 
     layers: int
     hidden: int

@@ -1,11 +1,11 @@
 """The demo of contexts beyond device memory: a request eight times as large as the device's pool.
 
 vLLM alone refuses to start for it. With `"residency": "host"` the same pool is enough: the server
-keeps the KV cache, the device holds the first blocks, the recent window and hot slots. Then the
-same request again, which finds its KV in host memory. Nothing is left running and no file stays.
+keeps the KV cache, the device holds the first blocks, the recent window and hot slots. The second
+request is the same; its KV is found in host memory. All processes end, and no file stays.
 
-The model is a random Llama of 4 layers, since a real one would compute for hours on a CPU: what it
-says means nothing, what it holds, moves and takes does.
+The model is a random Llama of 4 layers, since a real model would compute for hours on a CPU: its
+words mean nothing, unlike its memory, its copies and its times.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def settings(model: Path, server: Server | None) -> EngineSettings:
 
 
 def refusal(model: Path, folder: Path) -> str:
-    """Returns what vLLM alone says to such a request with such a pool. Raises ChildError if it
+    """Returns vLLM's own refusal of such a request with such a pool. Raises ChildError if vLLM
     starts, or ends for another reason."""
     with Engine("vLLM alone", settings(model, None), folder) as engine:
         try:
@@ -82,7 +82,7 @@ def refusal(model: Path, folder: Path) -> str:
 
 @contextlib.contextmanager
 def progress(server: Server, what: str) -> Iterator[None]:
-    """Says every now and then how much of the request the server keeps."""
+    """Reports from time to time how much of the request the server keeps."""
     done, first = threading.Event(), "\n" if sys.stdout.isatty() else ""
 
     def watch() -> None:

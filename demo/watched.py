@@ -1,5 +1,5 @@
-"""A vLLM engine in a child process whose steps are timed and whose pool is watched, as is what the
-server pins for it."""
+"""A vLLM engine in a child process whose steps are timed. The most blocks of its pool, and the most
+memory that the server pins for it, are recorded."""
 
 import os
 import threading
@@ -14,16 +14,16 @@ from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import HotKVError
 
 SETTLING_STEPS = 4
-"""First steps of a decode, which complete its hot sets."""
+"""Number of the first steps of a decode, in which its hot sets fill."""
 POLL_S = 0.2
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests that ran together. `first_s`: of each, wall and processor seconds to its first
-    token. `steps`: wall seconds, processor seconds and tokens of each step from the first token
-    on. `most_held`: blocks of the pool at most. `pinned_bytes`: of the arena, at most."""
+    """Requests that ran together. `first_s`: for each, wall and processor seconds to its first
+    token. `steps`: wall seconds, processor seconds and tokens of each later step. `most_held`,
+    `pinned_bytes`: the most blocks of the pool in use, the most pinned bytes of the arena."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -38,12 +38,12 @@ class Batch:
     pinned_bytes: float
 
     def step_s(self, clock: int) -> float:
-        """Returns the median of the decode steps; `clock` 0: the wall's, 1: of processor time."""
+        """Returns the median time of the decode steps; `clock` 0: wall time, 1: processor time."""
         ends = [step[clock] for step in self.steps[SETTLING_STEPS:]]
         return median([after - before for before, after in pairwise(ends)])
 
     def decode_rate(self, clock: int) -> float:
-        """Tokens a second, by the median of the steps that decode as many requests as any step."""
+        """Returns tokens a second, by the median of the steps that decode the most requests."""
         pairs = [(after[clock] - before[clock], after[2]) for before, after in pairwise(self.steps)]
         most = max(tokens for _, tokens in pairs)
         return most / median([took_s for took_s, tokens in pairs if tokens == most])
@@ -60,7 +60,7 @@ class Batch:
 
 
 class Watched(Engine):
-    """An engine whose steps are timed. `server`: the one that it uses, if any."""
+    """An engine whose steps are timed. `server`: the server that it uses, if any."""
 
     MODULE = "demo.watched_process"
 
@@ -71,7 +71,7 @@ class Watched(Engine):
         self._server = server
 
     def batch(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Batch:
-        """Runs requests together. Raises ChildError if one ends with an error."""
+        """Runs requests together. Raises ChildError if one of them ends with an error."""
         server = self._server
         cpu_s = 0.0 if server is None else processor_s(server.pid)
         with _Pinned(server) as pinned:
@@ -83,7 +83,7 @@ class Watched(Engine):
         return found
 
     def dense(self, is_dense: bool) -> None:
-        """Attends to everything from now on, or sparsely again."""
+        """Makes attention dense from now on, or sparse again."""
         self.ask({"op": "mode", "dense": is_dense})
 
     def forget(self) -> None:
@@ -91,16 +91,16 @@ class Watched(Engine):
         self.ask({"op": "reset"})
 
     def device_blocks(self, num_tokens: int) -> int:
-        """Blocks that a request of so many tokens holds at most, by the engine's arithmetic."""
+        """Returns the computed bound of the blocks that a request of so many tokens holds."""
         return int(self.ask({"op": "device_blocks", "num_tokens": num_tokens})["blocks"])
 
     def memory(self) -> dict[str, float]:
-        """Bytes beside the pool: staging area and rows of representations."""
+        """Returns the bytes beside the pool: staging area, and rows of representations."""
         return {name: float(value) for name, value in self.ask({"op": "memory"}).items()}
 
 
 class _Pinned:
-    """Watches how much of the arena residencies pin, in a thread of its own."""
+    """Records how much of the arena residencies pin, on its own thread."""
 
     def __init__(self, server: Server | None) -> None:
         self._server = server
@@ -131,6 +131,6 @@ class _Pinned:
 
 def processor_s(pid: int) -> float:
     """Returns the processor seconds of a process so far."""
-    # After the name in brackets: state, then ten numbers, user and system time.
+    # After the name in brackets come the state, ten numbers, then user and system time.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * TICK_S

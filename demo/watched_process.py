@@ -1,5 +1,5 @@
-"""A vLLM engine as a child process that runs batches and tells of each step: the other side of
-`demo.watched.Watched`.
+"""A vLLM engine as a child process that runs batches and reports each step; `demo.watched.Watched`
+is the other side.
 
 Requests: `batch` (`prompts`, `max_tokens`; answers with tokens, times and what was held), `mode`
 (`dense`: attention to everything from now on, in place of sparse decode, or back), `reset`
@@ -42,19 +42,19 @@ class Engine:
         self._core: Any = getattr(core, "engine_core", None)
 
     def device_blocks(self, num_tokens: int) -> dict[str, Any]:
-        """Returns what the arithmetic says that a request of so many tokens holds at most."""
+        """Returns the computed bound of the blocks that a request of so many tokens holds."""
         manager = self._core.scheduler.kv_cache_manager
         spec = manager.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         return {"blocks": spec.device_blocks(num_tokens)}
 
     def memory(self) -> dict[str, Any]:
-        """Bytes beside the pool: the staging area, and rows of representations."""
+        """Returns the bytes beside the pool: the staging area, and rows of representations."""
         worker = _worker()
         rows = sum(rows.nbytes for rows in worker._kept._rows.values())
         return {"staging": worker._pages.staging.num_bytes, "rows": rows}
 
     def mode(self, dense: bool) -> dict[str, Any]:
-        """Attends to everything from now on, or sparsely again."""
+        """Makes attention dense from now on, or sparse again."""
         worker = _worker()
         self._attend = self._attend or worker.attend
         worker.attend = _everything if dense else self._attend
@@ -115,15 +115,15 @@ class Engine:
         }
 
     def _held(self) -> int:
-        """Blocks of the pool that requests hold now."""
+        """Returns the blocks of the pool that requests hold now."""
         if self._core is None:
             return 0
         pool = self._core.scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def _counters(self) -> dict[str, float]:
-        """Returns the connector's counters, and preemptions. vLLM's reader of its metrics cuts them
-        to whole numbers, so they come from the connector where it is at hand."""
+        """Returns the connector's counters, and preemptions. vLLM's metrics reader rounds them down
+        to whole numbers, so the counters come from the connector if it is in this process."""
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             if metric.name.startswith(PREFIX):
@@ -148,7 +148,7 @@ def _worker() -> Any:
 
 
 def _everything(*_: Any) -> None:
-    """Stands in place of `SparseWorker.attend`: nothing is left out."""
+    """Stands in place of `SparseWorker.attend`, so that attention leaves out no block."""
 
 
 def main() -> int:
@@ -160,7 +160,7 @@ def main() -> int:
     import torch
     import vllm
 
-    # Compiling vLLM's sampler takes longer than most cases.
+    # Runs without compiling, since compiling vLLM's sampler takes longer than most cases.
     torch.compiler.set_stance("force_eager")
     engine = Engine(settings)
     print(json.dumps({"ready": True, "vllm": vllm.__version__}), file=answers)

@@ -20,7 +20,7 @@ CHART = ROOT / "deploy" / "helm" / "hotkv"
 SCHEMA = CHART / "values.schema.json"
 MANIFEST = ROOT / "deploy" / "kubernetes" / "hotkv.yaml"
 OF_THE_CHART = ("runtime_dir", "arena.dir", "tiers.disk.path", "security.admin_socket")
-"""Settings that follow from `directories`, so `settings` must not have them."""
+"""Settings that follow from the chart's `directories`, so its `settings` must not have them."""
 WRITTEN = ("security.audit_file",)
 """Files that the server writes; a Secret has the files that it reads."""
 HELMS_OWN = ("# Source:", "helm.sh/chart:", "app.kubernetes.io/managed-by:")
@@ -111,7 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Writes the chart's schema and the manifest.")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     options = parser.parse_args()
-    # The chart makes the manifest with its new schema.
+    # The schema comes first, because the chart makes the manifest with it.
     for path, make in ((SCHEMA, schema_text), (MANIFEST, manifest)):
         try:
             text = make()

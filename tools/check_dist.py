@@ -38,7 +38,7 @@ MUST_HAVE = (".cu", ".cuh", "py.typed", ".pyi")
 DEPENDENCIES = {"grpcio", "numpy", "protobuf"}
 OF_DEPENDENCIES = {"typing-extensions"}
 START_DEADLINE_S = 300.0
-"""The first start compiles kernels."""
+"""Deadline of the first start, which compiles kernels."""
 STOP_DEADLINE_S = 30.0
 
 
@@ -78,7 +78,7 @@ def check_contents(archive: Path) -> None:
 
 
 def install(folder: Path, wanted: str) -> Path:
-    """Returns the programs of a fresh environment with `wanted` and its dependencies."""
+    """Installs `wanted` and its dependencies in a fresh environment. Returns its programs."""
     venv.create(folder, with_pip=True)
     programs = folder / "bin"
     pip = [str(programs / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -98,7 +98,7 @@ def plain(name: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Returns this process's environment without the checkout."""
+    """Returns this process's environment variables, without those that lead to the checkout."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
@@ -118,7 +118,7 @@ def run(program: Path, *arguments: str, quiet: bool = False) -> str:
 
 @contextlib.contextmanager
 def server(programs: Path, folder: Path, settings: Path | None = None) -> Iterator[str]:
-    """Yields the target of a small server that has answered a ping; ends it."""
+    """Yields the target of a small server that has answered a ping; ends the server."""
     target = f"unix:{folder}/run/grpc.sock"
     (folder / "run").mkdir(mode=0o700)
     flags = ["--arena.bytes", "32MiB", "--arena.dir", str(folder / "arena"), "--http.port", "-1"]
@@ -216,8 +216,8 @@ def check_chart(chart: Path, version: str) -> None:
 
 
 def check_sbom(sbom: Path, names: set[str], version: str) -> None:
-    """Exits unless the list is of this version of hotkv and has these packages, each with a version
-    and its address."""
+    """Exits unless the list of packages is of this version of hotkv and names these packages, each
+    with a version and its address."""
     read = json.loads(sbom.read_text())
     listed = {plain(item["name"]): item for item in read["components"]}
     incomplete = [name for name, item in listed.items() if not {"version", "purl"} <= item.keys()]
@@ -238,7 +238,7 @@ def unpack(deploy: Path, folder: Path) -> Path:
 
 
 def check(wheel: Path, sdist: Path, folder: Path, settings: Path | None = None) -> set[str]:
-    """Checks both in environments below `folder`. Returns the packages that a server needs."""
+    """Checks wheel and sdist in environments below `folder`. Returns the packages of a server."""
     for archive in (wheel, sdist):
         check_contents(archive)
         (folder / archive.suffix[1:]).mkdir()

@@ -28,13 +28,13 @@ ARCHITECTURES = (70, 80, 90, 100)
 OPTIONS = ("-std=c++17",)
 
 _OLD_DEVICE = "nvrtc: warning: Architectures prior to"
-"""A warning that does not concern the source."""
+"""Start of a warning that does not concern the source."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """A kernel's use of a multiprocessor. `stack_bytes` a thread: spilled registers, and arrays
-    with an unknown index."""
+    """A kernel's use of a multiprocessor. `stack_bytes`: of each thread, for spilled registers and
+    for arrays with an unknown index."""
 
     kernel: str
     registers: int
@@ -46,7 +46,7 @@ class CompileError(Exception):
 
 
 class Nvrtc:
-    """The library, by its C interface."""
+    """The library NVRTC, called through its C interface."""
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)
@@ -133,7 +133,7 @@ class Nvcc:
 
 
 def find_compiler() -> Nvrtc | Nvcc | None:
-    """Returns the wheel's NVRTC, the linker's, or nvcc."""
+    """Returns NVRTC: the wheel's, or else the linker's. Returns nvcc if there is neither."""
     for path in (*_wheels(), "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
         try:
             return Nvrtc(path)
@@ -147,7 +147,7 @@ def _wheels() -> Iterator[str]:
     spec = importlib.util.find_spec("nvidia")
     for folder in () if spec is None else (spec.submodule_search_locations or ()):
         for library in sorted(Path(folder).rglob("libnvrtc.so.1[0-9]")):
-            # It opens its built-in headers by name alone.
+            # NVRTC opens the library of its built-in headers by name alone.
             for builtins in library.parent.glob("libnvrtc-builtins.so.*"):
                 ctypes.CDLL(str(builtins), mode=os.RTLD_GLOBAL | os.RTLD_LAZY)
             yield str(library)
@@ -160,7 +160,7 @@ def instances_of(source: Path) -> tuple[str, ...]:
 
 
 _REGISTERS, _STACK_BYTES = 0x2F, 0x12
-"""Attributes of .nv.info, each a symbol's number and a value."""
+"""Attributes of the section .nv.info; each has the number of a symbol and a value."""
 _SYMBOL_BYTES = 24
 
 

@@ -35,7 +35,7 @@ PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 CACHE = Path(os.environ.get("HOTKV_VENV", str(ROOT / ".venv"))) / ".vllm"
 OLDEST: Line = (0, 31)
-"""Lines older than the tested ones are compared from this one on."""
+"""Lines that are older than the tested lines are compared too, from this line on."""
 FEWEST_CHECKED = 150
 """If fewer uses are found in a version, the check itself has a fault."""
 
@@ -158,7 +158,7 @@ def supported(door: str = OWN) -> tuple[Line, ...]:
 
 
 def sources(tested: tuple[Line, ...]) -> Iterator[tuple[Source, bool]]:
-    """Yields the available sources, and whether they are the newest line's; prints the missing
+    """Yields the available sources, each with whether it is of the newest line; prints the missing
     ones."""
     yield installed(), False
     for line in tested:
@@ -224,7 +224,7 @@ def others(door: str) -> list[str]:
 
 
 def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
-    """Returns hooks that were not looked at, and in the newest version hooks that are gone."""
+    """Returns hooks that nobody looked at, and in the newest version listed hooks that are gone."""
     found = [
         cls
         for name in ("KVConnectorBase_V1", "SupportsHMA")

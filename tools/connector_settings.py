@@ -116,7 +116,7 @@ def page() -> str:
 
 
 def listed(settings: Mapping[str, Any]) -> str:
-    """Returns settings in a sentence."""
+    """Returns these settings as a part of a sentence."""
     *first, last = (f"`{name}` {json.dumps(value)}" for name, value in settings.items())
     return f"{', '.join(first)} and {last}"
 

@@ -207,7 +207,7 @@ DOWN = (
     f"0 * (up{ON} and on (instance, job) last_over_time({metric('build_info')}[$__range])) "
     "unless on (instance, job) " + metric("ready")
 )
-"""0 for each server that has answered in the displayed time and does not now."""
+"""0 for each server that answered during the displayed time and does not answer now."""
 NOT_DONE = (
     f"sum by (direction, outcome) ({rate('transfers_total', 'outcome!=' + json.dumps('done'))})"
 )

@@ -20,7 +20,7 @@ for tag in manylinux_2_{39,38,37,36,35,34,31,28,27,24,17}_x86_64 manylinux2014_x
   platforms+=(--platform "$tag")
 done
 mkdir -p "$1"
-# Two versions of a package would be two answers: wheels that lie there are removed.
+# Removes wheels of an earlier run: DIR must not have two versions of a package.
 rm -f "$1"/*.whl
 "${pip[@]}" download --quiet --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none \
   "${platforms[@]}" --dest "$1" "${PACKAGES[@]}"

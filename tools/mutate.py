@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENTS = Path(__file__).with_name("mutate_equivalents.txt")
 MIN_SCORE = 0.95
 MOST_IMPORTERS = 7
-"""If more test files import a source file, most use it only as a part of their world."""
+"""If more test files than this import a source file, most of them are not about that file."""
 
 LEFT_OUT = (
     "client/hotkv_client/command/cli.py",
@@ -39,7 +39,7 @@ LEFT_OUT = (
     "client/hotkv_client/__init__.py",
     "client/hotkv_client/testing/",
 )
-"""Output for people, and code that is not part of the product."""
+"""Prefixes of sources that are not changed: output for people, and code outside of the product."""
 
 
 @dataclass(slots=True)

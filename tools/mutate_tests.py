@@ -59,9 +59,9 @@ REQUESTS = (
     "tests/vllm/test_resident_hits.py "
     f"tests/vllm/test_admission.py tests/vllm/test_scheduler_books.py {ENGINE}"
 )
-"""Parts of the scheduler side without an engine, then with an engine."""
+"""Tests of parts of the scheduler's side: first those without an engine, then with an engine."""
 RANK = f"tests/vllm/test_worker_stores.py tests/vllm/test_worker_loads.py {ENGINE}"
-"""The same of the worker side."""
+"""Tests of parts of the worker's side, likewise."""
 RESIDENTS = (
     "tests/vllm/test_residents.py tests/vllm/test_resident_manager.py "
     "tests/vllm/test_resident_hits.py tests/vllm/test_residency.py "

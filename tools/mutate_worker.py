@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PATHS = ("proto", "sparse", "client", "server", "connector_vllm", ".")
 SLOWEST_TEST_S = 120
 LONGEST_S = 450
-"""A mutant whose tests take longer is killed."""
+"""Longest time of a mutant's tests in seconds; a mutant that takes longer counts as killed."""
 
 
 class Worker:
@@ -48,8 +48,8 @@ class Worker:
         return f"Worker({self.tree}, {self._num_changed} mutants)"
 
     def failed(self, tests: Sequence[str], limit_s: float, caches: Path) -> str:
-        """Returns the first test that fails, or a message at the time limit; empty if all pass.
-        Ends all its processes."""
+        """Returns the first of the tests that fails, or a message at the time limit; empty if all
+        pass. Ends all processes of the tests."""
         environment = {
             # As many examples as `make test-long` has; the environment may name another profile.
             "HYPOTHESIS_PROFILE": "ci",
@@ -96,7 +96,7 @@ class Worker:
         process = self._process
         if process is None:
             return
-        # Interrupted tests clean up behind themselves.
+        # Interrupts first, because interrupted tests clean up behind themselves.
         for number in (signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
@@ -109,9 +109,9 @@ class Worker:
         source, stat = path.read_bytes(), path.stat()
         self._num_changed += 1
         path.write_bytes(mutant.apply(source))
-        # Python compiles again when the time in whole seconds differs.
+        # Python compiles a file again only if its time differs by whole seconds.
         os.utime(path, (stat.st_atime, stat.st_mtime + 10 * self._num_changed))
-        # Numba notices a kernel's own file, not the files of kernels that it calls.
+        # Numba notices changes of a kernel's own file, not of the files of kernels that it calls.
         is_kernel = path.name.endswith("kernels.py")
         caches = Path(tempfile.mkdtemp(dir=self.tree.parent)) if is_kernel else self.caches
         try:

@@ -157,8 +157,8 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _negate(self, test: ast.expr) -> None:
-        """Negates a test. For a comparison of equality or identity its own mutant is already the
-        negation."""
+        """Negates a test, except a comparison of equality or identity: its own mutant is already
+        the negation."""
         if isinstance(test, ast.Compare) and isinstance(
             test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn
         ):
@@ -201,7 +201,7 @@ class _Finder(ast.NodeVisitor):
             swapped = ast.Call(
                 ast.Name(SWAPPED_CALLS[node.func.id], ast.Load()), node.args, node.keywords
             )
-            # The other function may not take the same arguments: `default=` and `key=` fit both.
+            # The other function may not take all these arguments; `default=` and `key=` fit both.
             self._add(node, ast.unparse(swapped))
         self.generic_visit(node)
 

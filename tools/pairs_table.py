@@ -49,8 +49,8 @@ Of the {counts}. A pair works unless the tables say
 
 
 def lists(answers: dict[Pair, Answer]) -> Iterator[str]:
-    """Yields the tables of pairs that real engines run, that are refused, and that cannot meet. Of
-    pairs that work, names only the files of their tests."""
+    """Yields the tables of pairs: those that real engines run, those that are refused, and those
+    that cannot meet. For pairs that work, names only the files of their tests."""
     yield "\n| with real parts | tests |\n|---|---|"
     yield from _rows(answers, Kind.REAL, lambda one: f"`{one.test.partition('::')[0]}`")
     yield "\n| refused | words | test |\n|---|---|---|"

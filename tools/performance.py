@@ -14,7 +14,7 @@ from bench.targets import Record, read_records, shown
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 BUSY_LOAD = 1.0
-"""Load of each core: a machine with more waiting processes is called busy."""
+"""Load per core above which a machine is called busy."""
 HEAD = """# Measured against targets
 
 `make bench` runs every benchmark with a target, in short form, and prints hit or miss beside the

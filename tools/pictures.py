@@ -47,16 +47,16 @@ ARENA, DISK = "192MiB", "512MiB"
 WIDTH, HEIGHT = 1200, 960
 COLORS = 96
 CALM, CALM_S = "Is it working?   Yes", 120.0
-"""The first words of a server with nothing to repair, and how long the picture waits for them."""
+"""The first words of a page without a fault, and how long the picture waits for them in seconds."""
 SYSTEM_TOKENS, TURN_TOKENS, MAX_TOKENS = 512, 130, 2200
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Variables of two engines that share a small machine."""
+"""Variables of the two engines, which share a small machine."""
 SMALL = {
     "served_model_name": "SmolLM2-135M-Instruct",
     "max_model_len": 2560,
     "kv_cache_memory_bytes": 64 << 20,
 }
-"""Engines whose own memory holds a single long conversation: the others are hits in the server."""
+"""Engines whose own memory holds only one long conversation; the others hit in the server."""
 COLUMNS, LINES = 100, 24
 CELL = (8.4, 18.0)
 """Width and height of a character, in pixels."""
@@ -190,7 +190,7 @@ def terminal(server: Server, seconds: float) -> Any:
         if select.select([descriptor], [], [], 0.1)[0]:
             stream.feed(os.read(descriptor, 1 << 16))
         if not has_rates and HAS_RATES.search("\n".join(screen.display)):
-            # The rest of the screen is on its way.
+            # The rest of the screen arrives within a second.
             has_rates, end_s = True, time.monotonic() + 1.0
     os.kill(pid, signal.SIGTERM)
     os.close(descriptor)

@@ -23,7 +23,7 @@ PACKAGE = Path("hotkv/v1")
 imported as `hotkv`."""
 MODULES = Path("hotkv_proto/v1")
 IMPORTS = re.compile(r"\bhotkv\.v1(?=\.\w+_pb2\b| import )")
-"""The generated modules' names for each other."""
+"""Names by which generated modules import each other."""
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 

@@ -193,7 +193,7 @@ def sbom(release: Release) -> None:
         wanted = f"{release.wheel}[{IMAGE_EXTRAS}]"
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
         run(*pip, "--disable-pip-version-check", wanted)
-        # The list takes its head from there, and can't read a computed version.
+        # The list names hotkv by pyproject.toml, where its tool can't read a computed version.
         project = Path(folder) / "pyproject.toml"
         text = (ROOT / "pyproject.toml").read_text()
         project.write_text(text.replace('dynamic = ["version"]', f'version = "{release.version}"'))

@@ -34,8 +34,8 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
     r'<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
-"""A picture in two versions, as GitHub shows it: for dark pages, its description, for light
-pages."""
+"""A picture in two versions, as GitHub shows it. Groups: the version for dark pages, the picture's
+description, the version for light pages."""
 THEMES = {"light": "neutral", "dark": "dark"}
 """Mermaid's theme for a light and a dark page."""
 DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -65,7 +65,7 @@ class SiteError(Exception):
 @dataclass(frozen=True, slots=True)
 class Section:
     """A part of the table of contents. `pages`: files, with paths from the repository's root.
-    `titles`: of pages that are listed under another title than their own."""
+    `titles`: titles of those pages that are listed under another title than their own."""
 
     title: str
     pages: tuple[str, ...]
@@ -264,7 +264,7 @@ def stage(root: Path, folder: Path, draw: Draw) -> int:
 
 def draw(diagram: str, theme: str) -> str:
     """Returns the SVG of a diagram in Mermaid's language, in one of Mermaid's themes."""
-    # Only the environment of `make docs` has it.
+    # Imported here, because only the environment of `make docs` has it.
     import mermaidx
 
     return str(mermaidx.render(diagram, theme=theme).svg())

@@ -75,7 +75,7 @@ def prepare() -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             building.rename(folder)
     except OSError:
-        # Another process may have been first.
+        # Another process may have made the folder in the meantime.
         if not complete(folder):
             raise
     finally:
@@ -84,7 +84,7 @@ def prepare() -> Path:
 
 
 def main() -> int:
-    """Prints the folder."""
+    """Prepares the model and prints its folder."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     print(prepare())
     return 0

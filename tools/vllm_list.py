@@ -86,7 +86,7 @@ def made(sources: Sequence[Source]) -> str:
 
 
 def written(value: dict[str, Any]) -> str:
-    """Returns the list as text, with a line per use, so that each change is a changed line."""
+    """Returns the list as text, a line per use, so that a changed use is a changed line."""
     text = json.dumps({**value, "doors": {}}, indent=1).removesuffix("{}\n}")
     doors = []
     for door, listed in value["doors"].items():

@@ -1,5 +1,5 @@
-"""vLLM's Python sources without installing it: of the environment, and of source distributions on
-the package index.
+"""Reads vLLM's Python sources without installing vLLM: sources of the environment, and of source
+distributions on the package index.
 
 A source distribution (some 45 MB) is fetched once; its Python files are kept in `cache`. If the
 index can't be reached, kept files serve; without them `Unreachable` gives the reason.

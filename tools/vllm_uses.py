@@ -41,7 +41,7 @@ PARAMETERS = {
 of that name (`state.request`)."""
 
 OWNERS = {"self", "state", "engine", "_engine"}
-"""Names of our objects whose attributes of these names hold objects of vLLM's."""
+"""Names of our objects. Their attributes whose names are in `PARAMETERS` hold objects of vLLM."""
 OURS = {"KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshakeMetadata"}
 """Empty classes of vLLM's whose values are instances of our subclasses."""
 
@@ -351,8 +351,8 @@ def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
 
 
 def pauses_by(names: Names) -> str:
-    """Returns the assumption of `hotkv_vllm.compat.checks.is_pausing` that does not hold; empty if
-    all do."""
+    """Returns the first assumption of `hotkv_vllm.compat.checks.is_pausing` that does not hold;
+    empty if all hold."""
     core = names.find("vllm.v1.engine.core.EngineCore")
     if core is None:
         return "vllm.v1.engine.core.EngineCore is not there"

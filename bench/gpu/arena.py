@@ -95,7 +95,7 @@ class Puller:
         )  # fmt: skip
 
     def copy(self) -> None:
-        """Copies as many bytes by the plain call."""
+        """Copies as many bytes by CUDA's plain copy call."""
         self._kernels.copy_in(self._flat, self._pinned)
 
     def check(self, content: U8) -> None:

@@ -15,14 +15,14 @@
 set -euo pipefail
 
 ALL_SECONDS=690
-MADE_UP_PATIENCE=5   # times as long for each part, twice as long for all: processors play the device
+MADE_UP_PATIENCE=5   # a made-up device is slow: each part gets 5 times as long, all parts together twice as long
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}
 wheels="" out=${OUT:-} quick="" made_up="" part=""
 
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 
-value_of() { # the value of option $1, given what follows it
+value_of() { # prints the value of option $1: the argument that follows it
   if [[ $# -lt 2 || -z $2 ]]; then
     echo "check.sh: $1 needs a folder" >&2
     exit 2
@@ -69,7 +69,7 @@ failed=0
 
 say() { printf '%s\n' "$*" | tee -a "$out/check.log"; }
 
-install_wheels() { # what does not fit this interpreter is named, the rest is used
+install_wheels() { # installs the wheels that fit this interpreter, and names the others
   local wheel
   local -a pip=("$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir)
   pip+=(--root-user-action=ignore --target "$scratch/site")
@@ -80,7 +80,7 @@ install_wheels() { # what does not fit this interpreter is named, the rest is us
   fi
 }
 
-has() { # whether all these modules can be imported; says which can't, and why
+has() { # succeeds if all these modules can be imported; else says which can't, and why
   "$python" - "$@" <<'PY'
 import importlib
 import sys
@@ -102,7 +102,7 @@ sys.exit(missing)
 PY
 }
 
-seconds_for() { # what is left of all the time, $1 at most
+seconds_for() { # prints the seconds that are left of the whole time, $1 at most
   local left=$((all_seconds - SECONDS)) most=$(($1 * patience))
   echo $((left < most ? (left > 1 ? left : 1) : most))
 }
@@ -120,12 +120,12 @@ limited() { # runs $2... for $1 seconds at most; its output goes to the terminal
   return "$status"
 }
 
-note() { # result $2 of $1, and what it means that the status was $3
+note() { # records result $2 of part $1, and what its exit status $3 means
   results+=("$(printf '%-32s %s' "$1" "$2")")
   [[ $3 == 0 ]] || failed=1
 }
 
-run_tests() { # tests/gpu/test_$1.py within $2 seconds, those that fit $3 if it is there
+run_tests() { # runs tests/gpu/test_$1.py within $2 seconds; if there is a $3, only the tests that fit it
   local status=0 name=$1
   local -a chosen=()
   if [[ -n ${3:-} ]]; then
@@ -142,7 +142,7 @@ run_tests() { # tests/gpu/test_$1.py within $2 seconds, those that fit $3 if it 
   fi
 }
 
-run_bench() { # bench.gpu.$1 within $2 seconds, with the arguments that follow
+run_bench() { # runs bench.gpu.$1 within $2 seconds, with the arguments that follow
   local name=$1 limit=$2 status=0 begin=$SECONDS
   shift 2
   if ((all_seconds - SECONDS < 15)); then
@@ -194,13 +194,13 @@ if [[ -n $can_compute ]] && has torch | tee -a "$out/check.log"; then has_torch=
 
 wanted() { [[ -z $part || $part == "$1" ]]; }
 
-test_if() { # the tests of $2... if all that $1 names is there
+test_if() { # runs the tests $2... if this machine has all that $1 names
   local name=$2
   wanted tests || return 0
   if [[ -n $can_test && $1 != *x* ]]; then run_tests "${@:2}"; else skip "tests: $name${5:+, $5}" "something is missing"; fi
 }
 
-bench_if() { # the benchmark $2... if all that $1 names is there
+bench_if() { # runs the benchmark $2... if this machine has all that $1 names
   if [[ $2 == first ]]; then wanted tests || return 0; else wanted speed || return 0; fi
   if [[ $1 != *x* ]]; then run_bench "${@:2}"; else skip "bench: $2" "something is missing"; fi
 }

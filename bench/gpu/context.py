@@ -37,7 +37,7 @@ SMALL_CONFIG = SparseConfig(
     min_context_tokens=0,
     residency="host",
 )
-"""For a made-up device."""
+"""Shape for a made-up device."""
 U8 = npt.NDArray[np.uint8]
 
 
@@ -182,7 +182,7 @@ class Context:
             content(layer, self._table[:, : len(self.arena)])
 
     def rename(self) -> None:
-        """Gives the block that the coming step writes its row."""
+        """Names each row by the block into which the coming step writes its token."""
         blocks = (self._lengths - 1) // BLOCK_TOKENS
         self.residents.name_rows(
             {
@@ -202,7 +202,7 @@ class Context:
             for row in range(self.num_rows):
                 found.locate_keys(row, count, self.places(number), self.work.arena, self.work.rows)
                 layer.build(None, found.found_rows, count, found.addresses)
-        # This was no step: the next one is the first, and fills the hot sets.
+        # `catch_up` was not a step: the next call is the first step, and fills the hot sets.
         self._start_rows()
 
     def advance(self, *, asks: bool = True) -> None:

@@ -36,19 +36,19 @@ from hotkv_sparse.config import SparseConfig
 
 BATCHES = (1, 3, 8)
 DENSE_ROWS = 3
-"""Number of whole contexts for which there is memory. Residency gets the same memory."""
+"""Number of whole contexts that fit into the memory. Residency gets the same memory."""
 NUM_TOKENS, EQUAL_TOKENS, EQUAL_STEPS, STEPS = 1 << 17, 4096, 16, 24
 SMALL_TOKENS, SMALL_STEPS = 768, 3
 RATIO_TARGET = 1.66
-"""The least that SPIN reports over vLLM."""
+"""The smallest speed-up over vLLM that SPIN (a publication) reports."""
 COVERED_TARGET = 0.95
-"""Sums in another order may turn a token where two are all but equal."""
+"""Sums in another order may change a token if two tokens are almost equally likely."""
 OVERHEAD_TARGET = 0.55
-"""ShadowKV's, over the time to first token."""
+"""ShadowKV's overhead, relative to the time to first token."""
 
 
 def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
-    """Returns the same choice with all on the device, and dense attention."""
+    """Compares tokens with those of all blocks on the device, and with those of dense attention."""
     count, steps = (512, SMALL_STEPS) if small else (EQUAL_TOKENS, EQUAL_STEPS)
     config = SMALL_CONFIG if small else replace(CONFIG, sparse_topk=1024)
     host = HostPages(model.shape, count)

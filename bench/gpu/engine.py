@@ -100,7 +100,7 @@ class Cuda:
     """The first GPU."""
 
     is_made_up = False
-    """True: times on this device are meaningless."""
+    """If True, times on this device are meaningless."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
@@ -146,7 +146,7 @@ class Cuda:
 
 
 class MadeUp:
-    """A device of `hotkv_server.testing`: memory of the host, a queue that is done at once."""
+    """A device of `hotkv_server.testing`: its memory is the host's; queued work is done at once."""
 
     name, is_made_up = "no GPU, a made-up device", True
 
@@ -181,7 +181,7 @@ class MadeUp:
         pass
 
     def free_bytes(self) -> int:
-        """Returns all addresses, less the allocations that some process has mapped."""
+        """Returns the whole address space, less the allocations that a process has mapped."""
         held = {}
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):
@@ -194,7 +194,7 @@ class MadeUp:
 
 
 class _Queue:
-    """A `hotkv_vllm.worker.device_order.MarkedDevice` that has passed all it is given."""
+    """A `hotkv_vllm.worker.device_order.MarkedDevice` that does all queued work at once."""
 
     uuid, stream = uuid_of(0), 0
 
@@ -304,7 +304,7 @@ def settled(
     side: Side, arena_bytes: int, *flags: str, is_calibrated: bool = True
 ) -> Iterator[GpuServer]:
     """Starts a server whose arena is pinned and whose copies are measured, unless the device is
-    made up or `is_calibrated` is False. It and its folder go at the end."""
+    made up or `is_calibrated` is False. At the end, removes the server and its folder."""
     with (
         ends_cleanly(),
         runtime_folder(arena_bytes) as folder,
@@ -316,7 +316,7 @@ def settled(
 
 class Engine:
     """A worker's session over `memory`, uint8 [bytes] on the device, with marks of the kind that
-    the server took."""
+    the server chose."""
 
     def __init__(
         self, side: Side, target: str, shape: Shape, *, order: str = "host", model: str = ""
@@ -365,7 +365,7 @@ class Engine:
         self._views.clear()
         del self.memory
         if not self.side.is_made_up:
-            # torch keeps memory that it has exported until it has looked who still holds it.
+            # torch keeps exported memory until it has checked who still holds the memory.
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
@@ -405,7 +405,7 @@ class Engine:
         return self.session.store(name, name, [BlockRun(0, hashes, ids)], DEADLINE_S, after=after)
 
     def lease(self, hashes: Sequence[bytes]) -> str:
-        """Leases blocks that must be there."""
+        """Leases blocks that must be ready. Returns the lease's id."""
         name = os.urandom(8).hex()
         grant = self.session.acquire(name, [GroupHashes(0, hashes)], LEASE_S).result(DEADLINE_S)
         if not grant.pinned[0].all():
@@ -423,7 +423,7 @@ class Engine:
 
 
 def done(transfer: "Future[TransferResult]") -> TransferResult:
-    """Its result; it must have succeeded."""
+    """Returns the result of a transfer, which must have succeeded."""
     result = transfer.result(DEADLINE_S)
     if result.status is not TransferStatus.DONE:
         raise AssertionError(f"a transfer ended as {result}")
@@ -445,7 +445,7 @@ def half_leased(
         engine.fill()
         ids = np.arange(shape.num_blocks, dtype=np.int32)
         if is_scattered:
-            # As an engine's block pool is, on both sides.
+            # On both sides in random order, as the blocks of an engine's block pool are.
             ids = np.random.default_rng(1).permutation(ids)
         stored, others = ids[: len(ids) // 2], ids[len(ids) // 2 :]
         names = new_hashes(len(stored))
@@ -495,7 +495,7 @@ class PlainCopies:
 
 
 def until(reached: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Blocks until then. Raises TimeoutError."""
+    """Blocks until `reached` returns true. Raises TimeoutError, which names `what`."""
     end_s = time.monotonic() + deadline_s
     while not reached():
         if time.monotonic() > end_s:

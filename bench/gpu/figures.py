@@ -35,7 +35,7 @@ class Figure:
 
 
 def gpu_parser(description: str) -> argparse.ArgumentParser:
-    """Returns options that these benchmarks share."""
+    """Returns a parser with the options that the benchmarks of a GPU share."""
     options = parser(description)
     options.add_argument(
         "--quick", action="store_true", help="less of everything: to see that it runs"

@@ -52,7 +52,7 @@ FIRST_BYTE_TARGET_US, STEP_TARGET_US = 300.0, 100.0
 
 
 class FirstBytes:
-    """Sees when a block's first byte changes."""
+    """Detects when the first byte of a block changes."""
 
     def __init__(self, side: Side, engine: Engine) -> None:
         self._side, self._engine, self._stream = side, engine, side.stream()
@@ -75,7 +75,7 @@ class FirstBytes:
             self._side.synchronize()
         transfer = engine.load(lease, ids, mark.after)
         while self.read(block) == before and time.monotonic() < end_s:
-            # The session's thread needs the GIL, too.
+            # Sleeps, because the session's thread needs the GIL too.
             time.sleep(POLL_S)
         first_s = perf_counter() - start_s
         done(transfer)
@@ -205,7 +205,7 @@ def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> No
 
 def main() -> int:
     options = gpu_parser("Time first bytes, round trips and an engine thread's steps.").parse_args()
-    # Naps of this thread end when they should, and not 50 us later.
+    # Makes this thread's sleeps end on time, and not 50 us later.
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
     side, rounds = find_side(options.made_up), 20 if options.quick or options.made_up else 150
     arena_bytes = operation_bytes(GIB, 1)

@@ -42,7 +42,7 @@ LOSS_PAGE = 64 << 10
 LOSS_TARGET = 0.03
 PRODUCT_SIZE = 8192
 WINDOW_PRODUCTS = 60
-"""About 80 ms on an H200."""
+"""Products in a window, which takes about 80 ms on an H200."""
 
 
 class Products:
@@ -81,7 +81,7 @@ class Loss:
     copies: int = 0
 
     def share(self) -> float:
-        """Returns the share of the loop's speed."""
+        """Returns the share of its speed that the loop loses beside the copies."""
         return 1 - median(self.alone_ms) / median(self.beside_ms)
 
     def rate(self, num_bytes: int) -> float:
@@ -117,8 +117,8 @@ class Background:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Runs operations; enters when the first has ended. Raises the error of a failed
-        operation."""
+        """Runs operations in the background; the block begins when the first has ended. Raises the
+        error of a failed operation."""
         threads = [threading.Thread(target=self._run) for _ in range(2)]
         for thread in threads:
             thread.start()

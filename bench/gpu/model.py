@@ -45,7 +45,7 @@ class ModelShape:
 LLAMA_8B = ModelShape("8B", 32, 4096, 8, 4, 128, 14336, 128256)
 QWEN_14B = ModelShape("14B", 48, 5120, 8, 5, 128, 13824, 152064)
 TINY = ModelShape("tiny", 2, 64, 2, 2, 32, 96, 97)
-"""For a made-up device."""
+"""Shape for a made-up device."""
 
 
 class DummyModel:

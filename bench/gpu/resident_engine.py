@@ -28,7 +28,7 @@ from demo.random_llama import write_model
 BLOCK_TOKENS = 32
 ROUNDS = 2
 ON_CUDA = "contexts beyond device memory on CUDA"
-"""What an engine with residency logs."""
+"""Words that an engine with residency logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def step_s(answer: Answer) -> float:
 
 
 def equal_share(one: Answer, other: Answer) -> float:
-    """Returns the share of the tokens before the first that differs."""
+    """Returns the share of tokens that come before the first different token."""
     pairs = list(zip(one.token_ids, other.token_ids, strict=True))
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs)) / len(pairs)
 

@@ -49,7 +49,7 @@ class HostPages:
 
 @dataclass(slots=True)
 class Tokens:
-    """Of a step, in device memory."""
+    """The tokens of a step, in device memory."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -105,7 +105,7 @@ class Resident:
         return self.model.step(self.tokens.ids, self.tokens.positions, self.attend)
 
     def go_on(self) -> None:
-        """Runs a step, whose answers the next step gets."""
+        """Runs a step, and gives its answers to the next step as input."""
         self.tokens.ids.copy_(self.step())
         self.tokens.positions.add_(1)
 

@@ -142,7 +142,7 @@ def step_us(kernels: Some, model: ModelShape, num_tokens: int, config: SparseCon
     if not context.check():
         raise ValueError("the hot sets are empty")
     arena.close()
-    # The last steps: by then the hot sets hold all blocks that the queries select.
+    # Uses only the last steps: by then the hot sets hold all blocks that the queries select.
     return median(times_ms[len(times_ms) // 2 :]) * 1e3 / layers
 
 

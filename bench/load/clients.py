@@ -76,7 +76,7 @@ class Client:
         self.count = 0
 
     def run(self, until_s: float, rate: float) -> None:
-        """Runs operations until `until_s`.
+        """Runs operations until the time `until_s`.
 
         rate: operations a second of this session; 0: each follows the last at once.
         """
@@ -142,7 +142,7 @@ class Client:
 
 
 def traffic(target: str, *options: str) -> None:
-    """Connects, reports it, waits for a line on standard input, and begins."""
+    """Connects the sessions and prints so; waits for a line on standard input, then begins."""
     sessions, seed = int(options[0]), int(options[3])
     seconds, rate = float(options[1]), float(options[2])
     hashes = universe()

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """`tokens` are said, `answer_tokens` many are to be answered."""
+    """The client says `tokens`, and asks for an answer of `answer_tokens` tokens."""
 
     tokens: list[int]
     answer_tokens: int
@@ -18,7 +18,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`prefix` stands before its first turn."""
+    """`prefix`: the tokens before its first turn."""
 
     prefix: list[int]
     turns: list[Turn]
@@ -32,8 +32,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Bounds of evenly distributed numbers, both included; `prefix_tokens` are the median and the
-    largest of a lognormal. `words`: the ids that tokens have. By default answers are short, so that
+    """Bounds of evenly distributed numbers, both included. `prefix_tokens`: median and maximum of a
+    lognormal distribution. `words`: the token ids that occur. By default answers are short, so that
     they take little of a turn."""
 
     num_turns: tuple[int, int] = (3, 5)

@@ -9,15 +9,15 @@ from typing import Any
 from demo.processes import Child
 
 READY_S = 180.0
-"""Importing it takes most of that on a slow machine."""
+"""Deadline of the server's start; on a slow machine importing LMCache takes most of it."""
 HOST = "127.0.0.1"
 START = "import sys; from lmcache.cli.main import main; sys.exit(main())"
 """Does the same as the command `lmcache`, which may not be installed beside the interpreter."""
 
 
 class LMCacheServer:
-    """The server of LMCache 0.5.6, with host memory of `size_gib`. `python`: an interpreter that
-    has it. Use in a `with` block."""
+    """The server of LMCache 0.5.6, with host memory of `size_gib`. `python`: an interpreter with
+    LMCache. Use in a `with` block."""
 
     def __init__(self, python: str, folder: Path, size_gib: int) -> None:
         self._port, self._http_port = free_ports(2)
@@ -50,7 +50,7 @@ class LMCacheServer:
         return self._child.log
 
     def wait_ready(self) -> None:
-        """Returns when it answers. Raises ChildError."""
+        """Waits until the server answers. Raises ChildError."""
         until_s = time.monotonic() + READY_S
         while not self._answers():
             if self._child.process.poll() is not None:

@@ -53,13 +53,13 @@ U8 = npt.NDArray[np.uint8]
 
 
 def open_slots(context_tokens: int, block_tokens: int) -> int:
-    """Returns the tokens that the last block of a context could still take."""
+    """Returns how many more tokens the last block of a context has room for."""
     return -context_tokens % block_tokens
 
 
 class Pages:
-    """`num_shared` tokens of `keys_LHSD` and `values_LHSD` (any beyond them are left out), and
-    `num_variants` empty tails of `num_tail`."""
+    """`num_shared` tokens of `keys_LHSD` and `values_LHSD` (tokens after them are left out), and
+    `num_variants` empty tails of `num_tail` tokens."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Pages:
         self._tails(self._values[layer])[:, :, step] = values_VHD.transpose(0, 1)
 
     def rows(self, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
-        """Returns where blocks of a variant's context lie in a layer seen in blocks."""
+        """Returns the rows of a variant's blocks in a layer that is seen in blocks."""
         beyond = variant * (self.num_tail // block_tokens)
         return torch.from_numpy(
             np.where(blocks < self.num_shared // block_tokens, blocks, blocks + beyond).astype(
@@ -189,7 +189,7 @@ class Scorer:
     centres_L: Sequence[LayerCentre | None]
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        """Notes that a block has just become complete."""
+        """Adds the representation of a block that has just become complete."""
         build(
             self.name,
             keys_THD[None],
@@ -206,7 +206,7 @@ class Scorer:
         return score(query, self.pools[layer], candidates_S)
 
     def copy(self) -> "Scorer":
-        """Copies itself for another variant over the same prompt."""
+        """Returns a copy of itself for another variant over the same prompt."""
         return Scorer(self.name, [pool.copy() for pool in self.pools], self.centres_L)
 
 
@@ -268,13 +268,13 @@ def scorer_of(
 # Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels.
 
 USUAL_SETS = 2
-"""A hot set holds this many budgets."""
+"""Size of a hot set, in budgets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`blocks_of_set`: int32, ascending, for all KV heads or for each; `num_moved`: blocks that
-    came in for this step, all sets."""
+    """`blocks_of_set`: int32, ascending: one set for all KV heads, or a set for each. `num_moved`:
+    blocks that were loaded for this step, over all sets."""
 
     blocks_of_set: tuple[I32, ...]
     num_moved: int
@@ -282,8 +282,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Input of a selection: `always_log_mass` float32 [Q] of the blocks that are always kept;
-    `block_mass` [Q, B], exact, if it is known."""
+    """Input of a selection. `always_log_mass`: float32 [Q], of the blocks that are always kept.
+    `block_mass`: [Q, B], exact; None if it is unknown."""
 
     tokens: int
     query_QD: F32
@@ -360,7 +360,7 @@ class Chooser:
         log_mass_of_set = np.split(context.always_log_mass, num_sets)
         budget = self._budget_blocks(context.tokens)
         if self.variant.freshness == LRU and self._hot[layer][0].span.count == 0:
-            # A sequence starts with a full hot set: prefill has just had everything on the device.
+            # A sequence starts with a full hot set: prefill has just had all blocks on the device.
             budget *= USUAL_SETS
         return [
             choose(of_set, log_mass, where, budget)
@@ -394,9 +394,9 @@ STRONG_MASS = 0.1
 """A block is strong if it is a KV head's heaviest candidate and has more than this share of its
 attention."""
 TAIL_ALIGN = 64
-"""Tails are whole blocks of any size that is tried."""
+"""Tails are a multiple of this, so that they are whole blocks of every block size."""
 RECALL_EVERY_STEPS = 4
-"""Steps between two looks at the exact mass of all blocks; an oracle needs it at each."""
+"""Steps between two measurements of the exact mass of all blocks; an oracle needs one a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +419,7 @@ class Outcome:
 
 
 class Tally:
-    """Sums of a variant."""
+    """Sums over the steps of a variant."""
 
     def __init__(self) -> None:
         self.kl = self.delta_nll = self.attended_ratio = 0.0
@@ -509,7 +509,7 @@ class Decode:
         self.tallies = [Tally() for _ in variants]
 
     def run(self) -> list[Outcome]:
-        """Decodes all of it."""
+        """Decodes all compared tokens. Returns each variant's outcome."""
         for step in range(len(self.dense.inputs_NE)):
             self._step(step)
         return [

@@ -22,7 +22,7 @@ from hotkv_sparse.config import SparseConfig
 
 KV_CACHE_BYTES = 1 << 30
 CALIBRATING = "mix2"
-"""The scorer that the engine starts with: it calibrates itself."""
+"""The scorer with which the engine starts, because the engine calibrates it."""
 _taken: list[torch.Tensor] = []
 _forced: list[int] = []
 _then_free: list[bool] = [False]
@@ -46,7 +46,7 @@ class Setup:
     centres: Path | None = None
 
     def sparse_config(self) -> SparseConfig:
-        """Returns the same to hotkv_sparse."""
+        """Returns these settings as hotkv_sparse takes them."""
         return SparseConfig(
             sparse_topk=self.budget,
             scorer=self.scorer,
@@ -83,7 +83,7 @@ class Forced:
         return False
 
     def update_state(self, _: Any) -> None:
-        """A single request at a time needs no bookkeeping."""
+        """Does nothing: a single request at a time needs no bookkeeping."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         _taken.append(logits[0].float().log_softmax(dim=-1))
@@ -134,12 +134,12 @@ class Engine:
         self._rank, self._first = rank, rank.worker
 
     def use(self, setup: Setup | None) -> None:
-        """Decodes with these settings from now on (None: attends to everything). Settings of the
-        engine itself, as its dtype, stay."""
+        """Decodes with these settings from now on; None: attends to everything. Settings of the
+        engine itself, such as its dtype, stay."""
         from hotkv_vllm.sparse.worker import SparseWorker
 
         if setup is None:
-            # Nothing is sparse where no context is long enough.
+            # If no context is long enough, no layer is sparse.
             config = replace(self._first._config, min_context_tokens=1 << 30)
         else:
             config = setup.sparse_config()
@@ -163,7 +163,7 @@ class Engine:
         return CALIBRATING in names or self._rank.centres is not None
 
     def calibrate(self, tokens: Sequence[int]) -> None:
-        """Computes a prompt, from which the engine calibrates itself if no other has been."""
+        """Computes a prompt, from which the engine calibrates itself unless it already has."""
         self._rank.worker = self._first
         for name, layer in self._first.layers.items():
             self._impls[name].attach(self._first, layer)
@@ -183,8 +183,8 @@ class Engine:
         return torch.stack(_taken[1 : num_compared + 1])
 
     def answer(self, tokens: Sequence[int], num_answered: int) -> list[int]:
-        """Returns the tokens that the model says next, greedily, each from a decode step: the
-        prompt's last token is decoded, too."""
+        """Returns the next tokens of the model, greedily. Each comes from a decode step: the
+        prompt's last token is decoded too."""
         said = self._generate(tokens[:-1], tokens[-1:], num_answered + 1, then_free=True)
         return said[1:]
 

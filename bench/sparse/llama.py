@@ -26,9 +26,9 @@ from hotkv_sparse.centre import FIRST_TOKENS, TOKEN_FORMATS, Centres, LayerCentr
 # ---------------------------------------------------------------------------------------- The model
 
 SHORT_TOKENS = 2048
-"""Tokens of a prompt after which an engine calibrates itself."""
+"""Number of first tokens of a prompt from which an engine calibrates itself."""
 SAMPLE_EVERY_TOKENS = 256
-"""One query of this many tokens is recorded, to measure the biases of centres."""
+"""Of this many tokens, one query is recorded, to measure the biases of centres."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class Own:
 
     @staticmethod
     def of(dense: Dense) -> "Own":
-        """Returns statistics of a dense pass."""
+        """Returns the calibrations from a dense pass."""
         num_tokens = dense.keys_LHSD[0].shape[1]
         return Own(
             _centres(dense, dense.moments_L, num_tokens),

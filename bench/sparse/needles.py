@@ -45,7 +45,7 @@ class Prompt:
     depth_ratio: float
 
     def is_answered_by(self, said: str) -> bool:
-        """Returns True if the number is the first that was said."""
+        """Returns True if the first number in the answer is the wanted number."""
         return said.strip().startswith(self.number)
 
 
@@ -63,15 +63,15 @@ def haystack() -> str:
 def prompts(
     task: str, count: int, num_tokens: int, encode: Encode, seed: int = 0, hay: str | None = None
 ) -> list[Prompt]:
-    """Returns `count` prompts of at most `num_tokens` tokens and a few less. ValueError if the
-    haystack is too short for that many."""
+    """Returns `count` prompts, each of at most `num_tokens` tokens and few less. Raises ValueError
+    if the haystack is too short for them."""
     dice = random.Random(f"{task} {seed}")
     lines = [" ".join(part.split()) for part in (hay or haystack()).split("\n\n")]
     parts = [line for line in lines if line]
     found, place = [], 0
     for number in range(count):
         facts = _facts(dice, TASKS[task])
-        # Evenly spread over the prompts: chance alone might leave depths out.
+        # Depths are spread evenly over the prompts; random depths might leave some out.
         depth_ratio = (number + dice.random()) / count
         frame = _text(facts, [], depth_ratio, dice)
         room = num_tokens - len(encode(frame))
@@ -79,7 +79,7 @@ def prompts(
         while True:
             if place == len(parts):
                 raise ValueError(f"the haystack is too short for {count} prompts")
-            # A token per joint is more than joints need.
+            # Allows a token for each joint, which is more than joints need.
             room -= len(encode(parts[place])) + 1
             if room < 0:
                 break
@@ -93,7 +93,7 @@ def prompts(
 
 
 def _facts(dice: random.Random, count: int) -> list[tuple[str, str]]:
-    """Returns names and numbers, each of them once. The first fact is asked for."""
+    """Returns (name, number) of facts, each of them once. The first fact is asked for."""
     names = dice.sample([f"{quality} {thing}" for quality in QUALITIES for thing in THINGS], count)
     return list(zip(names, map(str, dice.sample(range(10**6, 10**7), count)), strict=True))
 
@@ -101,7 +101,7 @@ def _facts(dice: random.Random, count: int) -> list[tuple[str, str]]:
 def _text(
     facts: Sequence[tuple[str, str]], parts: Sequence[str], depth_ratio: float, dice: random.Random
 ) -> str:
-    """Returns the wanted fact stands at `depth_ratio`, the others anywhere."""
+    """Returns a text with the wanted fact at `depth_ratio` and the other facts anywhere."""
     lines = list(parts)
     notes = [FACT.format(name=name, number=number) for name, number in facts]
     for note in notes[1:]:

@@ -89,7 +89,7 @@ class SketchScorer:
         return self._sketch.approximate(blocks).flatten(1, 2)
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        """Notes that a block has just become complete."""
+        """Adds the sketch of a block that has just become complete."""
         first = block * self._block_tokens - self._shared[layer].shape[1]
         keys_HTD = torch.from_numpy(keys_THD).transpose(0, 1)
         filled = slice(first, first + self._block_tokens)
@@ -112,7 +112,7 @@ class SketchScorer:
         return result
 
     def copy(self) -> "SketchScorer":
-        """Copies itself for another variant over the same prompt."""
+        """Returns a copy of itself for another variant over the same prompt."""
         other = object.__new__(SketchScorer)
         other.__dict__.update(self.__dict__)
         other._tails = [tail.clone() for tail in self._tails]

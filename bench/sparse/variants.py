@@ -17,8 +17,8 @@ from hotkv_sparse.centre import RECENT_TOKENS, SINK_TOKENS
 from hotkv_sparse.formats import head_bytes
 
 ORACLE, ENDS, CENTRED = "oracle", "ends", "+"
-"""In addition to the formats of `hotkv_sparse`: exact block mass; sinks and recent window only; the
-sign before a centre's name."""
+"""Scorers besides the formats of `hotkv_sparse`: exact block mass, and only sinks and recent
+window. Then the sign before the name of a centre."""
 FRESH, LRU = "fresh", "lru"
 
 
@@ -45,7 +45,7 @@ class Variant:
         return f"{self.scorer}_{budget}_{self.block_tokens}_{sets}_{freshness}"
 
     def config(self) -> SparseConfig:
-        """Returns the same to hotkv_sparse; scorers that it does not have play no part there."""
+        """Returns the variant as hotkv_sparse takes it; scorers that it lacks are ignored there."""
         scorer = self.scorer if self.scorer in FORMATS else "rot2u"
         return SparseConfig(
             sparse_topk=self.budget,
@@ -57,9 +57,9 @@ class Variant:
 
 
 TIGHT = (0.05, 16, False)
-"""Budget, block size and sharing of the first target."""
+"""Budget, block size and sharing of the variants of the first target."""
 SERVED = (0.10, 32, True)
-"""The same of the second, within the limits of vLLM's block tables."""
+"""Likewise of the second target, within the limits of vLLM's block tables."""
 
 
 TIGHT_SCORERS = (
@@ -75,7 +75,7 @@ RESIDENT_SCORERS = ("rot2u", "mix2+first")
 FIELD = (16, False)
 """Block size and sharing of published comparisons: a fresh selection for each KV head."""
 FIELD_ENDS = (16, 16)
-"""Their always kept tokens: a block at each end, which budgets include."""
+"""Always-kept tokens of published comparisons: a block at each end, within the budget."""
 FIELD_BUDGETS = (128, 512, 2048)
 FIELD_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "sketch4", "rot3u", "sketch8", "quest")
 

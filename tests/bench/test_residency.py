@@ -100,7 +100,7 @@ FIGURES = {
     "auto_over_host_warm": 1.0,
     "auto_over_host_wall": 1.0,
 }
-"""Medians of ratios; gains of equal pools; exactness always counts wrong runs."""
+"""Medians of the rounds' ratios; gains of equal pools. Exactness counts every wrong run."""
 
 
 def test_figures_and_targets() -> None:

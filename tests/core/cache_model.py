@@ -35,10 +35,9 @@ NUM_HASHES = 14
 
 @dataclass
 class ModelLease:
-    """Read: `keys` are pinned, one for each granted position, unless they were flushed. Write:
-    `keys` are still reserved.
-
-    `asked`: numbers of hashes by group, of the call that took it.
+    """A lease, for reading or writing. Of a read lease, `keys` are pinned, one for each granted
+    position, unless they were flushed. Of a write lease, `keys` are still reserved.
+    `asked`: numbers of hashes by group, of the call that opened the lease.
     """
 
     write: bool
@@ -386,10 +385,10 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
     """Raises if a refusal for space was wrong: a block of this slot size, or a slab of another,
     could have been evicted.
 
-    `untouchable`: entry numbers that had to stay during the call though nothing pins them now.
+    `untouchable`: entries that had to stay during the call, though nothing pins them now.
     """
     if space.policy.figures().get("hold_s"):
-        # Blocks used a moment ago may stay.
+        # The policy may hold blocks that were used a moment ago.
         return
     index, pool = space.index, space.pool
     live = np.flatnonzero(index.states()).astype(np.uint32)

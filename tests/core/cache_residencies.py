@@ -72,7 +72,7 @@ class ResidencyRules(WriteRules):
         existing = self.model.residencies.get((engine, residency_id))
         asked = {group: count for group, count in enumerate(counts) if count}
         if existing and data.draw(st.booleans()):
-            # As before, or grown.
+            # Asks for as much as before, or for more.
             asked = {group: count + counts[group] // 2 for group, count in existing.asked.items()}
         self.opens(session, residency_id, asked)
 
@@ -123,7 +123,7 @@ class ResidencyRules(WriteRules):
         self.all_readers.append(self.readers[engine, residency_id])
 
     def named(self, data: st.DataObject) -> tuple[int, str, int, str]:
-        """Returns a session, and mostly a residency of its engine."""
+        """Returns a session, and mostly the id of a residency of its engine."""
         session, engine, ks = self.session(data)
         mine = sorted(name for name in self.model.residencies if name[0] == engine)
         if mine and data.draw(st.integers(0, 5)):
@@ -139,7 +139,7 @@ class ResidencyRules(WriteRules):
         residency = self.model.residencies.get((engine, residency_id))
         rows = residency.rows.get(group, {}) if residency else {}
         if rows and data.draw(st.integers(0, 3)):
-            # Mostly blocks that it already has, if it has some.
+            # Mostly names blocks that the residency already has, if it has any.
             numbers = [
                 rows[first + at][1] if first + at in rows else number
                 for at, number in enumerate(numbers)
@@ -204,7 +204,7 @@ class ResidencyRules(WriteRules):
             )
             self.finish(session, name, succeeded=True)
         if residency is not None:
-            # The engine asks for their slots now or never.
+            # The engine asks for the slots of these blocks at once, or never.
             self.tell(engine, residency_id)
             for group, rows in residency.rows.items():
                 first = min(rows, default=0)

@@ -73,7 +73,7 @@ class WriteRules(CacheWorld):
     def joined(
         self, data: st.DataObject, lists: tuple[list[int], list[int]], existing: ModelLease | None
     ) -> tuple[list[int], list[int]]:
-        """Returns mostly some blocks of the lease's first call; other blocks are refused."""
+        """Returns mostly blocks of the existing lease's first call; other blocks are refused."""
         if not existing or not existing.write or not data.draw(st.integers(0, 3)):
             return lists
         asked = dict(existing.asked)

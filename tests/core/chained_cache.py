@@ -51,7 +51,7 @@ class Cache(World):
         self.core.touch(self.session, [HashList(0, words_of(chain))], self.now_s, retention)
 
     def flood(self, num_blocks: int, until_s: float, chain_blocks: int = 10) -> None:
-        """Stores chains that are never requested again, evenly until that time."""
+        """Stores new chains, evenly until `until_s`. They are never requested again."""
         starts = range(0, num_blocks, chain_blocks)
         step_s = (until_s - self.now_s) / max(1, len(starts))
         for start in starts:

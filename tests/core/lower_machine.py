@@ -20,17 +20,17 @@ NUMBERS = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=6, uniqu
 GROUPS = st.integers(0, 1)
 SPACES = st.integers(1, 2)
 Content = tuple[int, int, bytes, int]
-"""Key space, group, hash, and the number of flushes before it was stored."""
+"""Key space, group, hash, and the number of flushes before the block was stored."""
 GARBAGE: Content = (0, 0, b"", 0)
 
 
 def encoded_bytes(slot_bytes: int) -> int:
-    """Returns the place size for encoded blocks: slots of a unit gain no bytes, some would lose."""
+    """Returns the place size for encoded blocks. For slots of one unit it is larger than a slot."""
     return {1: 2, 2: 1, 3: 2}[slot_bytes // SLOT_ALIGN] * SLOT_ALIGN
 
 
 class LowerMachine(RuleBasedStateMachine):
-    """Two key spaces over an arena of six slabs, with places for nine below."""
+    """Two key spaces over an arena of six slabs, and a tier below of one to nine slabs."""
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
@@ -108,12 +108,12 @@ class LowerMachine(RuleBasedStateMachine):
             self.goes_down(move)
 
     def goes_down(self, move: Move, *, is_plain: bool = False) -> None:
-        """Records a move that has begun."""
+        """Records a move down that has begun."""
         offsets = self.core.space.index.offsets(move.entries).tolist()
         places = self.lower.space.index.offsets(move.places).tolist()
         is_encoded = self.is_encoded(move)
         assert not is_plain or not is_encoded.any(), "what can't be encoded was to be again"
-        # From now on the tier may write there whenever it likes.
+        # From now on the tier may write to these places at any time.
         self.places.update(dict.fromkeys(places, GARBAGE))
         self.forms.update(zip(places, is_encoded.tolist(), strict=True))
         self.moves.append((move, [self.slots[offset] for offset in offsets], offsets))
@@ -279,7 +279,7 @@ class LowerMachine(RuleBasedStateMachine):
         for _ in parts:
             pass
         for group in (0, 1):
-            # Neither ready nor reserved, so that the next store of each block is stored.
+            # The blocks are neither ready nor reserved, so the next store of each succeeds.
             assert not self.core.space.index.find(space, group, words_of(range(NUM_HASHES))).any()
         assert not len(self.lower.space.index.ready_blocks(space))
 

@@ -45,7 +45,7 @@ SLAB = 4 * SLOT_ALIGN
 
 
 def make_table(capacity: int, num_buckets: int = 0) -> BlockTable:
-    """Returns a table over new memory; `num_buckets` 0 for the usual load."""
+    """Returns a table over new memory. `num_buckets` 0: as many as a server would use."""
     geometry = TableGeometry.for_capacity(capacity, 1, 1 << 30)
     if num_buckets:
         geometry = TableGeometry(num_buckets, capacity, 1, 1 << 30)
@@ -76,7 +76,8 @@ def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: in
 
 
 RUNS_PER_ARENA = st.sampled_from([(1, 64), (1, 4), (2, 4), slabs.RUNS_PER_ARENA])
-"""With 16 all runs of a small arena are the shortest; with fewer they are as in a large one."""
+"""Least and most runs in an arena. If there are at least 16, all runs of a small arena are as short
+as can be; otherwise they are as in a large arena."""
 
 
 class AnyRuns(RuleBasedStateMachine):

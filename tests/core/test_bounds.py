@@ -16,8 +16,8 @@ from hotkv_server.cache.room.shares import FLOOR_SHARE, BoundShare, FairBound
 def test_accounts_share_a_bound_whose_room_is_what_the_rule_allows(
     capacity: int, units: tuple[int, int], steps: list[tuple[int, str, int]]
 ) -> None:
-    """Counts the bound and two accounts of it in their own units: the holdings of each reduce the
-    room of the others."""
+    """A bound and its two accounts each count in units of their own. The holdings of each reduce
+    the room of the others."""
     bound = FairBound(capacity)
     accounts, units_of = (bound, *(BoundShare(bound, unit) for unit in units)), (1, *units)
     books: list[dict[str, int]] = [dict.fromkeys("abcd", 0) for _ in accounts]
@@ -31,7 +31,7 @@ def test_accounts_share_a_bound_whose_room_is_what_the_rule_allows(
         allowed = [
             n for n in range(1, left + 1) if held(owner) + n <= floor or held(owner) + n <= left - n
         ]
-        # All smaller amounts are allowed, too.
+        # If an amount is allowed, all smaller amounts are allowed too.
         assert allowed == list(range(1, len(allowed) + 1))
         account, mine = accounts[which], books[which]
         assert bound.room(owner) == max(allowed, default=0)

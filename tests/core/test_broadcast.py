@@ -88,7 +88,7 @@ def test_the_answers_of_a_stream_fit_a_message() -> None:
     async def run() -> None:
         answers = stream(None, mock.Mock(), 0, feeds, message, response)
         await anext(answers)
-        # All of them together have the bytes of a message, without what the message adds.
+        # Together, these items have the bytes of a message, without the message's own overhead.
         num_bytes = MAX_MESSAGE_BYTES // 256
         overhead = message(Item(0, num_bytes)).ByteSize() - num_bytes
         feeds.put([Item(number, num_bytes - overhead) for number in range(256)])

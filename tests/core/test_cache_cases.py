@@ -49,7 +49,7 @@ def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once
 
 @pytest.mark.parametrize("num_slabs", [1, 200])
 def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
-    """Holds also if most find no room, and if each rank copies a part. Runs on the event loop."""
+    """Stores run on the event loop, also if most blocks find no room or each rank copies a part."""
     counts = []
     for num_runs in (50, 200):
         world, calls = World(num_slabs, capacity=600), list[int]()
@@ -69,7 +69,7 @@ def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
 
 
 def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
-    """Slots are read through the session's layout, and only blocks that the lease pins."""
+    """A load reads slots through the session's layout, and only blocks that the lease pins."""
     world = World()
     core = world.core
     one, two = world.open(model="a").number, world.open(model="b", sizes=(SLAB, SLOT_ALIGN)).number
@@ -98,7 +98,7 @@ def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
 
 
 def test_long_lived_objects_show_their_state() -> None:
-    """Shows any object that a core reaches."""
+    """Covers every object that can be reached from a core."""
     world = World()
     world.store(world.open(), range(3))
     residencies(world.core)
@@ -139,7 +139,7 @@ def test_ranks_that_join_a_write_lease_name_what_its_first_call_named_or_less() 
             refused(core, call, Reason.DUPLICATE_ID)
     same = reserve(core, session, "id", first, 0.0, 0.0)
     assert {value for row in same.results for value in row.tolist()} == {BlockResult.RESERVED}
-    # Each rank sends the representations that it could build.
+    # Each rank sends the representations that it could build, here other ones than the first.
     runs = [Run(0, words_of([2, 0])), Run(MAX_GROUPS, words_of([0, 1]))]
     results = reserve(core, session, "id", runs, 0.0, 0.0).results
     assert [row.tolist() for row in results] == [
@@ -177,7 +177,7 @@ def test_key_spaces_that_cannot_be_served_are_refused(size: int, num_shards: int
 
 
 def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy remembers wrongly evicted blocks. A flush also ends retention."""
+    """Only for these may a policy keep ghosts. A flush counts none, and also ends retention."""
     world = World()
     core, session = world.core, world.open()
     world.store(session, range(8))
@@ -203,8 +203,8 @@ def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyP
 
 
 def test_each_tenant_may_pin_a_share_of_what_is_surely_its_own() -> None:
-    """Grants a quarter of the half of the arena that each is guaranteed, before a load has
-    started."""
+    """Each tenant is guaranteed half of the arena. Before a load starts, its leases may pin a
+    quarter of that half."""
     share = TenantShare(16 * SLOT_ALIGN)
     world = World(8, unadmitted_share=0.25, tenants={"a": share, "b": share})
     for tenant in "ab":

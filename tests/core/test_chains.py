@@ -64,8 +64,8 @@ def test_a_new_tail_is_never_hotter_than_its_head(policy: str, passed_s: float, 
 
 
 def test_what_counts_as_in_use_keeps_its_frequency() -> None:
-    """Adds a thousand tails to a prefix within a moment: they do not count as uses, do not reduce
-    its heat, and are no time to live."""
+    """Adds a thousand tails to a prefix within a moment. They do not count as uses of the prefix,
+    do not reduce its heat, and do not keep it for longer."""
     cache = Cache("hotness")
     prefix = cache.fresh(40)
     for number in range(20):

@@ -88,7 +88,7 @@ def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int)
     scores, before, ends_s = np.zeros(len(CONTENDERS)), np.zeros(len(CONTENDERS)), np.inf
     now_s = 10.0
     for _ in range(data.draw(st.integers(1, 60))):
-        # Never the same moment twice, so that any two keys differ in heat.
+        # Two requests are never at the same moment, so that any two keys differ in heat.
         now_s += float(rng.exponential(rng.choice([1.0, 9.0, 50.0, 900.0]))) + 1e-3
         numbers = rng.permutation(60)[: rng.integers(1, 15)].tolist()
         limit = int(rng.integers(1, 50))
@@ -109,7 +109,7 @@ def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int)
 
 
 def test_only_the_oldest_ghosts_make_way_for_a_key() -> None:
-    """Uses more keys than have a place, some of them again after a while; few are held."""
+    """Uses more keys than the table has places for, some of them again later; few are held."""
     cache, shadows = Duel(1), [NaiveShadow(contender) for contender in CONTENDERS]
     for now in range(5 * cache._keys.size):
         number = now if now % 5 else max(0, now - 12)

@@ -60,7 +60,7 @@ class Store:
         return self.epoch
 
     def tick(self) -> int:
-        """Returns the time, from which numbers are made."""
+        """Advances the clock, from which epochs are made, and returns it."""
         self.clock += 10
         return self.clock
 
@@ -258,7 +258,7 @@ class Flushes(RuleBasedStateMachine):
         store.is_up, store.restored_below = True, store.tick()
         store.trusted_at_s = self.now_s + GRACE_S
         for node in self.nodes:
-            # Connections are lost.
+            # All connections to the store are lost.
             for call in node.calls:
                 call[-1] = call[-1] if call[-1] is not None else ("lost",)
             node.calls = [call for call in node.calls if call[-1] != ("lost",)]
@@ -355,7 +355,7 @@ def test_a_flush_that_the_store_has_lost_again_is_pending() -> None:
     assert book.raises(10.0)
     book.raised("store", FP, 9, 10.1)
     book.flushes(10.1)
-    # It shows the earlier epoch: it was restored.
+    # The store shows an earlier epoch: it was restored from a copy.
     book.shows(7, 11.0, blocks=(FP,))
     assert book.pending(ticket, 10.1 + CONFIRMED_S) is None
     assert book.pending(ticket, 10.1 + CONFIRMED_S + SPARE_S) == ["store"]
@@ -373,13 +373,13 @@ def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
     book.raised("store", FP, None, 12.0)
     assert not book.raises(12.0 + RETRY_S / 2)
     assert kept(book).begin_raise("store", 0.0), "the next server knows that it must be told"
-    # Meanwhile blocks that came since are served from host memory.
+    # Until the store is told, blocks stored since the flush are served from host memory.
     book.shows(7, 12.1, blocks=(FP,))
     assert book.state(12.2) == (NO_EPOCH, True, False)
     assert book.raises(12.0 + RETRY_S)
     book.raised("store", FP, 9, 13.0)
     assert not book.raises(99.0)
-    # Blocks stored since may be from before a flush on another node.
+    # Another node flushed too: blocks that were stored since then may precede its flush.
     assert book.begin_flush(13.0) == FP
 
 
@@ -399,7 +399,7 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
     assert set(book.due("store", idle, 101.0 + IDLE_EVERY_S)) & set(idle)
     book.rest(set(idle), 101.0 + USED_S + IDLE_EVERY_S)
     assert book.due("store", (), 200.0) == []
-    # A flush waits for no store of earlier settings, and is remembered for it.
+    # A flush does not wait for a store of earlier settings; the record says it must be told.
     book = EpochBook(("store",), {FP: Record(stores={"removed": EpochStanding()})})
     book.flush(FP, 300.0)
     assert book.begin_raise("store", 300.0)
@@ -413,8 +413,8 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
-    """Otherwise blocks from before would be readable if the power fails before their records are
-    gone."""
+    """If the power fails before the records of older blocks are gone, the changed seal keeps these
+    blocks unreadable."""
     book = Shown()
     before = book.local(FP)
     book.saved = book.revision
@@ -452,7 +452,7 @@ def test_a_store_that_is_full_confirms_that_it_has_no_epoch() -> None:
     book.flushes(5.0)
     book.shows(NO_EPOCH, 6.0, blocks=(FP,))
     assert book.state(6.0) == (NO_EPOCH, True, False)
-    # Blocks stored meanwhile are not vouched for under the next epoch.
+    # Another node's flush may have made the next epoch, so blocks stored before it are outdated.
     book.shows(9, 7.0, blocks=(FP,))
     assert book.is_outdated(FP)
 
@@ -465,7 +465,7 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     later = book.flush(FP, 10.05)
     book.raised("store", FP, 9, 10.1)
     assert book.begin_flush(10.1) == "", "the store may still be told of the later one"
-    # An answer from before the raise does not count.
+    # An answer that the store sent before the raise does not count.
     book.shown("store", {FP: 7}, 0, 9.9, (FP,))
     assert book.raises(10.1) == 9
     book.flushes(10.05 + TELL_S)
@@ -478,11 +478,11 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     assert book.state(6.1) == (NO_EPOCH, False, True), "it was shown during the flush"
     book.flushes(6.1)
     assert book.epoch(FP, "store") == 9
-    # A new epoch of one of two stores is enough.
+    # If one of two stores shows a new epoch, the key space is outdated.
     two = EpochBook(("other", "store"))
     two.shown("store", {FP: 7}, 0, 1.0, (FP,))
     assert two.is_outdated(FP)
-    # If one is told late, the other is told again: blocks may have been copied to it.
+    # If one store is told late, the other is told again: meanwhile blocks may have come into it.
     for answer in (8, None):
         two.flush(FP, 10.0)
         assert two.begin_raise("other", 10.0) and two.begin_raise("store", 10.0)
@@ -495,7 +495,7 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
         assert book.begin_raise("other", 20.0) and not book.begin_raise("store", 20.0)
         book.raised("other", FP, 10, 20.0)
         assert not book.begin_raise("store", 30.0) and not book.begin_raise("other", 30.0)
-    # The other is told again also if it was being told meanwhile.
+    # If both are told at the same time, both are told again.
     two.flush(FP, 40.0)
     assert two.begin_raise("other", 42.0) and two.begin_raise("store", 42.0)
     two.raised("store", FP, 11, 42.1)

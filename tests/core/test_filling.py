@@ -223,7 +223,7 @@ print(filling.filled_bytes >> 20, filling.problem)
 
 @pytest.mark.parametrize("kernel", ["this kernel", "old kernel"])
 def test_a_file_system_that_is_full_kills_nobody(tmp_path: Path, kernel: str) -> None:
-    # 64 MiB, and a page for the note.
+    # The file system has 64 MiB, and a page for the file of the server's note.
     script = f'mount -t tmpfs -o size=65540k none {tmp_path} && exec "$0" -c "$1" {tmp_path} "$2"'
     command = ["unshare", "-m", "sh", "-c", script, sys.executable, FULL, kernel]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -300,8 +300,8 @@ def test_who_waits_for_memory_when_the_server_stops_is_told(filling: Filling) ->
 def test_slabs_in_which_blocks_came_back_are_brought_in(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They lie beyond the filled memory if the old server filled no memory; stores may use them at
-    once."""
+    """If the old server filled no memory, restored blocks may lie beyond the filled memory. Stores
+    may use their slabs at once."""
     slab, num_slabs = COLLAPSE_BYTES // 8, 24
     monkeypatch.setattr(arena_module, "FIRST_FILL_S", 0.0)
     monkeypatch.setattr(arena_module, "FIRST_FILL_BYTES", 0)

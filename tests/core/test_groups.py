@@ -190,7 +190,7 @@ def test_a_prefix_with_holes_is_never_found_too_short_nor_beyond_what_was_seen(
 
 
 def test_answers_that_contradict_a_closed_prefix_make_it_look_at_every_block() -> None:
-    """Sees a wide hole before ready blocks, and so finds the narrow hole before it."""
+    """The search sees a wide hole before ready blocks, and then finds the narrow hole before it."""
     ready = np.ones(8192, np.bool_)
     ready[100:130] = ready[400:900] = False
     residency = Residency(ready)

@@ -205,7 +205,7 @@ def test_hits_are_those_of_vllm() -> None:
 def test_context_parallelism_is_refused_where_vllm_asserts(
     kind: GroupKind, is_sharded: bool, decode_ranks: int, prefill_ranks: int
 ) -> None:
-    """States are never dealt out over ranks."""
+    """States of Mamba layers are never divided over the ranks of context parallelism."""
     window_tokens = 16 if kind in WINDOWED else 0
     spec = vllm_spec(GroupSpec(kind, 8, (1,), window_tokens), is_sharded=is_sharded)
     full = vllm_spec(GroupSpec(GroupKind.FULL_ATTENTION, 8, (1,)), is_sharded=True)

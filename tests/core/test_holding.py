@@ -94,7 +94,7 @@ def test_refused_blocks_are_remembered_and_those_to_keep_are_not_refused() -> No
     place.stored(range(24), 0.0)
     assert place.stored([50], 1.0) == [] and len(place.policy._ghosts) == 1
     assert place.stored([60, 61], 1.0, retention=Retention(2)) == [60, 61]
-    # What comes before a refused block counts, not what comes after it.
+    # The use of blocks before a refused block counts; the use of those behind it does not.
     run = [Run(0, words_of([51, *range(22), 60, 61]))]
     begin_store(place.core, place.sessions[""].number, "s", "s", run, 0, 0.0, 1.0)
     place.core.end_store(place.sessions[""].number, "s", True, 1.0)
@@ -104,7 +104,7 @@ def test_refused_blocks_are_remembered_and_those_to_keep_are_not_refused() -> No
 
 
 def test_a_guarantee_is_a_claim_on_what_others_hold() -> None:
-    """Beyond its guarantee, a tenant waits."""
+    """A tenant that asks for more than its guarantee waits until the hold of others has ended."""
     place = Place({"late": 12, "early": 8})
     assert len(place.stored(range(24), 0.0, tenant="early")) == 24
     late = list(range(100, 116))
@@ -124,8 +124,8 @@ def test_a_tenant_at_its_bound_keeps_what_it_holds() -> None:
 
 @pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
 def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
-    """Blocks of another size would be evicted for it, and without its hold the winner would be
-    worse than other contenders."""
+    """If blocks of another size, tiers or representations come, the winner may not hold. Without
+    the hold it would be worse than other contenders, so another contender wins at once."""
     place = Place(contenders=(Contender(120.0), Contender(30.0), HOLDING))
     space, duel = place.core.space, place.duel
     assert len(place.stored(range(16), 0.0)) == 16
@@ -141,7 +141,7 @@ def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
     assert len(place.stored(range(50, 66), 1.0)) == 16
     assert duel.winner == Contender(30.0) and space.policy.figures()["hold_s"] == 0.0
     if cause == "another size":
-        # Its slab may have gone.
+        # The slab of this size may have been freed, so store a block of the size again.
         place.stored([202], 150.0, group=1)
     place.stored([80], 200.0)
     place.stored([81], 300.0)

@@ -26,7 +26,7 @@ from hotkv_server.cache.room.policies.protocol import Entries, Keys
 
 CAPACITY = 12
 TOLERANCE = 2e-5
-"""Error of c: float32 rounds once a use."""
+"""Error of c, the frequency: each use rounds it to float32 once."""
 PASSED_TICKS = st.sampled_from([0, 1, 7, 64, 64 * 90, 64 * 4000])
 
 
@@ -46,8 +46,8 @@ def keys_of(numbers: list[int]) -> Keys:
 
 
 class DefinitionMachine(RuleBasedStateMachine):
-    """Each block is a chain by itself: c is log2 of the sum of all uses, each halved after each
-    memory, even if the block left and came back."""
+    """Each block is a chain by itself. c is log2 of the sum of all its uses, each halved once per
+    `memory_s` since, even if the block was evicted in between."""
 
     @initialize(contender=st.sampled_from(CONTENDERS))
     def start(self, contender: Contender) -> None:
@@ -191,7 +191,7 @@ def test_victims_are_the_naive_coldest(contender: Contender, seed: int) -> None:
     rng = np.random.default_rng(seed)
     capacity = 30
     policy, naive, now_s = make_hotness(capacity, contender), NaiveHotness(contender), 500.0
-    # A new key for each admission: ghosts are for the definition to test.
+    # Each admitted block has a new key: the other machine tests ghosts.
     for step in range(60):
         now_s += float(rng.choice([0.0, 1.0, 30.0, 2000.0])) * TICKS_PER_S // 1 / TICKS_PER_S
         retention = Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 0.0, 50.0])))
@@ -307,7 +307,7 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
 
 @pytest.mark.parametrize("may_hold", [False, True])
 def test_a_new_winner_orders_anew_what_was_queued(*, may_hold: bool) -> None:
-    """Another contender wins at the end of an epoch, or because the winner may not hold."""
+    """Another contender wins at the end of an epoch, or since the winner is not allowed to hold."""
     policy = make_hotness(40, CONTENDERS[0])
     policy.duel = Duel(40, (Contender(0.1, hold_s=5.0), Contender(0.1, recency=-1.0)))
     for entry in range(1, 41):

@@ -42,8 +42,8 @@ def small_parts() -> Iterator[None]:
 
 
 class Meddler(World):
-    """A core, and calls that come between. `began`: the turn in which the last store of a block of
-    the first key space began."""
+    """A core, and calls for other work between parts. `began`: the turn in which the last store of
+    a block of the first key space began."""
 
     def __init__(self, num_slabs: int = NUM_SLOTS // 4) -> None:
         super().__init__(num_slabs, unadmitted_share=1.0, held_share=1.0)
@@ -152,7 +152,7 @@ def test_whatever_comes_between_there_is_room_in_the_end(
 
 
 def test_what_is_swept_is_not_refilled() -> None:
-    """Holds even if a sweep finds fewer blocks than requested."""
+    """A take after a sweep looks at no entry again, even if the sweep found too few blocks."""
     looked_at: list[tuple[int, int]] = []
 
     def members(first: int, stop: int) -> np.ndarray:
@@ -188,7 +188,7 @@ def test_slots_in_slabs_are_found(slab_bytes: int) -> None:
 
 
 def test_entries_without_memory_are_not_used() -> None:
-    """Limits the number of entries to those with memory, while the table's memory grows."""
+    """While the table's memory grows, only entries that have memory are used."""
     world = World(NUM_SLOTS // 4)
     session, index = world.open(), world.core.space.index
     for limit in (5, 8):
@@ -210,7 +210,7 @@ def test_room_for_representations_keeps_their_blocks() -> None:
         world.core.check_invariants()
     world.core.check_invariants()
     assert world.found(range(4)) == list(range(4))
-    # A lease may name anything: nothing is evicted for groups that do not exist.
+    # A lease may name groups that do not exist: nothing is evicted for them.
     beside = [HashList(group, words_of(range(4))) for group in (0, 7, MAX_GROUPS)]
     unknown = [Run(0, words_of([9])), Run(7, words_of([9]))]
     assert not list(world.core.make_room_above(1, unknown, beside, 1.0))
@@ -218,7 +218,7 @@ def test_room_for_representations_keeps_their_blocks() -> None:
 
 
 def test_a_number_that_a_representation_gets_between_two_parts_is_not_evicted() -> None:
-    """Its block would be removed with it, without a notice, even if it is pinned."""
+    """Evicting the representation would remove its block without a notice, even a pinned block."""
     world = World(NUM_SLOTS // 4)
     core, session = world.core, world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for number in range(NUM_SLOTS):

@@ -228,8 +228,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert np.array_equal(probes[0], probes[1])
         tags = [self.tag(*key) for key in self.model]
         for h, entry, probed in zip(hashes, found, probes[0].tolist(), strict=True):
-            # By tag alone: an existing entry is found, and nothing else unless another key has the
-            # tag.
+            # A probe by the tag alone finds each existing entry, and an absent key only if another
+            # key has its tag.
             assert probed or not entry
             if tags.count(self.tag(key_space_id, group, h)) <= (entry is not None):
                 assert probed == (entry.word if entry else 0)
@@ -368,8 +368,8 @@ def test_headers_that_are_none_are_refused(data: st.DataObject, noise: bytes) ->
 
 
 def test_kernels_have_the_constants_of_the_table() -> None:
-    """Kernels compile constants in, and numba ignores changes in other files, so kernels have
-    copies."""
+    """Kernels have copies of the constants: numba compiles these in, and would not notice a change
+    of the table's file."""
     kernels = native.require("hotkv_proto.kernels")
     both = {name for name in vars(kernels) if name.isupper() and hasattr(table, name)}
     assert {"MAX_PROBE_BUCKETS", "WAYS"} <= both
@@ -398,7 +398,7 @@ def test_records_are_split_by_key_space_group_and_size(kinds: list[tuple[int, in
         zip(records, kinds, strict=True)
     ):
         record[[table.W_KEY_SPACE, table.W_SIZE]] = key_space_id, size
-        # The state does not count.
+        # The state in this word does not count.
         record[table.W_GROUP_STATE] = group | number % 3 << 16
     parts = [
         [

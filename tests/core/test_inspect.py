@@ -132,7 +132,7 @@ def test_an_answer_stays_as_it_is() -> None:
     later = inspect.prompt_blocks(cache.core, 1, 0, words_of([1, 2, 3]))
     assert not later.words.any() and later.causes.tolist() == [Cause.OPERATOR, Cause.OPERATOR, 0]
     assert inspect.blocks(cache.core, [30]) == []
-    # A block goes and a representation gets its number before the block is described.
+    # Before it is described, the block is evicted, and a representation gets its number.
     _, number = cache.entries([8, 9]).tolist()
     evict(cache.core, 1, 0, words_of([9]))
     cache.store(cache.session, [8], group=MAX_GROUPS)
@@ -165,7 +165,7 @@ def test_why_a_block_is_missing_is_told() -> None:
     cache.store(cache.session, [4])
     flush(core, 1)
     assert (why(3), why(4)) == (Cause.OPERATOR, Cause.FLUSH)
-    # The lease of one store expires, the other lease is released.
+    # The lease of block 6 expires, the lease of block 7 is released.
     for lease_id, block in (("late", 6), ("left", 7)):
         reserve(core, cache.session.number, lease_id, [Run(0, words_of([block]))], 10.0, 1.0)
     core.release(cache.session.number, "left")

@@ -55,7 +55,7 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
     assert down.waiting.num_bytes == SLOT_ALIGN
     evict(tiered.core, 1, 0, words_of([3]))
     assert tiered.taken(SLOT_ALIGN) == [] and not len(down.waiting)
-    # Those that wait longest are forgotten, once more wait than the index has entries.
+    # If more blocks wait than the index has entries, those that wait longest are forgotten.
     for number in range(10, 20):
         tiered.add([number])
     assert (len(down.waiting), down.waiting.num_bytes) == (6, 6 * SLOT_ALIGN)
@@ -101,7 +101,7 @@ def test_the_gate_is_told_what_is_before_each_block() -> None:
     tiered.add([10], 8, 7)
     refused = (7, [1, 0], [1, 0], [0, 0], [6, 7])
     assert written() == [refused, (10, [1], [0], [1], [8])]
-    # Used blocks are offered again; blocks below are not.
+    # Blocks that are used again are offered again, unless they are in the tier.
     used = [HashList(0, words_of([0, 1, 2, 4, 5, 7, 8]))]
     tiered.core.touch(tiered.session.number, used, 2.0)
     assert written() == [refused]
@@ -111,7 +111,7 @@ def test_the_gate_is_told_what_is_before_each_block() -> None:
 
 
 def test_numbers_of_leases_and_moves_never_meet() -> None:
-    """Both wrap around within their half, and skip numbers in use."""
+    """Both numbers wrap around within their half of the range, and skip numbers in use."""
     tiered = Tiered()
     core, moves = tiered.core, tiered.lower.moves
     core.acquire(tiered.session.number, "first", [HashList(0, words_of([1]))], 10.0, 0.0)
@@ -140,7 +140,7 @@ def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
 
 
 def test_why_a_block_is_in_no_tier_any_more() -> None:
-    """A block was lost below. Flushes a block that a hint demoted to the tier."""
+    """One block was lost in the tier; another, which a hint demoted to the tier, is flushed."""
     tiered = Tiered()
     core, down = tiered.core, tiered.down
     tiered.add([1, 2, 3])
@@ -181,7 +181,7 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
     (move,) = tiered.down.begin(finished(tiered.down.take(1 << 30, 1.0)))
     tiered.down.end(move, np.ones(8, np.bool_), np.zeros(8, np.uint64), 1.0)
     below = tiered.lower.space
-    # A block larger than the disk evicts nothing, and gets no place.
+    # A block that is larger than the tier evicts nothing, and gets no place.
     finished(below.make_room(1, 0, 9 * SLAB, 2))
     assert not len(below.insert(1, 0, words_of([20]), 9 * SLAB, np.zeros(1, np.int64), FIRST_MOVE))
     deepest = int(below.index.find(1, 0, words_of([7]))[0])
@@ -195,7 +195,7 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
         tiered.lower.up.end(up, np.ones(1, np.bool_), np.zeros(1, np.bool_), None, 2.0)
         books_of(tiered.core).arrivals.let_go(up)
     chain = tiered.core.space.chains.ancestors(int(tiered.entries([7])[0]), 100)
-    # Nothing tells that block 6 follows block 5: its list left that out.
+    # No link leads from block 6 to block 5: the list with block 6 left out block 5.
     assert chain.tolist() == tiered.entries([6]).tolist()
     chain = tiered.core.space.chains.ancestors(int(tiered.entries([5])[0]), 100)
     assert chain.tolist() == tiered.entries(list(range(5))).tolist()
@@ -203,7 +203,7 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_long_queue_is_searched_in_parts_a_bounded_number_a_turn(*, is_shared: bool) -> None:
-    """Most of its blocks were evicted while the tier was out of use."""
+    """Most blocks of the queue were evicted while the tier was out of use."""
     tiered = Tiered()
     copies = Copies(tiered.lower.moves)
     queue = copies.lanes[STORED] if is_shared else tiered.down.waiting

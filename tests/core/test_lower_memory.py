@@ -95,7 +95,7 @@ def test_what_has_changed_is_in_the_file_once_it_is_written(
             made.written().result(60)
             assert made.kept_revision == entry and made.num_changed == made.num_saved
         assert not made.problem and made.is_alive()
-        # Changes that nothing reports are found, too.
+        # A changed record is found even if `changed` was not called for it.
         made.table.records[9, :] = 9
         record = made.table.records[9].tobytes()
         wait_for(lambda: record in (tmp_path / "records").read_bytes(), "it is not found")

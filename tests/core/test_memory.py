@@ -96,7 +96,7 @@ OWNERS = {"write_state": arena_module, "adopt": NodeMemory, "replace": Path, "un
 def test_starts_that_are_killed_never_take_a_block_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str, *, unfit: bool
 ) -> None:
-    """Covers key spaces that get other numbers, because this version refuses an old key space."""
+    """Covers an old key space that this version refuses, so that the others get new numbers."""
     leave(tmp_path, unfit=unfit)
     whole: Callable[..., object] = getattr(OWNERS[name], name)
 
@@ -188,7 +188,7 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     "linked state": (lambda f: link(f / "state.json"), "symbolic links"),
     "owner": (lambda f: None, "belongs to uid"),
 }  # fmt: skip
-"""Changes to the files of a server, and why the next server does not use them."""
+"""Changes to the files of a server, each with the reason why the next server can't use them."""
 
 
 @pytest.mark.parametrize("name", UNFIT)
@@ -323,8 +323,8 @@ def test_huge_pages_are_made_until_the_kernel_refuses_a_whole_piece(
 
 
 def test_the_table_is_of_huge_pages_as_the_arena_is(tmp_path: Path) -> None:
-    """Holds as far as the kernel has huge pages here. Lookups in a large table in small pages took
-    a third longer."""
+    """Holds as far as the kernel gives huge pages here. With small pages, lookups in a large table
+    took a third longer."""
     memory = NodeMemory.open(tmp_path, ARENA, SLAB, 1 << 16, 7)
     probe = FileMapping.create(tmp_path / "probe", memory.table_file.num_bytes, 0o600)
     probe.make_huge(0, 10.0)
@@ -351,7 +351,7 @@ def test_a_file_that_may_only_be_read_is_refused_and_nothing_stays_mapped(tmp_pa
 def test_what_a_kill_in_the_middle_of_a_write_leaves_is_removed_too(
     tmp_path: Path, name: str
 ) -> None:
-    """Such a file may have megabytes, in memory that nothing would list any more."""
+    """Such a file may take megabytes of memory, and nothing else would list or remove it."""
     directory = tmp_path / "arena"
     memory = NodeMemory.open(directory, ARENA, SLAB, 100, 7, prefault=False)
     (directory / name).write_bytes(bytes(1 << 20))

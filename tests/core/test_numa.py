@@ -135,7 +135,7 @@ def test_the_kernel_is_asked_for_these_nodes_and_may_refuse(
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert numa.place(4096, 8192, (1023,)).startswith("Operation not permitted (")
     assert numa.place(4096, 8192, (0, 70)) != ""
-    # A node is preferred, several are interleaved.
+    # With one node, memory prefers it; with several, memory is interleaved over them.
     preferred, interleave = 1, 3
     assert calls == [
         (235, 4096, 8192, preferred, {1023}, 1025, 0),
@@ -151,7 +151,7 @@ def test_the_arena_is_placed_before_it_is_brought_in(tmp_path: Path) -> None:
 
     def place(address: int, num_bytes: int) -> None:
         placed.append(num_bytes)
-        # Only the words behind the arena have memory.
+        # So far only the words behind the arena have memory.
         num_words = file_bytes(num_bytes) - num_bytes
         assert os.stat(tmp_path / "arena/arena").st_blocks * 512 <= num_words
 

@@ -16,7 +16,7 @@ WRAP = 1 << 32
 @example(value=1 << 31, distance=1 << 31)
 @example(value=0, distance=WRAP - 1)
 def test_has_reached_is_the_drivers_comparison(value: int, distance: int) -> None:
-    """Counts half of all words as behind."""
+    """Of all words, half count as behind a given word."""
     word = (value + distance) % WRAP
     reached = has_reached(word, value)
     assert reached == (distance < 1 << 31) == (ctypes.c_int32(word - value).value >= 0)

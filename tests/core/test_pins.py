@@ -45,7 +45,7 @@ class HoldsMachine(RuleBasedStateMachine):
         self.size_of = dict(zip(entries.tolist(), index.slot_bytes(entries).tolist(), strict=True))
         # Numbers in random order, as an index hands them out after a while.
         self.numbers = np.random.default_rng(seed).permutation(entries)
-        # Other owners pin too.
+        # Other owners pin some of the entries too.
         index.pin(self.numbers[: NUM_ENTRIES // 3], 1)
         self.others = index.pins.copy()
         self.index, self.holds = index, RetentionPins(index, tenants, 1.0)
@@ -87,7 +87,7 @@ class HoldsMachine(RuleBasedStateMachine):
 
     @rule(passed_s=st.sampled_from([0.0, 0.5, 3.0, 19.0, 1e5]))
     def expire(self, passed_s: float) -> None:
-        """Lets time pass. A hold is over at its very end."""
+        """Lets time pass. A hold ends exactly at its end time."""
         self.now_s += passed_s
         for _ in self.holds.expire(self.now_s):
             pass
@@ -130,7 +130,7 @@ def test_what_is_held_while_others_end_ends_in_its_time(monkeypatch: pytest.Monk
     ending = machine.holds.expire(machine.now_s)
     for _ in range(3):
         next(ending)
-    # An entry in a part that has been looked at, and one in a part that has not.
+    # One entry is in a part that `expire` has already passed, the other in a later part.
     for entry, until_s in ((2, 2.0), (20, 3.0)):
         machine.holds.hold(np.array([entry], np.uint32), until_s)
         machine.holds.check_invariants()

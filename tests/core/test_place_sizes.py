@@ -55,7 +55,7 @@ def test_a_group_of_which_hardly_any_block_fits_is_left_alone_for_a_while() -> N
         ((0, 1), 0, LARGE),
         ((0, 0), RETRY_BLOCKS - 1, LARGE),
         ((0, 0), 1, SMALL),
-        # Encoding a quarter of the blocks is worth it.
+        # If a quarter of the blocks can be encoded, small places are worth it.
         ((MIN_TRIED // 4, MIN_TRIED), 0, SMALL),
     ):
         if tried[1]:
@@ -66,7 +66,7 @@ def test_a_group_of_which_hardly_any_block_fits_is_left_alone_for_a_while() -> N
 
 
 def test_what_was_tried_long_ago_is_forgotten() -> None:
-    """Judges a group that was always encoded within some thousand blocks."""
+    """If a group's blocks can't be encoded any more, its places change within 40,000 blocks."""
     sizes, num_blocks = sizes_of(), 0
     for _ in range(1000):
         sizes.tried(1, 0, 1000, 1000)
@@ -198,7 +198,7 @@ def test_blocks_come_back_in_places_of_both_sizes() -> None:
     "was, size", [(SMALL, 0), (SMALL, 1), (SMALL, 4), (SMALL, 5), (SMALL, 1 << 20), (PLAIN, 2)]
 )
 def test_records_of_any_other_size_are_dropped(was: int, size: int) -> None:
-    """Covers places that would save no bytes."""
+    """Covers records of places that would save no bytes."""
     records = left().index.table.records.copy()
     at = np.flatnonzero(records[:, table.W_SIZE] == was // SLOT_ALIGN)[0]
     records[at, table.W_SIZE] = size

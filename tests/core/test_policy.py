@@ -114,7 +114,7 @@ class NaiveS3FIFO(NaiveLists):
         self.uses[block] = min(3, self.uses[block] + 1)
 
     def refresh(self, block: int) -> None:
-        """Only the order of arrival counts."""
+        """Does nothing: only the order of arrival counts."""
 
     def victims(self, count: int, may_go: set[int]) -> list[int]:
         chosen: list[int] = []
@@ -228,7 +228,7 @@ def test_demoted_entries_that_may_not_go_make_way_for_others(
 
 
 def test_stamps_stay_apart_after_years() -> None:
-    """Orders the blocks of a touch even three years after the clock began."""
+    """Keeps the order of blocks touched together, even three years after the clock began."""
     policy = LRU(1000)
     entries = np.arange(1, 1001, dtype=np.uint32)
     policy.admit(entries, entries.astype(np.uint64), 1.0e8)

@@ -126,7 +126,7 @@ def test_slots_count_with_what_their_slabs_lose(slot_bytes: int, cost_bytes: int
 
 
 def test_holds_and_leases_leave_room_for_stores() -> None:
-    """Leaves a sixteenth of the arena unpinned, whatever the three pin together."""
+    """Residencies, leases and holds together leave a sixteenth of the arena unpinned."""
     place = Place(unadmitted_share=0.25, held_share=0.25)
     session, core = place.open(), place.core
     place.store(session, range(60))
@@ -168,7 +168,7 @@ def test_a_condemned_block_ends_the_residencies_of_those_who_read_it() -> None:
     assert reason_of(lambda: place.extend(sessions[0], "r", [1])) is Reason.UNKNOWN_RESIDENCY
     again = place.promise(sessions[0], "r", 4)
     assert place.holds(again) and not place.holds(opened[0])
-    # After a restart, readers of any session of the earlier server may have read it.
+    # After a restart, a condemned block of one residency ends all: anybody may have read it.
     place.restarted()
     for block, holds in ((1, True), (3, False)):
         condemn(place.core, place.entries([block]))
@@ -181,7 +181,7 @@ def test_what_was_flushed_under_a_reader_survives_a_kill_several_times() -> None
     opened = place.promise(session, "r", 9)
     slots = []
     for first in (0, 3, 6):
-        # The same three hashes, each time in other slots: two of three are detached.
+        # Stores the same three hashes three times, each time in other slots; flushes detach them.
         place.store(session, [1, 2, 3])
         slots += place.extend(session, "r", [1, 2, 3], first)
         if first < 6:
@@ -331,7 +331,7 @@ def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
 
 def test_promised_representations_take_the_room_of_others() -> None:
     """Pins a block in every slab of blocks, and fills every slot of the representations' size with
-    another's."""
+    representations of another session."""
     place = Place()
     mine, theirs = (
         place.open(name, name, (SLAB // 2, 1), kinds=(MEAN,)) for name in ("mine", "theirs")

@@ -76,7 +76,7 @@ def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
         old = np.zeros((num_blocks + 1, table.RECORD_WORDS), np.uint32)
         places = np.arange(num_blocks)
         old[1:, :8] = words_of(range(num_blocks))
-        # Numbers of an earlier server, most of them in between.
+        # The earlier server's numbers of key spaces: most are also numbers of the new server.
         old[1:, table.W_KEY_SPACE] = 7 + places % num_spaces
         old[1:, table.W_GROUP_STATE] = table.STATE_READY << 16
         old[1:, table.W_SIZE], old[1:, table.W_OFFSET] = 1, places
@@ -138,7 +138,7 @@ def apart(records: Words) -> dict[tuple[int, bytes], bool]:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_damaged_table_gives_a_consistent_cache(data: st.DataObject) -> None:
-    """Restores exactly the blocks whose slots are apart."""
+    """Restores exactly the blocks whose slots are apart from those of all other records."""
     records = damage(filled().space.index.table.records.copy(), data)
     core = empty()
     restore(core, records, {1: 1}, None, 5.0)

@@ -48,8 +48,8 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(
     cache.advance(ttl_s)
     assert not len(cache.core.retention_pins) and cache.found(chain) == chain
     cache.flood(5 * NUM_SLOTS, 3 * ttl_s, flood)
-    # Some policies keep blocks that were used twice through any flood of blocks used once, but they
-    # may be evicted.
+    # Some policies keep twice-used blocks through any flood of blocks used once. They have no pin
+    # any more, so an operator may evict them.
     left = cache.found(chain)
     assert not left or policy not in ("lru", "s3fifo")
     assert evict(cache.core, 1, 0, words_of(chain)) == (len(left), 0)
@@ -66,7 +66,7 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(
 def test_what_has_time_to_live_outlives_a_flood(
     policy: str, num_kept: int, ttl_s: float, flood: int
 ) -> None:
-    """Counts as used when its time ends, and goes with blocks that came then."""
+    """When its time ends, a block counts as last used then, and is evicted with blocks as old."""
     cache = Cache(policy)
     chain = list(range(num_kept))
     cache.add(chain, retention=Retention(ttl_s=ttl_s))
@@ -102,7 +102,7 @@ def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: i
 def test_what_comes_before_a_new_block_counts_as_in_use(
     policy: str, passed_s: float, length: int
 ) -> None:
-    """Goes back along the chain until a block is missing."""
+    """The policy goes from the new block back along the chain, until a block is missing."""
     cache = Cache(policy)
     chain, other = cache.fresh(length), cache.fresh(3)
     cache.add(chain)

@@ -47,7 +47,7 @@ def test_nobody_takes_all_leases_or_transfers(
         for engine in ("a1", "a2", "b1")
     ]
     hashes = [HashList(0, words_of([1]))]
-    # An engine gets half of the rest; with tenants, all engines of a tenant share its half.
+    # An engine gets half of what is left; with tenants, all engines of a tenant share one half.
     for session, granted in zip(sessions, (50, 0, 25) if tenants else (50, 25, 12), strict=True):
         store = partial(begin_store, core, session, lease_id="s", runs=[], shard_index=0, ttl_s=0.0)
         assert most(lambda i, s=store: s(transfer_id=f"{i}", now_s=0.0)) == granted  # type: ignore[misc]
@@ -60,7 +60,7 @@ def test_nobody_takes_all_leases_or_transfers(
 
 
 def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
-    """Lists of leases count with the memory that they take, at least."""
+    """The lists of leases count at least with the memory that they take."""
     world = make_world(client_memory_bytes=10 * read_weight(1, 1000))
     core, one, other = world.core, world.open("one").number, world.open("other").number
     absent = [HashList(0, words_of(range(1000)))]
@@ -132,7 +132,7 @@ def test_all_is_evicted_in_parts_but_what_has_come_since(monkeypatch: pytest.Mon
     steps = core.evict_all(1)
     counts = [next(steps)]
     assert counts == [(16, 0)]
-    # Freed numbers are reused meanwhile, and the blocks to drop are gone.
+    # Between two parts, freed numbers are reused, and blocks that are still to go are evicted.
     world.store(mine, range(200, 210))
     evict(core, 1, 0, words_of([90, 91]))
     counts += steps

@@ -194,7 +194,7 @@ TestSlabMachine = SlabMachine.TestCase
 
 
 UNITS = st.integers(-1, 24) | st.sampled_from([0, 4, 8, 12, 16, 20])
-"""Offsets in SLOT_ALIGN; the second half starts slabs."""
+"""Offsets in units of SLOT_ALIGN. Slabs start at the sampled offsets."""
 
 
 @given(
@@ -207,7 +207,7 @@ UNITS = st.integers(-1, 24) | st.sampled_from([0, 4, 8, 12, 16, 20])
 def test_claims_that_contradict_are_refused_and_change_nothing(
     claims: list[tuple[int, list[int]]],
 ) -> None:
-    """Ends in a consistent pool or in ValueError, whatever a damaged table says."""
+    """Whatever a damaged table says, the result is a consistent pool or a ValueError."""
     pool = SlabPool(5 * SLAB, SLAB)
     taken: set[Slot] = set()
     for size, units in claims:
@@ -271,7 +271,7 @@ def test_runs_lose_little_for_every_slot_size(slot_bytes: int, slab_bytes: int) 
     assert lost <= MOST_LOST * length * slab_bytes
     shortest = -(-slot_bytes // slab_bytes)
     assert length <= shortest + slabs.LONGEST_END
-    # A small arena is not lent to a size for its first slot.
+    # In a small arena, a size's first slot takes only a sixteenth of the slabs, or a shortest run.
     for num_slabs in (1, 20, 100):
         assert run_slabs(slot_bytes, slab_bytes, num_slabs) <= max(shortest, num_slabs // 16)
 

@@ -91,7 +91,7 @@ class SpaceMachine(AnyRuns):
         num_available = self.space.pool.available_slots(size)
         wanted = count - self.awaited(size, count)
         finished(self.space.make_room(1, 0, size, count))
-        # Whole slabs are freed, so there may be more room than requested.
+        # `make_room` frees whole slabs, so there may be more room than requested.
         num_awaited = self.awaited(size, count)
         self.coming_bytes -= num_awaited * aligned(size)
         entries = self.space.insert(1, 0, hashes, size, np.arange(count), 1)
@@ -246,7 +246,7 @@ def test_the_last_that_were_removed_are_remembered_with_the_cause(
     max_fresh: int,
     num_remembered: int,
 ) -> None:
-    """Asks repeatedly, while keys go and some return, however often all are sorted again."""
+    """Looks up all causes after each step. Keys are removed, and some are inserted again."""
     monkeypatch.setattr(removed, "MAX_FRESH", max_fresh)
     monkeypatch.setattr(removed, "REMEMBERED_KEYS", num_remembered)
     space = Space(make_table(100), 4 * SLAB, SLAB, POLICIES["lru"](100))

@@ -20,11 +20,11 @@ from hotkv_server.cache.values import CoreConfig, HashList, Run
 from tests.core.support import begin_store, make_table, words_of
 
 SLAB_UNITS = 16
-"""Attention slots in a slab: each is a unit, SLOT_ALIGN."""
+"""Attention slots in a slab. Sizes are in units of an attention slot, SLOT_ALIGN."""
 NUM_SLABS = 64
 ARENA_UNITS = SLAB_UNITS * NUM_SLABS
 STATE_UNITS = [12, 40]
-"""Three quarters of a slab; two and a half slabs, so three are lent for it."""
+"""Slots of states: three quarters of a slab; two and a half slabs, which take three slabs."""
 WORDS = words_of(range(8192))
 
 

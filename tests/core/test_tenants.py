@@ -218,7 +218,7 @@ def test_a_block_that_no_bound_allows_costs_nothing() -> None:
     assert fill(space, 3, 8) == 8
     assert not len(insert(space, 3, 0, words_of([5000]), 3 * SLAB, np.zeros(1, np.int64)))
     assert space.removal.evicted_blocks == 0
-    # A block costs nothing either if the tenant's own blocks can't be evicted for it.
+    # If the tenant's own blocks are pinned, its new block evicts no block of others either.
     space.index.pin(space.index.ready_blocks(3), 1)
     assert fill(space, 4, 32) == 32
     assert fill(space, 3, 2, first=9) == space.removal.evicted_blocks == 0
@@ -281,7 +281,7 @@ def test_a_bound_is_kept_in_parts_and_others_may_store_between_them(
         left = len(space.index.ready_blocks(3))
         assert before - left <= 2
         if before == left == 5:
-            # In the middle of a part, a block goes for another reason: it was the last.
+            # In the middle of a part, something else evicts the tenant's last block over its bound.
             left -= space.removal.evict(space.index.ready_blocks(3)[:1])
         before = left
         fill(space, 4, 1, first=100 + number)

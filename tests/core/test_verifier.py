@@ -25,8 +25,8 @@ KIND = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
 
 
 class Arena(World):
-    """A core over plain memory, with ten blocks of random bytes and their check values, not
-    compared yet. A lease `held` lists them all."""
+    """A core over plain memory. Its ten blocks have random bytes, and check values that were not
+    compared yet. A lease `held` lists all of them."""
 
     def __init__(self) -> None:
         super().__init__(NUM_SLABS, 40, unadmitted_share=1.0, check_stride=1)
@@ -74,7 +74,7 @@ def all_but(*gone: int) -> list[int]:
 
 
 def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> None:
-    """Ignores bytes behind the end of a block."""
+    """Bytes behind the end of a block do not count."""
     arena.spoil(3)
     arena.spoil(0, SLOT_ALIGN - 50)
     arena.verifier.verify_for(10.0)
@@ -86,7 +86,7 @@ def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> 
 
 
 def test_a_block_that_went_while_it_was_read_is_no_proof(arena: Arena) -> None:
-    """By then another block has its slot, so the mismatch proves no damage."""
+    """While it was read, another block got its slot, so the mismatch proves no damage."""
     cases = arena.verifier.cases(arena.entries(range(10)))
     arena.spoil(4)
     evict(arena.core, 1, 0, words_of([3, 4]))
@@ -125,7 +125,7 @@ def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) 
 
 
 def test_what_the_scrubber_condemns_is_not_loaded_under_a_lease(arena: Arena) -> None:
-    """Holds also if the block was compared before, and if the load is running."""
+    """Holds also if the block was already compared, and if the load is already running."""
     arena.verifier.verify_for(10.0)
     arena.hold()
     slots, good = arena.load("t", range(5)), arena.load("u", range(5, 9))
@@ -164,8 +164,8 @@ def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
 def test_what_went_with_a_condemned_block_is_not_looked_at(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ignores its record: the number is free, and the next free number stands in place of its
-    slot."""
+    """Does not read the record of a removed representation: its number is free, and the record has
+    the next free number in place of a slot."""
     session = arena.open(sizes=SIZES, kinds=(KIND,), now_s=2.0)
     arena.fill(session, range(10), session.representations[0], SLOT_ALIGN)
     for number in range(10):
@@ -203,7 +203,7 @@ def test_a_pass_of_the_scrubber_sees_every_block_once(
 def test_a_pass_of_the_scrubber_does_not_follow_the_stores(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares blocks stored during a pass in the next pass."""
+    """Blocks stored during a pass are compared in the next pass."""
     monkeypatch.setattr(verifier, "SCANNED_ENTRIES", 6)
     first = arena.verifier.next_batch()
     arena.fill(arena.session, range(10, 14))

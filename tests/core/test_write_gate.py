@@ -68,7 +68,7 @@ def test_without_a_budget_all_is_written_and_with_none_left_nothing(
 def test_a_day_has_no_more_than_the_budget_and_one_chain(
     budget: int, offers: list[tuple[float, int, int, int, bool, bool, bool]]
 ) -> None:
-    """Holds however often the server restarts, with another clock."""
+    """The bound holds at every restart of the server, also with a clock that begins anew."""
     gate, now_s, began_s = WriteGate(budget * BLOCK_BYTES), 0.0, 0.0
     written: deque[tuple[float, int]] = deque()
     for passed_s, number, count, depth, follows, has_gap, starts_anew in offers:
@@ -118,7 +118,7 @@ def test_a_share_of_the_chains_is_written_and_what_was_refused_when_it_comes_aga
     ]
     assert 600 < len(refused) < 1000
     assert all(writes_all(gate, offered(range(at, at + 30)), 400.0) for at in refused[-2:])
-    # The refused blocks are admitted with a new block behind them, which is late in its chain.
+    # Later, refused blocks are admitted with a new block behind them, which is late in its chain.
     longer = [*range(refused[0], refused[0] + 30), 1 << 50]
     assert writes_all(gate, offered(longer, EARLY), 2000.0)
 
@@ -132,7 +132,7 @@ def test_a_block_is_written_only_after_the_one_before_it() -> None:
 
 
 def test_chains_that_part_late_go_together() -> None:
-    """Later blocks do not change the decision of the early block."""
+    """The last blocks of a chain do not change the decision, which the early blocks make."""
     head = list(range(EARLY))
     taken = {writes_all(busy(), offered([*head, 1000 + tail]), 400.0) for tail in range(20)}
     assert len(taken) == 1

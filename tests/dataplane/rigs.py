@@ -136,7 +136,7 @@ def cuda_rig(
         for _ in range(num_pinned):
             arena.grow()
         engine = CudaCopyEngine(runtime, 0, arena, settings)
-        # A check's injected fault must not hit the calibration.
+        # Waits for the calibration, which must not meet the injected fault of a check.
         while settings.method is None and settings.calibration_bytes and engine.calibration is None:
             time.sleep(1e-3)
         memories = tuple(

@@ -125,7 +125,7 @@ def test_measured_on_a_device_it_holds_for_that_device_and_leaves_nothing() -> N
 
 
 def test_copies_are_measured_with_several_pieces_in_flight() -> None:
-    """The time of a call and of a wait are not the device's."""
+    """The time that a call or a wait takes is not the device's copying time."""
 
     class Spy(FakeRuntime):
         in_flight: ClassVar[set[Event]] = set()

@@ -11,7 +11,7 @@ from hotkv_server.dataplane.host import FairQueue
 
 
 class Machine(RuleBasedStateMachine):
-    """Models a list for each owner, and how often other owners were served while it waited."""
+    """Models an owner's items as a list, and counts how often others are served while it waits."""
 
     def __init__(self) -> None:
         super().__init__()

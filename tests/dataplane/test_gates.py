@@ -55,7 +55,7 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: Rig) -> None:
 def test_a_long_wait_is_asked_for_ever_more_seldom(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine's queue may be half a second long, and all threads share the interpreter."""
+    """A gate may stay closed for half a second, and all threads share the interpreter."""
     ends, gates, pauses, sleep = Ends(), [SwitchedGate(), SwitchedGate()], list[float](), time.sleep
     begun_s = time.monotonic()
     for number, gate in enumerate(gates):
@@ -135,7 +135,7 @@ def test_a_plan_for_a_device_without_an_engine_fails(rig: Rig) -> None:
 
 
 def test_a_job_of_which_a_part_is_refused_ends_after_the_others() -> None:
-    """Until then the other part still writes."""
+    """Until the other part ends, it still writes."""
     host, device = Mock(), Mock()
     device.submit.side_effect = MemoryError
     with contextlib.closing(CopyEngines(host, {1: device})) as both:

@@ -68,7 +68,7 @@ def test_pieces_move_every_byte_once_within_bounds(
             Region(ARENA, ARENA_BYTES, "arena"),
             Region(DEVICE + number * ARENA_BYTES, ARENA_BYTES, "memory", 0),
         )
-        # The device's side is packed, so neighbours there are not neighbours in the arena.
+        # On the device runs are packed, so neighbours there need not be neighbours in the arena.
         packed = np.cumsum([0, *sizes])[: len(sizes)].astype(np.int64)
         sides = (np.array(offsets, np.int64), packed)
         dst, src = (on_device, on_host) if direction is Direction.LOAD else (on_host, on_device)

@@ -1,6 +1,6 @@
-"""Stores blocks in a server, or loads all of them and compares every byte: `blocks.py store|check
-TARGET`; status 1 if any is missing. Imports no tests, so that it runs wherever hotkv's client
-is."""
+"""`blocks.py store|check TARGET` stores blocks in a server, or loads all of them and compares every
+byte; exits with status 1 if any is missing. Imports no tests, so that it runs wherever hotkv's
+client is installed."""
 
 import sys
 

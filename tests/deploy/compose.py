@@ -243,7 +243,7 @@ def check_rights(compose: Compose) -> str:
 
 
 def walk(compose: Compose, steps: Steps) -> None:
-    """Brings the services up, uses, restarts, kills and stops them. Raises AssertionError."""
+    """Starts the services, uses, restarts, kills and stops them. Raises AssertionError."""
     with steps.step("compose up: directories, then hotkv healthy, then vLLM") as seen:
         with compose.podman.health_checks(HOTKV):
             compose("up", "-d")
@@ -264,7 +264,7 @@ def walk(compose: Compose, steps: Steps) -> None:
         stored = compose.counters()["stored_blocks_total"]
         seen.append(f"{cold.prompt_tokens} tokens, {cold.took_s:.1f} s, {stored:.0f} blocks stored")
     with steps.step("again, by vLLM's own cache") as seen:
-        # Rounding depends on the size of a batch, so this answer is the reference.
+        # Rounding depends on the size of a batch, so the engine's own answer is the reference.
         own = ask(LONG)
         seen.append(f"{own.took_s:.1f} s: {own.text!r}, before: {cold.text!r}")
     with steps.step("vLLM's container restarts; the prompt's blocks come from hotkv") as seen:

@@ -1,5 +1,5 @@
-"""A small Debian for tests of the deployment, in a folder that is used again if it is complete, and
-the steps of a run with their times. Needs root and `mmdebstrap`."""
+"""Makes a small Debian for tests of the deployment, in a folder; a complete folder is used again.
+Prints the steps of a run with their times. Needs root and `mmdebstrap`."""
 
 import contextlib
 import platform

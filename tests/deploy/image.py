@@ -40,7 +40,7 @@ CAPABILITIES = (
     *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_RAW"),
     *("NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
 )
-"""All capabilities that buildah gives. It knows `all`, too, but drops after it adds."""
+"""All capabilities that buildah gives, to drop them: it would give them again after `all`."""
 
 
 class Buildah:
@@ -88,7 +88,7 @@ class Pod:
         return f"unix:{self._places['sockets']}/grpc.sock"
 
     def remove(self) -> None:
-        """Ends its processes, and removes their files."""
+        """Ends the pod's processes, and removes its files."""
         self.kill()
         self._buildah("rm", self._container)
         for place in self._places.values():

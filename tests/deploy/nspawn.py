@@ -34,7 +34,7 @@ COMPILE = (*AS_HOTKV, "hotkv-server", "compile")
 QUIET = ("--register=no", "--keep-unit", "--quiet")
 BOOT_S = 240.0
 WATCHDOG_S = 150.0
-"""WatchdogSec, and TimeoutAbortSec in case the server does not die of its signal."""
+"""WatchdogSec, plus TimeoutAbortSec in case the server does not die of systemd's signal."""
 STOP_S = 60.0
 
 
@@ -90,7 +90,7 @@ class Machine:
         )
 
     def run(self, *command: str) -> str:
-        """Runs a command in it. Raises AssertionError if it fails."""
+        """Runs a command in the container. Raises AssertionError if it fails."""
         done = self._enter(*command)
         assert not done.returncode, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()

@@ -45,8 +45,8 @@ LEFT_OUT = (
 
 
 def enter(folder: Path, module: str, arguments: Sequence[str]) -> int:
-    """Runs the module inside; returns its status. All its processes end with it, or with this
-    process."""
+    """Runs the module in new namespaces; returns its exit status. All its processes end with it, or
+    with this process."""
     place = folder / "run"
     place.mkdir(exist_ok=True)
     spaces = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -108,7 +108,7 @@ crun = ["{runtime}"]
 """
         )
         self.environment = {**os.environ, "CONTAINERS_CONF": str(settings)}
-        # All children of podman, such as conmon, inherit it.
+        # All children of podman, such as conmon, inherit this variable.
         os.environ["CONTAINERS_CONF"] = str(settings)
         place = [f"--root={folder / 'store'}", f"--runroot={state / 'runroot'}"]
         self.command = [program("podman"), *place, f"--tmpdir={state / 'libpod'}"]

@@ -117,7 +117,7 @@ def test_prometheus_finds_every_pod_once(rendered: Objects, name: str) -> None:
 
 
 def test_a_budget_counts_pods_by_a_number() -> None:
-    """maxUnavailable and percentages need a scale subresource, which a DaemonSet has not."""
+    """A DaemonSet has no scale subresource, which maxUnavailable and percentages need."""
     assert "PodDisruptionBudget" not in objects.of_chart().kinds
     found = objects.of_chart("gpu-tiers")
     spec = found.one("PodDisruptionBudget")["spec"]
@@ -212,7 +212,7 @@ def test_directories_win_over_the_variables_of_the_image(
     image = parse((objects.ROOT / "Dockerfile").read_text())[-1].last("ENV").split()
     for name, value in {**dict(one.split("=", 1) for one in image), **found.environment}.items():
         if name.startswith("HOTKV_"):
-            # Kubernetes fills in the fields of the pod.
+            # In place of Kubernetes, fills in the variables that come from fields of the pod.
             monkeypatch.setenv(name, value if isinstance(value, str) else "node-1")
     settings = loaded(found, tmp_path)
     assert (str(settings.arena_dir), str(settings.grpc_socket.parent)) == (arena, sockets)

@@ -55,10 +55,10 @@ def test_the_cache_outlives_the_container(services: dict[str, Any], settings: Se
 
 
 def test_engines_do_not_get_the_admin_socket(services: dict[str, Any], settings: Settings) -> None:
-    """Engines run as root in their container, so a socket's mode does not keep them out."""
+    """Engines run as root in their container, so the mode of a socket does not keep them out."""
     mounted = [volume.split(":")[1] for volume in services["vllm"]["volumes"]]
     assert not any(settings.admin_socket.is_relative_to(place) for place in mounted)
-    # Health check and `hotkv` in the container use it.
+    # The health check and `hotkv` in the server's container use the admin socket.
     target = services["hotkv"]["environment"]["HOTKV_TARGET"]
     assert target == f"unix:{settings.admin_socket}"
     assert any(settings.admin_socket.is_relative_to(place) for place in services["hotkv"]["tmpfs"])

@@ -13,7 +13,7 @@ from hotkv_server.settings.sources import leaves
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "hotkv.toml"
 EXAMPLES = {"arena.bytes"}
-"""Shown with a value that is not the default; the comment has the default."""
+"""Settings shown with a value that is not the default; their comments have the default."""
 ALL = dict(leaves(Settings))
 
 
@@ -32,7 +32,7 @@ def uncommented() -> str:
     text = re.sub(r"^# (\w+ = )", r"\1", with_tables(), flags=re.MULTILINE)
     without_list = text.replace("tenants = []\n", "")
     lines = [re.sub(r"^#   ", "", line) for line in without_list.splitlines()]
-    # A table comes after the settings of the one above it.
+    # In TOML a table must come after the plain settings of the table above it.
     example = [
         line for line, old in zip(lines, without_list.splitlines(), strict=True) if line != old
     ]

@@ -1,4 +1,4 @@
-"""Advice names packages that an index has: hotkv's extras, never hotkv itself."""
+"""Messages that advise an installation name packages of an index: hotkv's extras, never hotkv."""
 
 import re
 from pathlib import Path

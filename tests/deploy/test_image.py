@@ -56,7 +56,7 @@ def test_the_dockerfile_fits_the_project() -> None:
 
 
 def test_all_kernels_are_compiled_ahead() -> None:
-    """Kernels of packages that a server shares with others are listed by name."""
+    """Kernels outside of the server's package, which a server uses too, are listed by name."""
     found = {
         ".".join(path.relative_to(ROOT / package).with_suffix("").parts)
         for package in ("proto", "sparse")
@@ -70,7 +70,7 @@ def test_all_kernels_are_compiled_ahead() -> None:
     ("variant", "extras"), [("cpu", "\n"), ("cuda13", ",cuda13\n"), ("rocm", None)]
 )
 def test_variants_choose_extras(tmp_path: Path, variant: str, extras: str | None) -> None:
-    """Runs the choice of the build's shell, without the installation."""
+    """Runs the part of the build's shell command that chooses the extras, and does not install."""
     text = next(text for name, text in parse(DOCKERFILE.read_text())[0].steps if name == "RUN")
     command = ["/bin/sh", "-c", text.partition(" && ")[0] + ' && echo "$extras"']
     env, where = {"VARIANT": variant}, {"text": True, "cwd": tmp_path}

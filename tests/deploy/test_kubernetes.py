@@ -29,7 +29,7 @@ def settings(manifest: Objects, tmp_path: Path) -> Settings:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_objects_fit_their_schemas(version: str) -> None:
-    """Objects of hotkv.yaml are the chart's (`test_chart.py`)."""
+    """Checks vllm.yaml; the objects of hotkv.yaml are the chart's, see `test_chart.py`."""
     for item in objects.of_manifest("vllm.yaml").all:
         objects.validate(item, version)
 
@@ -54,7 +54,7 @@ def test_engines_do_not_see_the_admin_socket(manifest: Objects, settings: Settin
 
 
 def test_numbers_agree(manifest: Objects, settings: Settings) -> None:
-    """`test_chart.py` checks memory and the time to drain."""
+    """Compares ports, probes, user and image. `test_chart.py` compares memory and drain times."""
     server, security = manifest.server, manifest.pod["securityContext"]
     (port,) = manifest.one("Service")["spec"]["ports"]
     assert server["ports"][0]["containerPort"] == settings.http.port == port["port"]
@@ -101,7 +101,7 @@ def test_a_shared_cache_of_a_cpu_engine_fits_its_shared_memory() -> None:
 )
 def test_patches_for_gpus_fit(base: str, kind: str, patch: str) -> None:
     before, added = objects.of_manifest(base).one(kind), objects.of_manifest(patch).one(kind)
-    # kustomize finds the object of a patch by these.
+    # kustomize finds the object that a patch changes by these fields.
     assert before["apiVersion"] == added["apiVersion"]
     for at in ("name", "namespace"):
         assert before["metadata"][at] == added["metadata"][at]
@@ -126,7 +126,7 @@ def test_kernels_of_gpus_are_kept_where_the_server_may_write(manifest: Objects) 
 
 @pytest.mark.parametrize("name", ["startupProbe", "readinessProbe", "livenessProbe"])
 def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: str) -> None:
-    """HTTP is used if the kubelet can reach it; a command starts Python each time."""
+    """A probe uses HTTP if the kubelet can reach it, since a command starts Python each time."""
     is_live = name == "livenessProbe"
     asked = {"path": "/livez" if is_live else "/readyz", "port": "metrics"}
     assert manifest.server[name]["httpGet"] == asked
@@ -140,7 +140,7 @@ def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: s
 
 
 def test_nodes_with_gpus_take_the_pod() -> None:
-    """Such nodes are usually tainted; the host's process namespace is optional."""
+    """Nodes with GPUs usually have a taint, which the pod tolerates. `hostPID` is optional."""
     taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     own = "tolerations[0].key=spot"
     pod = objects.of_chart(sets=("gpu.enabled=true", "gpu.hostPID=false", own)).pod

@@ -40,7 +40,7 @@ FOLDER = RULES.parent
 RULES_TEST = FOLDER / "hotkv.rules.test.yml"
 CHAIN, LAYERS, PAGE_BYTES = 8, 2, 64 << 10
 RETURNING = 24
-"""Chains of 1 MiB each."""
+"""Number of chains that each come back; a chain has 1 MiB."""
 SCRAPE_S = 0.5
 READY = ("up", "hotkv_build_info", "hotkv_ready")
 OTHERS = {"up", "ALERTS", "process_start_time_seconds", "process_cpu_seconds_total"}
@@ -164,7 +164,7 @@ def test_every_query_names_metrics_that_exist() -> None:
 
 def test_the_server_exports_all_that_queries_may_name(prometheus: Prometheus) -> None:
     exported = set(prometheus.ask("label/__name__/values"))
-    # Series of the node's unused policies, and of a histogram without counts.
+    # The series of policies that this node does not use are missing.
     missing = {name for name in series() - exported if not name.startswith("hotkv_eviction_")}
     assert not missing, missing
 
@@ -225,7 +225,7 @@ def test_the_share_that_is_ready_counts_servers_that_are_down(tmp_path: Path) ->
 
 
 def test_a_node_without_prompts_has_no_hit_ratio(tmp_path: Path) -> None:
-    """Grafana would show NaN."""
+    """Otherwise Grafana would show NaN."""
     for panel in panels():
         expr = shown(panel["targets"][0]["expr"], "10m")
         if panel["type"] == "stat" and "/" in expr:

@@ -37,8 +37,8 @@ class Part(NamedTuple):
 
 
 def of_production_stack(values: Item) -> Part:
-    """Returns the part of the chart's values. The chart mounts /dev/shm if `tensorParallelSize` is
-    given, and turns prefix caching off unless asked."""
+    """Returns hotkv's part of the values of the stack's chart. The chart mounts /dev/shm if
+    `tensorParallelSize` is given, and turns prefix caching off unless it is asked for."""
     engine = values["servingEngineSpec"]
     (model,) = engine["modelSpec"]
     config, image = model["vllmConfig"], f"{model['repository']}:{model['tag']}"
@@ -57,8 +57,8 @@ def of_pod(pod: Item, container_name: str, shm_size: str, words: list[str] | Non
 
 
 def of_kserve(service: Item) -> Part:
-    """Returns the part of the service. The preset's shell evaluates VLLM_ADDITIONAL_ARGS, and its
-    volume `dshm` is merged with the file's."""
+    """Returns hotkv's part of the service. The shell of the preset evaluates VLLM_ADDITIONAL_ARGS,
+    and the preset's volume `dshm` is merged with the file's."""
     pod = service["spec"]["template"]
     (more,) = (one for one in pod["containers"][0]["env"] if one["name"] == "VLLM_ADDITIONAL_ARGS")
     (shm,) = (one["emptyDir"] for one in pod["volumes"] if one["name"] == "dshm")
@@ -66,7 +66,7 @@ def of_kserve(service: Item) -> Part:
 
 
 def of_llm_d(patch: Item) -> Part:
-    """Returns the part of the patch. The guides' /dev/shm has no limit."""
+    """Returns hotkv's part of the patch. /dev/shm of llm-d's guides has no limit."""
     assert patch["metadata"]["name"] == "decode"
     return of_pod(patch["spec"]["template"]["spec"], "modelserver", "1024Gi")
 

@@ -91,7 +91,7 @@ def test_nothing_takes_the_arena_or_the_sockets_away() -> None:
 
 
 def test_times_fit_what_the_server_does() -> None:
-    """The times suffice even if the server could not ask for more."""
+    """The unit's times suffice even if the server could not ask systemd for more time."""
     settings, unit = load_settings(DEPLOY / "hotkv.toml", [], "test"), service()
     assert int(unit["WatchdogSec"][0]) > 10 * CHECK_S
     minutes = int(unit["TimeoutStopSec"][0].removesuffix("min"))

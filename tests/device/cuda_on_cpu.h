@@ -1,4 +1,4 @@
-// CUDA's language on the CPU, so that the kernels' arithmetic and barriers can be held against numpy where there is no GPU.
+// CUDA's language on the CPU, so that the kernels' arithmetic and barriers can be compared with numpy on a machine without a GPU.
 //
 // Blocks run one after another. The threads of a block are fibers of one CPU thread: each runs until it waits for others (barrier, shuffle,
 // vote) or ends, in an order drawn from the launch's seed, so that code which lacks a barrier gives wrong results under some seed. Shared
@@ -112,7 +112,7 @@ static std::string error;
 static void (*body)(void*) = nullptr;
 static void* body_argument = nullptr;
 
-// Opaque to the compiler: what it holds of shared memory in registers is written before and read anew after.
+// The compiler can't look into this call: it writes shared memory from registers before it, and reads it again after it.
 __attribute__((noipa)) static void suspend() {
   Fiber& me = fibers[current];
   if (_setjmp(me.at) == 0) _longjmp(scheduler, 1);
@@ -188,7 +188,7 @@ static void stay() {
   suspend();
 }
 
-// A pause at which others may run: where real threads race on purpose.
+// A pause at which other threads may run, for code in which real threads race on purpose.
 static void maybe_yield() {
   if (is_random && order() % 4 == 0) stay();
 }
@@ -235,7 +235,7 @@ struct Tls {
 static char here;
 static thread_local volatile char first_of_tls;
 
-// Static shared memory is what this library has of thread-local storage.
+// Static shared memory is this library's thread-local storage.
 static int find_tls(dl_phdr_info* info, size_t, void* out) {
   bool is_mine = false;
   size_t bytes = 0;
@@ -260,7 +260,7 @@ static void describe_deadlock() {
 }
 
 static void run_block(size_t shared_bytes) {
-  first_of_tls = 0;  // the thread's first touch makes it
+  first_of_tls = 0;  // the storage is made when the thread first touches it
   Tls tls{nullptr, 0};
   dl_iterate_phdr(find_tls, &tls);
   if (tls.at) memset(tls.at, POISON, tls.bytes);
@@ -330,7 +330,7 @@ static const char* launch(void (*kernel)(A...), const unsigned* grid, const unsi
   return nullptr;
 }
 
-// One letter and the bytes of each parameter: p pointer, i integer, f float, s anything else.
+// For each parameter a letter and its number of bytes: p pointer, i integer, f float, s anything else.
 template <class... A>
 static void describe(void (*)(A...), char* out) {
   ((out += sprintf(out, "%c%zu ",
@@ -597,7 +597,7 @@ static inline float __uint_as_float(unsigned x) { return __bits_as<float>(x); }
 static inline long long __double_as_longlong(double x) { return __bits_as<long long>(x); }
 static inline double __longlong_as_double(long long x) { return __bits_as<double>(x); }
 
-// Out of range they clamp, and NaN is 0, as on the device.
+// As on the device, values out of range are clamped, and NaN becomes 0.
 static inline int __clamped_int(double x) {
   return x != x ? 0 : x >= 2147483647.0 ? 2147483647 : x <= -2147483648.0 ? -2147483647 - 1 : (int)x;
 }

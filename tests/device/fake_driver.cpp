@@ -1,6 +1,6 @@
-// A library with the driver's symbols, so that the server's calls go through the real ABI: it writes down each call, with the context that
+// A library with the driver's symbols, so that the server's calls go through the real ABI. It records each call, with the context that
 // is current on the calling thread, and does at once what a device would do later. Addresses are the host's. With CUDA_HEADER the compiler
-// holds every type here against NVIDIA's own header.
+// compares every type here with NVIDIA's own header.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

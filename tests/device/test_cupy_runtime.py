@@ -53,7 +53,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 
 def test_devices(machine: Machine) -> None:
-    """The driver knows the node if /sys does not."""
+    """If /sys does not have a device's NUMA node, the driver names it."""
     runtime: DeviceRuntime = machine.runtime()
     first, second = runtime.devices()
     assert (first.number, first.name, first.pci_bus_id) == (0, "Fake 0", "0000:a8:00.0")
@@ -102,7 +102,7 @@ def test_order(machine: Machine) -> None:
         f"cuEventSynchronize 141 {event.handle}",
         f"cuEventDestroy_v2 141 {event.handle}",
     ]
-    # A handle cut to 32 bits would show.
+    # The handles need more than 32 bits, so that a cut handle would show.
     assert stream.handle > 1 << 32 and event.handle > 1 << 32
     assert runtime.passed(event)
     machine.driver.fail("cuEventQuery", 600)

@@ -91,7 +91,7 @@ def parts() -> list[tuple[str, int]]:
 
 
 def test_bytes_and_copies_are_answered_in_two_minutes_and_each_half_in_six() -> None:
-    """Holds even if every part hangs until its limit."""
+    """The limits of the parts keep these times even if every part hangs until its limit."""
     assert [name for name, _ in parts()] == ORDER
     limits = [limit for _, limit in parts()]
     (whole,) = re.findall(r"^ALL_SECONDS=(\d+)$", SCRIPT.read_text(), re.MULTILINE)
@@ -110,8 +110,8 @@ def test_the_wheels_are_those_that_a_server_needs() -> None:
 
 @pytest.mark.long
 def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
-    """Replaces the interpreter so that a benchmark never ends: it is named, the next parts run, and
-    its files in shared memory are removed."""
+    """Replaces the interpreter so that a benchmark never ends. The check names the benchmark, runs
+    the next parts, and removes the benchmark's files in shared memory."""
     fake = tmp_path / "python"
     fake.write_text(
         "#!/bin/sh\n"

@@ -237,7 +237,7 @@ for line in sys.stdin:
 
 
 class Engine:
-    """Another process that owns memory and an event."""
+    """Another process that owns device memory and an event."""
 
     def __init__(self, num_bytes: int) -> None:
         arguments = [sys.executable, "-c", ENGINE, str(num_bytes)]

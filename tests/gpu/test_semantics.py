@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 SIZE = 8 * MIB
 LOOK_S = 2.0
-"""How long to look for an event that must not come."""
+"""How long a test waits to see that an event does not pass."""
 
 ENGINE = """
 import sys
@@ -116,7 +116,7 @@ def stream(runtime: CupyRuntime) -> Stream:
 
 
 class Engine:
-    """Another process that owns memory, all sevens, and an event that was never recorded."""
+    """Another process that owns memory full of sevens, and an event that was never recorded."""
 
     def __init__(self, num_bytes: int = SIZE) -> None:
         arguments = [sys.executable, "-c", ENGINE, str(num_bytes)]
@@ -254,9 +254,9 @@ def test_memory_that_its_owner_frees_while_it_is_copied_loses_nothing(
 
 
 def test_a_dead_servers_copies_end_within_the_grace(runtime: CupyRuntime, stream: Stream) -> None:
-    """That long after the link has closed, the client returns a failed load's blocks to its engine.
-    If it fails, such blocks could be overwritten: raise `hotkv_client.connection.DEVICE_GRACE_S`,
-    and don't start the next server within that time."""
+    """DEVICE_GRACE_S after the link has closed, the client returns blocks of failed loads to its
+    engine. If the test fails, such blocks could be overwritten: raise DEVICE_GRACE_S in
+    `hotkv_client.connection`, and don't start the next server within that time."""
     import cupy
 
     size = 32 * MIB

@@ -30,7 +30,7 @@ IS_MADE_UP = bool(os.environ.get("HOTKV_MADE_UP_GPU"))
 ARENA_BYTES = 256 * MIB
 LAYOUTS = ("BLHNC", "LBHNC", "LKBNHC", "LHBNC")
 SLACK_BYTES = 64 * MIB
-"""Free device memory may change this much for other reasons."""
+"""Free device memory may change by this much for other reasons."""
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +98,8 @@ def test_the_method_that_was_asked_for_has_copied(
 
 @pytest.mark.parametrize("order", ["events", "flags"])
 def test_transfers_wait_for_the_engines_kernels(side: Side, server: GpuServer, order: str) -> None:
-    """A store copies the writes of kernels before its mark, however long they take; a load waits
-    for their reads."""
+    """A store copies what kernels before its mark wrote, however long they take. A load waits for
+    kernels before its mark to read."""
     engine = Engine(side, server.target, Shape(65536, 4, 40, "LBHNC"), order=order).connected()
     assert engine.session.order_kind.name.lower() == order, engine.session.order_message
     ids, names = np.arange(10, dtype=np.int32), new_hashes(10)
@@ -148,8 +148,8 @@ def test_a_killed_engine_leaves_nothing_on_the_device(side: Side, folder: Path) 
 
 
 def test_a_killed_server_breaks_no_engine(side: Side, folder: Path) -> None:
-    """Its transfers end; blocks that they do not write stay; the next server continues the
-    cache."""
+    """The engine's transfers end. Blocks that no load writes stay unchanged. The next server
+    uses the stored blocks."""
     engine: Engine | None = None
     with GpuServer(side, folder, ARENA_BYTES) as server:
         server.wait_settled(calibrated=not side.is_made_up)
@@ -170,7 +170,7 @@ def test_a_killed_server_breaks_no_engine(side: Side, folder: Path) -> None:
             ]
         server.kill()
         for transfer in flying:
-            # Some had ended before; for the others the client reports a lost link.
+            # Some transfers ended before the kill; for the others the client reports a lost link.
             assert (
                 transfer.exception(60) is not None
                 or transfer.result().status is TransferStatus.DONE

@@ -288,8 +288,8 @@ def test_a_captured_step_is_a_step(cupy: Any, pinned: np.ndarray) -> None:
 
 
 def test_pulls_from_a_read_only_mapping(cupy: Any, device: CupyDevice) -> None:
-    """Maps the arena as engines do: registered as read-only or read directly, whichever the device
-    can; else refused by name."""
+    """Maps the arena as engines do: registers it as read-only, or has it read directly, as the
+    device can. Refuses by name a device that can do neither."""
     fd, num_bytes = os.memfd_create("arena"), 16 << 20
     os.posix_fallocate(fd, 0, num_bytes)
     server = np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)

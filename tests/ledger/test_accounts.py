@@ -63,7 +63,7 @@ class AccountsBesideAList(RuleBasedStateMachine):
         self.accounts = Accounts(COLUMNS, START, MAX_ACCOUNTS)
         self.minute = START
         self.listed: list[tuple[Account, int, np.ndarray]] = []  # type: ignore[type-arg]
-        # The naive order of use, for the same rule of folding.
+        # Accounts by last use, as the rule that folds the oldest account needs them.
         self.order: list[Account] = []
         self.num_folded = 0
 

@@ -91,7 +91,7 @@ def demand(first: int, count: int, num_hits: int = 0) -> Demand:
 
 
 def test_a_request_that_names_blocks_several_times_counts_each_once() -> None:
-    """No engine does so, but a wrong report must not end the node's timer."""
+    """No engine names a block twice, but a wrong report must not end the node's timer."""
     made = Forecast(POLICIES["hotness"], 0, 64, 512)
     made.observe(replace(demand(0, 1), keys=np.repeat(demand(0, 1).keys, 100)), GIB, 0.0, 0)
     assert made.shadow_share == made.seen_share == 1.0
@@ -102,7 +102,7 @@ def test_a_request_that_names_blocks_several_times_counts_each_once() -> None:
 
 
 def test_what_did_hit_is_reachable_though_it_was_never_seen() -> None:
-    """Blocks of answers are stored, and first named by the next prompt."""
+    """Stored blocks of an answer hit, though a prompt names them only now for the first time."""
     found = Forecast(POLICIES["hotness"], 0).outlook(3600, GIB, 0)
     assert (found.prompt_tokens, found.ceiling_ratio, found.gain_ratio) == (0, 0.0, 0.0)
     made = Forecast(POLICIES["lru"], 0)
@@ -111,7 +111,7 @@ def test_what_did_hit_is_reachable_though_it_was_never_seen() -> None:
 
 
 def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
-    """Remembers 250 to 500 of 4,000 blocks, each requested twice."""
+    """Remembers 250 to 500 of 4,000 blocks; still sees half of the requested tokens as repeated."""
     made = Forecast(POLICIES["lru"], 0, 64, 512)
     for ceiling in (0.0, 0.5):
         for first in range(0, 4000, 50):
@@ -135,14 +135,14 @@ def test_an_endless_cache_forgets_nothing_however_much_others_are_used(is_restor
 
 def restored(made: Forecast) -> Forecast:
     again = Forecast(POLICIES["lru"], 0, 64, 4096)
-    # The table of another version may have more places.
+    # The ledger of another version may name a place beyond this table.
     beyond = np.uint64(again._seen.tags.size << 32 | 1)
     again.put_back(np.append(made.seen(), beyond), made.seen_share)
     return again
 
 
 def test_blocks_seen_before_a_restart_give_way_to_none_that_come_after() -> None:
-    """About 4 places of a bucket are free for each used place."""
+    """The table has about 4 free places for each used place of a bucket."""
     made = Forecast(POLICIES["lru"], 0, 64, 4096)
     made.observe(demand(0, 2000), GIB, 0.0, 0)
     again = restored(made)
@@ -158,7 +158,7 @@ def test_a_larger_step_for_a_larger_arena_and_its_part_for_one_gib(max_keys: int
     made, capacity = Forecast(POLICIES["lru"], 0, max_keys), 64 * GIB
     blocks = capacity // BLOCK_BYTES
     for turn in range(4):
-        # A loop that needs all of the larger cache.
+        # Requests all blocks in a loop that fits only a larger cache.
         for part in range(0, blocks + 64, 64):
             made.observe(demand(part, 64), capacity, turn * 1e4 + part, 0)
     found = made.outlook(0, capacity, 0)

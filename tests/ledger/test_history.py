@@ -17,7 +17,7 @@ class HistoryBesideAList(RuleBasedStateMachine):
         self.totals = np.array([100.0, 0.5])
         self.history = History(("tokens", "seconds"), ("lag",), NUM_SAMPLES, self.totals, FIRST)
         self.number = FIRST
-        # By the number of an interval: the growth of both totals, then the level.
+        # For each interval, by its number: the growth of both totals, and the level.
         self.noted: dict[int, tuple[float, float, float]] = {}
         self.unseen = np.zeros(2)
 

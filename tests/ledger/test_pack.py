@@ -54,7 +54,7 @@ def test_a_ledger_goes_on_where_it_was() -> None:
     assert back.began_minute == MINUTE and back.speeds == accounts.speeds == {"one": 500.0}
     back.check_invariants()
     other.check_invariants()
-    # A block seen before is no miss of an endless cache.
+    # The restored forecast has seen the block, so an endless cache would hit it.
     before = other.sums.total.copy()
     other.observe(demand(), GIB, 2.0, now)
     assert (other.sums.total - before)[2] == 0
@@ -107,7 +107,7 @@ def test_a_file_that_is_cut_off_or_has_a_wrong_byte_is_refused(data: st.DataObje
     ],
 )
 def test_a_text_that_contradicts_the_arrays_is_refused(change: dict[str, object]) -> None:
-    """Keeps the file's check value right."""
+    """The file's check value is right, so only the text is at fault."""
     accounts, forecast = filled()
     text, *arrays = pack.pack(accounts, forecast, forecast.seen(), forecast.seen_share)
     spoiled = json.dumps({**json.loads(text), **change}).encode()

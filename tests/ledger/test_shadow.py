@@ -18,8 +18,8 @@ MAX_KEYS = 24
 
 
 class SpyLru(LRU):
-    """Notes the keys that were declined, and the number of the request's keys before them; and the
-    keys that went, by whether they were evicted."""
+    """Records the declined keys, each time with the number of the request's keys before them. Also
+    records the removed keys, by whether they were evicted."""
 
     def __init__(self) -> None:
         super().__init__(MAX_KEYS)
@@ -84,7 +84,7 @@ TestShadow = ShadowBesideNaive.TestCase
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_keeps_the_limit(policy: str) -> None:
-    """Keys have two sizes."""
+    """Serves keys of two sizes, each size in its own key space."""
     rng, shadow = np.random.default_rng(3), Shadow(POLICIES[policy], 64)
     for number in range(300):
         keys = rng.choice(200, rng.integers(1, 20), replace=False).astype(np.uint64) + np.uint64(1)
@@ -96,8 +96,8 @@ def test_every_policy_keeps_the_limit(policy: str) -> None:
 
 
 def test_a_policy_that_keeps_others_hits_as_on_the_node() -> None:
-    """Turns come at regular gaps, so the policy holds blocks; without that a third less would
-    hit."""
+    """Turns come at regular gaps, so the policy holds blocks. A policy that holds none hits a third
+    less."""
     trace = make_trace("regular_turns", regular_turns(0, 1500))
     capacity = trace.capacity_blocks(5)
     hits = replay(trace, capacity, POLICIES["hotness"]).prefix.sum()

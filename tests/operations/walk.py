@@ -120,7 +120,7 @@ class Service:
             self._process.wait(60)
 
     def asks(self, path: str) -> int:
-        """Returns the status of a request; 0 without an answer."""
+        """Returns the status of an HTTP request; 0 without an answer."""
         url = self.url + path
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
             return int(reply.status)
@@ -158,7 +158,7 @@ class Traffic:
             at = number % len(self.prompts)
             number += 1
             try:
-                # So that hotkv has to help.
+                # Empties vLLM's own cache, so that only hotkv can serve a hit.
                 self._engine.reset_prefix_cache()
                 answer = self._engine.generate(self.prompts[at], ANSWER_TOKENS)
             except Exception as error:
@@ -211,8 +211,8 @@ def heads(service: Service, engine: Engine) -> None:
 
 
 def shortest_way(service: Service, model: Path, folder: Path) -> None:
-    """Starts vLLM's HTTP server with README's second command, without JSON. It finds its stored
-    blocks after its own cache was emptied."""
+    """Starts vLLM's HTTP server with README's second command, the one without JSON. After its own
+    cache was emptied, it finds its stored blocks in hotkv."""
     command = [*SHORTEST_WAY, "--model", str(model), "--served-model-name", "tiny"]
     command += ["--enable-prompt-tokens-details", "--enforce-eager", "--max-model-len", "2048"]
     environment = {"HOTKV_TARGET": service.target, "VLLM_SERVER_DEV_MODE": "1"}

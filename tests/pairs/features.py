@@ -48,7 +48,7 @@ class Lora(Play):
         keys_of = adapters.keys
 
         def named(request: Any) -> Any:
-            """Returns hotkv's names of a request's blocks, and records them for the oracle."""
+            """Names a request's blocks as hotkv does, and records the adapter for the oracle."""
             keys = keys_of(request)
             if request.lora_request is not None:
                 # A request may end before it runs, and so before the harness learns its adapter.
@@ -242,7 +242,7 @@ class OtherFirst(Play):
 
 
 class OtherLast(OtherFirst):
-    """The same behind hotkv; beside `OtherFirst` only in the second engine."""
+    """The same connector behind hotkv. Beside `OtherFirst` only the second engine has it."""
 
     ours_first = True
     number_of_both = 1
@@ -316,7 +316,7 @@ class Preemption(Play):
 
 
 class LoadChoice(Play):
-    """A hit is loaded if loading it is sooner than computing it, as far as the engine knows."""
+    """An engine loads a hit only if it expects loading to be faster than computing."""
 
     may_not_hit = True
 
@@ -390,7 +390,7 @@ class Reset(Play):
         one = world.dice.choice(world.engines)
         world.run(one)
         if ours(one)._scheduler.cache is None:
-            world.end(one)  # It shares from its first step on.
+            world.end(one)  # An engine shares its cache from its first step on.
         if world.dice.random() < 0.5:
             is_empty = one.scheduler.reset_prefix_cache(reset_connector=True)
             assert is_empty or not world.server.is_well
@@ -518,7 +518,7 @@ class Slow(Play):
         server, dice = world.server, world.dice
         self.count += bool(server.hold or server.late)
         server.settle(dice.choice(["", *ALL_CALLS]))
-        # At the latest in the middle of the run a call is held; the next turn counts it.
+        # In the middle of the run at the latest, holds a call; the next turn counts it.
         least = int(world.turn == world.num_turns // 2 and not self.count)
         server.hold = set(dice.sample(ALL_CALLS, dice.randrange(least, 4)))
         server.late = set(dice.sample(ALL_CALLS, dice.randrange(2)))
@@ -539,7 +539,7 @@ class Tier(Play):
     has_come = False
 
     def after(self, world: World) -> None:
-        # An engine that stores and loads, if possible.
+        # Takes an engine that stores and loads, if there is one.
         number = 1 if "producer" in world else 0
         one = world.engines[number]
         names = [world.ask(one, prompt(family, 280), max_tokens=2) for family in range(3)]
@@ -553,7 +553,7 @@ class Tier(Play):
             for name in names:
                 world.repeat(one, world.arguments[name])
             world.end(one)
-            # Counted since the server's new start.
+            # The counter begins when the server starts again.
             may_leave = "load_choice" in world and world.count("left_requests") > 0
             self.has_come = may_leave or daemon.counter(self.came) > 0
             if not self.has_come:

@@ -123,7 +123,7 @@ REFUSED_ELSEWHERE = {
     ("sparse", "offloading"): f"{_DOOR_REFUSES}[sparse]",
     ("tracing", "offloading"): f"{_DOOR_REFUSES}[tracing]",
 }
-"""Of these, pairs whose message is checked by a test in another folder."""
+"""Refused pairs whose message is checked by a test in another folder."""
 
 APART: dict[tuple[str, str], str] = {
     ("sparse", "pooling"): "only decode steps attend sparsely, and a pooling request ends with "

@@ -77,7 +77,7 @@ def run(
 def test_a_feature_beside_every_tier(
     name: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs three pairs at once. `tiers`: the tiers by themselves."""
+    """Runs the feature's pairs with three tiers in one world. `tiers`: the pairs of the tiers."""
     features = [*TIERS] if name == "tiers" else [name, *TIERS]
     run(features, places(disk=True, shares=True), tmp_path, monkeypatch)
 

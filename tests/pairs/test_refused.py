@@ -29,7 +29,7 @@ def name_of(pair: tuple[str, str]) -> str:
 def test_a_pair_that_is_refused(
     pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Is refused before the engine has layers, so that the harness can show it."""
+    """hotkv refuses the pair before the engine makes layers, so that the harness can show it."""
     plays = {name: PLAYS[name]() for name in pair if name != "residency"}
     if "residency" in pair:
         play = plays[pair[1]]
@@ -49,7 +49,7 @@ def test_a_pair_that_is_refused(
 def test_a_pair_that_is_refused_beside_another_connector(
     pair: tuple[str, str], tmp_path: Path, engines: Engines
 ) -> None:
-    """Starts a real engine: vLLM has made its layers when it is refused."""
+    """Starts a real engine, since hotkv refuses the pair only after vLLM has made its layers."""
     ours = transfer_config(target=f"unix:{tmp_path}/none.sock", startup_wait_s=0.0, **RESIDENT)
     within = beside("LoadingConnector", ours_first=pair[1] == "multi_first")
     one = engines.start(

@@ -29,8 +29,8 @@ from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 1720
-"""Tokens of a prompt: more than half of the device's tokens. The answer needs a block more, which
-the engine has to request."""
+"""Tokens of a prompt: more than half of the tokens that fit on the device. Its answer needs another
+block, which the engine has to request."""
 TOKENS = 12
 MOVE_STEPS = 5
 
@@ -99,7 +99,7 @@ class Stage:
             **settings | more,
         )
         if resident and "tensor_parallel_size" not in more:
-            # Only with a single process; ranks keep dense attention where it is as good.
+            # Only with one process: ranks keep dense attention if selection leaves out nothing.
             made.ask("rewrite_always")
             if self._moves:
                 made.ask("move", every=MOVE_STEPS)
@@ -359,7 +359,7 @@ SHOWN: dict[str, Callable[[Stage], None]] = {
 
 EVERYDAY = {"reset", "disk"}
 NOT_COUNTED = {"ranks", "producer", "pooling", "embeds", "images"}
-"""Pairs that start their own engines."""
+"""Pairs that start their own engines, whose counters are not checked for moves."""
 
 
 @pytest.mark.parametrize(

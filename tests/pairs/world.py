@@ -34,11 +34,11 @@ class Play:
     single world."""
 
     models: tuple[type[Engine], ...] = ()
-    """Mixed into the class of every engine."""
+    """Mixed into the class of every engine in the world."""
     may_not_hit = False
-    """Whether it may keep every hit from being loaded."""
+    """True if the feature may keep all hits of a world from being loaded."""
     count = 0
-    """How often it has happened, if it happens between turns."""
+    """How often the feature has happened, if it happens between turns."""
 
     def settings(self, world: "World", number: int) -> dict[str, Any]:
         """Returns the settings of an engine; `extra` are the connector's."""
@@ -162,7 +162,7 @@ class World:
         """Adds a request to an engine, changed by all features. Returns its name."""
         name = f"r{len(self.asked)}"
         if prompt_tokens is None:
-            # Most build on an earlier prompt, some are new.
+            # Most prompts build on an earlier prompt, some are new.
             family, length = self.dice.randrange(FAMILIES), self.dice.randrange(20, 300)
             prompt_tokens = prompt(family, length)
         asked: dict[str, Any] = {
@@ -244,7 +244,7 @@ class World:
             for name in names:
                 self.repeat(one, self.arguments[name])
             self.end(one)
-        # An event that is random in one request is certain in many.
+        # An event that happens at random in one request is nearly certain in many.
         for _ in range(MOST_MORE):
             if not self.missing():
                 break
@@ -288,7 +288,7 @@ class World:
         """Returns the features that this world has not shown yet, and "loads" if a load is still
         missing."""
         missing = [feature for feature, play in self.plays.items() if not play.met(self)]
-        # The first engine only stores and the second only loads, in different key spaces.
+        # The first engine only stores and the second only loads, so they must share a key space.
         strangers = {"producer", "consumer"} <= self.plays.keys() and (
             {"tenants", "weights"} & self.plays.keys()
         )

@@ -53,7 +53,7 @@ def own_server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def engine(server: Server) -> Iterator[Callable[..., PagedEngine]]:
-    """Makes connected engines; closes them."""
+    """Yields a function that makes connected engines, which are closed at the end."""
     with contextlib.ExitStack() as stack:
 
         def make(target: str = server.target, **settings: object) -> PagedEngine:
@@ -66,8 +66,8 @@ def engine(server: Server) -> Iterator[Callable[..., PagedEngine]]:
 
 @pytest.fixture
 def sparse_engine(server: Server) -> Iterator[Callable[..., RepresentationEngine]]:
-    """Makes connected engines with representations, all of the same model by default; closes
-    them."""
+    """Yields a function that makes connected engines with representations, all of the same model by
+    default. They are closed at the end."""
     with contextlib.ExitStack() as stack:
         model = uuid.uuid4().hex
 

@@ -84,7 +84,7 @@ class Shape:
 LAYER_BYTES = NUM_BLOCKS * PAGE
 HEADS = 8
 HEAD = (PAGE // HEADS, PAGE // HEADS)
-"""Bytes of a run, and from block to block, if heads are outermost."""
+"""Layout with heads outermost: bytes of a head's run, and from one block's run to the next."""
 A_LAYER_EACH = tuple(PageTensor(0, f"l{i}", 0, PAGE, PAGE, i * PAGE) for i in range(LAYERS))
 SIZES_OF_EACH = {f"l{i}": LAYER_BYTES for i in range(LAYERS)}
 SHAPES = {
@@ -165,7 +165,7 @@ class DeviceEngine:
             os.posix_fallocate(self.fds[name], 0, num_bytes)
             self.files[name] = mmap.mmap(self.fds[name], num_bytes)
             return MemoryHandle(name, num_bytes)
-        # Like memory of a caching allocator, it begins inside the allocation.
+        # As with PyTorch's caching allocator, the handle's memory begins inside the allocation.
         self.allocations[name] = memory = FakeAllocation(num_bytes + PAGE, self.device)
         return MemoryHandle(name, num_bytes, PAGE, memory.handle, memory.device_uuid)
 
@@ -250,7 +250,7 @@ def main() -> None:
     done(engine.store(names, ids)[1])
     mark = engine.after(0, 1) if engine.offers else None
     for event in engine.events:
-        event.record()  # The device never reaches it.
+        event.record()  # The made-up device never reaches this event.
     print("copying", flush=True)
     while True:
         with contextlib.suppress(HotKVError):

@@ -132,7 +132,7 @@ def guarded() -> Iterator[Guarded]:
         foreign_ca.issue("intruder", "spiffe://cluster/beta")
         (folder / "hotkv.toml").write_text(config(folder))
         with pytest.MonkeyPatch.context() as patch:
-            # So that failed handshakes are logged.
+            # Makes gRPC log failed handshakes.
             patch.setenv("GRPC_VERBOSITY", "INFO")
             flags = ("--config", str(folder / "hotkv.toml"), "--arena.slab-bytes", "256KiB")
             server = Server(folder, "64MiB", *flags)

@@ -42,8 +42,8 @@ class HalfSender:
             return sum(len(head) + count for head, count in self._left.values())
 
     def call(self, path: str, message_bytes: int, before: bytes = b"") -> None:
-        """Makes a call whose first message may be whole (`before`); the next message has
-        `message_bytes`, of which the last byte is never sent."""
+        """Makes a call that sends `before` whole, if given, and then all but the last byte of a
+        message of `message_bytes`."""
         with self._lock:
             stream = self._http.get_next_available_stream_id()
             headers = {

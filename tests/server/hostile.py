@@ -14,7 +14,7 @@ from tests.server.support import FULL, GroupsEngine
 
 @contextlib.contextmanager
 def marked_engine(target: str) -> Iterator[Session]:
-    """Yields a session whose transfers may lie behind marks."""
+    """Yields a session whose transfers may wait for marks: flags in the engine's memory."""
     with contextlib.closing(GroupsEngine(target, (FULL,), "m", num_flags=8)) as engine:
         yield engine.session
 

@@ -1,6 +1,6 @@
-// What tests ask of the status page; put into it before its own script.
+// Functions that tests call in the status page; added to the page before its own script.
 window.probe = {
-  // What is shown, and the raw values behind it.
+  // Returns the shown texts, and the raw values behind them.
   gather() {
     const at = id => document.getElementById(id), raw = {}, misses = {};
     for (const node of document.querySelectorAll("[data-field]"))
@@ -25,7 +25,7 @@ window.probe = {
       ...Object.fromEntries(tables.map(id => [id, rows(id)])),
     };
   },
-  // What has the focus, its name for a screen reader, and whether that can be seen.
+  // Returns the element in focus, its name for a screen reader, and whether the focus can be seen.
   focused() {
     const one = document.activeElement;
     const outlined = getComputedStyle(one.type === "radio" ? one.nextElementSibling : one);
@@ -38,7 +38,7 @@ window.probe = {
       width: parseFloat(outlined.outlineWidth),
     };
   },
-  // Texts with less contrast than WCAG's 4.5 to 1.
+  // Returns the texts with less contrast than WCAG's 4.5 to 1.
   poor() {
     const part = v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
     const numbers = colour => colour.match(/[0-9.]+/g).map(Number);

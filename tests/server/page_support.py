@@ -70,7 +70,7 @@ def status_of(server: Server, **headers: str) -> dict[str, Any]:
 
 @pytest.fixture
 def groups_engine(server: Server) -> Iterator[Callable[..., GroupsEngine]]:
-    """Makes engines of a model, with full attention unless groups are given; closes them."""
+    """Yields a function that makes engines of a model, with full attention by default."""
     with contextlib.ExitStack() as stack:
 
         def make(model: str, *groups: GroupSpec) -> GroupsEngine:
@@ -89,8 +89,8 @@ class Traffic:
         self._number = 0
 
     def prompt(self, num_blocks: int = 8, *, loads: int = 4, device: int = 1) -> list[bytes]:
-        """Stores a prompt; then another request loads `loads` of its blocks and had `device` of
-        them. Returns the hashes."""
+        """Stores a prompt, and reports a later request that found `device` of its blocks on the
+        device and loaded `loads` from the server. Returns the hashes."""
         self._number += 1
         name, blocks = f"{self.engine.session.config.engine_id}-{self._number}", hashes(num_blocks)
         session, ids = self.engine.session, block_ids(num_blocks)

@@ -47,8 +47,8 @@ class SharingNode(Place):
         return self.counter("shared_copied_blocks_total")
 
     def until_copying(self) -> None:
-        """Waits until stored blocks are copied to the Valkey. While a flush is being sent to the
-        store, and repeated here, stored blocks may be dropped instead."""
+        """Stores blocks until one is copied to the Valkey. While an earlier flush is being sent to
+        the Valkey, the node may drop stored blocks instead of copying them."""
         engine = self.engine
         assert engine is not None
 
@@ -94,11 +94,11 @@ def check_sharing(a: SharingNode, b: SharingNode) -> None:
     on both."""
     chain, kept = hashes(CHAIN), hashes(CHAIN)
     content = a.fill(chain)
-    # It knows of no block until it has connected.
+    # Node `b` finds no block until it has connected to the Valkey.
     wait_for(lambda: b.finds(chain))
     assert b.loads(chain, content)
     assert b.counter("shared_fetched_blocks_total") == CHAIN
-    # The other node does not look them up, which would fetch them.
+    # Node `b` does not look up the blocks `kept`: a lookup would fetch them.
     a.fill(kept)
     assert a.engine is not None
     a.engine.session.flush().result(60)
@@ -142,8 +142,8 @@ class Probed:
 
 @contextlib.contextmanager
 def probed(server: Server) -> Iterator[Probed]:
-    """Raises AssertionError if /livez answers anything but 200 within the block, or for HELD_S
-    after it."""
+    """Raises AssertionError if /livez answers anything but 200 inside the `with` block, or within
+    HELD_S after it."""
     probe = Probed(server)
     try:
         yield probe

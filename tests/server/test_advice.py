@@ -28,9 +28,9 @@ __all__ = ["tokenizer_url"]
 PACKAGES = ("client", "server", "connector_vllm", "proto", "sparse")
 QUOTED = re.compile(r"`(hotkv(?:-server)? [^`]+)`")
 BARE = re.compile(r"\b(hotkv-server (?:arenas|compile|simulate|tiers check)(?: --[a-z-]+)*)")
-"""Outside of backticks, texts name only commands of the server."""
+"""Matches commands outside of backticks; there, texts name only commands of the server."""
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+(?![\w-])(?!\.[a-z])")
-"""Settings of the server have dots in their names and are checked elsewhere."""
+"""Matches flags of `hotkv`. Flags with a dot are settings of the server, checked elsewhere."""
 PLACEHOLDER = "{}"
 
 
@@ -103,10 +103,10 @@ def run(words: list[str], server: Server, folder: Path) -> int:
         config.write_text(f"[tiers.disk]\npath = '{folder}'\nbytes = '64MiB'\n")
         rest = [str(config) if word == "/etc/hotkv/hotkv.toml" else word for word in rest]
         if name == "run":
-            # By itself it is the name of the server.
+            # Texts name the server `hotkv-server run`. A run would not end: shows its settings.
             rest = ["--help-settings"]
         if name == "arenas" and "--folder" not in rest:
-            # Without it, the caches of this machine's stopped servers would be removed.
+            # Without `--folder`, the caches of this machine's stopped servers would be removed.
             rest += ["--folder", str(folder)]
         return daemons.run(name, *rest, timeout_s=240).returncode
     try:
@@ -186,7 +186,7 @@ def test_each_example_runs(
         words = shlex.split(help_text.EXAMPLES[name].partition(" > ")[0])
         assert words[:2] == ["hotkv", name]
         if name == "record":
-            # Further down its file is a trace with requests.
+            # Records into another file, since later examples read the example's file as a trace.
             words[2] = "other.jsonl"
         words = [shorter.get(word, word) for word in words]
         if name in takes_time:

@@ -80,7 +80,7 @@ def test_a_mapping_outlives_its_session(server: Server, engine: Callable[..., Pa
     held, arena = leased(one.session, blocks, "held"), mapped(other.session)
     other.session.close()
     assert other.session.arena() is None and len(mappings(arena)) == 1
-    # Under another session's lease it is still the same memory.
+    # The mapping outlives its session, and still shows the blocks that `one` leases.
     assert np.array_equal(in_place(arena, held), expected(one, 3))
     inode = str(arena.file_id[1])
     del arena

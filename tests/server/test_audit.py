@@ -59,7 +59,7 @@ def test_a_file_that_can_not_be_opened_again_fails_no_call(
 
 
 def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
-    """Counts omitted lines of refused calls. Every accepted call has a line."""
+    """Writes a line for every accepted call. Omits lines of refused calls, and counts these."""
     audit = AuditLog("all", tmp_path / "audit.jsonl")
     for _ in range(2):
         for _ in range(MAX_REFUSED_PER_S):
@@ -77,7 +77,7 @@ def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_no_server_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Lines are still waiting for the disk when the file is closed."""
+    """When the log's file is closed, lines still wait for the disk."""
     monkeypatch.setattr(
         audit_module, "_open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY)
     )
@@ -199,7 +199,7 @@ def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Path) -> 
 
 
 def test_names_of_certificates_pass_for_nothing_else(tmp_path: Path) -> None:
-    """An authority may sign names of any kind."""
+    """An authority may sign any name, even one that looks like another part of the log's line."""
     plain = Peer("peer=x", certificate_names=frozenset(("node-1.example.com", "a@b")))
     assert str(plain) == "peer=x certificate=a@b,node-1.example.com"
     for name in ("a with a token", "a,admin", "a\n2026-11-22 INFO hotkv_server.audit x", ""):

@@ -203,7 +203,7 @@ def test_operators_are_told_of_the_largest_key_spaces(own_server: Server) -> Non
 
 
 def asking(*requests: Any, held: contextlib.ExitStack) -> Iterator[Any]:
-    """Yields the requests, and ends with `held`."""
+    """Yields the requests, then waits until `held` is closed."""
     ended = threading.Event()
     held.callback(ended.set)
     yield from requests
@@ -294,7 +294,7 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
 
 @pytest.mark.long
 def test_messages_that_never_come_whole_cost_their_own_bytes(own_server: Server) -> None:
-    """The server allocates at most a whole message for each."""
+    """For each unfinished message, the server allocates at most the bytes of the whole message."""
     with contextlib.ExitStack() as held:
         silent, speaker = (held.enter_context(session_of(own_server)) for _ in range(2))
         connections, watch = [one._connection for one in (silent, speaker)], Watched(own_server)
@@ -384,7 +384,7 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
         quiet, num_overtaken = engine(server.target, engine_id="quiet"), 0
         with grpc.insecure_channel(server.target) as channel:
             lookup = channel.unary_unary(LOOKUP)
-            # More than may come at once.
+            # More malformed messages than the server answers at once.
             nonsense = [lookup.future(b"\xff" * 100, timeout=30) for _ in range(4)]
             for _ in range(TURNS):
                 nonsense.append(lookup.future(b"\xff" * 100, timeout=30))
@@ -398,7 +398,7 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
 async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A call ends only when its client reads, which gRPC can't be made to ignore."""
+    """gRPC does not end a call before its client reads the end, and no option changes that."""
     monkeypatch.setattr(session_service, "SLOW_READER_S", 0.1)
     monkeypatch.setattr(node_sessions, "MAX_UNREAD_ENDS", 2)
     for_ever, ends, refusals = asyncio.Event(), list[str](), list[str]()

@@ -126,7 +126,7 @@ def test_a_server_that_hangs_is_not_a_stream_without_events(
 
 
 def test_ctrl_c_ends_a_simulation_without_a_traceback(tmp_path: Path) -> None:
-    """Interrupts it while it reads a trace that never ends."""
+    """Interrupts `hotkv-server simulate` while it reads a trace that never ends."""
     os.mkfifo(trace := tmp_path / "trace")
     command = [*SERVER, "simulate", "--trace", str(trace)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)

@@ -77,7 +77,7 @@ def test_drain_does_not_wait_for_a_server_that_stays(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The server still listens after its limit. The next server would end the wait."""
+    """Fails if the server still listens after the limit. The next server's answer ends the wait."""
     monkeypatch.setattr(draining, "CLOSING_S", 0.0)
     monkeypatch.setattr(draining, "TOLD_S", 0.0)
     info = {"pid": 1, "state": "draining", "counters": {"leases": 2.0}}

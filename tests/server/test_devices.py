@@ -117,7 +117,7 @@ def test_a_store_reads_nothing_before_its_mark(
     _, late = one.store(names[:2], ids[:2], marks[0])
     _, first = one.store(names[2:], ids[2:], marks[1])
     assert one.session.ping(5) >= 0 and not late.done() and not first.done()
-    one.fill(ids, 2)  # The marks follow these kernels.
+    one.fill(ids, 2)  # The marks come after these writes.
     content = one.content(ids)
     _reach(one, 1)
     done(first)
@@ -150,7 +150,7 @@ def test_a_load_writes_nothing_before_its_mark_and_can_be_cancelled(
     before = one.content(ids + 4)
     cancelled, held = one.load(names, ids + 4, one.after(2, 5))
     _, late = one.load(names, ids + 6, one.after(3, 7), timeout_s=0.2)
-    one.session.ping(5)  # The load has begun.
+    one.session.ping(5)  # Once this is answered, the load has begun.
     begun_s = time.monotonic()
     one.session.cancel(cancelled)
     assert held.result(60).status is TransferStatus.CANCELLED
@@ -202,7 +202,7 @@ def test_a_mark_of_another_kind_is_not_sent(engine: Callable[..., DeviceEngine])
 
 @pytest.mark.parametrize("offers", ['["events"]', '["flags"]'])
 def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) -> None:
-    """Copies are in flight, and marks are never reached."""
+    """Kills the engine while copies are in flight and a store waits for a mark that never comes."""
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.server.devices_support", server.target, offers],
         cwd=ROOT,
@@ -248,7 +248,7 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
 def test_loads_end_when_the_device_has_left_a_dead_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The link may close while the device still copies."""
+    """When a dead server's link closes, its device may still copy; loads wait for the device."""
     asked, has_left = threading.Event(), threading.Event()
 
     def wait_for_it() -> None:
@@ -264,7 +264,7 @@ def test_loads_end_when_the_device_has_left_a_dead_server(
         load = one.load(names, ids + 8, one.after(0, 1))[1]
         store = one.store(hashes(4), ids, one.after(0, 1))[1]
         running.kill()
-        # A dead server commits no block, so it may read any memory.
+        # The store fails at once: whatever a dead server still reads, it commits no block.
         assert isinstance(store.exception(60), SessionLostError)
         assert asked.wait(60) and not load.done()
         has_left.set()

@@ -172,7 +172,7 @@ def test_a_handle_of_another_tenants_memory_opens_nothing(
     mine = of("one")
     with pytest.raises(HotKVError, match="'k' can't be opened: no such memory"):
         of("two")
-    # Sessions of the same tenant share it. Once it is closed everywhere, any tenant may open it.
+    # Sessions of the same tenant share the handle. Once all close it, any tenant may open it.
     again = of("one")
     for one in (mine, again):
         one.close()
@@ -256,7 +256,7 @@ def test_sessions_that_come_and_go_share_streams(
     memory: FakeAllocation,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stream lives as long as the process."""
+    """The process keeps the stream of a closed session for later sessions."""
     made, new_stream = list[int](), runtime.new_stream
     monkeypatch.setattr(
         runtime,
@@ -348,7 +348,7 @@ def _is_at(word: int, value: int) -> bool:
 def test_a_device_word_is_never_ahead_of_the_device_and_catches_up(
     start: int, steps: list[tuple[int, bool]], seed: int
 ) -> None:
-    """Words count up and wrap."""
+    """The words' values count up and wrap around."""
     runtime = FakeRuntime(seed, threaded=False)
     memory = FakeAllocation(2 * PAGE)
     memory.words()[:4] = start

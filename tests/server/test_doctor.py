@@ -16,7 +16,7 @@ from hotkv_client.command.tables import human_bytes
 
 GIB = 1 << 30
 LARGE = "x" * (1000 << 10)
-"""So large that a wrong count of blocks changes the size that is shown."""
+"""A file so large that an error in counting its disk blocks changes the size that is shown."""
 VERSIONS = ("hotkv", "grpcio", "protobuf", "numba", "uvloop", "vllm")
 OLD = Doors("0.33", (("own", False, "Request has no attribute id"), ("offloading", True, "fine")))
 SHMEM = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -51,7 +51,7 @@ class Made:
         for path, text in IN_ORDER.items():
             self.write(path, text)
         self.arena("hotkv-mine", "77")
-        # An engine that ends removes its file meanwhile.
+        # The file of an engine that ends, and removes the file, while the doctor looks.
         (root / "dev/shm/vllm_offload_gone.mmap").symlink_to("gone")
 
     def write(self, path: str, text: str) -> None:
@@ -127,7 +127,7 @@ FAULTS: list[tuple[str, str, str, Fault]] = [
     ),
     ("sockets", WARN, "systemctl start", lambda host: host.remove("run/hotkv/grpc.sock")),
     ("versions", BAD, "pip install", without("numba")),
-    # On a client.
+    # A host with the client only.
     ("versions", WARN, "pip install", without("numba", "uvloop")),
     ("vLLM", BAD, "pip install 'vllm==0.33.*'", has("doors", OLD)),
     ("vLLM", UNKNOWN, "", has("doors", None)),

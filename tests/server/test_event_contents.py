@@ -36,7 +36,7 @@ Block = tuple[bytes, int]
 
 
 def run_of(version: int, first: int, count: int) -> BlocksStored:
-    """Returns blocks `first`… after the block before them. The tokens name version and block."""
+    """Returns a store of `count` blocks from `first` on. The tokens name version and block."""
     numbers = range(first, first + count)
     tokens = np.repeat(numbers, BLOCK_TOKENS).astype(np.int32) + 1000 * version
     keys = tuple((("salt", b"digest", ("image", at)), None)[at % 2] for at in numbers)
@@ -157,7 +157,7 @@ class Book(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([1, 60]))
     def name_of_others(self, count: int) -> None:
-        """The names of key spaces that the server has forgotten leave a full ring."""
+        """A full ring drops the names of key spaces that the server has forgotten."""
         for _ in range(count):
             self.others.append(len(self.others).to_bytes(32, "big"))
             self.book.add_name(self.others[-1], "n" * 200)
@@ -228,7 +228,7 @@ def test_the_thread_and_those_who_ask_write_the_same_queue(tmp_path: Path) -> No
     for version in range(1, 400):
         book.keep(space, run_of(version, version % 12, 1))
         if version % 7 == 0:
-            # The thread is about to write, or writes.
+            # The writer thread is about to write this store, or is writing it.
             time.sleep(contents.GATHER_S / 5)
             assert content_of(book, space, version % 12) is not None
     assert book.is_alive()
@@ -334,7 +334,7 @@ def test_a_damaged_header_costs_the_contents_only(tmp_path: Path) -> None:
 
 
 def test_a_kill_costs_a_bounded_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread does not keep up: it does not run at all."""
+    """The writer thread never runs here, so `keep` itself writes what exceeds the queue's bound."""
     monkeypatch.setattr(contents.threading, "Thread", Mock())
     books = [Contents(tmp_path / "ring", 1 << 20, lambda *_: np.zeros(1, np.bool_))]
     monkeypatch.setattr(contents, "MAX_QUEUED_BYTES", 3 * run_of(2, 0, 1).num_bytes)

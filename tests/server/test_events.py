@@ -103,7 +103,7 @@ def test_stored_blocks_are_published_with_exactly_their_tokens(
         stored(prompt[3:], prompt[2], ids[48:], 1),
         stored(wide, None, ids, 2),
     ]
-    # Stored blocks cause no further event.
+    # Blocks that are stored again cause no event.
     one.store(BlockRun(0, prompt, block_ids(6), token_ids=ids))
     assert reader.events() == []
 

@@ -59,13 +59,13 @@ async def test_a_fence_index_is_a_word_of_the_page_that_revokes_its_store(tmp_pa
 async def test_a_page_that_is_cut_short_revokes(
     tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The word itself may still exist, and not be set."""
+    """Revokes a store even if the store's own word is in the rest of the page, and not set."""
     async with live_node(tmp_path) as node:
         fd = memory_file(FENCE_BYTES)
         session = await worker(node, fence_fd=os.dup(fd))
         assert not session.is_revoked(3) and not session.is_revoked(0)
         with monkeypatch.context() as patched:
-            # It is cut between the look at the page and the read of the word.
+            # The page is cut after the check that it is whole, before the word is read.
             patched.setattr(FileMapping, "is_whole", Mock(side_effect=[True, False]))
             assert session.is_revoked(3)
         storing = asyncio.create_task(store(node, session, 3))
@@ -89,7 +89,7 @@ async def test_a_store_whose_page_goes_meanwhile_is_not_kept(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("handle_id", ["kv", FENCE_HANDLE])
 async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle_id: str) -> None:
-    """The server would keep reading the first, while the engine writes into the second."""
+    """Otherwise the server would read the first file, while the engine writes into the second."""
     async with live_node(tmp_path) as node:
         session = await node.sessions.open("e", "worker", SPACE, "test")
         session.receive(handle_id, memory_file(FENCE_BYTES))
@@ -103,7 +103,7 @@ async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle
 async def test_a_registration_takes_no_file_that_a_closing_session_releases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread releases the files. Meanwhile the event loop may register them."""
+    """A thread closes the files, while a call on the event loop tries to register them."""
     async with live_node(tmp_path) as node:
         session, close = await node.sessions.open("e", "worker", SPACE, "test"), os.close
         for handle_id in ("a", "b"):

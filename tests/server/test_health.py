@@ -189,7 +189,7 @@ def test_stalls_are_named_for_as_long_as_they_last() -> None:
 async def test_a_loop_in_turns_is_watched_until_it_returns(
     ends: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A turn may be stuck; a pause is not. `wake` ends a pause."""
+    """Health reports a turn that takes too long, but no long pause. `wake` ends a pause."""
     health, wake, go_on, num_turns = Health(), asyncio.Event(), asyncio.Event(), 0
 
     async def work() -> None:
@@ -265,7 +265,7 @@ def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
         assert server.ping("--live") == 1
         manager.read(CHECK_S)
         assert manager.read(3 * CHECK_S) == []
-        # The log shows where it hangs.
+        # The log shows the line at which the event loop hangs.
         wait_for(lambda: 'faults.py", line' in server.log.read_text())
 
 

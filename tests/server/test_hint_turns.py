@@ -95,7 +95,7 @@ async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.M
     await one.note(*[report()] * 20)
     with_reports = one.turns - before
     before = one.turns
-    # Counting the uses of 20 reports' blocks serves other calls too.
+    # The turns that counting the uses of 20 reports' blocks takes by itself.
     async for _ in event_loop.slices(node.reports._uses(one.session, [report()] * 20, 0.0)):
         pass
     assert with_reports >= one.turns - before + 19
@@ -163,7 +163,7 @@ async def test_prefetches_are_bounded_and_end(node: Node, monkeypatch: pytest.Mo
     tiers.go_on.set()
     assert (await one.settled("a")).status is (await one.settled("b")).status is Status.MISSING
     assert tiers.num_calls == 4
-    # A part that exceeds the bound goes alone.
+    # A part that alone exceeds the bound is fetched when no other is.
     monkeypatch.setattr(hint_work, "PREFETCH_SHARE", 0.0)
     await ask("e", 1.0)
     assert (await one.settled("e")).status is Status.MISSING and tiers.num_calls == 6
@@ -200,7 +200,7 @@ async def test_an_action_on_more_blocks_than_a_tenant_may_name_is_rejected(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, half = await opened(node), Target("", len(PROMPT) // 2 * KEY_SPACE.hash_block_tokens)
-    # The budget must not grow on a busy machine.
+    # With a stopped clock, the tenant's budget of blocks does not grow during the test.
     for module in (hints_module, hint_work):
         monkeypatch.setattr(module, "time", Mock(monotonic=lambda: 0.0))
     for blocks_per_action, status in ((4 / 511, Status.MISSING), (4 / 512, Status.REJECTED)):
@@ -240,7 +240,7 @@ async def test_a_retain_is_noted_although_a_pin_is_shorter(
     assert [(call.args[3], call.kwargs["is_use"]) for call in done.call_args_list] == [
         (keep.retention, True),
         (pin.retention, False),
-        # Each by itself.
+        # From the reports with one action each.
         (pin.retention, False),
         (keep.retention, False),
     ]
@@ -278,7 +278,7 @@ async def test_several_samples_of_a_prompt_release_their_session(
     await asyncio.gather(*one.desk._tasks)
     reason = "the session has gone on" if goes_on else "none of the blocks is in host memory"
     assert outcome.reason == reason
-    # Nine blocks in each group, once.
+    # Nine blocks in each of two groups: only one of the two ends releases.
     assert outcome.num_blocks == (0 if goes_on else 2 * 9)
     known = one.desk.book.known(KEY_SPACE.tenant)
     assert known is not None
@@ -316,7 +316,7 @@ async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
 async def test_receipts_take_back_hits_of_loads_that_failed_or_whose_session_closed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first load is forgotten, as too many are open."""
+    """Load 1 is forgotten, since too many loads are open: its failure takes no hit back."""
     monkeypatch.setattr(capability, "MAX_OPEN_LOADS", 3)
     one = await opened(node)
     of_router = replace(report(session_id="s"), saved_s=1.0)

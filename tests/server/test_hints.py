@@ -161,7 +161,7 @@ def test_a_pin_that_comes_with_a_request_keeps_its_blocks_until_they_are_given_u
     assert one.pinned() == set(prompt)
     outcome = one.outcome(message)
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 5)
-    # A moment is long enough.
+    # A pin of a moment is accepted too.
     short = one.report(prompt, "", pin(ttl_s=1e-4), retention=Retention(0, 1e-4, pin=True))
     assert one.outcome(short)["status"] == "accepted"
     given = one.send({"action_type": "demote", "payload": {"token_range": [32, None]}}, prompt)
@@ -177,7 +177,7 @@ def test_a_block_that_is_named_twice_counts_once(chat: Make, small: Server, kind
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 2)
     assert one.pinned() == (set(prompt) if kind == "pin" else set())
     one.send({"action_type": "demote"}, [*prompt, *prompt])
-    # Later stores need the room of both.
+    # Later stores need the slots of both blocks.
     one.fill(4)
     assert not one.there(prompt).any()
 

@@ -110,7 +110,7 @@ def test_who_takes_all_descriptors_makes_nothing_spin(short_of_descriptors: Serv
     assert tries <= 2 * (time.monotonic() - began_s) + 1
     for one in held:
         one.close()
-    # And then it goes on.
+    # Once these connections are closed, the server serves new sessions.
     with marked_engine(server.target) as session:
         blocks = hashes(1)
         assert session.store("t", "l", [BlockRun(0, blocks, block_ids(1))], 20).result(60)
@@ -155,7 +155,7 @@ def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
 
 
 def test_who_cuts_its_memory_short_ends_nothing_and_its_ids_are_no_lines(server: Server) -> None:
-    """Its transfers fail and are logged; their blocks are dropped."""
+    """The client's transfers fail and are logged; the server drops their blocks."""
     outcomes = set()
     with marked_engine(server.target) as session:
         assert session._life.memory is not None
@@ -206,7 +206,7 @@ def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) ->
             one.connect(("127.0.0.1", port))
             one.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
             one.settimeout(20)
-            # The first bytes of its answer, or none if it was dropped for a later connection.
+            # Reads a byte of its answer, or nothing if it was dropped for a later connection.
             with contextlib.suppress(ConnectionResetError):
                 one.recv(1)
             held.append(one)
@@ -219,7 +219,7 @@ def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) ->
 
 
 def test_http_connections_that_come_at_once_are_bounded_too() -> None:
-    """The loop accepts many in one turn, before it learns that a dropped connection has ended."""
+    """The loop may accept many connections before it learns that a dropped connection has ended."""
     http: Any = object.__new__(HttpServer)
     http._connections = {}
     asking, *waiting = (Mock(is_being_answered=n == 0) for n in range(3 * MAX_CONNECTIONS))
@@ -232,7 +232,7 @@ def test_http_connections_that_come_at_once_are_bounded_too() -> None:
     others = [Mock(is_being_answered=n < MAX_CONNECTIONS) for n in range(1, MAX_CONNECTIONS + 1)]
     for one in others:
         http.opened(one)
-    # Connections with a request are answered.
+    # Connections that are being answered are not dropped; the last one, which is idle, is.
     assert [one.drop.called for one in others] == [False] * (MAX_CONNECTIONS - 1) + [True]
     assert not asking.drop.called
 
@@ -314,7 +314,7 @@ def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -
 
 
 def test_who_leaves_before_its_answer_comes_is_no_defect(server: Server) -> None:
-    """It may come again, with the same descriptors."""
+    """The peer that has left may link again, with the same descriptors."""
     fd, said = memory_file(PAGE_BYTES), b"left before the answer"
     with grpc.insecure_channel(server.target) as channel:
         session = raw_session(channel, server)
@@ -324,7 +324,7 @@ def test_who_leaves_before_its_answer_comes_is_no_defect(server: Server) -> None
             before = server.log.read_bytes().count(said)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
                 peer.connect(str(descriptor_socket(server.target)))
-                # The server may answer before the socket is closed; it then has no reader.
+                # If the server answers before the socket is closed, its answer must find no reader.
                 peer.shutdown(socket.SHUT_RD)
                 socket.send_fds(peer, [request], fds)
             wait_for(lambda: server.log.read_bytes().count(said) > before)  # noqa: B023
@@ -343,7 +343,7 @@ def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
         ]
         health = [health_pb2_grpc.HealthStub(channel) for channel in channels]
         oldest = health[0].Watch(asked)
-        # Calls over several channels come in any order.
+        # Calls over several channels come in any order, so waits until this call is the oldest.
         assert next(oldest).status == serving
         watchers = [oldest, *(health[n % 4].Watch(asked) for n in range(600))]
         assert next(watchers[-1]).status == serving
@@ -370,7 +370,7 @@ def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
         service.set({"": False})
         service.set({"": True})
         assert (await anext(reads)).status == serving.SERVING
-        # It gets the present state when it reads again.
+        # The stuck watcher missed changes, but its last state is the present one: no answer.
         waiting = asyncio.ensure_future(anext(stuck))
         await asyncio.sleep(0.01)
         assert not waiting.done()

@@ -35,9 +35,9 @@ from tests.tiers.valkey_support import running
 
 STOP_S = 60.0
 BY_A_CUT = ("fallocate", "stat")
-"""Calls of the tier at reading, for a file that was cut short."""
+"""Calls that the disk tier makes when it reads a file that was cut short."""
 NOT_OF_THE_TIER = ("fsync",)
-"""Calls of other writers than the tier."""
+"""Calls that other writers of the disk make, not the tier."""
 
 
 class HungNode(SharingNode):
@@ -114,14 +114,14 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only(
     lost, chain = hashes(CHAIN), hashes(CHAIN)
     hung.fill(lost)
     content = hung.fill(chain)
-    # Both tiers have them, and host memory does not.
+    # Disk and Valkey have these blocks, and host memory does not.
     hung.evict()
     if calls[0] in BY_A_CUT:
         with (hung.disk / "slabs").open("r+b") as file:
             file.truncate(0)
     with probed(server):
         hung.hang(*calls)
-        # Reads of the disk, writes to it, and a new key space.
+        # While the disk hangs: reads of it, writes to it, and a new key space.
         hung.leases(lost)
         assert hung.loads_soon(chain, content)
         shape = {"layers": LAYERS, "num_blocks": NUM_BLOCKS, "page_bytes": PAGE_BYTES}
@@ -134,7 +134,7 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only(
         if calls[0] not in NOT_OF_THE_TIER:
             wait_for(lambda: not hung.counter("tier_up"))
             wait_for(lambda: "tier=disk is passed by" in server.log.read_text())
-        # The other tier goes on, also with new blocks; `fill` counts copies of any block.
+        # The Valkey still gets new blocks. `fill` counts copies of any block: `fresh` must be done.
         wait_for(lambda: hung.num_copied() >= num_copied + len(fresh))
         more = hashes(CHAIN)
         content = hung.fill(more)

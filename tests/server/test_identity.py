@@ -106,7 +106,7 @@ def test_a_peer_does_not_show_its_token() -> None:
 
 
 class TicketMachine(RuleBasedStateMachine):
-    """Tickets beside a plain list of (ticket, uid, expiry). Three users reach the bound of all."""
+    """Tickets beside a plain list of (ticket, uid, expiry). Three users can reach MAX_TICKETS."""
 
     def __init__(self) -> None:
         super().__init__()

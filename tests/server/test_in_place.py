@@ -100,7 +100,7 @@ Opened = Callable[[], contextlib.AbstractAsyncContextManager[Place]]
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """Makes a place; checks at the end that it holds no lease."""
+    """Returns a function that makes a place; at its end checks that it holds no lease."""
 
     @contextlib.asynccontextmanager
     async def make() -> AsyncIterator[Place]:
@@ -138,7 +138,7 @@ async def test_others_are_served_while_blocks_are_compared(opened: Opened) -> No
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again: bool) -> None:
-    """By then its id may name a lease of other blocks."""
+    """By then the id of the ended lease may name a lease of other blocks."""
     async with opened() as place:
         waiting = place.acquire("a", HASHES[:2])
         await asyncio.sleep(0.02)
@@ -154,7 +154,7 @@ async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again:
 
 
 async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
-    """The late answer is the grant or a refusal."""
+    """The late answer is the lease's grant, or a refusal if the lease was released meanwhile."""
     async with opened() as place:
         place.spoil(0)
         sent: list[session_pb2.ConnectResponse] = []
@@ -256,7 +256,7 @@ async def test_a_sequence_covers_nothing_while_blocks_may_be_older_than_a_flush(
             made = await sparse.append(session, "s", NUM_BLOCKS, words[:0])
             assert len(made.slots) == NUM_BLOCKS
             lease_ids.add(made.lease_id)
-        # A server that drains leaves the lease too, and keeps no sequence that it has refused.
+        # A call that a draining server refuses leaves the lease too, and creates no sequence.
         epochs.wait_to_serve, core.draining = AsyncMock(return_value=True), True
         for _ in range(2):
             with pytest.raises(HotKVError, match="DRAINING"):

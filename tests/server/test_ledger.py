@@ -157,7 +157,7 @@ def test_the_command_shows_a_row_each_and_the_outlook(server: Server, groups_eng
     def text() -> str:
         return server.cli("savings", "--by", "engine", "--since", "1h")
 
-    # A later tick updates it.
+    # The ledger computes the outlook in a later tick.
     wait_for(lambda: "an endless cache would hit" in text())
     (line,) = [line for line in text().splitlines() if "ledger-command" in line]
     assert one.session.config.engine_id in line
@@ -225,7 +225,7 @@ def is_written(place: Place) -> bool:
 
 
 def test_the_ledger_goes_on_after_a_kill_and_with_another_arena(place: Place) -> None:
-    """An arena of another size loses its blocks, and the ledger keeps its counts."""
+    """With an arena of another size the blocks are lost, but the ledger keeps its counts."""
     place.start()
     use(place)
     before = savings(place)

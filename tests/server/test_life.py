@@ -147,7 +147,7 @@ def load_of_a_hung_server(server: Server, one: PagedEngine) -> "Future[TransferR
 
 
 def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engine: Make) -> None:
-    """The server might write into the engine's memory at any moment."""
+    """Until it is dead, the stopped server might still write into the engine's memory."""
     one = engine(own_server.target, layers=4, num_blocks=128)
     future = load_of_a_hung_server(own_server, one)
     one.session.cancel("l")
@@ -169,7 +169,7 @@ def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engin
 def test_a_word_of_a_shared_fence_is_kept_until_its_store_is_answered(
     own_server: Server, engine: Make
 ) -> None:
-    """A hung server may look at the word of a store at any moment."""
+    """A hung server may wake at any moment, and read the word of a store without an answer."""
     one, fence = engine(own_server.target), SharedFence()
     words, config = Revocations([fence.place]), replace(one.session.config, engine_id="shared")
     with closing(Session(config, EngineMemory(one.layout, {"kv": one.fd}, fence=fence))) as session:
@@ -307,7 +307,7 @@ def test_a_hung_server_never_commits_what_was_taken_back(
 
 
 def test_a_server_that_is_ready_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numba logs each kernel that it reads or compiles."""
+    """Reads numba's log, which names each kernel that numba loads or compiles."""
     monkeypatch.setenv("NUMBA_DEBUG_CACHE", "1")
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as running:

@@ -31,7 +31,7 @@ def test_requests_beyond_what_the_forecast_can_follow_are_counted_all_the_same(
         world.report()
     assert world.ledger.num_lost == 2 and world.ledger.savings().total.requests == 5
     assert world.followed_tokens == 3 * 33
-    # Followed prompts make room.
+    # Prompts that the forecast has followed make room for new ones.
     for _ in range(3):
         world.report()
     assert world.ledger.num_lost == 2 and world.followed_tokens == 6 * 33
@@ -50,7 +50,7 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
             break
     assert num_taken == 3 and world.ledger.outlook(0).prompt_tokens == 3 * 33
     assert world.followed_tokens == 6 * 33
-    # They may make way for a large prompt.
+    # Prompts that the forecast is following may make way for a large prompt.
     monkeypatch.setattr(ledger, "MAX_FOLLOWING_BLOCKS", 6)
     for _ in range(3):
         world.report()
@@ -73,7 +73,7 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     for number in (0, 1, 4, 3):
         assert not world.ledger.savings().total.failed_loads, number
         world.ledger.load_ended(world.session, LoadEnd(number, 0.5, failed=True))
-    # Another engine's end says nothing about the load of 2, that of its own engine does.
+    # The end of another engine's session does not end the load of 2; that of its own session does.
     world.ledger.session_closed(world.open("second"))
     assert world.ledger.savings().total.missed_tokens[Miss.FAILED_LOAD] == 32
     world.ledger.session_closed(world.session)
@@ -86,7 +86,7 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     world.ledger.load_ended(world.session, LoadEnd(5, 0.0, failed=True))
     total = world.ledger.savings().total
     assert (total.failed_loads, total.missed_tokens[Miss.FAILED_LOAD]) == (1, 96)
-    # Hits are taken back where they were counted.
+    # Hits are taken back in the period in which they were counted.
     assert world.ledger.savings(60.0).total.hit_tokens["host"] == 0
 
 
@@ -104,7 +104,7 @@ async def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
     world = World(folder)
     folder.rmdir()
     with caplog.at_level(logging.WARNING):
-        # Nothing is written while nothing changes.
+        # Writes nothing as long as no count changes.
         await turn(world, clerk)
         for _ in range(2):
             world.report()
@@ -135,7 +135,7 @@ def test_a_call_that_was_cancelled_is_left_out() -> None:
 
 
 def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps no blocks that a request asks to keep, and none on a node with tiers."""
+    """The forecast keeps no blocks of a request with a retention, and none on a node with tiers."""
     world, seen = World(), list[bool]()
     monkeypatch.setattr(
         world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)
@@ -162,7 +162,7 @@ def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
 
 
 def test_what_is_exported_begins_with_the_server(tmp_path: Path) -> None:
-    """The ledger continues; counters of Prometheus begin at 0."""
+    """The ledger continues after a restart, but the counters exported to Prometheus begin at 0."""
     world = World(tmp_path)
     for number in range(MAX_ACCOUNTS + 3):
         world.session = world.open(f"engine-{number}")

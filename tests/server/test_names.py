@@ -93,7 +93,7 @@ def test_json_and_the_page_have_names_and_ids(running: tuple[Server, str]) -> No
 
 
 def test_engines_of_one_name_are_told_apart_and_names_outlive_all(place: Place) -> None:
-    """An older client tells no names."""
+    """The third engine's client is older and sends no names."""
     server = place.start()
     with contextlib.ExitStack() as stack:
         for number, (name, model) in enumerate(((ENGINE, ARCHITECTURE),) * 2 + (("", "old"),)):
@@ -110,7 +110,7 @@ def test_engines_of_one_name_are_told_apart_and_names_outlive_all(place: Place) 
 
 
 def test_an_older_server_tells_no_names() -> None:
-    """Its rows lack the fields."""
+    """Rows of an older server lack the fields of names, so ids are shown."""
     row = {"tenant": "", "model": ARCHITECTURE, "engine_id": ID}
     assert cli.tables.engine_of(row) == ID and cli.tables.model_of(row) == ARCHITECTURE
 

@@ -88,7 +88,7 @@ async def test_all_that_open_wait_for_the_write(tmp_path: Path, disk: Disk) -> N
         sessions = await asyncio.gather(*tasks)
         assert written(tmp_path) == ["m 1", "n 0"] and disk.num_writes <= 2
         assert sorted(s.record.number for s in sessions) == [1, 2, 3, 4]
-        # A known key space needs no write.
+        # To open a session of a known key space, nothing is written.
         await node.sessions.open("e", "rank", SPACE, "test", (KIND,))
         assert disk.num_writes <= 2
 
@@ -135,7 +135,7 @@ async def leave_blocks(node: Node, space: KeySpace) -> None:
 async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
     tmp_path: Path, disk: Disk
 ) -> None:
-    """A key space with blocks is forgotten if there is no other room."""
+    """If a tenant has too many key spaces, even one with blocks is forgotten."""
     async with node_in(tmp_path) as node:
         disk.go.set()
         node.core.catalog.max_of_tenant = 2
@@ -160,8 +160,8 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
 async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All empty the same key spaces. A tier that hangs uses the slots of the first. The third
-    session is one too many."""
+    """Three sessions at once forget the same old key spaces. Blocks of the first are pinned, as by
+    a tier that hangs. The bound allows two new sessions; the third is refused."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     async with node_in(tmp_path) as node:
         disk.go.set()
@@ -224,7 +224,7 @@ async def test_the_timer_forgets_what_was_left_long_ago(
 
 
 async def test_a_capability_that_raises_hides_no_event_from_the_others(tmp_path: Path) -> None:
-    """No session is left, and no key space that the capability has not taken in."""
+    """If opening raises, neither the session nor its new key space is left."""
     async with live_node(tmp_path) as node:
         broken, heard = Mock(spec=Capability), Mock(spec=Capability)
         node.capabilities += [broken, heard]

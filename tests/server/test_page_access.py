@@ -49,7 +49,7 @@ def test_it_is_shown(access: PageAccess, host: str, shown: str, sight: Sight) ->
     [
         # A foreign page may have that name resolve to this machine.
         *[(LOCAL, host, shown, False) for host in FOREIGN for shown in ("", TO_ADMIN)],
-        # Not even under an address of this machine: a proxy may serve there.
+        # A server that is not local refuses even this machine's address: a proxy may serve there.
         (PageAccess(is_local=False), HERE, "", False),
         *[(FAR, HERE, f"Bearer {token}", True) for token in ("", *WRONG)],
         *[(WITH_TOKEN, HERE, shown, True) for shown in ODD],

@@ -134,7 +134,7 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
     number, events = reader.read()
     assert number == last + 2
     assert [type(event) for event in events] == [AllBlocksCleared, BlockStored]
-    # Without later events the clearing comes by itself, once.
+    # If no later event follows, `settle` sends the clear, once.
     publisher.publish(1.0, [removed(TOO_MANY)])
     publisher.settle()
     publisher.settle()
@@ -145,7 +145,7 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
 def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full(
     publisher: ZmqPublisher, reader: Reader
 ) -> None:
-    """A flush of one of them is the removal of its blocks."""
+    """If one of the key spaces is flushed, readers get the removal of its blocks instead."""
     last = reader.wait_subscribed(publisher) + 1
     publisher.add_key_space(2, KEY_SPACE)
     publisher.publish(1.0, [KeySpaceCleared(2, (replace(removed([7]), key_space_id=2),))])
@@ -212,8 +212,8 @@ def test_readers_that_take_no_answer_and_long_requests_cost_little(
 def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
     publisher: ZmqPublisher, reader: Reader, tmp_path: Path
 ) -> None:
-    """Events queued before are still sent. Messages kept for replay are dropped. Readers see
-    growing numbers."""
+    """Events queued before the end are still sent. The topic's messages kept for replay are
+    dropped. If the topic returns, its numbers still grow."""
     last = reader.wait_subscribed(publisher)
     assert abs(last / 1e6 - time.time()) < 60, "numbers grow over a restart"
     publisher.publish(1.0, [stored([1])])
@@ -236,17 +236,17 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     publisher = publishing(tmp_path, per_endpoint=True)
     last = reader.wait_subscribed(publisher)
     publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
-    # Such a reader would take a clear of one topic for a clear of all.
+    # No clear is sent: with shared numbers, a reader would take it for a clear of all topics.
     publisher.publish(1.0, [KeySpaceCleared(2)])
     for number, key_space_id in enumerate((1, 2, 2, 1)):
         publisher.publish(1.0, [replace(removed([number]), key_space_id=key_space_id)])
         assert reader.read()[0] == last + 1 + number
-    # A topic that ends and returns.
+    # The topic of key space 2 ends, and returns with key space 3.
     publisher.forget_key_space(2)
     publisher.add_key_space(3, replace(KEY_SPACE, model="other"))
     publisher.publish(1.0, [replace(removed([5]), key_space_id=3)])
     assert reader.read()[0] == last + 5
-    # Messages of the ended topic are gone.
+    # Messages of the ended topic are not kept for replay.
     kept = [number for _, number, _ in replay(f"ipc://{tmp_path}/replay", last + 1)]
     assert kept == [last + 1, last + 4, last + 5]
     publisher.close()
@@ -255,7 +255,7 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
 def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_state(
     reader: Reader, tmp_path: Path
 ) -> None:
-    """The gap in the endpoint's numbers may have had removals."""
+    """The missed messages may have removed blocks, so the reader gets the present state."""
     publisher = publishing(tmp_path, per_endpoint=True, state=lambda: iter([stored([1])]))
     last = reader.wait_subscribed(publisher)
     publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
@@ -267,10 +267,10 @@ def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_st
     assert reader.read()[0] == last + 3
     _, number, (clear, known) = replay(f"ipc://{tmp_path}/replay", last + 2)[-1]
     assert (number, clear, known.block_hashes) == (last + 3, AllBlocksCleared(), [hash_of(1)])
-    # A reader that has all of them gets the messages.
+    # A reader that has all of the ended topic's messages gets only the later message.
     ((_, _, (only,)),) = replay(f"ipc://{tmp_path}/replay", last + 3)
     assert isinstance(only, BlockStored)
-    # The clear of a new topic counts for all; each has the state after it, also if it comes late.
+    # A new topic's clear, even a late one, clears all topics, so the state of each topic follows.
     publisher._put_bytes += MIB
     publisher.add_name(1, "late")
     publisher._put_bytes -= MIB
@@ -425,7 +425,7 @@ EDGES = [n + d for n in (-(1 << 15), -(1 << 7), -32, 0, 1 << 7, 1 << 8, 1 << 15,
 def test_token_ids_are_encoded_as_the_encoder_would(count: int) -> None:
     tokens = np.random.default_rng(count).integers(-(1 << 31), 1 << 31, count, np.int32)
     tokens[: len(EDGES)] = EDGES[:count]
-    # A message of the wire has the same form.
+    # Tokens that come over the wire are such a read-only view of bytes.
     tokens = np.frombuffer(tokens.tobytes(), np.int32)
     event = replace(stored([1]), content=RunContent(tokens))
     (translated,) = Translator({1: KEY_SPACE}, as_ints=False).translate([event], is_alone=True)

@@ -200,7 +200,7 @@ def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
 
     assert [found() for _ in range(6)] == [1, 2, 3, 4, 4, 4]
     with index._lock:
-        # Another call is reading.
+        # While another call reads contents, the index answers with what it has.
         assert found() == 4
     # An index that is made anew answers as before until it is complete.
     index._prefixes[b"f" * 32, 0] = questions._Prefixes({}, dict.fromkeys(range(2000), b""))

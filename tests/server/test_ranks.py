@@ -67,7 +67,7 @@ Open = Callable[[int], Rank]
 
 @pytest.fixture(params=["fake", "real"])
 def rank(request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Opens ranks of an engine, by shard."""
+    """Yields a function that opens the rank of an engine with a given shard."""
     server: FakeServer | Server = (
         FakeServer() if request.param == "fake" else request.getfixturevalue("server")
     )
@@ -171,7 +171,7 @@ def test_a_flush_between_two_ranks_leaves_nothing(rank: Open) -> None:
 
 @pytest.mark.parametrize("survivor", [0, 1])
 def test_a_rank_that_goes_leaves_no_half_blocks(rank: Open, survivor: int) -> None:
-    """The lease ends with its session."""
+    """The part of a block that a rank wrote is dropped when the rank's session ends."""
     gone, stays = rank(1 - survivor), rank(survivor)
     blocks = hashes(2)
     assert gone.store("w", blocks) == [WRITTEN] * 2

@@ -159,7 +159,7 @@ class Told:
     def watch_requests(self, number: int, seconds: float) -> Iterator[Any]:
         self.seconds, began_s = seconds, time.monotonic()
         for packed, lost in ((b"aaaabbbb", 0), (b"aaaacccc", 1), (b"", 0)):
-            # The clock of 1970.
+            # A wall clock that says 1970.
             now_s = 10.0 + time.monotonic() - began_s
             yield [WatchedRequest(number, packed, 40, 0, 0, now_s)], lost
             time.sleep(self.pause_s)

@@ -516,7 +516,7 @@ def test_an_answer_too_large_for_a_message_is_refused(server: Server) -> None:
         AdminClient(server.target) as admin,
     ):
         prompt = hashes(8192)
-        # What became of a block takes more words than that it never came.
+        # To say how a block was lost takes more bytes than to say that it is unknown.
         one.store(BlockRun(0, prompt[:2048], block_ids(2048) % NUM_BLOCKS))
         number = number_of(admin, one.key_space.model)
         admin.flush(number)
@@ -526,7 +526,7 @@ def test_an_answer_too_large_for_a_message_is_refused(server: Server) -> None:
 
 
 async def test_an_answer_about_a_topic_is_bounded_in_bytes(tmp_path: Path) -> None:
-    """A name may have characters of several bytes."""
+    """A bound in characters would not do: a name may have characters of several bytes."""
 
     class Talks(Capability):
         def topics(self) -> Mapping[str, Topic]:
@@ -554,7 +554,7 @@ Open = Callable[..., RawSession]
 
 @pytest.fixture
 def raw(server: Server) -> Iterator[Open]:
-    """Opens sessions by hand; closes them."""
+    """Yields a function that opens sessions by hand; closes them at the end."""
     with grpc.insecure_channel(server.target) as channel, contextlib.ExitStack() as stack:
 
         def make(kinds: tuple[Representation, ...] = (), *more: GroupSpec) -> RawSession:

@@ -186,7 +186,7 @@ def test_a_lowered_bound_evicts_what_is_beyond_it(running: Reloading) -> None:
             assert held() == 40
             running.security["tenants"][1] = tenant("delta", burst_bytes=10 * BLOCK_BYTES)
             running.reload("settings reloaded")
-            # Some may be on their way to the disk.
+            # Some blocks above the limit may be pinned while they are written to the disk.
             wait_for(lambda: held() == 10)
 
 
@@ -318,7 +318,7 @@ def test_streams_have_request_ids(running: Reloading) -> None:
 
 @pytest.mark.long
 def test_a_session_that_is_being_opened_ends_with_its_tenant() -> None:
-    """The write of its key space takes long."""
+    """The session is still opening, because the write of its key space takes long."""
     with runtime_folder(64 << 20) as folder:
         config = folder / "hotkv.toml"
 
@@ -455,7 +455,7 @@ sys.exit(main())
 
 
 def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
-    """The server had read the settings by then; an operator signals once."""
+    """The server had read the settings before the signal, and an operator signals only once."""
     with runtime_folder(64 << 20) as folder:
         config = folder / "hotkv.toml"
         config.write_text("drain_timeout_s = 6")

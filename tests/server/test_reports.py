@@ -30,7 +30,7 @@ def touched(server: Server, one: GroupsEngine, report: RequestReport) -> set[tup
     before it."""
     mark = hashes(1)
     one.store(BlockRun(0, mark, block_ids(1)))
-    # Longer than the steps in which a policy keeps time.
+    # Longer than a policy's time step, so that the times of use differ.
     time.sleep(0.1)
     one.session.report_requests([report])
     one.session.ping(10)

@@ -64,7 +64,7 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def sparse(server: Server) -> Iterator[Make]:
-    """Makes connected engines of the same model; closes them."""
+    """Yields a function that makes connected engines of the same model; closes them at the end."""
     model = os.urandom(8).hex()
     with contextlib.ExitStack() as stack:
 

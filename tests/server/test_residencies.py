@@ -136,7 +136,7 @@ def test_the_same_call_gets_the_same_answer_and_unknown_ones_a_reason(place: Pla
     reader, blocks = resident(place, 4)
     session = reader.session
     assert session.open_residency("r", {0: 4}).result(TIMEOUT_S) == reader.opened
-    # tests/server/test_refusals.py has odd fields.
+    # tests/server/test_refusals.py tests requests with odd fields.
     for future, reason in [
         (session.open_residency("r", {0: 3}), Reason.DUPLICATE_ID),
         (session.open_residency("", {0: 5}), Reason.INVALID_FIELD),
@@ -231,7 +231,7 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
     flushed, _ = resident(place, 24, "flushed")
     session = reader.session
     assert session.flush().result(TIMEOUT_S) == 64
-    # The first residency again under the same names, in other slots; flushed blocks have no names.
+    # A residency of blocks stored after the flush, which have names; flushed blocks have none.
     kept, names = resident(place, 30, "kept")
     with Writer(server.target) as writer:
         wait_for(lambda: writer.num_stored > NUM_BLOCKS)
@@ -248,7 +248,7 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
         back.expected = dict(kept.expected)
         stored = writer.num_stored
         while reader.check():
-            # The grace may end between two of them.
+            # The grace may end between two of these checks.
             flushed.check()
             kept.check()
             assert back.check()

@@ -326,7 +326,7 @@ def test_a_fault_elsewhere_still_ends_the_server() -> None:
                 server.wait_ready()
                 one = PagedEngine(server.target).connect()
                 if cause == "signal":
-                    # It must not meet a thread that takes the GIL: see `memory.mapping`.
+                    # The signal must not hit a thread that is taking the GIL: see `memory.mapping`.
                     time.sleep(1.0)
                     os.kill(server.pid, signal.SIGBUS)
                 else:

@@ -74,7 +74,7 @@ def test_only_whole_copies_of_unused_libraries_are_given_back() -> None:
 
 
 def test_a_client_that_is_closed_says_so(server: Server) -> None:
-    """gRPC would end the process."""
+    """Without this error, gRPC would end the process."""
     with AdminClient(server.target) as admin, HintClient(server.target) as hints:
         pass
     for use in (admin.info, lambda: next(admin.events()), hints.outcomes):

@@ -69,14 +69,14 @@ def test_what_one_node_stores_another_loads_until_one_flushes(
     with stored(tmp_path) as flags:
         a, b = (one.start_sharing(*flags, *PATIENT) for one in nodes)
         check_sharing(a, b)
-        # A node that comes back empty finds blocks, too.
+        # A node that starts again with an empty arena finds the shared blocks too.
         chain = hashes(CHAIN)
         content = a.fill(chain)
         b.stop(signal.SIGKILL)
         for path in (b.folder / "arena").iterdir():
             path.unlink()
         b.start_sharing(*flags, *PATIENT)
-        # A store that is slow to answer is a miss.
+        # Until the store answers in time, its blocks are misses.
         wait_for(lambda: b.loads(chain, content))
         assert not b.counter("shared_corrupt_blocks_total")
 
@@ -100,11 +100,11 @@ def test_a_valkey_that_hangs_dies_and_comes_back(nodes: Nodes, valkey: Valkey) -
             began_s = time.monotonic()
             assert not b.finds(hashes(CHAIN))
             waits.append(time.monotonic() - began_s)
-        # Once it is known to hang, no request waits for it.
+        # Once the Valkey is known to hang, no request waits for it.
         assert sorted(waits)[len(waits) // 2] < 0.15, waits
     assert a.engine is not None and a.server is not None
     session = a.engine.session
-    # A flush waits a second at most for a connection that broke meanwhile.
+    # The node may be reconnecting; a flush waits for that for a second at most, so repeat it.
     wait_for(lambda: not session.flush().result(60).pending_tiers)
     with valkey.killed():
         assert not b.finds(missing)

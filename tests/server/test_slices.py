@@ -85,7 +85,7 @@ async def test_while_a_key_space_is_flushed_others_store_in_it(
 async def test_a_tenant_above_its_bound_loses_blocks_turn_by_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A turn continues the pass of the last. Blocks that become evictable go in a later pass."""
+    """Each turn continues the last one's pass. Blocks that become evictable go in a later pass."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(space_module, "EVICTED_PER_PART", 2)
     monkeypatch.setattr(removals, "KEEPING_S", 0.0)

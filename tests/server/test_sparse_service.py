@@ -91,7 +91,7 @@ def test_what_is_covered_is_pinned_until_the_sequence_ends(
     engine.store(blocks[30:40], first=30, with_representations=False)
     created = session.create_sequence("s", 0, blocks[:50], config).result(60)
     assert created.covered_blocks == 30
-    # The same sequence again, then further blocks, some of them again.
+    # Creates the same sequence again; then appends blocks, some of which it already has.
     assert session.create_sequence("s", 0, blocks[:50], config).result(60) == created
     engine.store(blocks[30:60], first=30)
     state = session.append_blocks("s", 45, blocks[45:60]).result(60)
@@ -108,7 +108,7 @@ def test_what_is_covered_is_pinned_until_the_sequence_ends(
         assert session.delete_sequence("s").result(60) is True
         assert session.delete_sequence("s").result(60) is False
         assert evicted() == 60
-        # Without select no block is pinned.
+        # Without a select config no block is pinned.
         engine.store(blocks)
         created = session.create_sequence("plain", 0, blocks).result(60)
         assert (created.lease_id, created.covered_blocks) == ("", 0) and evicted() == 60
@@ -132,7 +132,7 @@ def test_the_server_keeps_a_hot_set(sparse_engine: Make) -> None:
             # The partial block has a slot that the client fills.
             assert mapped == held | {100: mapped[100]} and len(mapped) <= 50
             held = mapped
-    # The client may have missed the last answer of the other stream.
+    # On a new stream all hot blocks are loaded again: the client may have missed an answer.
     with engine.session.selects() as stream:
         answer = stream.select("s", 2, queries(1)[0], 100 * BLOCK_TOKENS + 5, LOG_MASS)
     assert {*answer.load_positions.tolist(), 100} == set(answer.hot_positions.tolist())
@@ -143,11 +143,11 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
     engine.store(blocks, with_representations=False)
     engine.session.create_sequence("s", 0, blocks).result(60)
     engine.store(mark, first=20, with_representations=False)
-    # Longer than the steps in which a policy keeps time.
+    # Longer than a policy's time step, so that the times of use differ.
     time.sleep(0.1)
     before = server.status()["counters"]
     engine.session.report_sparse({"s": ints([2, 5, 5, 400]), "unknown": ints([1])}, {})
-    # Within the second, the rest of a sequence's use counts when it ends.
+    # A second report within a second counts only when the sequence ends.
     engine.session.report_sparse({"s": ints([6])}, {})
     engine.session.ping(10)
 
@@ -247,13 +247,13 @@ def test_a_refused_append_leaves_the_lease(sparse_engine: Make, place: Place) ->
     one.store(blocks)
     one.store(more, first=30)
     created = one.session.create_sequence("s", 0, blocks, one.select_config()).result(60)
-    # As far as a lease without a load may pin.
+    # Covers only as many blocks as a lease may pin before its load.
     most = one.session.create_sequence("more", 0, more, one.select_config()).result(60)
     assert 0 < most.covered_blocks < 90
     with AdminClient(target) as admin:
         assert max(row["lease_count"] for row in admin.sessions()) == 2
     assert one.session.delete_sequence("more").result(60)
-    # Each takes as much as it may: nothing is left for the first.
+    # Each engine leases as much as it may, so nothing is left for the append.
     unknown = hashes(1 << 16)
     for engine in (one, two):
         with pytest.raises(HotKVError, match="OVERLOADED"):
@@ -284,7 +284,7 @@ def test_representations_that_changed_over_a_restart_are_never_scored(
     created = session.create_sequence("s", 0, blocks, engine.select_config()).result(60)
     assert created.covered_blocks == 40
     with session.selects() as stream:
-        # Without the evicted block.
+        # The spoiled block 30 was evicted: the new lease ends before it.
         is_taken_anew(engine, stream, 40, 30)
 
 
@@ -343,7 +343,7 @@ class Interrupted:
 
 
 def test_an_interrupted_selection_ends_its_stream() -> None:
-    """The next selection would get its answer."""
+    """Otherwise the next selection would get the answer of the interrupted one."""
     call = Interrupted()
     stream = Selects(SimpleNamespace(SelectBlocks=lambda _: call), "s")  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):

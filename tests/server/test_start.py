@@ -128,7 +128,7 @@ def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
 def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_there(
     folder: Path, taken: int
 ) -> None:
-    """The server binds addresses after it has made the arena."""
+    """The start fails late, since the server binds addresses after it has made the arena."""
     events = ("--events.endpoint", f"tcp://*:{taken}")
     port = str(free_port())
     tcp = ("--tcp-address", f"127.0.0.1:{port}", "--security.tcp-insecure", "true")
@@ -177,7 +177,7 @@ def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
 
 
 def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
-    """Modes bind root if it has no capabilities."""
+    """If the tests run as root, the server has no capabilities, so that file modes restrict it."""
     drop: tuple[str, ...] = ()
     if os.geteuid() == 0:
         drop = (program_or_skip("setpriv"), "--inh-caps=-all", "--bounding-set=-all")
@@ -199,7 +199,7 @@ def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
 
 
 def test_without_huge_pages_it_goes_on_and_says_so(tmp_path: Path) -> None:
-    """File systems on disks have no huge pages for shared writable mappings."""
+    """The arena is on a disk, whose file system has no huge pages for shared writable mappings."""
     with Server(tmp_path, "16MiB", "--arena.slab-bytes", "64KiB") as server:
         server.wait_ready()
         if server.counter("arena_huge_page_bytes"):
@@ -241,7 +241,7 @@ def test_a_typo_is_one_line_that_says_what_was_meant(
 
 
 def test_variables_of_others_are_none_of_the_servers() -> None:
-    """Kubernetes sets some of these for a service named hotkv."""
+    """Kubernetes sets variables like these for a service named hotkv."""
     others = ("HOTKV_PORT", "HOTKV_PORT_9433_TCP_ADDR", "HOTKV_SERVICE_HOST", "HOTKV_TARGET")
     others += ("HOTKV_HTTP_PORT", "HOTKV_ARENA_SERVICE_PORT", "HOTKV_VENV", "HOTKV_ARENA__BYTES")
     assert sources.wrong_variables(Settings, dict.fromkeys(others, "1")) == []

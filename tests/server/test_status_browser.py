@@ -79,7 +79,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Visit]:
-    """Opens each page in a new context."""
+    """Yields a function that opens a page, each in a new browser context."""
     with contextlib.ExitStack() as stack:
 
         def go(server: Server, viewport: Any = WIDE, scheme: str = "light") -> Watched:
@@ -216,7 +216,7 @@ def test_it_is_readable_wide_and_narrow_dark_and_light(
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it scrolls aside"
     assert not page.evaluate("probe.poor()")
     assert one.is_dark == (scheme == "dark")
-    # The switch: system, then the other scheme too.
+    # The switch goes from the system's scheme to light, then to dark.
     for theme in ("light", "dark"):
         page.click("#theme")
         assert page.inner_text("#theme") == f"Theme: {theme}"
@@ -325,7 +325,7 @@ def test_tokens_are_entered_once_and_no_answer_closes_their_form(
         page.reload()
         one.gather()
         assert page.is_hidden("#ask") and TOKEN not in page.url
-        # The answer comes when the form is open.
+        # The answer to a refresh comes while the form is open.
         page.click("#pause")
         page.clock.install()
         page.route("**/api/v1/status", lambda route: held.append(route), times=1)
@@ -338,7 +338,7 @@ def test_tokens_are_entered_once_and_no_answer_closes_their_form(
             held.pop().continue_()
         page.wait_for_timeout(50)
         assert page.is_visible("#ask") and page.input_value("#token") == ADMIN[:8]
-        # It opens between two refreshes.
+        # The form opens between two refreshes.
         page.click("#back")
         one.until(
             "!document.getElementById('ask').hidden && document.getElementById('back').hidden"

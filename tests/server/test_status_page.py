@@ -99,7 +99,7 @@ def test_it_says_what_the_admin_api_says(server: Server, traffic: Callable[..., 
         assert row.items() <= spaces[row["key_space_id"]].items()
     (layer,) = [row for row in status["sparse_layers"] if row["layer_index"] == 3]
     assert (layer["selects"], layer["hit_ratio"]) == (4, 0.75)
-    # The map adds up to the arena.
+    # The parts of the arena's map add up to the arena.
     arena = status["arena"]
     assert arena["slabs_per_cell"] == 1
     assert arena["slab_count"] * arena["slab_byte_count"] >= host["capacity_byte_count"]
@@ -155,7 +155,7 @@ def test_samples_are_what_was_counted_between_them(monkeypatch: pytest.MonkeyPat
     world.report(num_blocks=3)
     history.turn(began_s + 2 * STEP_S)
     history.turn(began_s + 2 * STEP_S + 0.2)
-    # The loop stood still for two intervals.
+    # The loop stood still for two intervals, whose samples are 0.
     world.report(num_blocks=4)
     history.turn(began_s + 5 * STEP_S)
     samples, age_s = history.samples(began_s + 5 * STEP_S)
@@ -311,7 +311,7 @@ async def test_it_ends_quietly_while_requests_wait_for_the_node(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     http = HttpServer("127.0.0.1", 0, node)
-    # As in the daemon, it runs on the node's loop, which is busy meanwhile.
+    # As in the daemon, this code runs on the node's loop, which can't answer meanwhile.
     with socket.create_connection(("127.0.0.1", http.port)) as one:
         one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         wait_for(lambda: bool(http.routes._shared))
@@ -350,7 +350,7 @@ def test_the_page_is_one_small_file_that_may_load_nothing(server: Server) -> Non
     for path in ("/", "/api/v1/status", "/api/v1/savings"):
         headers = get(http_port(server), path).headers
         assert {name: headers[name] for name in private} == private
-    # Nothing is fetched but the API; no text becomes markup; no attribute has a style or a handler.
+    # The page fetches only the API; no text becomes markup; attributes hold no style or handler.
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
     assert not re.search(r'<[^>]+ (style|on\w+)="', text)
@@ -479,7 +479,7 @@ async def test_the_body_of_a_client_that_may_not_ask_is_not_kept(
     await eventually(lambda: connection._question is not None, "the request does not come")
     await asyncio.sleep(0.1)
     assert len(connection._body) == num_kept
-    # It gets its answer all the same.
+    # The client still gets its answer, once its request is whole.
     writer.write(bytes(1000))
     status = await asyncio.wait_for(reader.readline(), 30)
     assert status.split()[1] == (b"400" if num_kept else b"403")

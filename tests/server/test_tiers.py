@@ -101,7 +101,7 @@ def test_the_disk_outlives_the_server_and_the_arena(place: Tiered, how: signal.S
 
 @pytest.mark.long
 def test_what_was_written_today_counts_after_a_restart(place: Tiered) -> None:
-    """The budget counts after a kill and after a reset of the cache, too."""
+    """Bytes written today count against the budget after a kill and after a reset of the cache."""
     budget = ("--tiers.disk.write-gb-per-day", "100000")
     place.start_tiered(*budget)
     place.connect()
@@ -194,7 +194,7 @@ def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered)
     (disk / "records").write_bytes(synced)
     place.start_tiered()
     assert not any(lease(engine, blocks))
-    # Blocks stored after a flush outlive the next loss.
+    # Blocks stored after a flush outlive the next power loss.
     content = place.fill(kept)
     place.stop(signal.SIGKILL)
     shutil.rmtree(place.folder / "arena")

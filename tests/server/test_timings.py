@@ -97,7 +97,7 @@ def test_transfers_that_fail_are_counted_and_not_timed(folder: Path) -> None:
 
 
 def test_counters_of_the_ledger_begin_anew_and_never_fall(place: Place) -> None:
-    """Prometheus takes a fall for a counter that began at 0."""
+    """Prometheus would take a fall for a restart of the counter at 0."""
     port = http_port(place.start())
     session = place.connect().session
     report = RequestReport(hashes(4), 70, 0, 48, 0.0, saved_s=2.0, report_id=1)
@@ -127,8 +127,8 @@ DELAYS_S = st.lists(st.sampled_from([0.0, 0.004, 0.006, 0.3, 7.0]), max_size=40)
 def test_a_delay_counts_as_often_as_it_was_measured_for(
     delays: list[float], seconds: int, is_refused: bool
 ) -> None:
-    """A model with a clock of its own. A tick after a quiet one comes later, and counts more. The
-    system may refuse the thread of faulthandler."""
+    """Compares with a model, on a made-up clock. A tick after a quiet one comes later, and counts
+    more. The system may refuse the thread of faulthandler."""
     now_s, timers, armed_s = 100.0, list[tuple[float, Any]](), list[float]()
     samples, num_ticks = [0.0], 1
 
@@ -169,7 +169,7 @@ async def test_what_holds_the_loop_is_named() -> None:
     loop_lag = lag.LoopLag()
     loop_lag.start()
     await asyncio.sleep(5 * lag.TICK_S)
-    # A module under test is nearer in the stack than its caller.
+    # Holds the loop in a made-up module of hotkv: the innermost frame of hotkv is named.
     frame = {"__name__": "hotkv_made_up", "hold": time.sleep}
     for seconds in (0.3, 1.0):
         name = f"held_{int(seconds * 10)}"

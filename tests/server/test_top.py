@@ -96,7 +96,7 @@ def test_a_first_reading_and_one_of_another_process_have_no_rates(
 ) -> None:
     before, after = readings
     other = dataclasses.replace(before, info={**before.info, "pid": -1})
-    # In a container the next process has the same number.
+    # In a container the next server may have the same pid.
     older = dataclasses.replace(before, info={**before.info, "uptime_s": 1e6})
     for earlier in (None, other, older):
         figures = figures_of(earlier, after)
@@ -206,7 +206,7 @@ def test_the_screen_and_its_keys(server: Server) -> None:
     terminal.wait("alpha", "beta", "tokens/s", "by loaded", "model  ")
     terminal.press("s")
     terminal.wait("by stored")
-    # The keys go down to the second model and into its only engine: the first model is gone.
+    # The keys choose the second model and open its only engine; the first model is not shown.
     terminal.press("\x1b[B\r")
     terminal.wait("missed, 10 min", "engine ")
     assert not (terminal.shows("alpha") and terminal.shows("beta"))
@@ -230,14 +230,14 @@ def test_the_screen_and_its_keys(server: Server) -> None:
 
 @pytest.mark.usefixtures("readings")
 def test_a_terminal_without_a_cursor_shows_lines(server: Server) -> None:
-    """Such terminals are a build's log and an editor's shell."""
+    """Such terminals are, for example, the log of a build, or an editor's shell."""
     terminal = Terminal(server, "--count", "0", term="dumb")
     terminal.wait("hotkv-server", "alpha")
     terminal.end("\x03")
 
 
 def test_the_screen_goes_on_while_its_server_hangs_dies_and_comes_back() -> None:
-    """Its time-out is longer than the test's deadlines."""
+    """The screen's `--timeout-s` is longer than the test's deadlines."""
     with runtime_folder(64 << 20) as folder:
         with Server(folder, "16MiB", *SLABS) as first:
             first.wait_ready()
@@ -277,12 +277,12 @@ def test_every_engine_can_be_scrolled_to(
 ) -> None:
     figures = figures_of(None, readings[1])
     one = dataclasses.replace(figures.engines[0], selects_per_s=selects_per_s)
-    # Names are no markup.
+    # Names are not read as markup.
     one = dataclasses.replace(one, model="[red]")
     many = [
         dataclasses.replace(one, engine_id=f"id-{i}", name=f"pod[/gpu]-{i:02d}") for i in range(60)
     ]
-    # Warnings of a busy machine take lines, too.
+    # Removes the warnings of a busy machine, which would take lines too.
     figures = dataclasses.replace(figures, engines=many, warnings=[])
     view = screen.View(2.0, sort="name", rows="engine", hit_ratios=[-2.0, None, 0.5, 7.0])
     decides = selects_per_s > 0

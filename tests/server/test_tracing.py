@@ -114,7 +114,7 @@ def request_(traced: Server) -> Iterator[Request]:
 def test_a_request_is_seen_from_its_lookup_to_the_disk(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
-    """A transfer's wait and copy are below it. No span has a hash or a name of the client."""
+    """A transfer's span has its wait and copy as children. No span has a hash or client's name."""
     blocks, parent = hashes(8), request_.traceparent
     request_.store(blocks, parent)
     assert request_.session.lookup([GroupHashes(0, [*blocks, *hashes(2)])], parent).result(60)
@@ -319,7 +319,7 @@ class GrpcCollector(trace_service_pb2_grpc.TraceServiceServicer):
 def test_the_environment_may_name_the_collector(
     sink: Callable[[str], Traces], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An endpoint with a path stays as it is."""
+    """An endpoint whose URL has a path is used as it is; otherwise `/v1/traces` follows."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
     with OtlpReceiver() as one:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", one.url)
@@ -374,7 +374,7 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     books.stored(one, [words[:6]])
     books.stored(other, [words[6:12]])
     assert written(words) == {"one": 2, "other": 6}
-    # At most so many blocks of a store, in however many runs they come.
+    # Of each store, at most MAX_BLOCKS_OF_STORE blocks are kept, in however many runs they come.
     monkeypatch.setattr(tracing, "MAX_BLOCKS_OF_STORE", 5)
     books.stored(one, [words[:2], words[2:4], words[4:8], words[8:]])
     assert written(words[:5]) == {"one": 5} and written(words[5:]).keys() == {"other"}
@@ -431,7 +431,7 @@ main()
 
 
 def test_without_the_setting_calls_are_those_of_the_module(tmp_path: Path) -> None:
-    """OpenTelemetry is not imported."""
+    """Without the setting, OpenTelemetry is not imported either."""
     node: Any = SimpleNamespace(capabilities=[TracingCapability(None)])
     assert calls_of(node) is calls
     flags = ["run", "--runtime-dir", str(tmp_path), "--arena.bytes", "16MiB", "--http.port", "-1"]

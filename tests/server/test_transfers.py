@@ -172,7 +172,7 @@ async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
         async def waits(*_: object) -> bool:
             if reason is Reason.OVERLOADED:
                 monkeypatch.setattr(transfer_module, "MAX_TRANSFERS_OF_SESSION", 0)
-            elif reason is None:  # Its key space is flushed.
+            elif reason is None:  # Flushes the key space of the session.
                 await node.flush(1)
             else:
                 # A read of the arena keeps the session from being closed at once.
@@ -199,8 +199,8 @@ async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
 async def test_the_event_loop_does_not_wait_while_engine_memory_is_freed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """If the engine is dead, the kernel takes some 0.3 s for each GiB. The engine's leases end
-    before."""
+    """If the engine has died, the kernel takes some 0.3 s for each GiB. The engine's leases end
+    before its memory is freed."""
     async with live_node(tmp_path) as node:
         session, blocks, close = await worker(node), hashes(1), SessionMemory.close
         assert await store_in(node, session, blocks) == [BlockResult.STORED]
@@ -250,7 +250,7 @@ async def test_a_store_that_breaks_a_capability_by_its_evictions_ends(
 
 
 async def test_what_is_evicted_before_the_answer_is_not_answered_as_there(tmp_path: Path) -> None:
-    """The notice of it comes before the answer."""
+    """The block's eviction notice comes before the answer."""
     async with live_node(tmp_path) as node:
         session, sent = await worker(node, 2), list[session_pb2.ConnectResponse]()
         old, new = hashes(2)
@@ -269,7 +269,7 @@ async def test_what_is_evicted_before_the_answer_is_not_answered_as_there(tmp_pa
 async def test_a_load_that_cannot_be_verified_fails_and_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
 ) -> None:
-    """Its session closes before the load ends, and waits for it."""
+    """The load's session is closed during the load, and waits for its end."""
     async with live_node(tmp_path, config={"check_stride": 1}) as node:
         session, blocks, at = await worker(node), hashes(1), [np.zeros(1, np.int64)]
         assert await store_in(node, session, blocks) == [BlockResult.STORED]

@@ -72,7 +72,7 @@ def space_of(one: SharingNode) -> dict[str, Any]:
 def test_a_new_node_fetches_what_its_sibling_uses(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:
-    """A watcher of events learns of it before an engine comes."""
+    """A watcher of events on the new node learns of the blocks before an engine connects."""
     (a, b), file = nodes, tmp_path / "blocks"
     cold, hot = hashes(CHAIN), hashes(CHAIN)
     a.fill(cold)
@@ -120,7 +120,7 @@ def test_blocks_of_prompts_come_before_their_requests(
     fetched = run(b, *words, "--like", str(like))
     assert fetched["prompt_count"] == 2 and fetched["fetched_block_count"] == CHAIN
     assert fetched["absent_block_count"] == 1 and fetched["short_prompt_count"] == 1
-    # By now the node knows the key space.
+    # The first prefetch has made the key space known to the new node.
     assert run(b, *words)["present_block_count"] == CHAIN
     # Prompts of one call may share their prefix.
     some = [(b"".join(one), b"") for one in (shared, [*shared, *hashes(1)], shared[:2])]
@@ -166,7 +166,7 @@ def test_files_without_end_are_not_read_whole(
 
 
 def test_no_device_and_no_link_is_replaced_by_a_file(tmp_path: Path) -> None:
-    """Otherwise `hotkv export /dev/stdout` by root would do so."""
+    """Otherwise `hotkv export /dev/stdout`, run by root, would replace the device."""
 
     class Client:
         def export_blocks(self, *_: int) -> Iterator[Any]:

@@ -22,8 +22,8 @@ class NaiveLRU:
             self.blocks[block] = None
 
     def store(self, ids: Sequence[int]) -> list[int]:
-        """Uses present blocks, and brings in as many others as fit. Returns the evicted blocks,
-        coldest first."""
+        """Uses the present blocks, and inserts as many of the others as fit. Returns the evicted
+        blocks, coldest first."""
         present = [block for block in ids if block in self.blocks]
         most = max(self.capacity, len(present))
         fresh = [block for block in ids if block not in self.blocks][: most - len(present)]
@@ -91,8 +91,8 @@ def unbounded_hits(requests: Requests) -> int:
 
 
 def most_hits(requests: Requests, capacity: int) -> int:
-    """Returns the most hits that any cache can have, whatever it keeps after each request. For a
-    handful of blocks."""
+    """Returns the most hits that any cache can have, by trying which blocks to keep after each
+    request. Only for a handful of blocks."""
     best = {frozenset[int](): 0}
     for _, ids in sorted(requests, key=lambda request: request[0]):
         after: dict[frozenset[int], int] = {}

@@ -24,7 +24,7 @@ def test_pauses_end_with_the_next_request_that_has_all_blocks(requests: Requests
             for at in range(request + 1, len(listed))
             if listed[at][: len(wanted)].tolist() == wanted
         )
-        # Another request may have replaced this one as the session's last.
+        # If another request is now the session's last one, the session's pause is unknown (inf).
         pauses_s = {trace.times_s[at] - trace.times_s[request] for at in [*later][:1]}
         assert hints.pauses_s[request] in pauses_s | {math.inf}
         assert 0 <= hints.own_from[request] <= len(blocks)
@@ -42,7 +42,7 @@ def test_what_others_used_is_not_told() -> None:
 
 
 def test_a_replay_gives_up_what_has_ended() -> None:
-    """Evicts an ended session before a session that continues, though it was used later."""
+    """With hints, evicts an ended session before an older session that continues."""
     going_on, ended, other = ([*range(first, first + 10)] for first in (0, 100, 200))
     trace = make_trace("t", [*enumerate([going_on, ended, other, [*going_on, 10]])])
     assert replay(trace, 20, LRU).prefix.tolist() == [0, 0, 0, 0]

@@ -59,8 +59,8 @@ def test_two_tiers_of_lru(requests: Requests, capacity: int, second_capacity: in
 def test_an_endless_second_tier_loses_nothing(
     policy: str, requests: Requests, capacity: int
 ) -> None:
-    """Equals a cache without end if all blocks fit in the second tier, and a request in the
-    first."""
+    """Hits equal those of an endless cache if the second tier has room for all blocks, and the
+    first tier for one request."""
     capacity = max(capacity, *(len(ids) for _, ids in requests))
     trace = make_trace("t", requests)
     done = replay_two_tiers(trace, capacity, trace.num_unique_blocks, POLICIES[policy])
@@ -76,7 +76,7 @@ def holds_nothing(policy: Policy) -> bool:
 
 
 def test_with_two_tiers_neither_holds() -> None:
-    """Demotes only blocks that had room, and refuses no demoted block."""
+    """The first tier demotes only blocks that it had room for; the second refuses none of them."""
     spaces = [SimulatedTier(8, Hotness), SimulatedTier(16, Hotness)]
     two = TwoTiers(spaces[0], spaces[1], BLOCK_TOKENS, None)
     duels = []

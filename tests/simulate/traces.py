@@ -187,8 +187,8 @@ def tool_pauses(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def random_ends(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Makes chats of people: gaps of half a minute without a typical length; a quarter of the turns
-    is the last."""
+    """Makes chats of people: gaps of about half a minute, of any length. A quarter of the turns are
+    the last of their chat."""
     return _sessions(
         seed, num_requests, 3.0, lambda rng, pace: float(rng.exponential(30.0)), 0.25, 2
     )

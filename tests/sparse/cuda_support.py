@@ -25,8 +25,8 @@ def module(source: str) -> cuda_on_cpu.Module:
 
 
 class CpuDevice:
-    """`seed`: the order in which threads run, different in each launch. New memory holds `poison`
-    unless the device promises its content."""
+    """A device on the CPU. `seed`: the order in which threads run; each launch has another. New
+    memory holds `poison` unless the device promises its content."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -60,7 +60,7 @@ class CpuDevice:
 
 
 class CpuTensors(CpuDevice):
-    """Memory is torch's, as it is on CUDA."""
+    """A device whose memory is torch's, as it is on CUDA."""
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
         import torch

@@ -90,7 +90,7 @@ def test_strong_channels_come_first_and_runs_are_even() -> None:
     runs = energy[:, :fine], energy[:, fine : fine + coarse], energy[:, fine + coarse :]
     assert (runs[0].min(axis=1) > runs[1].max(axis=1)).all()
     assert (runs[1].min(axis=1) > runs[2].max(axis=1)).all()
-    # Hadamard mixing evens a run out; the principal axes themselves differ by more than ten.
+    # Hadamard mixing makes a run's energies similar; unmixed, they differ more than tenfold.
     assert (runs[0].max(axis=1) < 3 * runs[0].min(axis=1)).all()
     np.testing.assert_allclose(
         one.axes.rms, [[np.sqrt(part[h].mean()) for part in runs[:2]] for h in (0, 1)], rtol=1e-3
@@ -251,8 +251,8 @@ def test_places_cover_a_context_evenly() -> None:
 
 
 def test_axes_of_a_short_prompt_hold_for_a_long_context() -> None:
-    """Covers keys with much in common, turned by RoPE: a constant part at first differs most
-    later."""
+    """Keys have much in common and are turned by RoPE: what looks constant in a short prompt is
+    what changes most later."""
     dice, head_size, length = np.random.default_rng(3), 64, 8192
     frequencies = 10000.0 ** -np.arange(0, 1, 1 / 32)
     common = 3 * dice.standard_normal((2, head_size))

@@ -96,9 +96,9 @@ def test_chooses_what_the_reference_chooses(
     middle = slice(where.first, where.last)
     expected = oracle.aggregate(scores[:, middle], log_mass, 1)
     np.testing.assert_allclose(work.weights[0, middle], expected.shared, rtol=1e-4, atol=1e-12)
-    # Below the smallest normal number a last digit is more than rtol.
+    # For numbers below the smallest normal number, an error of the last digit is more than rtol.
     np.testing.assert_allclose(work.always_mass[0], expected.always_shared, rtol=1e-5, atol=1e-37)
-    # The choice is exact in the device's weights.
+    # Given the device's weights, the choice must equal the oracle's.
     want = oracle.select(
         work.weights[0, middle].copy(), float(work.always_mass[0]), where,
         config.budget_blocks(num_tokens, BLOCK), adaptive_p=adaptive_p,

@@ -152,7 +152,7 @@ TestHotSet = Machine.TestCase
 
 
 def test_many_victims_are_the_coldest_in_their_order() -> None:
-    """Evicts so many that keys are sorted by radix."""
+    """Evicts so many blocks that they are sorted by radix."""
     hot = HotSet(500, 0)
     hot.extend(Span(0, 500, 500), 500, 500)
     hot.seed(np.arange(500, dtype=np.int32))
@@ -183,7 +183,7 @@ def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
 
 
 def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:
-    """Blocks that a context gains at once, with copies in host memory, have no slots yet."""
+    """A context gains blocks at once that are in host memory, so these have no slots yet."""
     hot = HotSet(5, 0)
     hot.extend(Span(1, 9, 10), 10, 10)
     hot.seed(np.array([0, 9, 3, 4, 5], np.int32))

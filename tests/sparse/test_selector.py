@@ -127,7 +127,7 @@ def test_choosing_in_one_kernel_equals_its_reference(
     own = shares.shared[found.blocks[middle] - first]
     np.testing.assert_allclose(found.weights[middle], own, rtol=1e-4, atol=1e-6)
     if len(found.blocks) == len(expected.blocks):
-        # If blocks weigh the same but for rounding, any may be chosen.
+        # If blocks differ in weight only by rounding, any of them may be chosen.
         weights = np.sort(found.weights), np.sort(expected.weights)
         np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-6)
 

@@ -113,7 +113,7 @@ def test_a_selection_equals_that_of_an_engine_over_the_same_bytes(
     request = SelectRequest(layer, shard, query, context_tokens, log_mass)
     where = check_request(spec, request, num_blocks)
     rows, sources = np.arange(num_blocks, dtype=np.int32), slots.sources(spec, layer, shard)
-    # Without exact mass, it is estimated from the present always-kept blocks.
+    # If a request has no exact mass, it is estimated from those always-kept blocks that exist.
     name, first = next(iter(sources.items()))
     prepared = hotkv_sparse.prepare(name, query, first.mu, None, first.bias)
     estimated = hotkv_sparse.score(prepared, first.pool, where.always[where.always < num_blocks])
@@ -193,7 +193,7 @@ def mu(layer: int, packed: bytes, **bias: float) -> dict[str, dict[int, PackedCe
             {"hot_blocks": (1 << 20) + 1, "num_shards": 2},
             "select.hot_block_count is 1048577; allowed are 0 to 1048576 with",
         ),
-        # As many bytes as centres may have.
+        # Centres of the largest number of bytes that is allowed.
         (
             {"kv_heads": 4096, "head_size": 256, **mu(2, bytes(4 * 4096 * 256))},
             "select.centres.layer_index is 2",
@@ -231,5 +231,5 @@ def test_the_work_of_a_selection_is_bounded() -> None:
         check_request(spec, SelectRequest(0, 0, many, 800), 50)
     with pytest.raises(HotKVError, match="context_token_count is 4194305"):
         check_request(spec, SelectRequest(0, 0, many[:1], (1 << 22) + 1), 50)
-    # As many scores, and as long a context, as a selection may have.
+    # As many scores as a selection may have, and the longest context that it may have.
     assert check_request(spec, SelectRequest(0, 0, many[:128], 1 << 22), 1 << 18).count == 1 << 18

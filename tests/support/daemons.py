@@ -102,7 +102,7 @@ class ServerNursery:
             cwd=processes.ROOT,
         )
         far.close()
-        # A first run compiles kernels, which should not count against a server's start deadline.
+        # Waits: a first run compiles kernels, which should not count against a server's deadline.
         self._answer()
 
     def fork(

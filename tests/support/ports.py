@@ -23,7 +23,7 @@ def free_port() -> int:
     for port in itertools.chain(ports[start:], ports[:start]):
         claim = socket.socket(socket.AF_UNIX)
         try:
-            # An abstract name: the kernel frees it when this process ends.
+            # Binds an abstract name, which the kernel frees when this process ends.
             claim.bind(f"\0hotkv-test-port-{port}")
             socket.create_server(("127.0.0.1", port)).close()
         except OSError:

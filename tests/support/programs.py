@@ -16,7 +16,7 @@ PACKAGES = {
     "promtool": "prometheus",
     "systemd-nspawn": "systemd-container",
 }
-"""Debian's package of each program."""
+"""Debian's package of each program, by the program's name."""
 
 
 def program(name: str) -> Path:

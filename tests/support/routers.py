@@ -75,8 +75,8 @@ class Indexer:
         return False
 
     def credits(self, prompt: list[int], worker: int = 1) -> tuple[int, int]:
-        """Returns the number of a prompt's tokens that a worker is credited with: in host memory,
-        and there or below."""
+        """Returns how many of a prompt's tokens the indexer credits a worker with: tokens in host
+        memory, and tokens in host memory or below."""
         found = self._post("/query", {"model_name": "m", "token_ids": prompt})["instances"]
         of_worker = found.get(str(worker), {"cpu": 0, "disk": 0})
         return of_worker["cpu"], of_worker["disk"]
@@ -91,9 +91,9 @@ def replay(
 ) -> list[tuple[bytes, int, list[Any]]]:
     """Returns topic, number and events of each message that a publisher still keeps, in order.
 
-    since: the first number.
-    before: messages that the same socket sends first.
-    topic: the only requested topic; all if empty.
+    since: number of the first wanted message.
+    before: messages that this function's socket sends before its request.
+    topic: the only wanted topic; all topics if empty.
     """
     messages = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:

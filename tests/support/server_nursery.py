@@ -29,7 +29,7 @@ def _preload() -> None:
     from hotkv_proto import native
     from hotkv_server.cli import kernels
 
-    # As `hotkv-server run` has it when it loads gRPC.
+    # `hotkv-server run` sets this too before it loads gRPC.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     for module in ("uvloop", "hotkv_server.daemon", "hotkv_server.settings"):
         importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Waiting for a condition, with a deadline; ends that do not wait."""
+"""Waits for a condition, with a deadline. Stops a process, or ends it with its parent."""
 
 import asyncio
 import ctypes
@@ -34,14 +34,14 @@ async def eventually(
 
 
 def stop(pid: int) -> None:
-    """Stops a process and all its threads, which run on for a moment on a busy machine."""
+    """Stops a process and waits until all its threads have stopped, as a busy machine is slow."""
 
     def has_stopped() -> bool:
         stats = Path(f"/proc/{pid}/task").glob("*/stat")
         try:
             return all(stat.read_text().rsplit(")", 1)[1].split()[0] in "TZ" for stat in stats)
         except OSError:
-            # A thread has ended in the meantime.
+            # A thread has ended since its folder was listed.
             return False
 
     os.kill(pid, signal.SIGSTOP)

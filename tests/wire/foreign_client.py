@@ -65,8 +65,8 @@ class Table:
         return 0
 
     def is_ready(self, block_hash: bytes, salt: int) -> bool:
-        """Returns True if the block table shows the block as ready. This is only a hint: a load may
-        still miss the block."""
+        """Returns True if the block table shows the block as ready. This is only a hint: the block
+        may be gone before a load."""
         return 0 < self.word(block_hash, salt) < RESERVED_FLAG
 
     def record(self, word: int) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ class Table:
 
 
 class Stream:
-    """The session's stream: a request, then its answer."""
+    """The session's stream. Sends a request, then reads its answer."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -123,7 +123,7 @@ def talk(path: Path) -> socket.socket:
 
 
 def ticket(path: Path) -> bytes:
-    """Returns a proof of this process's user."""
+    """Returns a ticket, with which this process proves its user to the server."""
     with talk(path) as connection:
         connection.send(session_pb2.LinkRequest(wants_ticket=True).SerializeToString())
         answer = session_pb2.LinkResponse.FromString(connection.recv(PACKET_BYTES))
@@ -253,7 +253,7 @@ def main(folder: Path) -> dict[str, Any]:
         saw["equal"] = memory[: 8 * BLOCK_BYTES] == memory[20 * BLOCK_BYTES : 28 * BLOCK_BYTES]
         stream.ask(release_lease=cache_pb2.ReleaseLeaseRequest(lease_id="l"))
 
-        # It revokes its next store, so that the store commits no block.
+        # Revokes the next store, so that the server commits none of its blocks.
         struct.pack_into("<I", fence, 4 * WORD_OF_STORE, 1)
         run.hashes, run.block_ids = hashlib.sha256(b"revoked").digest(), int32s([0])
         names = {"transfer_id": "r", "lease_id": "r"}

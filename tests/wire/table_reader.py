@@ -30,8 +30,8 @@ Words64 = NDArray[np.uint64]
 HASH_BYTES = 32
 KEY_SPACE, GROUP, SALT = 3, 1, 0x5EED_5EED_5EED_5EED
 NUM_STABLE = 64
-"""Numbers 0 to 63 are always ready, the next `NUM_MOVING` come and go, the last `NUM_ABSENT` never
-come."""
+"""Key numbers 0 to 63 are always ready. The next `NUM_MOVING` are inserted and removed. The last
+`NUM_ABSENT` are never inserted."""
 NUM_MOVING = 500
 NUM_ABSENT = 300
 BATCH = 512
@@ -62,7 +62,7 @@ class Counts:
     """Counts of the reader.
 
     torn: records that contradict themselves.
-    wrong: words that are never true.
+    wrong: answers that are never right, as an entry for a key that is never inserted.
     """
 
     probes: int = 0

@@ -167,7 +167,7 @@ with OddServer(sys.argv[1], Server(lambda number: [masks_by(number)])):
 
 
 def test_a_forked_process_has_no_session(target: str) -> None:
-    """A call there fails; its answer could never come."""
+    """A call in the forked process fails at once: its answer could never come."""
     command = [sys.executable, "-c", FORKED, target]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert f"no server at {target} (closed)" in done.stdout, done.stderr
@@ -261,8 +261,8 @@ def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]
 def test_an_answer_whose_reader_breaks_fails_its_call_alone(
     made: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A caller that gives up does not end the stream either: a cancelled future can't be
-    resolved."""
+    """A caller can't cancel its future: a cancelled future could not be resolved, and its exception
+    would end the stream."""
     broken, given_up, other = (call(made, body) for body in ("lookup", "ping", "ping"))
     assert not given_up.cancel()
 
@@ -468,7 +468,7 @@ def answered_again(session: Session) -> Any:
 def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
     target: str, hash_bytes: int, answers: bool | None
 ) -> None:
-    """No part has more hashes than the server takes in a call. `answers` None: refuses it."""
+    """No part has more hashes than a call may have. `answers` None: the server refuses them all."""
     counts: list[int] = []
 
     def says(packed: bytes) -> list[bytes]:
@@ -501,7 +501,7 @@ def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
 def test_reports_that_a_server_leaves_unread_end_its_stream_once(
     made: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They take a bounded part of the engine's memory."""
+    """Until then, unsent reports take a bounded part of the engine's memory."""
     monkeypatch.setattr(connection, "MAX_UNSENT", 3)
     made.call = Mock()
     assert made.submit(_wire.ping(), pending(), None) is None
@@ -533,7 +533,7 @@ def test_notices_that_come_before_the_memory_is_registered_are_heard(target: str
         session.start()
         assert is_draining.wait(60)
         session.close()
-        # `close` waits for the thread, though for 5 s only.
+        # `close` itself waits for the session's thread for only 5 s.
         wait_for(lambda: "hotkv-session-worker" not in threads())
     assert states[:2] == [LinkState.CONNECTED, LinkState.DRAINING]
 
@@ -577,7 +577,7 @@ def test_a_session_can_be_closed_while_it_looks_for_a_server(
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, opens: bool) -> None:
-    """Does not wait for a server that has not answered yet, or that opens no session."""
+    """`wait_opened` ends at once if no server opens the session, or if the answer opens none."""
     asked, goes_on = threading.Event(), threading.Event()
 
     def slow(packed: bytes) -> list[bytes]:
@@ -590,12 +590,12 @@ def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, ope
     with OddServer(target, slow), ThreadPoolExecutor(1) as pool:
         session.start()
         assert asked.wait(60) and not session.wait_connected(0) and not session.wait_opened(0)
-        # The wait's own end comes after the test's deadline.
+        # `wait_opened` would give up only after the test's deadline.
         waits = pool.submit(session.wait_opened, 90)
         goes_on.set()
         assert waits.result(60) == opens
         session.close()
-        # A closed session connects no more.
+        # A closed session does not connect again.
         assert not pool.submit(session.wait_connected, 90).result(60)
 
 

@@ -1,4 +1,4 @@
-"""The weight of a message before it is parsed, beside the parser's objects."""
+"""A message's weight, computed before it is parsed, is compared with the parser's objects."""
 
 from typing import Any
 

@@ -32,8 +32,8 @@ OTHER = crafted_hash(0, NUM_BUCKETS, OTHER_TAG, 1, SALT, 16)
 class Scene:
     """A table with `BLOCK` in bucket 0. The writer replaces it by `OTHER` in two halves.
 
-    `half`: the entry word is new, the tag still old. `rest`: the tag follows. The second half may
-    come at the reread, or later.
+    `half`: writes the new entry word; the tag is still old. `rest`: writes the new tag. The second
+    half may come when the reader rereads the number, or later.
     """
 
     def __init__(self) -> None:
@@ -87,8 +87,8 @@ def watched(array: Words, after: Callable[[], None]) -> Any:
 
 
 def as_python(name: str, scene: Scene) -> Callable[..., None]:
-    """Returns a kernel's source, with the writer's steps after its first load of a sequence number
-    and before its reload."""
+    """Returns a kernel as a Python function. The writer steps after its first load of a sequence
+    number, and before it loads the number again."""
     kernels: Any = native.load("hotkv_proto.kernels")
 
     def load32(array: Words, row: int, column: int) -> np.uint32:
@@ -114,7 +114,7 @@ def as_python(name: str, scene: Scene) -> Callable[..., None]:
 def probed(how: str, scene: Scene) -> int:
     prefixes = hash_prefixes(BLOCK, 16)
     if how == "reference":
-        # Before, the row, after: the writer's halves come between them.
+        # It reads the number, the row, the number: the writer's halves come between these reads.
         return int(probe_reference(watched(scene.buckets, scene.step), prefixes, SALT)[0])
     out = np.empty(1, np.uint32)
     with np.errstate(over="ignore"):
