@@ -383,9 +383,10 @@ class EpochBook:
                 # The question was sent before a raise, so the answer may be out of date.
                 continue
             if NO_EPOCH < epoch < standing.epoch:
-                standing.is_untold, standing.raise_s = True, NEVER_S
-                self._active[fingerprint] = None
-                self.revision += 1
+                if not standing.is_untold:
+                    standing.is_untold, standing.raise_s = True, NEVER_S
+                    self._active[fingerprint] = None
+                    self.revision += 1
             elif epoch == NO_EPOCH:
                 if standing.is_none:
                     standing.confirmed_s = sent_s
