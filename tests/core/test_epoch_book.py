@@ -360,6 +360,11 @@ def test_a_flush_that_the_store_has_lost_again_is_pending() -> None:
     assert book.pending(ticket, 10.1 + CONFIRMED_S) is None
     assert book.pending(ticket, 10.1 + CONFIRMED_S + SPARE_S) == ["store"]
     assert book.raises(11.1) == 9
+    # It refuses the raise, and shows the earlier epoch again.
+    book.raised("store", FP, None, 11.2)
+    revision = book.revision
+    book.shows(7, 11.5, blocks=(FP,))
+    assert not book.raises(11.6) and book.revision == revision
 
 
 def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:

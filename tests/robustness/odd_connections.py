@@ -180,8 +180,7 @@ class OddConnections:
                     fcntl.fcntl(fd, F_ADD_SEALS, self._chance.choice(LATER_SEALS))
 
     def half_sent(self) -> None:
-        """Ends connections in the middle of packets and requests. gRPC's messages are
-        test_client_memory's."""
+        """Ends connections in the midst of packets and HTTP requests (gRPC: test_client_memory)."""
         with contextlib.ExitStack() as held:
             for _ in range(30):
                 what = self._chance.choice(("fd.sock", "http"))

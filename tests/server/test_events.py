@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpecKind
 from demo.processes import Server
 from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
+from hotkv_client.command.tables import event_line
 from hotkv_proto.groups import GroupKind, GroupSpec
 from tests.server.routers import (
     Make,
@@ -197,11 +198,12 @@ def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: M
     assert {item["event"] for item in seen[2:-1]} <= {"removed"}
     assert {item["key_space_id"] for item in seen} == {number}
     assert stored_event["hashes"] == b"".join(prompt).hex() and stored_event["token_ids"] == ids
-    assert (
-        stored_event["extra_keys"] == [["adapter", ["image", 3]], []]
-        and stored_event["block_count"] == 2
-    )
+    assert stored_event["extra_keys"] == [["adapter", ["image", 3]], []]
     assert removed["hashes"] == prompt[0].hex()
+    first = f"blocks, first {removed['hashes'][:16]}"
+    assert event_line(stored_event).endswith(f"stored  group 0  2 {first}  depth 0  tokens 32")
+    assert event_line(removed).endswith(f"removed  group 0  1 {first}")
+    assert event_line(seen[-1]).endswith("cleared")
 
 
 def test_kinds_of_groups_have_vllms_names() -> None:

@@ -369,7 +369,7 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
 async def test_nothing_is_evicted_for_blocks_of_a_dead_tier(
     monkeypatch: Any, why: str, is_early: bool
 ) -> None:
-    """Nor if the node drains or closes, even if it begins to just when room was made."""
+    """The same holds if the node drains or closes, also if it begins to once there is room."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.put(list(range(100, 100 + NUM_SLOTS)))

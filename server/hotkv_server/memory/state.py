@@ -71,8 +71,8 @@ def replace_file(
     path: Path, pieces: Iterable[str | bytes | memoryview], *, sync: bool = False
 ) -> None:
     """Replaces the file at `path` as a whole by a file with the text or bytes in `pieces`. If it
-    raises OSError, the old file is unchanged and no part of the new file is left. Exception: if the
-    sync of the directory has failed, the old file may be replaced already.
+    raises OSError, the old file is unchanged and no part of the new file is left. But the old file
+    may be replaced already if the sync of the directory has failed.
 
     sync: if True, returns only after the content has reached the disk.
     """

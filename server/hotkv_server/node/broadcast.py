@@ -15,8 +15,7 @@ from hotkv_proto.errors import HotKVError, Reason
 
 FEED_BYTES = 16 << 20
 ITEM_BYTES = 256
-"""Bytes of each item, beside those of its arrays, that count towards the feed's limit (FEED_BYTES).
-"""
+"""Bytes that each item counts towards FEED_BYTES, in addition to the bytes of its arrays."""
 MAX_READERS = 64
 
 

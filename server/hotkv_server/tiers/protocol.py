@@ -166,7 +166,7 @@ class Shown:
     """A store's answer when a tier asks the store for the epochs of key spaces.
 
     `epochs`: the epoch of each key space; NO_EPOCH if the store has no epoch for the key space and
-        no room for a new epoch.
+        can't begin one: it has no room, or forbids hotkv's user to write.
     `restored_below`: nonzero if the store has just restarted, perhaps with an old copy of its data.
         Epochs below this number began before the restart. The caller must not trust them, because
         the old copy may lack flushes. 0: the store has not just restarted, or does not report its

@@ -72,7 +72,7 @@ class EpochStanding:
 
     `target`: the store's new epoch, which replaces `epoch` once this node has ended its flush
         number `target_at` or a later flush; None if no such flush is needed.
-    `is_none`: True if the store has no epoch and no room for one, and all blocks on this node are
+    `is_none`: True if the store has no epoch and can't begin one, and all blocks on this node are
         newer than the loss of the epoch.
     `asked_s`: when the last question for the epoch was sent.
     `confirmed_s`: when the question was sent whose answer last confirmed `epoch`.
@@ -383,9 +383,10 @@ class EpochBook:
                 # The question was sent before a raise, so the answer may be out of date.
                 continue
             if NO_EPOCH < epoch < standing.epoch:
-                standing.is_untold, standing.raise_s = True, NEVER_S
-                self._active[fingerprint] = None
-                self.revision += 1
+                if not standing.is_untold:
+                    standing.is_untold, standing.raise_s = True, NEVER_S
+                    self._active[fingerprint] = None
+                    self.revision += 1
             elif epoch == NO_EPOCH:
                 if standing.is_none:
                     standing.confirmed_s = sent_s

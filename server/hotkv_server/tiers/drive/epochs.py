@@ -317,8 +317,8 @@ class Epochs:
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
         """Waits until `is_confirmed` is True, and returns True. Asks the store for the key space's
-        epoch if the last confirmation is too old. Returns False if the store is away, has confirmed
-        that it has no epoch, or has not answered by `until_s`, a time of time.monotonic."""
+        epoch if the last confirmation is too old. Returns False if the store is away, has no epoch,
+        refuses to raise it, or has not answered by `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
             fingerprint = self.fingerprint(key_space_id)

@@ -238,12 +238,12 @@ class RemoteTier:
         return RemoteCall(num_blocks, end)
 
     def _warn(self, unusable: set[str]) -> None:
-        """Warns, once for each key space, that its epoch can't be used. Called by the thread of
-        control calls only."""
+        """Warns, once for each key space, that it has no epoch that can be used. Called by the
+        thread of control calls only."""
         for fingerprint in sorted(unusable - self._warned):
             log.warning(
                 "tier=%s has no epoch of fingerprint=%s that can be used, so it serves no block of "
-                "this key space. If it stays so, let hotkv read and write the epoch, or remove it",
+                "this key space. If it lasts, let hotkv read and write it, make room, or remove it",
                 self._facts.name,
                 fingerprint,
             )
