@@ -100,7 +100,8 @@ class DoorScheduler:
         self._weights = Rekeying(self._num_ranks)
         self._is_clean = True
         # True from a reset that has emptied the caches (or from the start) until a check of the
-        # weights begins or a hook breaks. The ranks answer a check before the step computes blocks.
+        # weights begins, a hook breaks, or the engine computes without a key space. The ranks
+        # answer a check before the step computes blocks.
         self._is_empty = True
         # The present check of the weights, and whether the caches were empty when it began.
         self._question = 0
@@ -365,9 +366,10 @@ class DoorScheduler:
         """Advances the tasks that span several steps: checks of the weights, resets, reports to the
         server. Returns a number that the ranks must report with the step's output, so that the
         prefill speed can be measured; 0 if the step is not timed."""
-        if self._space is None or self._reports is None or self._reset is None:
-            return 0
         now_s, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
+        if self._space is None or self._reports is None or self._reset is None:
+            self._is_empty &= not num_tokens
+            return 0
         identity = self._weights.step(num_tokens > 0, now_s)
         order = self._weights.order()
         if order is not None and order.question != self._question:
