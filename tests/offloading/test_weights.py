@@ -223,6 +223,12 @@ class WeightsMachine(RuleBasedStateMachine):
             self.cached.clear()
         assert not self.tier.serves or can_flush
 
+    @rule(weights=st.sampled_from(WEIGHTS), is_device_empty=st.booleans())
+    def write_past_all_watches_after_a_reset(self, weights, is_device_empty):
+        self.reset(is_device_empty, can_flush=True)
+        for watch in self.watches:
+            watch.write(weights, quietly=True)
+
     @rule(weights=st.sampled_from(WEIGHTS))
     def write_after_a_lost_check(self, weights):
         """The first answer after a reset is lost, so the ranks are asked again after a write."""
@@ -297,9 +303,10 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-@pytest.mark.parametrize("reset", ["none", "late", "early"])
+@pytest.mark.parametrize("reset", ["none", "late", "early", "last"])
 def test_a_check_that_a_write_or_a_broken_hook_makes_due_finds_old_blocks(reset, is_broken):
-    """`early`: a reset and a step before the ranks say hello."""
+    """`early`: a reset and a step before the ranks say hello. `last`: a reset leaves blocks on the
+    device, and no rank notices the write after it."""
     one = WeightsMachine(is_reset=reset == "early")
     if reset == "late":
         one.reset(is_device_empty=True, can_flush=True)
@@ -308,7 +315,10 @@ def test_a_check_that_a_write_or_a_broken_hook_makes_due_finds_old_blocks(reset,
     elif reset != "early":
         one.run()
     one.cached.add(0)
-    one.write(1, range(NUM_RANKS))
+    if reset == "last":
+        one.write_past_all_watches_after_a_reset(1, False)
+    else:
+        one.write(1, range(NUM_RANKS))
     for _ in range(4):
         one.run()
     one.check()

@@ -427,10 +427,11 @@ class DoorScheduler:
         identity: identifies the weights by their content.
         """
         assert self._space is not None
-        if self._weights.were_written and not self._was_empty:
+        is_other = identity != self._weights.identity
+        if (is_other or self._weights.were_written) and not self._was_empty:
             # There are blocks from before the check, so from before the write.
             self._become_unclean()
-        if identity != self._weights.identity:
+        if is_other:
             is_connected = self._tier.session is not None and self._tier.session.connected
             wait_s = min(self._config.startup_wait_s, RECONNECT_S) if is_connected else 0.0
             try:
