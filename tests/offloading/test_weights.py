@@ -129,8 +129,7 @@ def space_of(identity="files"):
 
 
 def made(patch, *, is_reset=False):
-    """Returns a scheduler's side that has opened its session, and its tier. `is_reset`: after a
-    reset and a step that computed blocks."""
+    """Returns a scheduler's side with an open session (after a reset and a step), and its tier."""
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
     patch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: False)
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
@@ -223,12 +222,6 @@ class WeightsMachine(RuleBasedStateMachine):
             self.cached.clear()
         assert not self.tier.serves or can_flush
 
-    @rule(weights=st.sampled_from(WEIGHTS), is_device_empty=st.booleans())
-    def write_past_all_watches_after_a_reset(self, weights, is_device_empty):
-        self.reset(is_device_empty, can_flush=True)
-        for watch in self.watches:
-            watch.write(weights, quietly=True)
-
     @rule(weights=st.sampled_from(WEIGHTS))
     def write_after_a_lost_check(self, weights):
         """The first answer after a reset is lost, so the ranks are asked again after a write."""
@@ -316,9 +309,8 @@ def test_a_check_that_a_write_or_a_broken_hook_makes_due_finds_old_blocks(reset,
         one.run()
     one.cached.add(0)
     if reset == "last":
-        one.write_past_all_watches_after_a_reset(1, False)
-    else:
-        one.write(1, range(NUM_RANKS))
+        one.reset(is_device_empty=False, can_flush=True)
+    one.write(1, () if reset == "last" else range(NUM_RANKS))
     for _ in range(4):
         one.run()
     one.check()

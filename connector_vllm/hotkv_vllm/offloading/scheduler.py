@@ -375,8 +375,7 @@ class DoorScheduler:
         if order is not None and order.question != self._question:
             self._question, self._was_empty, self._is_empty = order.question, self._is_empty, False
         transfers = self._tier.transfers
-        # If a reset still has to flush the old key space, it does so before the engine leaves this
-        # key space.
+        # A reset that still has to flush the old key space does so before the engine leaves it.
         is_owed = self._reset.under_way and identity != self._weights.identity
         is_idle = transfers is not None and transfers.is_idle
         if identity is not None and is_idle and not is_owed:
