@@ -97,7 +97,7 @@ class RequestInTier:
     answer: future of the lookup that asks the server about all chunks of the request; None if no
         lookup was sent.
     asked_keys: by group, the keys in this lookup; empty once its answer was processed.
-    answer_until_s: time until which the request waits for the answer; 0 after an earlier answer.
+    answer_until_s: time until which the request waits for the answer; 0 for a second lookup.
     room_until_s: time until which the request waits for free rows of the primary tier; 0 before it
         has to wait.
     miss: reason why the last lookup missed; NOT_ASKED before vLLM has asked for a chunk.
