@@ -156,8 +156,7 @@ class SessionLife:
         asked = channels.ask(channel, self._config.connect_timeout_s)
         with self._changed:
             self._awaited = asked
-        # `close` sets `_closed` before it reads `_awaited`. So `close` or this method cancels the
-        # call.
+        # `close` sets `_closed`, then reads `_awaited`. So `close` or this method cancels the call.
         if self._closed.is_set():
             asked.cancel()
         try:

@@ -481,8 +481,7 @@ def test_the_partial_last_block_of_a_prompt_is_not_stored_beyond_the_limit(
 def test_stores_end_before_another_connector_loads_into_their_blocks(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here the device copies a store's blocks when vLLM waits for the store, else after the
-    load."""
+    """The device copies a store's blocks when vLLM waits for the store, else after the load."""
     copy, copies = HostCopies._copy, dict[int, Any]()
 
     def later(*what: Any, to_row: bool) -> bool:

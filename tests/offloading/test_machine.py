@@ -50,8 +50,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=engines_of, prompt=prompts)
     def compute(self, engine, prompt):
-        """Runs a request that computes its prompt. The primary tier may lack rows for its
-        chunks."""
+        """Runs a request that computes its prompt. The primary tier may lack rows for it."""
         rig = self.engines[engine]
         context = rig.request(PROMPTS[prompt])
         rig.offer(context, PROMPTS[prompt][: NUM_ROWS // 2])

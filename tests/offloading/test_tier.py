@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from hotkv_proto.blocks import Retention
 from hotkv_proto.reports import Miss
+from hotkv_vllm.offloading import tier
 from hotkv_vllm.offloading.region import NoRegion, region_of
 from hotkv_vllm.offloading.requests import SHARE_ALONE
 from hotkv_vllm.offloading.tier import HELD_STEPS, HOOK_ERRORS
@@ -78,6 +79,16 @@ def test_a_waiting_request_finds_what_is_stored_meanwhile(rigs, monkeypatch, has
     assert reader.lookup(context, keys) == 0
     rigs().store(keys)
     wait_for(lambda: reader.lookup(context, keys) == 4)
+
+
+def test_in_slow_steps_a_request_waits_for_one_lookup_only(rigs, monkeypatch):
+    """For layers with a sliding window vLLM looks up each chunk, from the last to the first."""
+    monkeypatch.setattr(tier, "PROBE_AGAIN_S", 0.0)
+    reader = rigs(**{"hotkv.use_table": False, "hotkv.lookup_timeout_s": 60.0})
+    keys = keys_of("slow steps", 4)
+    context = reader.request(keys)
+    wait_for(lambda: {reader.manager.lookup(key, context) for key in keys} == {LookupResult.MISS})
+    assert reader.tier.miss_of(context.req_id) is Miss.ABSENT
 
 
 def test_a_reset_ends_promotions_and_holds_new_ones(rigs):

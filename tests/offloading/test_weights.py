@@ -129,7 +129,7 @@ def space_of(identity="files"):
 
 
 def made(patch, *, is_reset=False):
-    """Returns a scheduler's side that has opened its session (after a reset), and its tier."""
+    """Returns a scheduler's side with an open session (after a reset and a step), and its tier."""
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
     patch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: False)
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
@@ -150,6 +150,7 @@ def made(patch, *, is_reset=False):
     side = DoorScheduler(config, kv_cache_config, ConnectorConfig(), tier, edge)
     if is_reset:
         side.reset(is_device_empty=True)
+        side.begin_step(SimpleNamespace(total_num_scheduled_tokens=100))
     side.connect([PageFormat(rank, "page") for rank in range(NUM_RANKS)])
     return side, tier
 
@@ -161,11 +162,11 @@ class WeightsMachine(RuleBasedStateMachine):
     computed: the weights of blocks that wait to be stored.
     """
 
-    def __init__(self):
+    def __init__(self, *, is_reset=False):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(rekeying, "ASK_AGAIN_S", 0.0)
-        self.side, self.tier = made(self.patch)
+        self.side, self.tier = made(self.patch, is_reset=is_reset)
         self.watches = [FakeWatch() for _ in range(NUM_RANKS)]
         self.ranks = [RankWeights(watch, "") for watch in self.watches]
         self.connectors = [rank_of(number, rank) for number, rank in enumerate(self.ranks)]
@@ -295,14 +296,21 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-@pytest.mark.parametrize("is_reset", [False, True])
-def test_a_check_that_a_write_or_a_broken_hook_makes_due_finds_old_blocks(is_reset, is_broken):
-    one = WeightsMachine()
-    if is_reset:
+@pytest.mark.parametrize("reset", ["none", "late", "early", "last"])
+def test_a_check_that_a_write_or_a_broken_hook_makes_due_finds_old_blocks(reset, is_broken):
+    """`early`: a reset and a step before the ranks say hello. `last`: a reset leaves blocks on the
+    device, and no rank notices the write after it."""
+    one = WeightsMachine(is_reset=reset == "early")
+    if reset == "late":
         one.reset(is_device_empty=True, can_flush=True)
-    one.side.begin_step(None) if is_broken else one.run()
+    if is_broken:
+        one.side.begin_step(None)
+    elif reset != "early":
+        one.run()
     one.cached.add(0)
-    one.write(1, range(NUM_RANKS))
+    if reset == "last":
+        one.reset(is_device_empty=False, can_flush=True)
+    one.write(1, () if reset == "last" else range(NUM_RANKS))
     for _ in range(4):
         one.run()
     one.check()

@@ -1,5 +1,4 @@
-"""LoRA adapters on the scheduler side: keys for requests, and requests that may not share
-blocks."""
+"""LoRA adapters on the scheduler side: keys for requests, and requests that may not share."""
 
 import hashlib
 import itertools

@@ -146,6 +146,17 @@ class Machine(RuleBasedStateMachine):
             )
 
 
+def test_a_wake_up_does_not_end_a_check_whose_answer_was_lost() -> None:
+    one = Machine()
+    one.start(1, False, False)
+    one.write_for_a_step(1, lost=True)
+    one.reset()
+    one.step(lost=True)
+    one.wake_up(False)
+    one.step(runs=False)
+    one.teardown()
+
+
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 

@@ -21,8 +21,7 @@ CALL_BLOCKS = 2_000
 first."""
 TOKEN_BYTES = 4
 MAX_LINE_CHARS = 1 << 26
-"""Longest line that is read. A file with a longer line has another format, for example /dev/zero.
-"""
+"""Longest line that is read. A file with a longer line (as /dev/zero) has another format."""
 UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error)
 """The exceptions that a line of another format raises."""
 COUNTS = (

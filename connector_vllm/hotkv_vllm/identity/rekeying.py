@@ -173,7 +173,8 @@ class Rekeying:
         the weights with this identity: at the start, or again (for example after a sleep).
 
         The first identity stays the original one, because the ranks' `RankWeights` still compare
-        with the first weights. A check that was due or open before becomes due.
+        with the first weights. A check that was due or open before becomes due. The ranks are not
+        told that an open check has ended, because the scheduler may lack their answers.
 
         in_doubt: True if the ranks' weights may differ from `identity`, so that a check must come
             first. As after a pause, it comes before the engine encodes media.
@@ -181,6 +182,8 @@ class Rekeying:
         self._original = self._original or identity
         self.identity = identity
         self._is_due = self.under_way or in_doubt
+        if self._is_asking:
+            self._question = 0
         self._is_asking = False
         self._has_paused |= in_doubt
 
@@ -193,8 +196,8 @@ class Rekeying:
         self.were_written = False
 
     def order(self) -> WeightsOrder | None:
-        """Returns the order about weights for a step's message; None before the first check. Every
-        step repeats the order, because a step may be lost."""
+        """Returns the order about weights for a step's message; None if there was no check, or
+        if `begin` has stopped it. Every step repeats the order, because a step may be lost."""
         if not self._question:
             return None
         return WeightsOrder(self._question, "" if self._is_asking else self.identity)

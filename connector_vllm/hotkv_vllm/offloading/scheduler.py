@@ -100,7 +100,8 @@ class DoorScheduler:
         self._weights = Rekeying(self._num_ranks)
         self._is_clean = True
         # True from a reset that has emptied the caches (or from the start) until a check of the
-        # weights begins or a hook breaks. The ranks answer a check before the step computes blocks.
+        # weights begins, a hook breaks, or the engine computes without a key space. The ranks
+        # answer a check before the step computes blocks.
         self._is_empty = True
         # The present check of the weights, and whether the caches were empty when it began.
         self._question = 0
@@ -365,16 +366,16 @@ class DoorScheduler:
         """Advances the tasks that span several steps: checks of the weights, resets, reports to the
         server. Returns a number that the ranks must report with the step's output, so that the
         prefill speed can be measured; 0 if the step is not timed."""
-        if self._space is None or self._reports is None or self._reset is None:
-            return 0
         now_s, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
+        if self._space is None or self._reports is None or self._reset is None:
+            self._is_empty &= not num_tokens
+            return 0
         identity = self._weights.step(num_tokens > 0, now_s)
         order = self._weights.order()
         if order is not None and order.question != self._question:
             self._question, self._was_empty, self._is_empty = order.question, self._is_empty, False
         transfers = self._tier.transfers
-        # If a reset still has to flush the old key space, it does so before the engine leaves this
-        # key space.
+        # A reset that still has to flush the old key space does so before the engine leaves it.
         is_owed = self._reset.under_way and identity != self._weights.identity
         is_idle = transfers is not None and transfers.is_idle
         if identity is not None and is_idle and not is_owed:
@@ -425,10 +426,11 @@ class DoorScheduler:
         identity: identifies the weights by their content.
         """
         assert self._space is not None
-        if self._weights.were_written and not self._was_empty:
+        is_other = identity != self._weights.identity
+        if (is_other or self._weights.were_written) and not self._was_empty:
             # There are blocks from before the check, so from before the write.
             self._become_unclean()
-        if identity != self._weights.identity:
+        if is_other:
             is_connected = self._tier.session is not None and self._tier.session.connected
             wait_s = min(self._config.startup_wait_s, RECONNECT_S) if is_connected else 0.0
             try:

@@ -97,7 +97,7 @@ class RequestInTier:
     answer: future of the lookup that asks the server about all chunks of the request; None if no
         lookup was sent.
     asked_keys: by group, the keys in this lookup; empty once its answer was processed.
-    answer_until_s: time until which the request waits for the answer.
+    answer_until_s: time until which the request waits for the answer; 0 for a second lookup.
     room_until_s: time until which the request waits for free rows of the primary tier; 0 before it
         has to wait.
     miss: reason why the last lookup missed; NOT_ASKED before vLLM has asked for a chunk.
@@ -399,10 +399,10 @@ class HotKVTier(SecondaryTierManager):
         self, session: CacheSession, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
         """Looks up all chunks of the request, and `key`, in the block table. Also sends a lookup to
-        the server if there is no block table. If the server has tiers below host memory, also sends
-        a lookup, but only before the request's first promotion. Sends no second lookup about the
-        same chunks then, or if there is a block table. Chunks that were ready after the answer stay
-        ready, because they may be in a tier.
+        the server if there is no block table, or if the server has tiers below host memory and the
+        request has no promotion yet. Sends no second lookup about the same chunks if there is a
+        block table, or after a promotion. The request does not wait for the answer to a second
+        lookup. Chunks that an answer named stay ready, because they may be in a tier.
         """
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
@@ -421,8 +421,9 @@ class HotKVTier(SecondaryTierManager):
         if has_table and (not session.has_tiers or known.promotions.waves):
             return
         known.asked_keys = list(by_group.values())
+        wait_until_s = time.monotonic() + self.settings.lookup_timeout_s
+        known.answer_until_s = wait_until_s if known.answer is None else 0.0
         known.answer = session.lookup(self._named(by_group))
-        known.answer_until_s = time.monotonic() + self.settings.lookup_timeout_s
 
     def _is_answered(self, key: OffloadKey, known: RequestInTier, now_s: float) -> bool | None:
         """Returns True if the server has the chunk, according to its answer to the lookup. Returns
@@ -435,7 +436,7 @@ class HotKVTier(SecondaryTierManager):
         if not answer.done():
             if now_s <= known.answer_until_s:
                 return None
-            known.miss = Miss.LATE
+            known.miss = Miss.LATE if known.answer_until_s else Miss.ABSENT
             return False
         if answer.exception() is not None:
             known.miss = Miss.REFUSED

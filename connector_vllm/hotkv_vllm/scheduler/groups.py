@@ -144,8 +144,7 @@ class CachedGroups:
         )
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
-        """Returns True if the ready blocks in `masks` give a hit as long as if all blocks were
-        ready.
+        """Returns True if the ready blocks (`masks`) give the hit that all blocks would give.
 
         masks: which blocks are ready in the server, per group.
         computed_tokens: number of leading tokens that the engine itself holds. Their blocks count

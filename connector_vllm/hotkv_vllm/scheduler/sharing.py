@@ -612,8 +612,7 @@ class Sharing:
     def adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported. If they differ from the present weights,
         opens a session of their key space in place of the present session. If the system refuses
-        the session a thread or a file, the check stays open, and the next step calls this method
-        again.
+        the session a thread or a file, the check stays open, and the next step tries again.
 
         identity: identifies the weights by their content.
         """

@@ -121,8 +121,7 @@ class StepPlanner:
         requests, a reset. Runs before the step's stores are planned."""
         sharing, now_s = self._sharing, time.monotonic()
         identity = sharing.weights.step(scheduler_output.total_num_scheduled_tokens > 0, now_s)
-        # If a reset still has to flush the old key space, it does so before the engine leaves this
-        # key space.
+        # A reset that still has to flush the old key space does so before the engine leaves it.
         is_owed = cache.reset.under_way and identity is not None and sharing.is_other(identity)
         if identity is not None and not cache.planner.in_flight and not is_owed:
             self._adopt(cache, identity)

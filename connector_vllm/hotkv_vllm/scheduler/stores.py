@@ -241,8 +241,7 @@ class MissingBlocks:
         exact_tokens: int,
         planned: set[int],
     ) -> list[BlockRun]:
-        """Returns the recurrent states among `entries` that are to be stored, each as a run of one
-        block.
+        """Returns the recurrent states among `entries` to store, each as a run of one block.
 
         entries: the request's recurrent states that vLLM offers for storing in this step.
         exact_tokens: number of the request's leading tokens whose KV is exact. A state that covers
