@@ -324,7 +324,9 @@ def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
     for used in ("check_reuse", "cache_groups", "packing", "rank_factors"):
         monkeypatch.setattr(worker, used, lambda *_: "rows")
     monkeypatch.setattr(worker.model_weights, "weights_may_be_older", lambda _: True)
-    monkeypatch.setattr(worker, "watch_callers", lambda doubt: SimpleNamespace(touched=doubt))
+    monkeypatch.setattr(
+        worker, "watch_callers", lambda doubt: SimpleNamespace(touched=doubt, original="")
+    )
     vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     config = ConnectorConfig(weights_identity=name)
     stats = HotKVStats()

@@ -157,6 +157,17 @@ def test_a_wake_up_does_not_end_a_check_whose_answer_was_lost() -> None:
     one.teardown()
 
 
+def test_blocks_of_weights_that_came_and_went_between_two_checks_are_not_trusted() -> None:
+    one = Machine()
+    one.start(1, False, False)
+    one.write_past_everything_and_reset(1)
+    one.step(runs=False)
+    one.pause_and_write_past_everything(0)
+    one.step()
+    one.write_past_everything_and_reset(1)
+    one.teardown()
+
+
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 

@@ -218,6 +218,8 @@ class RankWeights:
         self._answered = 0
         self._waits = False
         self._was_written = False
+        # Digests of the weights: in the last completed check, and in the last answer.
+        self._settled = self._digest = watch.original if watch is not None else ""
         self._report: WeightsReport | None = None
         self.identity = original
 
@@ -239,6 +241,7 @@ class RankWeights:
         elif order is not None and order.identity and order.question == self._answered:
             # The scheduler has the answers of all ranks.
             self._waits = self._was_written = False
+            self._settled = self._digest
             changed, self.identity = order.identity != self.identity, order.identity
             return changed
         return False
@@ -250,9 +253,12 @@ class RankWeights:
             self._report = WeightsReport(question, f"unseen:{uuid.uuid4().hex}")
             return
         self._was_written |= self._watch.touched
-        digest = self._watch.digest()
-        is_original = digest == self._watch.original
-        self._report = WeightsReport(question, digest, is_original, self._was_written)
+        self._digest = self._watch.digest()
+        # Another digest shows a write that was not noticed. It counts even if a later check finds
+        # the settled weights again: steps may have run in between.
+        self._was_written |= self._digest != self._settled
+        is_original = self._digest == self._watch.original
+        self._report = WeightsReport(question, self._digest, is_original, self._was_written)
 
     def take_report(self) -> WeightsReport | None:
         """Returns the report about this rank's weights for the scheduler; None if there is no
