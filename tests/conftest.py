@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.internal.conjecture import engine
+from hypothesis.internal.conjecture import engine, providers
 
 TESTS = Path(__file__).parent
 _COMMON = {
@@ -39,6 +39,10 @@ settings.register_profile(
 # Shrinking for longer than a test's time limit would show a hanging test instead of the failure.
 engine.MAX_SHRINKING_SECONDS = 60
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "daily"))
+if settings.default.derandomize:
+    # hypothesis also draws constants that it finds in the modules that are loaded. So the examples
+    # of a test would depend on the tests that the same worker ran before.
+    providers._get_local_constants = providers.Constants
 
 # Workers of a run share the cores. More threads of torch would wait for each other in loops: a test
 # of two seconds took forty-five.
