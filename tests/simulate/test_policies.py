@@ -19,10 +19,10 @@ LEAST_OF_BEST = 0.4
 """Share of the clairvoyant's hits: the least on loops larger than the cache."""
 MOST_LOST = 0.01
 """Share of all accesses by which hotness may be behind itself without holds."""
-LARGE = ("bursts", "drift", "loops", "scans")
-"""Traffic that takes at least five seconds."""
 REGULAR = ("regular_turns", "agent_sessions")
 """Sessions whose next turn mostly comes at a learnable time."""
+EVERYDAY = (*REGULAR, "sub_agents", "zipf_trees")
+"""Kinds of traffic that the everyday tests replay."""
 PERCENTS = pytest.mark.parametrize("percent", [5.0, pytest.param(2.0, marks=pytest.mark.campaign)])
 
 
@@ -61,7 +61,7 @@ def some_long(names: tuple[str, ...]) -> list[object]:
 
 
 @PERCENTS
-@pytest.mark.parametrize("maker", some_long(tuple(set(MAKERS) - set(LARGE))))
+@pytest.mark.parametrize("maker", some_long(EVERYDAY))
 def test_hotness_is_never_far_behind(maker: str, percent: float) -> None:
     rates = {policy: hit_rate(maker, policy, percent) for policy in POLICIES}
     assert max(rates.values()) <= hit_rate(maker, "clairvoyant", percent), rates
