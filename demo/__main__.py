@@ -59,8 +59,8 @@ def table(cold: Answer, own: Answer, warm: Answer, stored_bytes: float, loaded_b
 
 @contextlib.contextmanager
 def engine(name: str, server: Server, model: Path, folder: Path, seed: int) -> Iterator[Engine]:
-    """Yields an engine that has loaded the model and run a prompt of its own, so that later
-    prompts find it warm."""
+    """Yields an engine that has loaded the model and run a prompt of its own, so that vLLM's
+    one-time work is done before later prompts."""
     with Engine(name, EngineSettings(str(model), server.target), folder) as running:
         with step(f"{name}: loading vLLM and the model"):
             running.wait_ready()

@@ -127,8 +127,8 @@ def _end_with_parent() -> None:
 
 
 def prepare_model() -> Path:
-    """Returns the model folder, and makes it if it is missing. What transformers prints meanwhile
-    is shown only if it fails."""
+    """Returns the model folder, and makes it if it is missing. The output of that
+    program is shown only if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "tools.smollm2"], capture_output=True, text=True, cwd=ROOT
     )
@@ -261,7 +261,7 @@ class Engine:
         self.vllm_version = self._read()["vllm"]
 
     def warm_up(self, token_ids: Sequence[int]) -> None:
-        """Runs a prompt that is never asked again, so that vLLM's one-time work is not measured."""
+        """Runs a prompt before the measurements, so that they leave out vLLM's one-time work."""
         self.generate(token_ids, max_tokens=4)
 
     def generate(

@@ -1,6 +1,6 @@
 """Sums up usage (tokens, seconds, bytes) by account and over time. An account is a tenant, a key
-space and an engine. A column is one of the counts of an account: a number of `Usage`, the tokens
-that hit in one tier, or the tokens that missed for one reason.
+space and an engine. Each account has the same counts (columns): the numbers of `Usage`, the
+tokens that hit in each tier, and the tokens that missed for each reason.
 
 Always true: there are at most `max_accounts` accounts. Every count is in exactly one account and in
 `total`. If there are too many accounts, the least recently used account is folded: it is merged

@@ -153,10 +153,10 @@ class TierShared:
     # In
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Asks the tier (`probe`) for the blocks that are neither in host memory nor on the disk,
-        and remembers which of these blocks the tier has. Skips blocks that are already remembered
-        as found. Waits for the answer at most until `until_s`, a time of time.monotonic. Does
-        nothing while the tier is broken or its store does not confirm the key space's epoch."""
+        """Asks the tier (`probe`) which of the blocks it has, and remembers the answer. Leaves out
+        blocks in host memory, on the disk, or found before. Waits for the answer at most until
+        `until_s`, a time of time.monotonic. Does nothing while the tier is broken or its store does
+        not confirm the key space's epoch."""
         if not self.breaker.lets_pass:
             return
         if not await self._epochs.confirm(self.name, key_space_id, until_s):
