@@ -317,6 +317,19 @@ def test_a_check_that_a_write_or_a_broken_hook_makes_due_finds_old_blocks(reset,
     one.teardown()
 
 
+def test_ranks_that_can_not_read_their_weights_share_nothing_over_blocks_of_before_a_check():
+    """Such ranks notice no write, so their weights may have changed at each check."""
+    one = WeightsMachine()
+    for rank in one.ranks:
+        rank._watch = None
+    one.run()
+    one.reset(is_device_empty=False, can_flush=True)
+    for _ in range(4):
+        one.run()
+    assert not one.tier.serves
+    one.teardown()
+
+
 @pytest.mark.parametrize(("name", "is_in_doubt"), [("", True), ("mine", False)])
 def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
     monkeypatch, name, is_in_doubt
