@@ -188,8 +188,9 @@ $(STAMPS)/nixl: $(STAMPS)/model
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/nixl pyproject.toml $(LOCK)
-	@echo "setup: hotkv and its tools"
+	@echo "setup: hotkv, its tools and its kernels"
 	@$(PIP) -e '.[server,vllm,dev]'
+	@$(BIN)/hotkv-server compile
 	@touch $@
 
 # Of hotkv it needs nothing, so only what the extra `docs` names is installed.

@@ -37,13 +37,13 @@ Of the {counts}. A pair works unless the tables say
 "refused" or "cannot meet". `tools/pairs_table.py` makes this section from `tests/pairs/table.py`;
 `make check` fails for a pair without an answer.
 
-- In the harness, with random traffic: pairs that no table lists (`tests/pairs/test_pairs.py`; also
-  random triples, in `make torture`). The harness compares every KV value that attention reads, and
-  at the end every block of the server and of vLLM's own cache.
+- In the harness, with random traffic, beside two others: pairs that no table lists
+  (`tests/pairs/test_pairs.py`; `make torture`: alone, and random triples). The harness compares
+  every KV value that attention reads, and at the end every block of the server and of vLLM's cache.
 - In the harness over real daemons with a disk and a Valkey: pairs with {tiers}
   that no table lists (`tests/pairs/test_nodes.py`).
 - In real engines beside a real daemon: pairs of `residency` and `offloading`, in the first table.
-  Pairs of `residency` also run with `"residency": "auto"`, with requests that move off the device
+  Pairs of `residency` also run with `"residency": "auto"`, whose requests move off the device
   (`test_a_pair_of_requests_that_move`, `tests/vllm/test_residency_auto.py`).
 """
 

@@ -1,12 +1,13 @@
 """Every pair of features and its answer: the table behind the section of docs/deployments.md that
 `tools/pairs_table.py` makes.
 
-A pair has exactly one answer. It runs in a world of the harness (`features.PLAYS`), over the
-server's double or, with a tier, over real daemons; or another test shows it with real parts; or it
-is refused, with a message that a test checks; or the features cannot meet, for a reason that a
+A pair has exactly one answer. It runs in a world of the harness (`features.PLAYS`), beside other
+features, over the server's double or, with a tier, over real daemons; or another test shows it with
+real parts; or it is refused, with a message that a test checks; or the features cannot meet, for a
 reader can check. A new feature needs a play, or an answer here to each of its pairs.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 from enum import Enum
@@ -53,6 +54,10 @@ TIERS = ("disk", "shared", "warm")
 REAL_ONLY = ("residency", "offloading")
 """Features that the harness can't play: residency needs the layers of a real model, and the harness
 drives hotkv's own connector, not vLLM's offloading."""
+
+
+WORLD_SIZE = 4
+"""Most features of a world beside its tiers: more of them, and one hides another more often."""
 
 
 class Kind(Enum):
@@ -234,12 +239,10 @@ def answer(pair: Pair) -> Answer:
     if real := _entry(REAL, pair):
         found.append(real)
     if not found and not pair.intersection(REAL_ONLY):
-        tiers = pair.intersection(TIERS)
-        others = names_of(pair - tiers) or "tiers"
         found.append(
-            Answer(Kind.DAEMON, f"{_NODES}test_a_feature_beside_every_tier[{others}]")
-            if tiers
-            else Answer(Kind.HARNESS, f"{_PAIRS}test_a_pair{name}")
+            Answer(Kind.DAEMON, f"{_NODES}test_features_beside_every_tier")
+            if pair.intersection(TIERS)
+            else Answer(Kind.HARNESS, f"{_PAIRS}test_a_world_with_some_pairs")
         )
     if not found:
         raise KeyError(f"the pair {names_of(pair)} has no answer")
@@ -251,6 +254,49 @@ def answer(pair: Pair) -> Answer:
 def of_kind(kind: Kind) -> list[Pair]:
     """Returns the pairs with this kind of answer."""
     return [pair for pair in pairs() if answer(pair).kind is kind]
+
+
+@functools.cache
+def worlds() -> tuple[frozenset[str], ...]:
+    """Returns sets of features that hold all pairs of the harness: each set is made of the first
+    pair that is left and of the features that bring the most other pairs."""
+    order, made = of_kind(Kind.HARNESS), []
+    left = set(order)
+
+    def num_new(names: frozenset[str]) -> int:
+        return len(left.intersection(map(frozenset, itertools.combinations(names, 2))))
+
+    while left:
+        names = next(pair for pair in order if pair in left)
+        while len(names) < WORLD_SIZE:
+            larger = [one for name in FEATURES if _is_played(one := names | {name})]
+            best = max(larger, key=num_new, default=names)
+            if num_new(best) == num_new(names):
+                break
+            names = best
+        made.append(names)
+        left.difference_update(map(frozenset, itertools.combinations(names, 2)))
+    return tuple(made)
+
+
+def beside_tiers() -> list[frozenset[str]]:
+    """Returns sets of features that may meet and hold each feature of the harness once."""
+    left, made = [name for name in FEATURES if _is_played(frozenset([name]))], []
+    while left:
+        names = frozenset([left[0]])
+        for name in left:
+            if len(names) < WORLD_SIZE and _is_played(names | {name}):
+                names |= {name}
+        made.append(names)
+        left = [name for name in left if name not in names]
+    return made
+
+
+def _is_played(names: frozenset[str]) -> bool:
+    """Returns True if the harness can play these features together, over the server's double. With
+    a producer and a consumer no engine both stores and loads, so others might not show."""
+    is_split = {"producer", "consumer"} < names
+    return not names.intersection((*TIERS, *REAL_ONLY)) and meets(names) and not is_split
 
 
 def meets(names: frozenset[str]) -> bool:

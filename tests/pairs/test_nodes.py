@@ -9,7 +9,7 @@ import pytest
 
 from tests.pairs.features import PLAYS
 from tests.pairs.servers import Nodes
-from tests.pairs.table import TIERS, Kind, names_of, of_kind
+from tests.pairs.table import TIERS, Kind, beside_tiers, names_of, of_kind
 from tests.pairs.world import World
 from tests.tiers.valkey_support import running
 from tests.vllm.processes import Daemon, own_daemon
@@ -73,12 +73,12 @@ def run(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["tiers", *(name for name in PLAYS if name not in TIERS)])
-def test_a_feature_beside_every_tier(
-    name: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("names", [names_of(names) for names in beside_tiers()])
+def test_features_beside_every_tier(
+    names: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs the feature's pairs with three tiers in one world. `tiers`: the pairs of the tiers."""
-    features = [*TIERS] if name == "tiers" else [name, *TIERS]
+    """Runs the pairs of the features with the three tiers, and of the tiers, in one world."""
+    features = [*names.split("+"), *TIERS]
     run(features, places(disk=True, shares=True), tmp_path, monkeypatch)
 
 

@@ -1,15 +1,15 @@
-"""Every pair of features runs in a world of the harness; triples are walked at random."""
+"""Every pair of features runs in a world of the harness beside two others. `make torture` runs each
+pair by itself, and random triples."""
 
 import os
 import random
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.pairs.features import PLAYS
 from tests.pairs.servers import Double
-from tests.pairs.table import FEATURES, REAL_ONLY, TIERS, Kind, meets, names_of, of_kind
+from tests.pairs.table import FEATURES, REAL_ONLY, TIERS, Kind, meets, names_of, of_kind, worlds
 from tests.pairs.world import TURNS, World
 
 NUM_TRIPLES = int(os.environ.get("NUM_TRIPLES", "120"))
@@ -18,15 +18,12 @@ FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
 
 
 def everyday() -> set[str]:
-    """Returns some of the pairs, such that each feature meets at least two others."""
-    pairs = of_kind(Kind.HARNESS)
-    random.Random(0).shuffle(pairs)
-    num_met: Counter[str] = Counter()
-    chosen = set()
-    for pair in pairs:
-        if min(num_met[name] for name in pair) < 2:
-            num_met.update(pair)
-            chosen.add(names_of(pair))
+    """Returns some of the worlds, which together have every feature."""
+    chosen, met = set(), set[str]()
+    for names in worlds():
+        if not names <= met:
+            met |= names
+            chosen.add(names_of(names))
     return chosen
 
 
@@ -50,10 +47,10 @@ def run(names: list[str], seed: int, folder: Path, turns: int = TURNS) -> World:
     "names",
     [
         pytest.param(name, marks=[] if name in EVERYDAY else pytest.mark.long)
-        for name in map(names_of, of_kind(Kind.HARNESS))
+        for name in map(names_of, worlds())
     ],
 )
-def test_a_pair(names: str, tmp_path: Path) -> None:
+def test_a_world_with_some_pairs(names: str, tmp_path: Path) -> None:
     run(names.split("+"), 0, tmp_path)
 
 
