@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from hotkv_proto import native
 from tests.support.waiting import end_with_the_parent
 
 HERE = Path(__file__).parent
@@ -36,9 +37,10 @@ IMPORTS = (
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.cpu_model_runner",
-    "hotkv_vllm.connector",
 )
 """Modules that every engine imports before it loads its model."""
+KERNELS = ("hotkv_proto.kernels", "hotkv_sparse.kernels")
+"""Modules of kernels. Reading them from numba's cache takes half of an engine's start."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -183,8 +185,12 @@ def main() -> None:
     """Imports vLLM, then forks on request until the tests end."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     sys.path.insert(0, str(HERE))
+    importlib.import_module("hotkv_vllm.connector")
+    assert not {"numba", "llvmlite"} & sys.modules.keys(), "the connector's import loads numba"
     for module in IMPORTS:
         importlib.import_module(module)
+    for kernels in KERNELS:
+        native.load(kernels)
     inspect_models_here()
     _register_kernels()
     _keep_compiled_drafts()
