@@ -3,7 +3,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -35,8 +35,12 @@ class Connected(Protocol):
 
 
 class Place:
-    """A folder for successive servers, and an engine that stays."""
+    """A folder for successive servers, and an engine that stays.
 
+    command: runs the servers, like `demo.processes.Server`'s.
+    """
+
+    command: Sequence[str] = ()
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +50,7 @@ class Place:
 
     def start(self, *flags: str, arena: str = "16MiB") -> Server:
         """Starts the next server. Returns it after an existing engine has reconnected."""
-        self.server = Server(self.folder, arena, *FLAGS, *flags)
+        self.server = Server(self.folder, arena, *FLAGS, *flags, command=self.command)
         self.server.wait_ready()
         if self.engine is not None:
             assert self.engine.session.wait_connected(20)

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from demo.processes import Server
 from hotkv_client import BlockResult, GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.testing import faults
 from hotkv_server.testing.fault_proxy import FaultProxy, throttled
-from tests.server.places import FLAGS, store
+from tests.server.places import store
 from tests.server.sharing import (
     CHAIN,
     LAYERS,
@@ -47,13 +46,9 @@ class HungNode(SharingNode):
         self.disk, self.signs = self.folder / "disk", self.folder / "signs"
         self.signs.mkdir()
         flags = ("--tiers.disk.path", str(self.disk), "--tiers.disk.bytes", "16MiB")
-        flags += ("--tiers.valkey.address", f"unix:{valkey.path}", *FLAGS)
-        command = faults.command("hang-disk", self.disk, self.signs)
-        self.server = Server(
-            self.folder, "16MiB", *flags, "--tiers.lookup-wait-ms", "500", command=command
-        )
-        self.server.wait_ready()
-        self.start_engine()
+        flags += ("--tiers.valkey.address", f"unix:{valkey.path}")
+        self.command = faults.command("hang-disk", self.disk, self.signs)
+        self.start_sharing(*flags, "--tiers.lookup-wait-ms", "500")
 
     def hang(self, *calls: str) -> None:
         for call in calls:
@@ -208,6 +203,7 @@ def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
 )
 def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: object) -> None:
     with slow(tmp_path) as flags, node() as one:  # type: ignore[operator]
+        one.command = faults.command("hurry")
         one.start_sharing(*flags, "--tiers.lookup-wait-ms", "500")
         has_disk = "--tiers.disk.path" in flags
         engine, server = one.engine, one.server

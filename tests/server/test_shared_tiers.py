@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hotkv_client import BlockResult, TransferStatus
+from hotkv_server.testing import faults
 from tests.server.places import load, store
 from tests.server.sharing import CHAIN, SharingNode, bucket_flags, check_sharing, node
 from tests.server.support import PATIENT, hashes
@@ -67,6 +68,8 @@ def test_what_one_node_stores_another_loads_until_one_flushes(
     nodes: Nodes, tmp_path: Path, stored: Callable[[Path], Flags]
 ) -> None:
     with stored(tmp_path) as flags:
+        for one in nodes:
+            one.command = faults.command("hurry")
         a, b = (one.start_sharing(*flags, *PATIENT) for one in nodes)
         check_sharing(a, b)
         # A node that starts again with an empty arena finds the shared blocks too.

@@ -2,6 +2,7 @@
 the disk cost hits, never bytes."""
 
 import argparse
+import json
 import shutil
 import signal
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from hotkv_client.command import cli
 from hotkv_client.command.tables import show_status
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import Reason
+from hotkv_server.testing import faults
 from hotkv_server.tiers.compression.form import room_bytes
 from tests.server.places import found
 from tests.server.refusals import refused
@@ -103,14 +105,20 @@ def test_the_disk_outlives_the_server_and_the_arena(place: Tiered, how: signal.S
 def test_what_was_written_today_counts_after_a_restart(place: Tiered) -> None:
     """Bytes written today count against the budget after a kill and after a reset of the cache."""
     budget = ("--tiers.disk.write-gb-per-day", "100000")
+    place.command = faults.command("hurry")
     place.start_tiered(*budget)
     place.connect()
     for _ in range(2):
         place.fill(hashes(CHAIN))
-    left = place.counter("tier_budget_left_bytes")
-    assert left == 10**14 - 2 * CHAIN * SLOT_BYTES
+    left, written_bytes = place.counter("tier_budget_left_bytes"), 2 * CHAIN * SLOT_BYTES
+    assert left == 10**14 - written_bytes
+    note = place.folder / "disk" / "written.json"
+
+    def noted_bytes() -> int:
+        return sum(size for _, size in json.loads(note.read_text())) if note.exists() else 0
+
+    wait_for(lambda: noted_bytes() == written_bytes)
     for how, flags in ((signal.SIGKILL, ()), (signal.SIGTERM, ("--reset",))):
-        wait_for((place.folder / "disk" / "written.json").exists)
         place.stop(how)
         place.start_tiered(*budget, *flags)
         assert place.counter("tier_budget_left_bytes") == left

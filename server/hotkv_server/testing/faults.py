@@ -26,11 +26,13 @@ from hotkv_server import cli, daemon
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.memory import arena
 from hotkv_server.memory.filling import Filling
-from hotkv_server.node import growth, health, node, persistence
+from hotkv_server.node import event_loop, growth, health, node, persistence
 from hotkv_server.testing.crashing import POINTS
 from hotkv_server.tiers.disk.slab_file import FileIO
 from hotkv_server.tiers.disk.tier import DiskTier
+from hotkv_server.tiers.drive import below
 from hotkv_server.tiers.drive import records as lower
+from hotkv_server.tiers.s3 import tier as s3_tier
 from hotkv_server.wire import calls
 
 LOOK_S = 0.02
@@ -44,7 +46,7 @@ def command(kind: str, *arguments: object) -> list[str]:
 
 # --------------------------------------------------------------------------- A function that breaks
 
-HANG_S = 3600.0
+HANG_S, HUNG_S = 3600.0, 1.0
 
 
 class Death(BaseException):
@@ -57,8 +59,9 @@ def break_function(point: str, how: str, file: str) -> None:
 
     point: `module:Class.name`, or a name in `crashing.POINTS`.
     how: `assert` (the function raises AssertionError), `refuse` (RuntimeError, as if the system
-        refused a thread), `die` (it ends its thread or task) or `hang` (it never returns). Raises
-        ValueError for another value.
+        refused a thread), `die` (it ends its thread or task) or `hang` (it never returns; if this
+        stops the event loop, the server logs the stacks after HUNG_S). Raises ValueError for
+        another value.
     """
     if how not in ("assert", "refuse", "die", "hang"):
         raise ValueError(f"HOW is {how!r}; allowed are assert, refuse, die and hang")
@@ -69,6 +72,7 @@ def break_function(point: str, how: str, file: str) -> None:
         owner = getattr(owner, parent)
     function: Callable[..., Any] = vars(owner)[name]
     trigger = Path(file)
+    event_loop.HUNG_S = event_loop.ARM_S = HUNG_S
 
     @functools.wraps(function)
     def faulty(*args: Any, **kwargs: Any) -> Any:
@@ -157,6 +161,16 @@ def hang_disk(folder: str, signs: str) -> None:
     io.open = builtins.open = hanging("open", builtins.open)
     FileIO.read_many = hanging_blocks("pread", FileIO.read_many)  # type: ignore[method-assign]
     FileIO.write_many = hanging_blocks("pwrite", FileIO.write_many)  # type: ignore[method-assign]
+
+
+# ------------------------------------------------------------------------ A server that waits less
+
+
+def hurry() -> None:
+    """Shortens pauses, for tests that wait for their end: how long blocks wait for a full pack of
+    S3, and the pause between two notes of the bytes written to the disk."""
+    s3_tier.LINGER_S = 0.2
+    below.NOTE_S = 0.2
 
 
 # ---------------------------------------------------------------------------- A server that is slow
@@ -262,6 +276,7 @@ def _told(watched: health.Health) -> dict[str, Any]:
 KINDS: dict[str, Callable[..., None]] = {
     "break": break_function,
     "hang-disk": hang_disk,
+    "hurry": hurry,
     "slow-down": slow_down,
     "dam": dam,
     "tell-tasks": tell_tasks,
