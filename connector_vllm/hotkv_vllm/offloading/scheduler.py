@@ -85,6 +85,8 @@ class DoorScheduler:
         self._hints = HintReader(tier.stats)
         self._prefill = PrefillSpeed(tier.stats)
         self._space: KeySpace | None = None
+        # The key space of the ranks' page formats, while the system refuses its first session.
+        self._agreed: KeySpace | None = None
         self._reports: UseReports | None = None
         self._reset: CacheReset | None = None
         self._states: dict[str, RequestState] = {}
@@ -162,7 +164,19 @@ class DoorScheduler:
             logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
             return
         self._weights.begin(space.weights_identity, in_doubt)
-        self._open(space, self._config.startup_wait_s, OPENING_S)
+        self._agreed = space
+        self._open_agreed(self._config.startup_wait_s, OPENING_S)
+
+    def _open_agreed(self, wait_s: float, opening_s: float = 0.0) -> None:
+        """Opens the first session. If the system refuses it a thread or a file, the next step calls
+        this method again."""
+        space, self._agreed = self._agreed, None
+        assert space is not None
+        try:
+            self._open(space, wait_s, opening_s)
+        except (OSError, RuntimeError):
+            self._agreed = space
+            self.edge.broke("door.connect")
 
     def _open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> None:
         session = self._tier.open(space, wait_s, opening_s)
@@ -367,6 +381,8 @@ class DoorScheduler:
         server. Returns a number that the ranks must report with the step's output, so that the
         prefill speed can be measured; 0 if the step is not timed."""
         now_s, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
+        if self._agreed is not None:
+            self._open_agreed(0.0)
         if self._space is None or self._reports is None or self._reset is None:
             self._is_empty &= not num_tokens
             return 0
