@@ -319,6 +319,19 @@ def test_a_check_that_a_write_or_a_broken_hook_makes_due_finds_old_blocks(reset,
     one.teardown()
 
 
+def test_a_check_that_is_repeated_before_the_engine_computes_finds_no_old_blocks():
+    one = WeightsMachine()
+    one.run()
+    one.reset(is_device_empty=True, can_flush=True)
+    one.write(1, range(NUM_RANKS))
+    assert one.tier.makes_wait()
+    one.step(0, is_lost=True)
+    for _ in range(3):
+        one.run()
+    assert one.tier.serves
+    one.teardown()
+
+
 def test_ranks_that_can_not_read_their_weights_share_nothing_over_blocks_of_before_a_check():
     """Such ranks notice no write, so their weights may have changed at each check."""
     one = WeightsMachine()
@@ -372,6 +385,7 @@ def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
     )
     side.arrived(request)
     if media in ("old", "new"):
+        side.begin_step(SimpleNamespace(total_num_scheduled_tokens=1))
         monkeypatch.setattr(scheduler.checks, "is_pausing", lambda: media == "new")
         side.reset(True)
         side._weights.ask(0.0)
