@@ -146,3 +146,19 @@ def test_a_job_of_which_a_part_is_refused_ends_after_the_others() -> None:
         assert not ends
         part.expect(0)
         assert ends == [Outcome.FAILED]
+
+
+def test_a_job_that_is_refused_after_its_gate_leaves_other_gates_polled() -> None:
+    host, ends, gates = Mock(), Ends(), [SwitchedGate() for _ in range(2)]
+    host.submit.side_effect = [MemoryError, None]
+    with contextlib.closing(CopyEngines(host, {})) as only:
+        for number, gate in enumerate(gates):
+            plans: list[Any] = [Mock(device=HOST, total_bytes=1)]
+            only.submit(ends.job(f"{number}", plans, gate))
+        gates[0].is_open = True
+        ends.wait("0")
+        assert ends["0"] is Outcome.FAILED and ends.message("0").startswith("MemoryError")
+        gates[1].is_open = True
+        while host.submit.call_count < 2:
+            assert only.is_alive()
+            time.sleep(1e-4)

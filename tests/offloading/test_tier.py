@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from hotkv_proto.blocks import Retention
 from hotkv_proto.reports import Miss
+from hotkv_vllm import link
 from hotkv_vllm.offloading import tier
 from hotkv_vllm.offloading.region import NoRegion, region_of
 from hotkv_vllm.offloading.requests import SHARE_ALONE
@@ -275,8 +277,14 @@ def test_an_exception_of_hotkv_never_reaches_vllm(rigs, monkeypatch, broken):
     assert HOOK_ERRORS in engine.tier.build_metric_definitions({})
 
 
-@pytest.mark.parametrize("setting", [{"weights_identity": ""}, {"target": "localhost:1"}], ids=str)
-def test_a_tier_without_a_stated_identity_or_without_descriptors_is_off(daemon, setting):
+@pytest.mark.parametrize(
+    "setting", [{"weights_identity": ""}, {"target": "localhost:1"}, {}], ids=str
+)
+def test_a_tier_without_a_stated_identity_descriptors_or_threads_is_off(
+    daemon, monkeypatch, setting
+):
+    refused = Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(link, "open_session", refused)
     engine = Rig(daemon.target, **{f"hotkv.{name}": value for name, value in setting.items()})
     assert engine.tier.session is None
     engine.store(keys_of("off", 5))

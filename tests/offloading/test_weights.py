@@ -128,8 +128,9 @@ def space_of(identity="files"):
     return KeySpace("m", identity, "bfloat16", (group,), 16)
 
 
-def made(patch, *, is_reset=False):
-    """Returns a scheduler's side with an open session (after a reset and a step), and its tier."""
+def made(patch, *, is_reset=False, is_refused=False):
+    """Returns a scheduler's side with an open session (after a reset and a step), and its tier.
+    `is_refused`: the system refuses the session a thread."""
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
     patch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: False)
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
@@ -144,6 +145,7 @@ def made(patch, *, is_reset=False):
         model_config=SimpleNamespace(served_model_name="model"),
     )
     tier = Tier()
+    tier.is_refused = is_refused
     edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
     kv_cache_config = SimpleNamespace(num_blocks=4, kv_cache_groups=[group])
@@ -317,6 +319,19 @@ def test_a_check_that_a_write_or_a_broken_hook_makes_due_finds_old_blocks(reset,
     one.teardown()
 
 
+def test_a_check_that_is_repeated_before_the_engine_computes_finds_no_old_blocks():
+    one = WeightsMachine()
+    one.run()
+    one.reset(is_device_empty=True, can_flush=True)
+    one.write(1, range(NUM_RANKS))
+    assert one.tier.makes_wait()
+    one.step(0, is_lost=True)
+    for _ in range(3):
+        one.run()
+    assert one.tier.serves
+    one.teardown()
+
+
 def test_ranks_that_can_not_read_their_weights_share_nothing_over_blocks_of_before_a_check():
     """Such ranks notice no write, so their weights may have changed at each check."""
     one = WeightsMachine()
@@ -370,6 +385,7 @@ def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
     )
     side.arrived(request)
     if media in ("old", "new"):
+        side.begin_step(SimpleNamespace(total_num_scheduled_tokens=1))
         monkeypatch.setattr(scheduler.checks, "is_pausing", lambda: media == "new")
         side.reset(True)
         side._weights.ask(0.0)
@@ -402,6 +418,14 @@ def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypat
     monkeypatch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: True)
     side.connect([PageFormat(rank, "page", weights_in_doubt=in_doubt) for rank in range(NUM_RANKS)])
     assert (tier.space is not None) == (in_doubt or name == "mine")
+
+
+def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(monkeypatch):
+    side, tier = made(monkeypatch, is_refused=True)
+    for is_refused in (True, False):
+        tier.is_refused = is_refused
+        side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
+        assert bool(tier.serves) != is_refused
 
 
 @pytest.mark.parametrize("formats", [1, 3])

@@ -10,7 +10,9 @@ from demo.processes import Server
 from hotkv_client import BlockRun, RequestReport, Retention
 from hotkv_client.admin import AdminClient
 from hotkv_proto.blocks import StoreOptions
+from hotkv_proto.v1 import session_pb2
 from hotkv_server.node.reports import Reports
+from hotkv_server.wire import calls
 from tests.server.page_support import groups_engine
 from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes, number_of
 
@@ -82,6 +84,21 @@ def test_a_capability_that_breaks_hides_no_end_from_the_others() -> None:
     with pytest.raises(ZeroDivisionError):
         reports.ended(Mock(), [Mock(), Mock()], [Mock(), Mock()])
     assert well.request_ended.call_count == well.load_ended.call_count == 2
+
+
+async def test_a_capability_that_breaks_at_a_report_hides_no_end_of_the_same_message() -> None:
+    well, broken = Mock(), Mock()
+    broken.request_scheduled.side_effect = ZeroDivisionError
+    node = Mock(reports=Reports(Mock(), [broken, well]))
+    node.core.config.max_blocks_per_call = 0
+    session = Mock()
+    session.key_space.hash_bytes = session.key_space.hash_block_tokens = 32
+    message = session_pb2.ReportUse(
+        requests=[session_pb2.RequestReport()], loads=[session_pb2.LoadEnd()]
+    )
+    with pytest.raises(ZeroDivisionError):
+        await calls.report_use(node, session, message)
+    assert well.load_ended.call_count == 1
 
 
 def test_reports_are_counted(server: Server, groups_engine: Make) -> None:

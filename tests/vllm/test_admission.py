@@ -38,6 +38,16 @@ def test_a_request_waits_a_moment_for_workers_that_may_answer(desk: Any, patienc
     assert (told.miss is Miss.NO_SERVER) == (patience_s == LINKS_PATIENCE_S)
 
 
+def test_a_request_whose_end_breaks_before_the_handshakes_is_not_taken_up_with_them(
+    desk: Any,
+) -> None:
+    one = desk()
+    one.sharing.joining = Joining()
+    one.arrive(request("a", LONG))
+    one.desk.end_broke("a")
+    assert not one.sharing.joining.requests
+
+
 @pytest.mark.parametrize("has_media", [True, False])
 def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has_media: bool) -> None:
     """vLLM's hashes then cover a counter in place of the media's content."""

@@ -17,9 +17,10 @@ from hotkv_client.types import Role
 from hotkv_vllm import link
 from hotkv_vllm.compat import checks, model_weights
 from hotkv_vllm.identity.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
+from hotkv_vllm.scheduler import sharing
 from tests.vllm.changing_weights import FakeWatch, load
 from tests.vllm.harness import prompt
-from tests.vllm.other_connectors import beside
+from tests.vllm.other_connectors import beside, our_connector
 from tests.vllm.rekeyed import OTHER, PROMPT, updated
 from tests.vllm.specs import full_model, hybrid_model
 
@@ -32,8 +33,14 @@ class Machine(RuleBasedStateMachine):
     """All ranks run each step with the scheduler's orders. Their reports reach the scheduler at the
     step's end, or are lost."""
 
-    @initialize(num_ranks=st.integers(1, 3), unseen=st.booleans(), in_doubt=st.booleans())
-    def start(self, num_ranks: int, unseen: bool, in_doubt: bool) -> None:
+    @initialize(
+        num_ranks=st.integers(1, 3),
+        unseen=st.booleans(),
+        in_doubt=st.booleans(),
+        late=st.booleans(),
+    )
+    def start(self, num_ranks: int, unseen: bool, in_doubt: bool, late: bool = False) -> None:
+        """late: steps run before the ranks' handshakes."""
         self.now_s = 0.0
         self.watches = [FakeWatch() for _ in range(num_ranks)]
         self.unseen, self.in_doubt = unseen, in_doubt
@@ -42,6 +49,13 @@ class Machine(RuleBasedStateMachine):
             self.watches[-1].forget_original()
         self.ranks = [RankWeights(None if unseen else watch, ORIGINAL) for watch in self.watches]
         self.scheduler = Rekeying(num_ranks)
+        self.encoded: set[tuple[int, ...]] = set()
+        """The weights that computed vLLM's encodings of media."""
+        if late:
+            self.scheduler.ran()
+            self.encoded.add(tuple(watch.weights for watch in self.watches))
+            if in_doubt:
+                self.watches[-1].write(1, quietly=True)
         self.scheduler.begin(ORIGINAL, in_doubt)
         self.under: dict[str, Any] = {
             ORIGINAL: None if in_doubt else tuple(watch.weights for watch in self.watches)
@@ -79,9 +93,11 @@ class Machine(RuleBasedStateMachine):
     def wake_up(self, in_doubt: bool) -> None:
         self.scheduler.begin(self.scheduler.identity, in_doubt)
 
-    @rule()
-    def pause(self) -> None:
-        self.scheduler.suspect()
+    @rule(drops_media=st.booleans())
+    def pause(self, drops_media: bool = True) -> None:
+        self.scheduler.suspect(drops_media)
+        if drops_media:
+            self.encoded.clear()
 
     @rule(weights=st.integers(0, 2))
     def pause_and_write_past_everything(self, weights: int) -> None:
@@ -105,7 +121,9 @@ class Machine(RuleBasedStateMachine):
         for rank in self.ranks:
             rank.obey(self.scheduler.order())
         if runs:
+            self.scheduler.ran()
             self.on_device.add(tuple(watch.weights for watch in self.watches))
+            self.encoded.add(tuple(watch.weights for watch in self.watches))
         self.use()
         reports = {
             number: report
@@ -125,6 +143,7 @@ class Machine(RuleBasedStateMachine):
             "one identity for two sets of weights"
         )
         assert self.on_device <= {weights}, "KV of other weights is stored under this identity"
+        assert self.scheduler.media_are_old or self.encoded <= {weights}, "old encodings are used"
 
     @invariant()
     def ranks_hold_while_the_scheduler_asks(self) -> None:
@@ -166,6 +185,24 @@ def test_blocks_of_weights_that_came_and_went_between_two_checks_are_not_trusted
     one.step()
     one.write_past_everything_and_reset(1)
     one.teardown()
+
+
+@pytest.mark.parametrize("is_overtaken", [False, True])
+def test_a_check_after_a_pause_that_is_repeated_before_the_engine_computes_finds_no_old_media(
+    is_overtaken: bool,
+) -> None:
+    one = Machine()
+    one.start(1, False, False)
+    one.step()
+    one.pause()
+    one.write(1)
+    one.arrive()
+    if is_overtaken:
+        one.scheduler.suspect()
+    # The engine has no step until the answer is late.
+    one.now_s += ASK_AGAIN_S
+    one.teardown()
+    assert not one.scheduler.media_are_old
 
 
 TestMachine = Machine.TestCase
@@ -211,6 +248,20 @@ def test_weights_that_change_in_a_pause_before_the_ranks_say_hello(updated: Any)
     one.generate("a", PROMPT, 4)
     one.generate("end", OTHER, 2)
     assert two.generate("b", PROMPT, 4)[1] == 0
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_media_that_were_encoded_before_the_ranks_say_hello_are_of_weights_in_doubt(
+    updated: Any, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    monkeypatch.setattr(model_weights, "weights_may_be_older", lambda _: True)
+    if is_late:
+        monkeypatch.setattr(sharing, "JOINING_PATIENCE_S", 0.0)
+    one = updated(within=beside("LoadingConnector", ours_first=True))
+    one.generate("a", PROMPT, 4)
+    one.generate("end", OTHER, 2)
+    cache = our_connector(one.connector)._scheduler.cache
+    assert cache.finder.groups.leaves_media_out == is_late
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
@@ -377,6 +428,7 @@ def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encoding
     one = updated()
     one._check = lambda *_: None
     sharing = one.connector._scheduler.sharing
+    one.generate("before", OTHER, 2)
     for seed, pauses in enumerate((False, True, True, None, True, False), 7):
         if pauses is not None:
             monkeypatch.setattr(checks, "is_pausing", lambda is_pausing=pauses: is_pausing)

@@ -93,8 +93,9 @@ class Rekeying:
         self._asked_s = self._since_s = 0.0
         self._answers: dict[int, WeightsReport] = {}
         self._is_due = self._is_asking = False
-        # True if the engine has paused since the last check began; the same of the present check.
-        self._has_paused = self._began_paused = False
+        # True if no step has computed tokens since the start or the last pause, so that vLLM has no
+        # encodings of media; the same at the beginning of the present check.
+        self._is_fresh = self._began_fresh = True
         self.were_written = self.media_are_old = False
 
     def __repr__(self) -> str:
@@ -115,14 +116,14 @@ class Rekeying:
         has_paused: True if the engine pauses, so that vLLM also drops its encodings of media.
         """
         self._is_due = True
-        self._has_paused |= has_paused
+        self._is_fresh |= has_paused
         self.media_are_old &= not has_paused
 
     def ask(self, now_s: float) -> None:
         """Begins a check: the next step asks all ranks which weights they have."""
         if not self._is_asking:
             self._since_s = now_s
-        self._began_paused, self._has_paused = self._has_paused, False
+        self._began_fresh = self._is_fresh
         self._question = next(_questions)
         self._asked_s = now_s
         self._answers.clear()
@@ -168,6 +169,11 @@ class Rekeying:
         digests = "\0".join(self._answers[rank].digest for rank in sorted(self._answers))
         return f"updated:{hashlib.sha256(digests.encode()).hexdigest()}"
 
+    def ran(self) -> None:
+        """Records that a step computes tokens. Called after `step`, and by each such step without a
+        key space."""
+        self._is_fresh = False
+
     def begin(self, identity: str, in_doubt: bool) -> None:
         """Sets `identity` after the scheduler side has opened a session, whose key space belongs to
         the weights with this identity: at the start, or again (for example after a sleep).
@@ -177,7 +183,7 @@ class Rekeying:
         told that an open check has ended, because the scheduler may lack their answers.
 
         in_doubt: True if the ranks' weights may differ from `identity`, so that a check must come
-            first. As after a pause, it comes before the engine encodes media.
+            first.
         """
         self._original = self._original or identity
         self.identity = identity
@@ -185,12 +191,11 @@ class Rekeying:
         if self._is_asking:
             self._question = 0
         self._is_asking = False
-        self._has_paused |= in_doubt
 
     def adopt(self, identity: str) -> None:
         """Ends the check. From here on the key space belongs to the weights with this identity."""
         if self.were_written or identity != self.identity:
-            self.media_are_old = not self._began_paused
+            self.media_are_old = not self._began_fresh
         self.identity = identity
         self._is_asking = False
         self.were_written = False

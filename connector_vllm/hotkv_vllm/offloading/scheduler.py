@@ -85,6 +85,8 @@ class DoorScheduler:
         self._hints = HintReader(tier.stats)
         self._prefill = PrefillSpeed(tier.stats)
         self._space: KeySpace | None = None
+        # The key space of the ranks' page formats, while the system refuses its first session.
+        self._agreed: KeySpace | None = None
         self._reports: UseReports | None = None
         self._reset: CacheReset | None = None
         self._states: dict[str, RequestState] = {}
@@ -99,9 +101,9 @@ class DoorScheduler:
         )
         self._weights = Rekeying(self._num_ranks)
         self._is_clean = True
-        # True from a reset that has emptied the caches (or from the start) until a check of the
-        # weights begins, a hook breaks, or the engine computes without a key space. The ranks
-        # answer a check before the step computes blocks.
+        # True from a reset that has emptied the caches (or from the start) until the engine
+        # computes, the last check of the weights ends, or a hook breaks. The ranks answer a check
+        # before the step computes blocks.
         self._is_empty = True
         # The present check of the weights, and whether the caches were empty when it began.
         self._question = 0
@@ -162,7 +164,19 @@ class DoorScheduler:
             logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
             return
         self._weights.begin(space.weights_identity, in_doubt)
-        self._open(space, self._config.startup_wait_s, OPENING_S)
+        self._agreed = space
+        self._open_agreed(self._config.startup_wait_s, OPENING_S)
+
+    def _open_agreed(self, wait_s: float, opening_s: float = 0.0) -> None:
+        """Opens the first session. If the system refuses it a thread or a file, the next step calls
+        this method again."""
+        space, self._agreed = self._agreed, None
+        assert space is not None
+        try:
+            self._open(space, wait_s, opening_s)
+        except (OSError, RuntimeError):
+            self._agreed = space
+            self.edge.broke("door.connect")
 
     def _open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> None:
         session = self._tier.open(space, wait_s, opening_s)
@@ -357,8 +371,8 @@ class DoorScheduler:
         fallback of `begin_step` and `update`, which process the ranks' reports about weights."""
         self._tier.is_held = True
         self._weights.suspect()
-        # The step computes blocks before the next check begins.
-        self._is_empty = False
+        # The step may compute blocks before the next check begins.
+        self._passed(1)
         return 0
 
     @hook(_hold, of="door", last=0)
@@ -367,25 +381,34 @@ class DoorScheduler:
         server. Returns a number that the ranks must report with the step's output, so that the
         prefill speed can be measured; 0 if the step is not timed."""
         now_s, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
+        if self._agreed is not None:
+            self._open_agreed(0.0)
         if self._space is None or self._reports is None or self._reset is None:
-            self._is_empty &= not num_tokens
+            self._passed(num_tokens)
             return 0
         identity = self._weights.step(num_tokens > 0, now_s)
         order = self._weights.order()
         if order is not None and order.question != self._question:
-            self._question, self._was_empty, self._is_empty = order.question, self._is_empty, False
+            self._question, self._was_empty = order.question, self._is_empty
         transfers = self._tier.transfers
         # A reset that still has to flush the old key space does so before the engine leaves it.
         is_owed = self._reset.under_way and identity != self._weights.identity
         is_idle = transfers is not None and transfers.is_idle
         if identity is not None and is_idle and not is_owed:
             self._adopt(identity)
+        self._passed(num_tokens)
         self._reset.step(now_s)
         self._reports.send(now_s)
         self._tier.is_held = self._weights.under_way or not self._is_clean
         if num_tokens < LEAST_STEP_TOKENS:
             return 0
         return self._prefill.begin_step(steps.scheduled_rows(scheduler_output), now_s)
+
+    def _passed(self, num_tokens: int) -> None:
+        """Records that the step computes this number of tokens."""
+        if num_tokens:
+            self._is_empty = False
+            self._weights.ran()
 
     @property
     def _is_idle(self) -> bool:
@@ -444,6 +467,8 @@ class DoorScheduler:
                 identity,
             )
         self._weights.adopt(identity)
+        # From here on the tier may load chunks, unless another check is due.
+        self._is_empty &= self._weights.under_way
         states = self._states.items()
         self._tier.exclude([name for name, state in states if self._is_excluded(state.request)])
 

@@ -203,11 +203,11 @@ class HotKVTier(SecondaryTierManager):
         if why:
             logger.warning("hotkv is off: %s; vLLM's offloading runs without it", why)
             return
-        self.open(
-            stated_key_space(self.config, self.row_bytes, self.settings),
-            self.settings.startup_wait_s,
-            link.OPENING_S,
-        )
+        space = stated_key_space(self.config, self.row_bytes, self.settings)
+        try:
+            self.open(space, self.settings.startup_wait_s, link.OPENING_S)
+        except (OSError, RuntimeError) as error:
+            logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
 
     def open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> CacheSession | None:
         """Opens a session for a key space, and waits for the server (`link.await_server`). Closes

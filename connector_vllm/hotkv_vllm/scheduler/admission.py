@@ -357,6 +357,8 @@ class Admission:
     def request_broke(self, request_id: str) -> None:
         """Forgets a request for which a hook has raised: releases its lease and cancels its load.
         In an engine with residency, also makes vLLM end the request with an error."""
+        if self._sharing.joining is not None:
+            self._sharing.joining.requests.pop(request_id, None)
         if self._pool.spec is not None:
             self._pool.fail(request_id, "a hook of hotkv's broke")
         state, cache = self.states.pop(request_id, None), self._sharing.cache

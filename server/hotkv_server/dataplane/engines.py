@@ -317,14 +317,13 @@ class CopyEngines:
         groups = by_device(job.plans)
         if missing := groups.keys() - self._engines.keys():
             fail(job, f"device {min(missing)} has no copy engine")
-        elif len(groups) == 1:
-            self._engines[next(iter(groups))].submit(job)
-        else:
-            for device, part in zip(groups, job.parts(list(groups.values())), strict=True):
-                try:
-                    self._engines[device].submit(part)
-                except Exception as error:  # noqa: BLE001 Other parts may copy: the job ends after them.
-                    fail(part, f"{type(error).__name__}: {error}")
+            return
+        parts = [job] if len(groups) == 1 else job.parts(list(groups.values()))
+        for device, part in zip(groups, parts, strict=True):
+            try:
+                self._engines[device].submit(part)
+            except Exception as error:  # noqa: BLE001 Other parts may copy, and other jobs wait for this thread.
+                fail(part, f"{type(error).__name__}: {error}")
 
 
 def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:

@@ -316,8 +316,10 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
     node.reports.check(session, reports)
     node.core.touch(session.record.number, used, time.monotonic())
     session.prefill_tokens_per_s = speed or session.prefill_tokens_per_s
-    await node.reports.note(session, reports)
-    node.reports.ended(session, ended, loads)
+    try:
+        await node.reports.note(session, reports)
+    finally:
+        node.reports.ended(session, ended, loads)
 
 
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
