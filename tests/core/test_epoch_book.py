@@ -388,6 +388,21 @@ def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
     assert book.begin_flush(13.0) == FP
 
 
+def test_raises_that_fail_slowly_starve_no_key_space() -> None:
+    book = EpochBook(("store",))
+    names = ["aa", "bb", "cc"]
+    for name in names:
+        book.flush(name, 10.0)
+    now_s, sent = 10.0, []
+    for _ in range(6):
+        wanted = book.begin_raise("store", now_s)
+        assert wanted
+        sent.append(wanted.fingerprint)
+        now_s += 1.2 * RETRY_S
+        book.raised("store", wanted.fingerprint, None, now_s)
+    assert sent == names * 2
+
+
 def test_only_key_spaces_in_use_are_asked_for_often() -> None:
     book = EpochBook(("store",))
     idle = [f"{number:04x}" for number in range(200)]
