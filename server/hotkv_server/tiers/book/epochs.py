@@ -124,7 +124,8 @@ class Record:
     `need`: the latest flush on this node that is required.
     `begun`: the latest flush on this node that has begun.
     `ended`: the latest flush on this node that has ended.
-    `ended_s`: when the flush `ended` has ended, or an epoch was adopted later without a flush.
+    `ended_s`: when the flush `ended` has ended, or an epoch was adopted later without a flush; for
+        a saved record at first when a store confirmed its epoch.
     `saved_at`: the first revision of the book that records the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
     `used_s`: when blocks were last requested.
@@ -395,6 +396,9 @@ class EpochBook:
             elif standing.is_vouched and standing.target is None and epoch == standing.epoch:
                 if epoch >= restored_below:
                     standing.confirmed_s = sent_s
+                    if record.ended_s == NEVER_S:
+                        # An earlier server may have adopted the epoch a moment ago.
+                        record.ended_s = sent_s
             elif fingerprint not in has_blocks and record.begun == record.ended:
                 standing.epoch, standing.is_vouched, standing.is_none = epoch, True, False
                 standing.target = None
