@@ -388,6 +388,21 @@ def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
     assert book.begin_flush(13.0) == FP
 
 
+def test_raises_that_fail_slowly_starve_no_key_space() -> None:
+    book = EpochBook(("store",))
+    names = ["aa", "bb", "cc"]
+    for name in names:
+        book.flush(name, 10.0)
+    now_s, sent = 10.0, []
+    for _ in range(6):
+        wanted = book.begin_raise("store", now_s)
+        assert wanted
+        sent.append(wanted.fingerprint)
+        now_s += 1.2 * RETRY_S
+        book.raised("store", wanted.fingerprint, None, now_s)
+    assert sent == names * 2
+
+
 def test_only_key_spaces_in_use_are_asked_for_often() -> None:
     book = EpochBook(("store",))
     idle = [f"{number:04x}" for number in range(200)]
@@ -549,3 +564,15 @@ def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> Non
     book.flushed(FP, now_s)
     confirm(other=9, store=7)
     assert book.is_fresh(FP, "store", now_s) and not book.is_calm(FP)
+
+
+def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
+    """The server before may have adopted the flush of one store, and loaded older blocks from the
+    other one, whose epoch is still to be raised."""
+    stores = {name: EpochStanding(epoch, True) for name, epoch in (("other", 9), ("store", 7))}
+    book = EpochBook(("other", "store"), {FP: Record(stores=stores)})
+    for now_s, is_calm in ((10.0, False), (9.9 + CALM_S, False), (10.1 + CALM_S, True)):
+        for name in book.stores:
+            book.shown(name, {FP: stores[name].epoch}, 0, now_s, (FP,))
+            assert book.is_fresh(FP, name, now_s)
+        assert book.is_calm(FP) == is_calm

@@ -124,7 +124,8 @@ class Record:
     `need`: the latest flush on this node that is required.
     `begun`: the latest flush on this node that has begun.
     `ended`: the latest flush on this node that has ended.
-    `ended_s`: when the flush `ended` has ended, or an epoch was adopted later without a flush.
+    `ended_s`: when the flush `ended` has ended, or an epoch was adopted later without a flush; for
+        a saved record at first when a store confirmed its epoch.
     `saved_at`: the first revision of the book that records the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
     `used_s`: when blocks were last requested.
@@ -395,6 +396,9 @@ class EpochBook:
             elif standing.is_vouched and standing.target is None and epoch == standing.epoch:
                 if epoch >= restored_below:
                     standing.confirmed_s = sent_s
+                    if record.ended_s == NEVER_S:
+                        # An earlier server may have adopted the epoch a moment ago.
+                        record.ended_s = sent_s
             elif fingerprint not in has_blocks and record.begun == record.ended:
                 standing.epoch, standing.is_vouched, standing.is_none = epoch, True, False
                 standing.target = None
@@ -417,15 +421,21 @@ class EpochBook:
         self.revision += 1
 
     def begin_raise(self, store: str, now_s: float) -> Raise | None:
-        """Returns the next raise that the caller must send to the store, and counts it as sent.
-        Returns None if no raise is due."""
-        for fingerprint in self._active:
-            record, standing = self._record(fingerprint), self.standing(fingerprint, store)
-            if standing.is_untold and not standing.is_raising and now_s >= standing.raise_s:
-                standing.is_raising = True
-                standing.raise_s, standing.raise_for = now_s, record.asked
-                return Raise(fingerprint, max(standing.epoch, standing.target or NO_EPOCH))
-        return None
+        """Returns the raise that the caller must now send to the store, and counts it as sent: of
+        all raises that are due, the one that was due first. Returns None if no raise is due."""
+
+        def raise_s(fingerprint: str) -> float:
+            standing = self.standing(fingerprint, store)
+            is_wanted = standing.is_untold and not standing.is_raising
+            return standing.raise_s if is_wanted else float("inf")
+
+        fingerprint = min(self._active, key=raise_s, default="")
+        if not fingerprint or now_s < raise_s(fingerprint):
+            return None
+        standing = self.standing(fingerprint, store)
+        standing.is_raising = True
+        standing.raise_s, standing.raise_for = now_s, self._record(fingerprint).asked
+        return Raise(fingerprint, max(standing.epoch, standing.target or NO_EPOCH))
 
     def raised(self, store: str, fingerprint: str, epoch: int | None, now_s: float) -> None:
         """Processes the store's answer to a raise. `epoch`: the new epoch; NO_EPOCH if the store

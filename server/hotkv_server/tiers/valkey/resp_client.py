@@ -51,14 +51,19 @@ def ttl_ms(base_s: float, depth_blocks: int) -> int:
 class RespClient:
     """A `Client` that sends its commands over a `Pipe`; see the module."""
 
-    def __init__(self, pipe: Pipe, ttl_s: float, clock: epochs.StoreClock) -> None:
+    def __init__(
+        self, pipe: Pipe, ttl_s: float, clock: epochs.StoreClock, unsafe: set[str]
+    ) -> None:
         """Takes ownership of `pipe`, so `close` closes it.
 
         `ttl_s`: time to live of the first block of a sequence, in seconds.
         `clock`: detects restarts of the server; shared by all clients of the tier.
+        `unsafe`: the key spaces whose raised epoch no replica had received; shared by all clients
+            of the tier.
         """
         self._pipe = pipe
         self._clock = clock
+        self._unsafe = unsafe
         self._says_info = pipe.has_one_clock
         self._ttl_s = ttl_s
         self._head = memoryview(bytearray(values.HEAD_BYTES))
@@ -179,6 +184,13 @@ class RespClient:
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
         """Raises the epoch of a key space; see `Client.raise_epoch`."""
+        if fingerprint in self._unsafe:
+            # Do not raise the epoch again before a replica has the last raise: each raise makes all
+            # nodes flush the key space. Adding 0 is a write for which WAIT can wait.
+            now_us = epochs.now_us(self._info(until_s))
+            commands = [epochs.begin(fingerprint, now_us), epochs.raise_(fingerprint, 0)]
+            self._ask(commands, until_s)
+            self._check_replica(fingerprint, until_s)
         for _ in range(epochs.RAISE_TRIES):
             now_us = epochs.now_us(self._info(until_s))
             _, reply = self._ask(
@@ -208,8 +220,10 @@ class RespClient:
     def _check_replica(self, fingerprint: str, until_s: float) -> None:
         """Raises LostError if a failover to a replica could now bring back the old epoch of the key
         space."""
+        self._unsafe.add(fingerprint)
         if not self._pipe.outlives_failover(epochs.epoch_key(fingerprint), until_s):
             raise LostError("has no replica that has the epoch of a key space")
+        self._unsafe.discard(fingerprint)
 
     def close(self) -> None:
         """Closes the connection; see `Client.close`."""

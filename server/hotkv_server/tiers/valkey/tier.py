@@ -32,7 +32,7 @@ class ValkeyTier(RemoteTier):
         staged: Staged | None = None,
         name: str = "valkey",
     ) -> None:
-        clock = StoreClock()
+        clock, unsafe = StoreClock(), set[str]()
 
         def connect(until_s: float) -> RespClient:
             pipe: Pipe
@@ -41,7 +41,7 @@ class ValkeyTier(RemoteTier):
             else:
                 address = None if settings.unix_path else settings.host_and_port
                 pipe = ValkeyConnection(settings, address, until_s)
-            return RespClient(pipe, settings.ttl_s, clock)
+            return RespClient(pipe, settings.ttl_s, clock, unsafe)
 
         batch_bytes = settings.connections * PART_BYTES
         facts = TierFacts(name, Medium.REMOTE, False, 0, True, batch_bytes)
