@@ -34,16 +34,23 @@ from hotkv_server.wire.errors import answer, stream
 # answer are computed on a thread.
 
 
+NEVER_STORED, EVICTED, REMOVED, NO_ROOM = (
+    admin_pb2.BLOCK_VERDICT_NEVER_STORED,
+    admin_pb2.BLOCK_VERDICT_EVICTED,
+    admin_pb2.BLOCK_VERDICT_REMOVED,
+    admin_pb2.BLOCK_VERDICT_NO_ROOM,
+)
 GONE = {
-    Cause.NONE: "or evicted long ago",
-    Cause.ROOM: "it made room for others",
-    Cause.OPERATOR: "`hotkv evict` or another call removed it",
-    Cause.FLUSH: "a flush of its key space dropped it",
-    Cause.DAMAGE: "its bytes were damaged",
-    Cause.HINT: "a hint demoted it to a tier, which has no room for it any more",
-    Cause.EXPIRY: "its store did not end before its lease expired",
+    Cause.NONE: (NEVER_STORED, "new, or removed long ago"),
+    Cause.ROOM: (EVICTED, "it made room for others"),
+    Cause.OPERATOR: (REMOVED, "`hotkv evict` or another call removed it"),
+    Cause.FLUSH: (REMOVED, "a flush of its key space dropped it"),
+    Cause.DAMAGE: (REMOVED, "its bytes were damaged"),
+    Cause.HINT: (EVICTED, "a hint demoted it to a tier, which has no room for it any more"),
+    Cause.EXPIRY: (NEVER_STORED, "its store did not end before its lease expired"),
+    Cause.NO_ROOM: (NO_ROOM, "its store found only pinned, reserved or hotter blocks to evict"),
 }
-"""Texts that explain why a block is not cached, by the cause of its removal."""
+"""Verdicts and texts that explain why a block is not cached, by the cause of its removal."""
 HOST = "host"
 MAX_BLOCKS = 1 << 16
 """Most blocks that one answer explains, over all key spaces."""
@@ -161,13 +168,7 @@ def _explain(
                 text = "a lease brings it up" if one.is_up else "but that is down"
                 text = f"{where}; {text}"
             elif word == 0:
-                cause = Cause(int(group.causes[depth]))
-                verdict = (
-                    admin_pb2.BLOCK_VERDICT_EVICTED
-                    if cause not in (Cause.NONE, Cause.EXPIRY)
-                    else admin_pb2.BLOCK_VERDICT_NEVER_STORED
-                )
-                text = GONE[cause]
+                verdict, text = GONE[Cause(int(group.causes[depth]))]
             elif word >= RESERVED_FLAG:
                 verdict, text = admin_pb2.BLOCK_VERDICT_RESERVED, "it is being written"
             else:
@@ -263,14 +264,12 @@ def _summary(missing: admin_pb2.BlockExplanation | None, hit: int, num_tokens: i
     if missing is None:
         return f"all {hit} of {num_tokens} whole-block tokens hit"
     # A block that lies in a tier is missing if the tier is down: the detail says so.
-    why = (
-        missing.detail
-        if missing.verdict == admin_pb2.BLOCK_VERDICT_BELOW
-        else fields.enum_word(admin_pb2.BlockVerdict.DESCRIPTOR, missing.verdict)
-    )
+    why = missing.detail
+    if missing.verdict != admin_pb2.BLOCK_VERDICT_BELOW:
+        why = f"{fields.enum_word(admin_pb2.BlockVerdict.DESCRIPTOR, missing.verdict)}: {why}"
     return (
-        f"{hit} of {num_tokens} tokens hit; group {missing.group_index} stops there: block "
-        f"{missing.depth} is {why}"
+        f"{hit} of {num_tokens} tokens hit; block {missing.depth} of group {missing.group_index} "
+        f"is {why}"
     )
 
 
