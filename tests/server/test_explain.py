@@ -52,5 +52,6 @@ def test_the_summary_names_the_block_that_ends_the_hit(
     lying = [Lying("far", [mask(in_tier)], False, 0.0)] if in_tier else []
     answer = admin_pb2.KeySpaceExplanation()
     num_tokens = max(len(t) * g.block_tokens for t, g in zip(ready, groups, strict=True))
-    _explain(answer, KeySpace("m", "m", "bfloat16", groups, 16), 1, found, lying, num_tokens)
+    space = KeySpace("m", "m", "bfloat16", groups, 16)
+    _explain(answer, space, 1, found, lying, num_tokens, num_tokens)
     assert answer.hit_token_count == hit and words in answer.summary

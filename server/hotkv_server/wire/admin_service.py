@@ -91,6 +91,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             if request.key_space_id:
                 raise
             continue
+        num_tokens = len(hashes) * space.hash_block_tokens
         found: list[inspect.PromptBlocks] = []
         for one in lists:
             found.append(inspect.prompt_blocks(node.core, number, one.group_index, one.hashes))
@@ -102,7 +103,9 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             number,
             found,
             lying,
-            len(hashes) * space.hash_block_tokens,
+            num_tokens,
+            # An engine always computes a prompt's last token.
+            min(num_tokens, len(token_ids) // 4 - 1) if token_ids else num_tokens,
         )
         if await asyncio.to_thread(response.ByteSize) > MAX_MESSAGE_BYTES:
             raise HotKVError(
@@ -144,6 +147,7 @@ def _explain(
     found: Sequence[inspect.PromptBlocks],
     lying: Sequence[Lying],
     num_tokens: int,
+    most_tokens: int,
 ) -> None:
     """Explains a prompt in one key space: writes a verdict for each block, and a summary, into
     `explanation`. Writes into the message instead of returning one, because copying so large a
@@ -153,6 +157,7 @@ def _explain(
     found: for each group, the states of the prompt's blocks in host memory.
     lying: for each tier, masks of the blocks that lie in the tier.
     num_tokens: number of the prompt's tokens that lie in whole blocks.
+    most_tokens: most tokens that a hit can have.
     """
     masks, tiers = [], [_tiers(group, index, lying) for index, group in enumerate(found)]
     for index, group in enumerate(found):
@@ -182,8 +187,8 @@ def _explain(
                 detail=text,
                 tier=tier,
             )
-    hit = longest_hit(space.groups, masks, num_tokens)
-    limiting, depth = _limit(space, masks, hit, num_tokens)
+    hit = longest_hit(space.groups, masks, most_tokens)
+    limiting, depth = _limit(space, masks, hit, most_tokens)
     explanation.key_space_id, explanation.hit_token_count, explanation.token_count = (
         number,
         hit,
@@ -235,17 +240,18 @@ def _loads(
 
 
 def _limit(
-    space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
+    space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, most_tokens: int
 ) -> tuple[int, int]:
     """Returns the group and the depth of the block that limits the hit: the first missing block
     that the next longer hit (by `alignment_tokens`) would need. The group is -1 if the prompt is
     too short for a longer hit.
 
     masks: for each group, True for each of the prompt's blocks that could be loaded.
-    hit, num_tokens: length of the hit and of the prompt, in tokens.
+    hit: length of the hit, in tokens.
+    most_tokens: most tokens that a hit can have.
     """
     longer = hit + alignment_tokens(space.groups)
-    if longer > num_tokens:
+    if longer > most_tokens:
         return -1, 0
     for index, (mask, needed) in enumerate(
         zip(masks, needed_blocks(space.groups, longer), strict=True)
