@@ -20,7 +20,7 @@ COUNTERS: dict[str, str] = {
         "Loads that the server did not end when asked to. Their requests continued, their blocks "
         "stayed out of use."
     ),
-    "unserved_requests": "Requests not offered tokens because a worker had no session.",
+    "unserved_requests": "Requests that came while the scheduler or a worker had no session.",
     "left_requests": "Requests that computed their prompt because loading it is slower.",
     "tried_requests": "Requests that tried a load briefly, although computing seemed faster.",
     "late_requests": "Requests whose load took longer than computing, or than a trial may.",

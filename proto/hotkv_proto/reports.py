@@ -22,7 +22,7 @@ class Miss(enum.IntEnum):
     """The engine and the server do not know the reason."""
     ABSENT = 1
     """The server did not have the block when the engine looked it up. The server replaces this
-    reason by NEVER_STORED, EVICTED or IN_FLIGHT."""
+    reason by NEVER_STORED, EVICTED, REMOVED, NO_ROOM, LEFT_BELOW or IN_FLIGHT."""
     NEVER_STORED = 2
     """The block was never stored in this server, or was evicted so long ago that the server has
     forgotten it."""
@@ -50,6 +50,12 @@ class Miss(enum.IntEnum):
     LEFT_BELOW = 12
     """The block lies in a tier below host memory and was not promoted: computing it is faster, or
     the tier is down or busy."""
+    REMOVED = 13
+    """The block was removed by an operator's call, by a flush, or because its bytes were
+    damaged."""
+    NO_ROOM = 14
+    """The block was not stored, because its store found no room: the blocks in its way were pinned,
+    reserved for others or expected to be used sooner."""
 
 
 SAID_BY_ENGINES = frozenset(

@@ -9,7 +9,7 @@ from hotkv_proto.blocks import NO_RETENTION, BlockResult, Retention
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room.policies import Hotness
 from hotkv_server.cache.room.policies.hotness import Contender, Duel
-from hotkv_server.cache.values import Run, TenantShare
+from hotkv_server.cache.values import Cause, Run, TenantShare
 from hotkv_server.tiers.book.copies import Copies
 from hotkv_server.tiers.book.moves import Moves
 from tests.core.support import World, begin_store, words_of
@@ -71,6 +71,8 @@ def test_what_was_just_used_stays_and_the_rest_is_refused() -> None:
     assert place.stored(fresh, 6.0) == fresh[:10]
     assert place.found(old + live) == live
     assert place.core.counters.no_space_blocks == 10
+    causes = place.core.space.removal.causes(1, 0, words_of(fresh))
+    assert causes.tolist() == [Cause.NONE] * 10 + [Cause.NO_ROOM] * 10
     assert place.stored(fresh[10:], 6.5) == [] and place.found(live) == live
     even = place.open("even", "even", (SLOT_ALIGN, SLOT_ALIGN)).number
     runs = [Run(group, words_of([50])) for group in (0, 1)]

@@ -1,43 +1,44 @@
-"""Missed blocks have the reason of their removal: only evicted blocks call for more memory."""
+"""Missed blocks have the reason of their removal, in the ledger as in `hotkv explain`."""
 
 from collections import Counter
 
 import pytest
 
 from hotkv_proto.reports import Miss
+from hotkv_proto.v1 import admin_pb2
 from hotkv_server.cache.values import Cause, Run
 from hotkv_server.ledger.book.outcome import PromptOutcome, note_outcome
+from hotkv_server.wire.admin_service import GONE
 from tests.core.support import World, reserve, words_of
 
 TOKENS = 16
 
 
 @pytest.mark.parametrize("cause", list(Cause))
-def test_what_more_memory_would_have_kept_is_evicted(cause: Cause) -> None:
+def test_the_reason_of_a_miss_is_the_verdict_on_the_block(cause: Cause) -> None:
     place = World()
     session = place.open()
     for group in (0, 1):
         place.store(session, range(6), group=group)
     words = place.core.space.index.find(session.key_space_id, 0, words_of(range(2, 6)))
     removal = place.core.space.removal
-    if cause in (Cause.FLUSH, Cause.DAMAGE):
-        removal.flush(words, cause)
-    elif cause:
-        removal.evict(words, cause)
+    removal.evict(words, cause)
+    verdict = admin_pb2.BlockVerdict.Name(GONE[cause][0])
+    why = Miss[verdict.removeprefix("BLOCK_VERDICT_")]
 
     def note(hit_tokens: int) -> PromptOutcome:
         number, words = session.key_space_id, words_of(range(8))
         return note_outcome(place.core, number, words, 8 * TOKENS + 1, 0, hit_tokens, Miss.ABSENT)
 
     outcome = note(2 * TOKENS)
-    evicted = outcome.missed_tokens.get(Miss.EVICTED, 0)
-    assert evicted == (4 * TOKENS if cause in (Cause.ROOM, Cause.HINT) else 0)
-    assert outcome.hit_tokens == {0: 2 * TOKENS}
+    counts = Counter({Miss.PARTIAL_BLOCK: 1, Miss.NEVER_STORED: 2 * TOKENS})
+    counts[why] += 4 * TOKENS
+    assert outcome == PromptOutcome({0: 2 * TOKENS}, counts)
     # Missed tokens are shared by each reason's number of blocks; the largest gets the rest.
-    if cause in (Cause.ROOM, Cause.HINT):
+    if why is not Miss.NEVER_STORED:
         missed = 6 * TOKENS + 3
         shares = {Miss.IN_FLIGHT: missed // 7, Miss.NEVER_STORED: 2 * missed // 7}
-        shares[Miss.EVICTED] = missed - sum(shares.values())
+        shares[why] = missed - sum(shares.values())
         assert note(2 * TOKENS - 3).missed_tokens == {Miss.PARTIAL_BLOCK: 1, **shares}
 
 

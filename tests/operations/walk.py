@@ -284,13 +284,13 @@ def explain(service: Service, traffic: Traffic) -> None:
     hashes = [block["block_hash"] for block in first["blocks"] if block["verdict"] == "ready"]
     number = str(first["key_space_id"])
 
-    def evicted() -> bool:
+    def removed() -> bool:
         # The traffic may store the prompt again at any moment.
         service.hotkv("evict", "--key-space", number, *hashes)
-        found["evicted"] = verdicts(gone)
-        return "evicted" in found["evicted"]
+        found["removed"] = verdicts(gone)
+        return "removed" in found["removed"]
 
-    wait(evicted, "a prompt is evicted")
+    wait(removed, "a prompt is removed")
     service.hotkv("flush", "--key-space", number)
     found["flushed"] = verdicts(flushed)
     assert "ready" not in found["flushed"], f"{found}"

@@ -61,6 +61,8 @@ def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedE
     explain = ("explain", "--key-space", number, *map(str, tokens))
     assert f"key space {number} (cli-model): 32 of 48 tokens hit" in server.cli(*explain)
     assert "never stored" in server.cli(*explain)
+    # An engine computes the block with the prompt's last token.
+    assert "16 of 32 tokens hit; a longer hit would" in server.cli(*explain[: 3 + 32])
     assert "evicted 2 blocks" in server.cli("evict", "--all", "--key-space", number)
     assert "`hotkv evict` or another call removed it" in server.cli(*explain)
     store(one, hashes[:2])

@@ -12,17 +12,23 @@ from hotkv_server.wire.admin_service import _explain
 from tests.server.support import FULL, WIDE, WINDOW
 
 UNEVEN = GroupSpec(GroupKind.FULL_ATTENTION, 48, (4096,))
-HERE = "group 0 stops there: block 2 is"
+HERE = "block 2 of group 0 is"
 
 
 @pytest.mark.parametrize(
     ("groups", "ready", "in_tier", "hit", "words"),
     [
         # A window needs no block that lies before it.
-        ((FULL, WINDOW), ("11111111", "00110000"), "", 64, "group 1 stops there: block 4 is never"),
-        ((WIDE, WINDOW), ("1111", "00110000"), "", 64, "group 1 stops there: block 4 is never"),
+        (
+            (FULL, WINDOW),
+            ("11111111", "00110000"),
+            "",
+            64,
+            "block 4 of group 1 is never stored: new",
+        ),
+        ((WIDE, WINDOW), ("1111", "00110000"), "", 64, "block 4 of group 1 is never stored: new"),
         # The next longer hit ends where blocks of 32 and of 48 tokens end.
-        ((WIDE, UNEVEN), ("11111111", "11100"), "", 96, "group 1 stops there: block 3 is never"),
+        ((WIDE, UNEVEN), ("11111111", "11100"), "", 96, "block 3 of group 1 is never stored: new"),
         ((FULL,), ("11000000",), "00100000", 32, f"{HERE} in far; but that is down"),
         ((FULL,), ("11111111",), "", 128, "all 128 of 128"),
         ((WIDE, UNEVEN), ("1", "1"), "", 0, "0 of 48 tokens hit; a longer hit would need a"),
@@ -46,5 +52,6 @@ def test_the_summary_names_the_block_that_ends_the_hit(
     lying = [Lying("far", [mask(in_tier)], False, 0.0)] if in_tier else []
     answer = admin_pb2.KeySpaceExplanation()
     num_tokens = max(len(t) * g.block_tokens for t, g in zip(ready, groups, strict=True))
-    _explain(answer, KeySpace("m", "m", "bfloat16", groups, 16), 1, found, lying, num_tokens)
+    space = KeySpace("m", "m", "bfloat16", groups, 16)
+    _explain(answer, space, 1, found, lying, num_tokens, num_tokens)
     assert answer.hit_token_count == hit and words in answer.summary

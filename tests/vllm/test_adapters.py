@@ -16,6 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from hotkv_client.types import BlockRun
 from hotkv_proto.blocks import NO_RETENTION
+from hotkv_proto.reports import Miss
 from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
 from hotkv_vllm.identity.adapters import (
     LATER,
@@ -27,6 +28,7 @@ from hotkv_vllm.identity.adapters import (
 from hotkv_vllm.metadata import HotKVWorkerMetadata
 from tests.vllm.harness import prompt
 from tests.vllm.lora_manager import Manager, lora, with_adapters
+from tests.vllm.oracle import reports_to
 from tests.vllm.tiny import BLOCK_TOKENS
 
 PROMPT = prompt(1, 200)
@@ -213,6 +215,9 @@ def test_without_a_manager_adapters_bypass_and_it_is_said_once(
         for name in "ab":
             assert generate(one, name, lora()) == 0
     assert server.count("store") == 0 and one.counters.keys() <= {"reported_requests"}
+    # Their tokens count as missed, under no names.
+    said = [(report.miss, len(report.hashes)) for report in reports_to(server)]
+    assert said == [(Miss.NOT_ASKED, 0)] * 2
     assert caplog.text.count("the workers can't tell") == 1
 
 

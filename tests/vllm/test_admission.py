@@ -61,7 +61,8 @@ def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has_media:
     assert one.parts.server.count("acquire") == (not has_media)
     one.desk.allocated(asks, blocks([1, 2, 3, 4, 5]), 0)
     one.cache.reports.send(one.now_s)
-    assert one.parts.count("reported_requests") == (not has_media)
+    (told,) = reports_to(one.parts.server)
+    assert bool(told.hashes) == (not has_media) and told.prompt_tokens == LONG
     one.parts.drop("a", range(4))
     asks.num_computed_tokens = LONG
     one.desk.others.step(["a"], False)

@@ -170,6 +170,7 @@ def test_engine_runs_without_a_server_and_with_one_that_comes_and_goes(
         server.sessions[-1].tell(LinkState.ABSENT, "still not")
     # Each change of the state is logged once.
     assert len(lines) == 5, lines
+    assert one.counters["unserved_requests"] == 5
 
 
 def test_a_request_that_waited_while_the_server_restarted_hits(engine: Any, server: Any) -> None:

@@ -111,7 +111,7 @@ class Admission:
         self.states[request.request_id] = state
         if cache.residencies is not None:
             cache.residencies.arrived(state, now_s)
-        if not self._sharing.links.are_complete and cache.session.connected:
+        if not (self._sharing.links.are_complete and cache.session.connected):
             self._stats.add("unserved_requests")
         if request.lora_request is not None:
             self._adapters.arrived(request, now_s)

@@ -38,7 +38,8 @@ class UseReports:
     ) -> None:
         """hash_block_tokens: number of tokens for which vLLM computes a hash.
         keys: takes vLLM's object of a request, and returns the hashes of its tokens, one for each
-            `hash_block_tokens` tokens; empty for a request without shared names (`CachedGroups`).
+            `hash_block_tokens` tokens; empty for a request without shared names (`CachedGroups`),
+            which is reported too, so that its tokens count as missed.
         prefill: predicts the prefill time that a hit saves; None: this time is reported as 0.
         tells_speed: True sends the engine's prefill speed with the reports. The server then does
             not fetch blocks from a slow tier if the engine computes them sooner.
@@ -73,7 +74,7 @@ class UseReports:
 
     def admitted(self, state: RequestState, external_tokens: int) -> None:
         """Records that vLLM has allocated the request's blocks. The first call adds the request to
-        the next message, unless the request has no shared names (`CachedGroups`).
+        the next message.
 
         external_tokens: number of tokens to load from hotkv.
         """
@@ -82,8 +83,6 @@ class UseReports:
             state.use.load_began_s = time.monotonic()
         if not state.use.is_reported:
             state.use.is_reported = True
-            if not self._keys(state.request) and state.request.block_hashes:
-                return
             state.use.report_id = next(_report_ids)
             self._waiting.append((state, external_tokens))
 

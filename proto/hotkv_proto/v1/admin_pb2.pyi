@@ -32,11 +32,15 @@ class _BlockVerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     BLOCK_VERDICT_RESERVED: _BlockVerdict.ValueType  # 2
     """It would not: it is being written."""
     BLOCK_VERDICT_EVICTED: _BlockVerdict.ValueType  # 3
-    """It would not: it was removed lately. BlockExplanation.detail says why."""
+    """It would not: it was evicted lately to make room."""
     BLOCK_VERDICT_NEVER_STORED: _BlockVerdict.ValueType  # 4
     """It would not: it was never stored, or was evicted so long ago that the server has forgotten it."""
     BLOCK_VERDICT_BELOW: _BlockVerdict.ValueType  # 5
     """It would hit: it lies in a tier below host memory, and is promoted when a lease asks for it."""
+    BLOCK_VERDICT_REMOVED: _BlockVerdict.ValueType  # 6
+    """It would not: it was removed lately, but not to make room. BlockExplanation.detail says why."""
+    BLOCK_VERDICT_NO_ROOM: _BlockVerdict.ValueType  # 7
+    """It would not: its store found no room."""
 
 class BlockVerdict(_BlockVerdict, metaclass=_BlockVerdictEnumTypeWrapper):
     """Whether a block of a prompt would hit."""
@@ -48,11 +52,15 @@ BLOCK_VERDICT_READY: BlockVerdict.ValueType  # 1
 BLOCK_VERDICT_RESERVED: BlockVerdict.ValueType  # 2
 """It would not: it is being written."""
 BLOCK_VERDICT_EVICTED: BlockVerdict.ValueType  # 3
-"""It would not: it was removed lately. BlockExplanation.detail says why."""
+"""It would not: it was evicted lately to make room."""
 BLOCK_VERDICT_NEVER_STORED: BlockVerdict.ValueType  # 4
 """It would not: it was never stored, or was evicted so long ago that the server has forgotten it."""
 BLOCK_VERDICT_BELOW: BlockVerdict.ValueType  # 5
 """It would hit: it lies in a tier below host memory, and is promoted when a lease asks for it."""
+BLOCK_VERDICT_REMOVED: BlockVerdict.ValueType  # 6
+"""It would not: it was removed lately, but not to make room. BlockExplanation.detail says why."""
+BLOCK_VERDICT_NO_ROOM: BlockVerdict.ValueType  # 7
+"""It would not: its store found no room."""
 Global___BlockVerdict: typing_extensions.TypeAlias = BlockVerdict
 
 @typing.final

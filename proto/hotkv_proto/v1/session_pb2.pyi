@@ -132,6 +132,10 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The tokens behind the last full block, or the block with the last token."""
     MISS_REASON_LEFT_BELOW: _MissReason.ValueType  # 12
     """The block lies in a tier below host memory and was not promoted."""
+    MISS_REASON_REMOVED: _MissReason.ValueType  # 13
+    """The block was removed by an operator's call, by a flush, or because its bytes were damaged."""
+    MISS_REASON_NO_ROOM: _MissReason.ValueType  # 14
+    """The block was not stored, because its store found no room."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """Why tokens of a prompt were computed although there is a cache."""
@@ -162,6 +166,10 @@ MISS_REASON_PARTIAL_BLOCK: MissReason.ValueType  # 11
 """The tokens behind the last full block, or the block with the last token."""
 MISS_REASON_LEFT_BELOW: MissReason.ValueType  # 12
 """The block lies in a tier below host memory and was not promoted."""
+MISS_REASON_REMOVED: MissReason.ValueType  # 13
+"""The block was removed by an operator's call, by a flush, or because its bytes were damaged."""
+MISS_REASON_NO_ROOM: MissReason.ValueType  # 14
+"""The block was not stored, because its store found no room."""
 Global___MissReason: typing_extensions.TypeAlias = MissReason
 
 @typing.final

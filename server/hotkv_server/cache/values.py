@@ -163,9 +163,8 @@ class Reservation:
 
 
 class Cause(enum.IntEnum):
-    """Why a block was removed. NONE: no removal of the block is remembered. Either the block was
-    never removed, or its removal is long ago: only the causes of the last removals are
-    remembered."""
+    """Why a block was removed, or was not stored. NONE: nothing is remembered about the block: only
+    the causes of the last removals since the server's start are remembered."""
 
     NONE = 0
     ROOM = 1
@@ -180,6 +179,8 @@ class Cause(enum.IntEnum):
     """A hint demoted the block to a tier below host memory."""
     EXPIRY = 6
     """The block never became ready, because the lease of its store expired."""
+    NO_ROOM = 7
+    """The block was not stored, because its store found no room."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ names the prompts as the limit."""
 MISSES = {
     "never_stored": "New text, or evicted long ago: nothing to gain but by more memory.",
     "evicted": "Made room for others: more memory or a tier helps.",
+    "no_room": "Pinned, reserved or hotter blocks left its store no room: more memory helps.",
+    "removed": "Dropped by a call, a flush or a reset, or damaged: see the log.",
     "left_below": "On a tier, but computing was sooner, or the tier was down.",
     "in_flight": "Was still being written when the engine asked.",
     "refused": "The server refused a lookup or lease: leases.unadmitted_share.",

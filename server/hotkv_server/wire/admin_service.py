@@ -34,16 +34,23 @@ from hotkv_server.wire.errors import answer, stream
 # answer are computed on a thread.
 
 
+NEVER_STORED, EVICTED, REMOVED, NO_ROOM = (
+    admin_pb2.BLOCK_VERDICT_NEVER_STORED,
+    admin_pb2.BLOCK_VERDICT_EVICTED,
+    admin_pb2.BLOCK_VERDICT_REMOVED,
+    admin_pb2.BLOCK_VERDICT_NO_ROOM,
+)
 GONE = {
-    Cause.NONE: "or evicted long ago",
-    Cause.ROOM: "it made room for others",
-    Cause.OPERATOR: "`hotkv evict` or another call removed it",
-    Cause.FLUSH: "a flush of its key space dropped it",
-    Cause.DAMAGE: "its bytes were damaged",
-    Cause.HINT: "a hint demoted it to a tier, which has no room for it any more",
-    Cause.EXPIRY: "its store did not end before its lease expired",
+    Cause.NONE: (NEVER_STORED, "new, or removed long ago"),
+    Cause.ROOM: (EVICTED, "it made room for others"),
+    Cause.OPERATOR: (REMOVED, "`hotkv evict` or another call removed it"),
+    Cause.FLUSH: (REMOVED, "a flush of its key space dropped it"),
+    Cause.DAMAGE: (REMOVED, "its bytes were damaged"),
+    Cause.HINT: (EVICTED, "a hint demoted it to a tier, which has no room for it any more"),
+    Cause.EXPIRY: (NEVER_STORED, "its store did not end before its lease expired"),
+    Cause.NO_ROOM: (NO_ROOM, "its store found only pinned, reserved or hotter blocks to evict"),
 }
-"""Texts that explain why a block is not cached, by the cause of its removal."""
+"""Verdicts and texts that explain why a block is not cached, by the cause of its removal."""
 HOST = "host"
 MAX_BLOCKS = 1 << 16
 """Most blocks that one answer explains, over all key spaces."""
@@ -84,6 +91,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             if request.key_space_id:
                 raise
             continue
+        num_tokens = len(hashes) * space.hash_block_tokens
         found: list[inspect.PromptBlocks] = []
         for one in lists:
             found.append(inspect.prompt_blocks(node.core, number, one.group_index, one.hashes))
@@ -95,7 +103,9 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             number,
             found,
             lying,
-            len(hashes) * space.hash_block_tokens,
+            num_tokens,
+            # An engine always computes a prompt's last token.
+            min(num_tokens, len(token_ids) // 4 - 1) if token_ids else num_tokens,
         )
         if await asyncio.to_thread(response.ByteSize) > MAX_MESSAGE_BYTES:
             raise HotKVError(
@@ -137,6 +147,7 @@ def _explain(
     found: Sequence[inspect.PromptBlocks],
     lying: Sequence[Lying],
     num_tokens: int,
+    most_tokens: int,
 ) -> None:
     """Explains a prompt in one key space: writes a verdict for each block, and a summary, into
     `explanation`. Writes into the message instead of returning one, because copying so large a
@@ -146,6 +157,7 @@ def _explain(
     found: for each group, the states of the prompt's blocks in host memory.
     lying: for each tier, masks of the blocks that lie in the tier.
     num_tokens: number of the prompt's tokens that lie in whole blocks.
+    most_tokens: most tokens that a hit can have.
     """
     masks, tiers = [], [_tiers(group, index, lying) for index, group in enumerate(found)]
     for index, group in enumerate(found):
@@ -161,13 +173,7 @@ def _explain(
                 text = "a lease brings it up" if one.is_up else "but that is down"
                 text = f"{where}; {text}"
             elif word == 0:
-                cause = Cause(int(group.causes[depth]))
-                verdict = (
-                    admin_pb2.BLOCK_VERDICT_EVICTED
-                    if cause not in (Cause.NONE, Cause.EXPIRY)
-                    else admin_pb2.BLOCK_VERDICT_NEVER_STORED
-                )
-                text = GONE[cause]
+                verdict, text = GONE[Cause(int(group.causes[depth]))]
             elif word >= RESERVED_FLAG:
                 verdict, text = admin_pb2.BLOCK_VERDICT_RESERVED, "it is being written"
             else:
@@ -181,8 +187,8 @@ def _explain(
                 detail=text,
                 tier=tier,
             )
-    hit = longest_hit(space.groups, masks, num_tokens)
-    limiting, depth = _limit(space, masks, hit, num_tokens)
+    hit = longest_hit(space.groups, masks, most_tokens)
+    limiting, depth = _limit(space, masks, hit, most_tokens)
     explanation.key_space_id, explanation.hit_token_count, explanation.token_count = (
         number,
         hit,
@@ -234,17 +240,18 @@ def _loads(
 
 
 def _limit(
-    space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
+    space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, most_tokens: int
 ) -> tuple[int, int]:
     """Returns the group and the depth of the block that limits the hit: the first missing block
     that the next longer hit (by `alignment_tokens`) would need. The group is -1 if the prompt is
     too short for a longer hit.
 
     masks: for each group, True for each of the prompt's blocks that could be loaded.
-    hit, num_tokens: length of the hit and of the prompt, in tokens.
+    hit: length of the hit, in tokens.
+    most_tokens: most tokens that a hit can have.
     """
     longer = hit + alignment_tokens(space.groups)
-    if longer > num_tokens:
+    if longer > most_tokens:
         return -1, 0
     for index, (mask, needed) in enumerate(
         zip(masks, needed_blocks(space.groups, longer), strict=True)
@@ -263,14 +270,12 @@ def _summary(missing: admin_pb2.BlockExplanation | None, hit: int, num_tokens: i
     if missing is None:
         return f"all {hit} of {num_tokens} whole-block tokens hit"
     # A block that lies in a tier is missing if the tier is down: the detail says so.
-    why = (
-        missing.detail
-        if missing.verdict == admin_pb2.BLOCK_VERDICT_BELOW
-        else fields.enum_word(admin_pb2.BlockVerdict.DESCRIPTOR, missing.verdict)
-    )
+    why = missing.detail
+    if missing.verdict != admin_pb2.BLOCK_VERDICT_BELOW:
+        why = f"{fields.enum_word(admin_pb2.BlockVerdict.DESCRIPTOR, missing.verdict)}: {why}"
     return (
-        f"{hit} of {num_tokens} tokens hit; group {missing.group_index} stops there: block "
-        f"{missing.depth} is {why}"
+        f"{hit} of {num_tokens} tokens hit; block {missing.depth} of group {missing.group_index} "
+        f"is {why}"
     )
 
 

@@ -19,7 +19,7 @@ from hotkv_server.cache.room.removal import EVICTED_PER_PART, Books, Parts, Reba
 from hotkv_server.cache.room.shares import Payers, TenantBook
 from hotkv_server.cache.room.slabs import MAX_SIZES, SlabPool, aligned
 from hotkv_server.cache.table.index import BlockIndex, Chains, Keys
-from hotkv_server.cache.values import BoolMask, Entries, Int64s, TenantShare
+from hotkv_server.cache.values import BoolMask, Cause, Entries, Int64s, TenantShare
 
 # Making room: evicting entries until the requested slots are free.
 #
@@ -539,13 +539,14 @@ class Space:
         retention: Retention = NO_RETENTION,
     ) -> None:
         """Notifies the policy of blocks that were not stored because `insert` found no room for
-        them.
+        them, and remembers why they are absent.
 
         hashes: the blocks' hashes, in chain order.
         depth: number of blocks before the first of these blocks in the chain.
         retention: the wish of the request to retain the blocks.
         """
         keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
+        self.removal.remember(keys, Cause.NO_ROOM)
         self.policy.decline(keys, depth, now_s, retention)
 
     def touch(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:

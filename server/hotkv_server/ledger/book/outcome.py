@@ -30,6 +30,20 @@ the blocks up. The value is the reason that is counted if a missed block is read
 and FAILED_LOAD are among the reasons, because an engine that reports them may not have asked the
 server for the blocks."""
 
+# With more room the evicted blocks would have stayed, also those that a hint demoted.
+REASONS = {
+    Cause.NONE: Miss.NEVER_STORED,
+    Cause.ROOM: Miss.EVICTED,
+    Cause.OPERATOR: Miss.REMOVED,
+    Cause.FLUSH: Miss.REMOVED,
+    Cause.DAMAGE: Miss.REMOVED,
+    Cause.HINT: Miss.EVICTED,
+    Cause.EXPIRY: Miss.NEVER_STORED,
+    Cause.NO_ROOM: Miss.NO_ROOM,
+}
+"""The reason of a miss, by the cause of the block's removal."""
+OF_CAUSES = np.array([REASONS[cause] for cause in Cause])
+
 
 @dataclass(frozen=True, slots=True)
 class PromptOutcome:
@@ -173,10 +187,7 @@ def _codes(
     named = np.ascontiguousarray(hashes[step - 1 :: step][blocks.start : blocks.stop])
     words = core.space.index.find(key_space_id, group_index, named)
     causes = core.space.removal.causes(key_space_id, group_index, named)
-    # These blocks were evicted to make room, or because a hint demoted them. With more room they
-    # would have stayed.
-    made_room = (causes == Cause.ROOM) | (causes == Cause.HINT)
-    codes = np.where(made_room, int(Miss.EVICTED), int(Miss.NEVER_STORED))
+    codes = OF_CAUSES[causes]
     for one in core.below:
         codes[one.find(key_space_id, HashList(group_index, named))] = int(Miss.LEFT_BELOW)
     codes[words >= table.RESERVED_FLAG] = int(Miss.IN_FLIGHT)
