@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, CrossAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    MambaSpec,
+    SlidingWindowMLASpec,
+)
 
 from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat import Unsupported, kv_groups
 from hotkv_vllm.compat.kv_groups import CacheGroup
-from tests.vllm.specs import CHUNK, WINDOW, full_spec, one_group, window_spec
+from tests.vllm.specs import CHUNK, SIZES, WINDOW, full_spec, one_group, window_spec
 from tests.vllm.tiny import BLOCK_TOKENS
 
 CHUNKED = ChunkedLocalAttentionSpec(
@@ -139,14 +144,16 @@ def test_an_engine_without_prefill_ranks_has_one() -> None:
 
 
 def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
-    """A block of states has no number of tokens."""
+    """A block of states has no number of tokens, and neither has a block that vLLM does not cache:
+    vLLM allocates such blocks also for the tokens of a hit."""
     specs = [replace(full_spec(), dcp_sharded=sharded) for sharded in (True, False)]
     config = kv_config(*map(group, specs))
     found = kv_groups.cache_groups(vllm_config(dcp=2), config)
     assert [one.block_tokens for one in found] == [2 * BLOCK_TOKENS, BLOCK_TOKENS]
-    config = kv_config(*map(group, [*specs, states()]))
+    replayed = SlidingWindowMLASpec(**SIZES, sliding_window=WINDOW, bounded_replay=True)
+    config = kv_config(*map(group, [*specs, states(), replayed]))
     found_tokens = kv_groups.group_block_tokens(vllm_config(dcp=2), config)
-    assert found_tokens == (2 * BLOCK_TOKENS, BLOCK_TOKENS, 0)
+    assert found_tokens == (2 * BLOCK_TOKENS, BLOCK_TOKENS, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,19 @@
 the cache, faults on demand."""
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm.v1.kv_cache_interface import CircularBufferSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from hotkv_client.types import LinkState
 from hotkv_vllm.scheduler import hits
 from hotkv_vllm.scheduler.loads import LoadRoom
-from tests.vllm.harness import prompt
-from tests.vllm.specs import hybrid_model, states_and_full_model
+from tests.vllm.harness import Engine, prompt
+from tests.vllm.oracle import check_stored
+from tests.vllm.specs import SIZES, full_spec, hybrid_model, states_and_full_model
 from tests.vllm.tiny import BLOCK_TOKENS
 
 PROMPT = prompt(1, 200)
@@ -225,6 +228,34 @@ def test_a_state_whose_block_was_given_away_is_not_stored(
     one.generate("a", prompt(1, 40), 4)
     one.generate("end", prompt(2, 10), 3)
     assert not names and {group for _, group, _ in server.blocks} == {0}
+
+
+class RingEngine(Engine):
+    """An engine whose second group has a block for each request, a ring of its last tokens, which
+    prefix caching can't use. Every step writes to the rings of its requests."""
+
+    def _attention_groups(self) -> Iterator[tuple[int, Any]]:
+        yield next(super()._attention_groups())
+
+    def _write(self, name: str, computed: int, count: int) -> None:
+        super()._write(name, computed, count)
+        self._cells("layer.1")[self.tables[name][1]] = -1
+
+
+def test_a_block_that_becomes_the_ring_of_a_request_with_a_hit_is_not_stored(
+    make: Any, server: Any
+) -> None:
+    specs = {"layer.0": full_spec(), "layer.1": CircularBufferSpec(**SIZES)}
+    one = make(RingEngine, specs=specs, blocks=9)
+    one.generate("a", PROMPT[:100])
+    server.hold = {"store"}
+    one.generate("stored", prompt(2, 100))
+    one.add("hit", PROMPT[:140])
+    one.run()
+    assert one.local["hit"] == 3 * BLOCK_TOKENS
+    server.hold = set()
+    server.settle()
+    check_stored(server, [one])
 
 
 @pytest.mark.parametrize("seed_set", [True, False])

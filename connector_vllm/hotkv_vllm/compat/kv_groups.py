@@ -151,13 +151,15 @@ def _drops_last_block(vllm_config: Any) -> bool:
 
 
 def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Returns the number of tokens of a block, per vLLM group; 0 for a group of recurrent states.
-    In such a group a token's position does not tell its block, because the blocks need not be in
-    the order of the tokens."""
+    """Returns the number of tokens of a block, per vLLM group; 0 for a group of recurrent states,
+    and for a group that prefix caching can't use. In such a group a token's position does not tell
+    whether the token's block is written: the blocks need not be in the order of the tokens, or
+    vLLM allocates new blocks for the tokens of a hit."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return tuple(
         0
-        if get_kv_cache_spec_kind(g.kv_cache_spec) is KVCacheSpecKind.MAMBA
+        if not g.kv_cache_spec.prefix_cacheable
+        or get_kv_cache_spec_kind(g.kv_cache_spec) is KVCacheSpecKind.MAMBA
         else resolve_dcp_kv_block_size(g.kv_cache_spec, dcp)
         for g in kv_cache_config.kv_cache_groups
     )
