@@ -222,16 +222,16 @@ def _run_operation(bits: int, num_heads: int) -> Any:
 def _part_operation(num_heads: int) -> Any:
     """Makes an operation that scores a block in a summary format for `num_heads` query heads.
 
-    Operands: (parts, num_parts, num_steps, query, query_stride, bias, factor, out, out_stride). A
-    step is 32 bytes of a part. `query` is int8 [heads][query_stride], its parts one after the
-    other; `bias` int32 [heads][parts] = -128 * sum(query part); `factor` float32 [heads]. Writes a
-    score for each head to float32 [heads][out_stride bytes]: the sum over parts of scale * (bytes .
-    query + bias) * factor, or MIN_SCORE for a block without tokens.
+    Operands: (parts, num_parts, num_steps, query, query_stride, bias, factor, out). A step is 32
+    bytes of a part. `query` is int8 [heads][query_stride], its parts one after the other; `bias`
+    int32 [heads][parts] = -128 * sum(query part); `factor` float32 [heads]. Writes a score for each
+    head to float32 [heads][_CHUNK_BLOCKS]: the sum over parts of scale * (bytes . query + bias) *
+    factor, or MIN_SCORE for a block without tokens.
     """
     ints = ir.VectorType(I32, 8)
 
     def emit(builder: Any, args: Any) -> None:
-        parts, num_parts, num_steps, query, query_stride, bias, factor, out, out_stride = args
+        parts, num_parts, num_steps, query, query_stride, bias, factor, out = args
         totals = [variable(builder, F32(0.0)) for _ in range(num_heads)]
         scales = offset(builder, parts, builder.mul(num_parts, num_steps), 32)
         with cgutils.for_range(builder, num_parts, intp=I64) as outer:
@@ -262,9 +262,9 @@ def _part_operation(num_heads: int) -> Any:
                 builder.load(totals[h]), load(builder, offset(builder, factor, h, 4), F32)
             )
             score = builder.select(absent, F32(float(np.float32(MIN_SCORE))), score)
-            store(builder, score, builder.add(out, builder.mul(out_stride, I64(h))))
+            store(builder, score, offset(builder, out, h, 4 * _CHUNK_BLOCKS))
 
-    return operation(9, emit)
+    return operation(8, emit)
 
 
 def _key_operation(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any:
@@ -580,13 +580,13 @@ def _part_scores(
     out: Any,
 ) -> None:
     if heads == 4:
-        PART_4(parts, count, steps, query, stride, bias, factor, out, 4 * _CHUNK_BLOCKS)
+        PART_4(parts, count, steps, query, stride, bias, factor, out)
     elif heads == 3:
-        PART_3(parts, count, steps, query, stride, bias, factor, out, 4 * _CHUNK_BLOCKS)
+        PART_3(parts, count, steps, query, stride, bias, factor, out)
     elif heads == 2:
-        PART_2(parts, count, steps, query, stride, bias, factor, out, 4 * _CHUNK_BLOCKS)
+        PART_2(parts, count, steps, query, stride, bias, factor, out)
     else:
-        PART_1(parts, count, steps, query, stride, bias, factor, out, 4 * _CHUNK_BLOCKS)
+        PART_1(parts, count, steps, query, stride, bias, factor, out)
 
 
 @numba.njit(

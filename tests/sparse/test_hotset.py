@@ -81,7 +81,7 @@ class Machine(RuleBasedStateMachine):
     def step(self, data: st.DataObject, max_loads: int) -> None:
         span = self.hot.span
         blocks = st.lists(st.integers(0, max(span.count - 1, 0)), max_size=8)
-        weights = {b: float(data.draw(st.integers(0, 5))) for b in data.draw(blocks) if span.count}
+        weights = {b: float(data.draw(st.integers(-3, 3))) for b in data.draw(blocks) if span.count}
         weights |= {b: np.inf for b in range(span.count) if b < span.first or b >= span.last}
         before = set(self.hot.map().blocks.tolist())
         result = self.hot.step(selection_of(weights), max_loads)

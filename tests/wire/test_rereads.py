@@ -165,6 +165,8 @@ def test_a_bucket_that_stays_is_believed(how: str) -> None:
     assert probed(how, scene) == scene.entry
     number, records = found(how, scene)
     assert number == scene.entry and np.array_equal(records[0], scene.records[scene.entry])
+    scene.records = scene.records[: scene.entry]
+    assert found(how, scene)[0] == 0, "an entry without a record"
 
 
 @pytest.mark.parametrize(
