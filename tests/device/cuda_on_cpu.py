@@ -6,12 +6,13 @@ single launch at a time."""
 
 import ctypes
 import functools
+import hashlib
 import re
 import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ Argument = np.ndarray | np.generic | int | float
 Size = int | Sequence[int]
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+CACHE = Path(__file__).with_name("__pycache__")
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-gnu-unique"]
 FLAGS += ["-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-ffp-contract=off"]
 FLAGS += ["-Wall", "-Wno-unused-function", "-Wno-sign-compare"]
@@ -89,52 +91,41 @@ class Module:
         return buffer.value.decode().split()
 
 
-def compile(
-    source: Path | str, defines: Mapping[str, object] | None = None, names: Sequence[str] = ()
-) -> Module:
+def compile(source: Path | str, names: Sequence[str] = ()) -> Module:
     """Compiles `source`: a file (its folder is searched for includes) or the text itself. `names`:
     instances of templates, as `score<2, 64>`."""
-    folder = source.parent if isinstance(source, Path) else Path()
+    folder = source.parent if isinstance(source, Path) else None
     text = source.read_text() if isinstance(source, Path) else source
-    return _compile(text, folder, tuple(sorted((defines or {}).items())), tuple(names))
+    return _compile(text, folder, tuple(names))
 
 
 @functools.cache
-def _compile(
-    text: str, folder: Path, defines: tuple[tuple[str, object], ...], names: tuple[str, ...]
-) -> Module:
-    assert COMPILER is not None
-    work = Path(_scratch().name)
-    number = len(list(work.glob("*.so")))
-    source, library = work / f"{number}.cpp", work / f"{number}.so"
-    macros = [f"-D{key}={value}" for key, value in defines]
-    includes = [f"-I{_translated(folder)}"] if folder.parts else []
+def _compile(text: str, folder: Path | None, names: tuple[str, ...]) -> Module:
+    """Loads the library from CACHE if an earlier process has compiled the same texts."""
     all_names = (*(match[2] for match in KERNEL.finditer(text) if not match[1]), *names)
     entries = map(_entry, range(len(all_names)), all_names)
-    source.write_text("\n".join([f'#include "{HEADER}"', "#line 1", _on_cpu(text), *entries]))
-    command = [COMPILER, *FLAGS, *macros, *includes, f"-I{work}", str(source), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0 or not library.exists():
-        raise RuntimeError(f"g++ refused:\n{done.stderr}")
+    files = {"cuda_fp16.h": "", "cuda_bf16.h": ""}
+    for header in sorted(folder.glob("*.cuh")) if folder else ():
+        files[header.name] = _on_cpu(header.read_text())
+    files["kernels.cpp"] = "\n".join([f'#include "{HEADER}"', "#line 1", _on_cpu(text), *entries])
+    key = repr((HEADER.read_text(), FLAGS, files)).encode()
+    library = CACHE / f"cuda_on_cpu.{hashlib.sha256(key).hexdigest()}.so"
+    if not library.exists():
+        _build(files, library)
     return Module(ctypes.CDLL(str(library)), all_names, threading.Lock())
 
 
-@functools.cache
-def _scratch() -> tempfile.TemporaryDirectory[str]:
-    folder = tempfile.TemporaryDirectory(prefix="cuda_on_cpu-")
-    for name in ("cuda_fp16.h", "cuda_bf16.h"):
-        (Path(folder.name) / name).write_text("")
-    return folder
-
-
-def _translated(folder: Path) -> Path:
-    """Returns a copy of the folder's headers with dynamic shared memory in a form that g++
-    accepts."""
-    target = Path(tempfile.mkdtemp(dir=_scratch().name))
-    for pattern in ("*.cuh", "*.h", "*.cu"):
-        for header in folder.glob(pattern):
-            (target / header.name).write_text(_on_cpu(header.read_text()))
-    return target
+def _build(files: dict[str, str], library: Path) -> None:
+    assert COMPILER is not None
+    CACHE.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text)
+        command = [COMPILER, *FLAGS, "-I.", "kernels.cpp", "-o", "kernels.so"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"g++ refused:\n{done.stderr}")
+        (Path(folder) / "kernels.so").replace(library)
 
 
 def _on_cpu(text: str) -> str:
