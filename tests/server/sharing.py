@@ -6,6 +6,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +16,9 @@ from hotkv_server.testing import faults
 from tests.server.places import Place, found, opened, store
 from tests.server.support import hashes, http_port
 from tests.support.waiting import wait_for
-from tests.tiers import s3_support
+
+if TYPE_CHECKING:
+    from tests.tiers import s3_support
 
 PAGE_BYTES, LAYERS, NUM_BLOCKS = 16 << 10, 2, 64
 CHAIN = 12
@@ -80,7 +83,9 @@ def node(kind: type[SharingNode] = SharingNode) -> Iterator[SharingNode]:
         yield made
 
 
-def bucket_flags(s3: s3_support.Server, port: int) -> tuple[str, ...]:
+def bucket_flags(s3: "s3_support.Server", port: int) -> tuple[str, ...]:
+    from tests.tiers import s3_support
+
     return (
         *("--tiers.s3.bucket", s3_support.BUCKET),
         *("--tiers.s3.endpoint", f"http://127.0.0.1:{port}"),

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import pytest
 
-pytest.importorskip("obstore", reason="obstore speaks S3")
-
 from tests.tiers.mooncake_world import CHECKS
 
 
