@@ -207,6 +207,22 @@ def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
     assert [found() for _ in range(6)] == [4] * 6 and len(index._prefixes) == 1
 
 
+def test_contents_behind_a_read_that_failed_are_read_by_the_next_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
+    index = PromptIndex(contents)
+    for at in range(2):
+        tokens = RunContent(np.array(TOKENS[16 * at : 16 * at + 16], np.int32))
+        parent = words_of([0])[0] if at else None
+        contents.keep(b"k" * 32, BlocksStored(0, 0, words_of([at]), parent, at, tokens))
+    reads = [contents._bytes_at]
+    with monkeypatch.context() as patch, pytest.raises(IndexError):
+        patch.setattr(contents, "_bytes_at", lambda position: reads.pop()(position))
+        index.find(b"k" * 32, 0, DYNAMO_HASHES[:2])
+    assert index.find(b"k" * 32, 0, DYNAMO_HASHES[:2])[1].all()
+
+
 def test_a_salted_block_is_not_found() -> None:
     contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
     tokens = RunContent(np.array(TOKENS[:32], np.int32), "", (None, ("salt",)))

@@ -244,5 +244,6 @@ def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
     assert name(loaded, **code) == f"hub:org/model@{loaded}"
     assert name(loaded, code_revision="main", **code).endswith(f"+code:hub:org/model@{newest}")
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
-    with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
-        name("main")
+    for revision, more in (("main", {}), (loaded, {"code_revision": "main", **code})):
+        with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
+            name(revision, **more)

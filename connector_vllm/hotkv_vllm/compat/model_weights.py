@@ -7,7 +7,6 @@ Reads `ModelConfig.model`, `model_weights`, `revision`, `hf_config`, `seed`, `tr
 `envs.VLLM_ELASTIC_EP_SCALE_UP_LAUNCH`.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -243,7 +242,8 @@ def weights_identity(vllm_config: Any) -> str:
 
 def _code(model: Any) -> str:
     """Returns the commits of the Python code that the model takes from other repositories or
-    revisions than its weights, as far as the hub's cache has such code."""
+    revisions than its weights, as far as the hub's cache has such code. Raises Unsupported if the
+    code may come from ModelScope, whose cache is not read."""
     if not model.trust_remote_code:
         return ""
     places = set(_OTHERS_CODE.findall(json.dumps(getattr(model.hf_config, "auto_map", {}))))
@@ -251,8 +251,11 @@ def _code(model: Any) -> str:
         places.add(str(model.model))
     names = ""
     for repo in sorted(places):
-        with contextlib.suppress(Unsupported):
+        try:
             names += f"+code:{_hub_identity(repo, model.code_revision)}"
+        except Unsupported:
+            if envs.VLLM_USE_MODELSCOPE:
+                raise
     return names
 
 

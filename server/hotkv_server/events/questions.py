@@ -93,8 +93,10 @@ class PromptIndex:
         self._lock = threading.Lock()
         self._prefixes: Prefixes = {}
         self._read_to = 0
-        # An iteration over contents that is not at its end yet, and the table that it fills.
+        # An iteration over contents that is not at its end yet, the position to which all contents
+        # are read when it ends, and the table that it fills.
         self._reading: Iterator[KnownRun] | None = None
+        self._reads_to = 0
         self._filling: Prefixes = self._prefixes
 
     def __repr__(self) -> str:
@@ -134,16 +136,20 @@ class PromptIndex:
                 # Most of the index is about blocks whose contents have been overwritten. Make a new
                 # index, and answer from the old one until the new one is complete.
                 begin, self._filling = 0, {}
-            self._read_to = self._contents.head
+            self._reads_to = self._contents.head
             self._reading = self._contents.runs(begin)
-        for count, known in enumerate(self._reading, 1):
+        reading, self._reading = self._reading, None
+        for count, known in enumerate(reading, 1):
+            # If the iteration raises, it has ended, and the next call begins another one.
+            self._reading = reading
             self._add(known)
             if time.monotonic() >= until_s:
                 return
             if count % TURN_RUNS == 0:
                 # Release the GIL, for the event loop.
                 time.sleep(0)
-        self._reading, self._prefixes = None, self._filling
+            self._reading = None
+        self._read_to, self._prefixes = self._reads_to, self._filling
 
     def _add(self, known: KnownRun) -> None:
         run = known.run()
