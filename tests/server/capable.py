@@ -1,14 +1,19 @@
 """Nodes with all capabilities, for tests that make a node by themselves. The ledger lives in
 memory; publisher and tracing are off."""
 
+from typing import TypeVar
+
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.hints.capability import HintsCapability
 from hotkv_server.ledger.capability import LedgerCapability
 from hotkv_server.ledger.drive import LiveLedger
+from hotkv_server.node.capability import Capability
 from hotkv_server.node.node import Node
 from hotkv_server.residency.capability import ResidencyCapability
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.sparse.capability import SparseCapability
+
+C = TypeVar("C", bound=Capability)
 
 
 def capable(node: Node) -> Node:
@@ -21,3 +26,8 @@ def capable(node: Node) -> Node:
         HintsCapability(node),
     ]
     return node
+
+
+def capability_of(node: Node, kind: type[C]) -> C:
+    """Returns the node's capability of the class `kind`."""
+    return next(one for one in node.capabilities if isinstance(one, kind))

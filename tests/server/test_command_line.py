@@ -18,6 +18,7 @@ from demo.processes import ROOT, Server
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli, host_bench
+from hotkv_client.command import fleet as fleet_command
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.command_line import INTERRUPTED
 from hotkv_server.settings import tomllib
@@ -315,3 +316,9 @@ def test_status_of_a_fleet_has_a_row_a_node_and_the_sum(
     (tmp_path / "empty").touch()
     for wrong in ("@/nothing/there", f"@{tmp_path / 'empty'}"):
         assert cli.main(["status", "--target", wrong]) == 2
+    with AdminClient(server.target) as older:
+        info = older.info()
+        del info["counters"]["stored_bytes_total"]
+        older.info = lambda: info  # type: ignore[method-assign]
+        shown = fleet_command.show(fleet_command.status(["older"], lambda target: older))
+    assert shown.splitlines()[1].split()[-3] == "0"

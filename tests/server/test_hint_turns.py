@@ -24,7 +24,7 @@ from hotkv_server.node.capability import Filters, Report
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from tests.core.support import make_key_space, words_of
-from tests.server.capable import capable
+from tests.server.capable import capability_of, capable
 from tests.server.nodes import local_node
 
 KEY_SPACE = make_key_space("turns", SLOT_ALIGN, SLOT_ALIGN)
@@ -45,7 +45,7 @@ class Desk:
     def __init__(self, node: Node, session: LiveSession) -> None:
         self.node = node
         self.session = session
-        self.desk = node.capability(HintsCapability).desk
+        self.desk = capability_of(node, HintsCapability).desk
         self.turns = 0
         self.ticker = asyncio.create_task(self._tick())
 
@@ -255,7 +255,7 @@ async def test_a_repeated_id_leaves_the_good_action(node: Node) -> None:
         assert one.outcome(message, "0").status is Status.MISSING is done.status
         assert rejected is one.outcome(message, rejected_id)
         assert rejected_id == "0" or rejected.status is Status.REJECTED
-    counters = node.capability(HintsCapability).counters()
+    counters = capability_of(node, HintsCapability).counters()
     assert {name: count for name, count in counters.items() if count} == {
         "hints_missing_total": 2,
         "hints_rejected_total": 1,

@@ -30,7 +30,7 @@ from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Pace
 from hotkv_server.wire.session import SessionCalls
 from tests.core.support import begin_store
-from tests.server.capable import capable
+from tests.server.capable import capability_of, capable
 from tests.server.nodes import PAGE, SPACE, live_node, store_in, worker
 from tests.server.sparse_support import CONFIG
 from tests.server.support import hashes
@@ -49,7 +49,7 @@ class Place:
 
     def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
         self.node, self.go, self.num_compared = node, threading.Event(), 0
-        self.residencies = node.capability(ResidencyCapability).desk
+        self.residencies = capability_of(node, ResidencyCapability).desk
         judge = node.verifier.judge
 
         def judge_later(cases: Any) -> Any:
@@ -178,7 +178,7 @@ async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
 async def test_no_call_waits_for_a_sequence_that_awaits_a_tier(opened: Opened) -> None:
     async with opened() as place:
         sent, answered = list[session_pb2.ConnectResponse](), asyncio.Event()
-        sparse = place.node.capability(SparseCapability).sparse
+        sparse = capability_of(place.node, SparseCapability).sparse
         sparse._tiers = Mock(epochs=Mock(wait_to_serve=lambda _: answered.wait()))
         number, spec = place.session.record.number, SelectSpec(CONFIG, 0, (0,), 1, 64, 16, 1)
         sparse.sequences.create(number, "s", 0, hash_words(PACKED, 32), spec, "")

@@ -24,7 +24,7 @@ from hotkv_server.node import event_loop
 from hotkv_server.node.capability import Capability
 from hotkv_server.node.node import Node
 from tests.core.support import begin_store, words_of
-from tests.server.capable import capable
+from tests.server.capable import capability_of, capable
 from tests.server.nodes import SPACE, live_node
 from tests.support.waiting import eventually
 
@@ -140,7 +140,7 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
         disk.go.set()
         node.core.catalog.max_of_tenant = 2
         spaces = [replace(SPACE, model=name) for name in "mnop"]
-        with node.capability(EventsCapability).hub.feeds.reader() as feed:
+        with capability_of(node, EventsCapability).hub.feeds.reader() as feed:
             await leave_blocks(node, spaces[0])
             for space in spaces[1:3]:
                 await node.sessions.open("e", "tool", space, "test")

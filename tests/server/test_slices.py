@@ -20,7 +20,7 @@ from hotkv_server.node import event_loop as slices
 from hotkv_server.node import removals
 from hotkv_server.node.capability import Capability
 from tests.core.support import begin_store, make_key_space, words_of
-from tests.server.capable import capable
+from tests.server.capable import capability_of, capable
 from tests.server.nodes import live_node
 
 NUM_BLOCKS = 12
@@ -36,7 +36,7 @@ async def test_while_a_key_space_is_flushed_others_store_in_it(
     monkeypatch.setattr(core_module, "BLOCKS", 1)
 
     async with live_node(tmp_path) as node:
-        events = capable(node).capability(EventsCapability).hub
+        events = capability_of(capable(node), EventsCapability).hub
         session = (await node.sessions.open("engine", "rank", KEY_SPACE, "test")).record.number
         turns, seen = 0, set[int]()
 

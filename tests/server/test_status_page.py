@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from hotkv_server.node import survey
 from hotkv_server.node.names import Names
 from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess
-from hotkv_server.told import kernel
+from hotkv_server.told import http_endpoint, kernel
 from hotkv_server.told import status as status_figures
 from hotkv_server.told.http_endpoint import HttpServer
 from hotkv_server.told.pages import routes
@@ -293,6 +294,19 @@ async def test_however_many_ask_for_savings_the_node_rests() -> None:
     assert spent_s / (now_s - 1000.0) < 0.06
     # At most four windows wait at a time, each for 0.2 s.
     assert max(ages) <= 1 and len(page._made) <= MAX_KEPT
+
+
+async def test_a_request_for_savings_outwaits_the_rest(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert http_endpoint.SAVINGS_TIMEOUT_S > routes.MAX_REST_S
+    monkeypatch.setattr(http_endpoint, "ANSWER_TIMEOUT_S", 0.05)
+    http = HttpServer("127.0.0.1", 0, node)
+    http.routes._savings._sleep = lambda seconds: asyncio.sleep(0.2)
+    # `get` would ask again after a 503; this raises.
+    url = f"http://127.0.0.1:{http.port}/api/v1/savings?since_s=60"
+    (await asyncio.to_thread(urllib.request.urlopen, url)).close()
+    http.close()
 
 
 async def test_an_answer_that_can_not_be_made_is_told_to_the_log(

@@ -65,6 +65,7 @@ def _node(target: str, connect: Callable[[str], AdminClient]) -> dict[str, Any]:
         text = error.message if isinstance(error, HotKVError) else str(error)
         return {"target": target, "error": text}
     host = next(one for one in tiers if one["name"] == "host")
+    # A server of an older version may lack some counters.
     counters = info["counters"]
     return {
         "target": target,
@@ -80,11 +81,11 @@ def _node(target: str, connect: Callable[[str], AdminClient]) -> dict[str, Any]:
         "below_used_byte_count": sum(
             one["used_byte_count"] for one in tiers if one["name"] == "disk"
         ),
-        "found_block_count": counters["acquired_blocks_total"],
-        "missed_block_count": counters["missed_blocks_total"],
-        "stored_byte_count": counters["stored_bytes_total"],
-        "loaded_byte_count": counters["loaded_bytes_total"],
-        "evicted_block_count": counters["evicted_blocks_total"],
+        "found_block_count": counters.get("acquired_blocks_total", 0),
+        "missed_block_count": counters.get("missed_blocks_total", 0),
+        "stored_byte_count": counters.get("stored_bytes_total", 0),
+        "loaded_byte_count": counters.get("loaded_bytes_total", 0),
+        "evicted_block_count": counters.get("evicted_blocks_total", 0),
     }
 
 

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +46,6 @@ DEFAULT_DRAIN_S = 10.0
 STALLED_WORK_S = 60.0
 """A thread counts as stuck when one piece of its work takes longer than this. Far above the
 duration of such work, even on a machine that swaps."""
-C = TypeVar("C", bound=Capability)
 
 
 class Node:
@@ -170,14 +168,6 @@ class Node:
         Blocks the calling thread: do not call it on the event loop."""
         self._persistence.save_use()
         tell_all(self.capabilities, lambda one: one.save())
-
-    def capability(self, kind: type[C]) -> C:
-        """Returns the node's capability of the class `kind`. Raises LookupError if the node has
-        none."""
-        for one in self.capabilities:
-            if isinstance(one, kind):
-                return one
-        raise LookupError(f"the node has no {kind.__name__}")
 
     @property
     def epoch(self) -> int:

@@ -21,11 +21,14 @@ import h11
 
 from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess
-from hotkv_server.told.pages.routes import CHECK_PATH, Reply, Request, Routes
+from hotkv_server.told.pages.routes import CHECK_PATH, SAVINGS_PATH, Reply, Request, Routes
 
 log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 2.0
+SAVINGS_TIMEOUT_S = 8.0
+"""Longest time to answer a request for savings, because the node may rest before it (`MAX_REST_S`
+of `pages.routes`)."""
 CONNECTION_S = 10.0
 """Longest time for which a connection stays open, in seconds."""
 TURN_S = 0.5
@@ -137,9 +140,10 @@ class _Connection(asyncio.Protocol):
         self._answering = asyncio.get_running_loop().create_task(send())
 
     async def _answer(self, request: Request) -> None:
+        timeout_s = SAVINGS_TIMEOUT_S if request.path == SAVINGS_PATH else ANSWER_TIMEOUT_S
         try:
             answer = self._server.routes.answer(request)
-            self._send(await asyncio.wait_for(answer, ANSWER_TIMEOUT_S))
+            self._send(await asyncio.wait_for(answer, timeout_s))
         except asyncio.TimeoutError:
             # The node's event loop does not answer, so the probe must fail.
             self._send(Reply.text(503, "TimeoutError: the event loop does not answer", {}))

@@ -505,9 +505,12 @@ class Rebalancer:
             going = live[self.index.evictable(live)]
             owners = books.owners(going)
             allowed[going[owners == taker]] = paying is Payers.ALL
-            for owner in distinct(owners[owners != taker]).tolist():
-                others.setdefault(owner, []).append(self._ranked(going[owners == owner]))
             yield
+            for owner in distinct(owners[owners != taker]).tolist():
+                mine = going[owners == owner]
+                ranked = self._ranked(mine[self.index.evictable(mine)])
+                others.setdefault(owner, []).append(ranked)
+                yield
         for owner, parts in others.items():
             for entries in coldest(parts, books.tenants.spare_bytes(owner)):
                 allowed[entries] = True
