@@ -43,14 +43,21 @@ def prompt_hashes(engine: PagedEngine, tokens: list[int] = TOKENS) -> list[bytes
 
 
 class Tokenizer(BaseHTTPRequestHandler):
-    """Answers `/tokenize` as an engine does.
+    """Answers `/tokenize` and `/v1/models` as an engine does.
 
     answer: status and body.
+    models: answer to `/v1/models`.
     asked: path and body of the last request.
     """
 
     answer: tuple[int, str] = (200, "")
+    models = json.dumps({"data": [{"id": "tiny"}, {"id": "tuned", "parent": "tiny"}]})
     asked: tuple[str, dict[str, Any]] = ("", {})
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.end_headers()
+        self.wfile.write(self.models.encode())
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))

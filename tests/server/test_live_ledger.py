@@ -4,6 +4,7 @@ written."""
 import logging
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,13 @@ from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.reports import LoadEnd, Miss, RequestReport
 from hotkv_server.ledger import drive as ledger
 from hotkv_server.ledger.book import pack
-from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS
+from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS, Usage
+from hotkv_server.ledger.book.forecast import GIB, Outlook
+from hotkv_server.ledger.drive import Savings
+from hotkv_server.ledger.told import savings_figures
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.memory.state import read_file
+from hotkv_server.node.names import Names
 from tests.server.ledger_world import World, key_space
 
 HASHES = np.arange(1, 33, dtype=np.uint32).reshape(4, 8)
@@ -159,6 +164,16 @@ def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
     world.ledger.report(world.session, said)
     assert world.followed_tokens == 192
     assert world.ledger.outlook(0).ceiling_ratio == pytest.approx(1 / 3)
+
+
+def test_more_memory_gains_no_hits_that_a_tier_has_anyway() -> None:
+    usage = Usage(prompt_tokens=100, device_hit_tokens=20, hit_tokens={"host": 10, "disk": 25})
+    outlook = Outlook(100, 0.6, 2 * GIB, 0.15, 0.075)
+    for more, gain in ((0, 0.05), (-5, 0.1), (-15, 0.15), (10, 0.0)):
+        total = replace(usage, device_hit_tokens=20 + more)
+        told = savings_figures(Savings([], total, outlook, 0.0, 0, 3 * GIB), Names())["outlook"]
+        assert told["gain_ratio"] == pytest.approx(gain)
+        assert told["gib_gain_ratio"] == pytest.approx(gain / 2)
 
 
 def test_what_is_exported_begins_with_the_server(tmp_path: Path) -> None:

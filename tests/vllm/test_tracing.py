@@ -105,7 +105,12 @@ def test_a_load_that_fails_and_one_that_is_cancelled_say_so(
     server.fail_loads = True
     one = traced()
     ask(one, "hit")
-    assert flushed(one, collector)["hotkv.load"].error == "FAILED"
+    spans = flushed(one, collector)
+    assert spans["hotkv.load"].error == "FAILED"
+    said = [
+        spans["hotkv.request"].attributes[f"hotkv.{name}"] for name in ("hit_tokens", "miss_reason")
+    ]
+    assert said == [0, "failed_load"]
     server.fail_loads, server.hold = False, {"load"}
     one.add("late", PROMPT, 2, trace_headers=HEADERS)
     for _ in range(4):

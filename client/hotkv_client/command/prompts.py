@@ -1,8 +1,8 @@
 """Reads a prompt that a user names. The user gives token ids, block hashes, an answer of vLLM's
 `/tokenize`, or a chat that an engine tokenises.
 
-Always true: a chat with images or a cache salt is refused, with the reason, because the hashes of
-its blocks depend on more than its tokens. A request does not show whether its model is an adapter.
+Always true: a chat with images or a cache salt, or for a LoRA adapter that the engine lists, is
+refused, with the reason, because the hashes of its blocks depend on more than its tokens.
 """
 
 import http.client
@@ -66,7 +66,7 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
     """Asks an engine to tokenise a chat or prompt in a file. Returns the packed token ids.
 
     Raises OSError if the file can't be read. Raises ValueError if the file holds no chat or prompt,
-    or if the engine does not answer.
+    if its model is an adapter, or if the engine does not answer.
 
     path: a request of vLLM's chat or completion API in JSON, or a list of messages, or plain text.
     engine: the engine's URL, such as `http://127.0.0.1:8000`.
@@ -87,7 +87,20 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
     except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error
         raise ValueError(f"{url}: {why}; --engine names a vLLM that serves the model") from error
+    if _is_adapter(asked.get("model"), urllib.parse.urljoin(url, "v1/models"), timeout_s):
+        raise ValueError(f"{path}: {asked['model']} is an adapter; {_ASK_HASHES}")
     return packed(_tokens_of(_json(text, url)))
+
+
+def _is_adapter(model: Any, url: str, timeout_s: float) -> bool:
+    """Returns True if an engine lists the model as a LoRA adapter: as a model with a parent. `url`:
+    address of the engine's list of models."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            listed = json.loads(answer.read(MAX_ANSWER_BYTES))["data"]
+        return any(one["id"] == model and one.get("parent") for one in listed)
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+        return False
 
 
 def _said(text: str) -> str:

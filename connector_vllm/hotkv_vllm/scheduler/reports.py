@@ -106,7 +106,10 @@ class UseReports:
             )
 
     def load_ended(self, state: RequestState, failed: bool) -> None:
-        """Records that the request's load has ended, for the next message and the trace."""
+        """Records that the request's load has ended, for the next message and the trace. After a
+        failed load the trace shows no hit, unless a retry hits."""
+        if failed:
+            state.use.external_tokens, state.hit.miss = 0, Miss.FAILED_LOAD
         if state.trace is not None:
             state.trace.load_ended(failed)
         if state.use.report_id and state.use.load_began_s:
