@@ -73,6 +73,7 @@ class Parts:
         adapters: Any = None,
         counts_media: bool = False,
         residencies: Any = None,
+        unfinished: int = 0,
         stores: bool = True,
         **settings: Any,
     ) -> None:
@@ -122,6 +123,7 @@ class Parts:
             None,
             self.exactness,
             residencies,
+            unfinished,
         )
         self.clock = 100.0
 

@@ -184,6 +184,12 @@ def test_which_groups_hold_a_drafters_layers(
     assert kv_groups.draft_groups(engine, groups) == dropping
 
 
+def test_the_tokens_that_a_drafter_of_several_modules_computes_again_are_unfinished() -> None:
+    for lookahead, tokens in ((0, 0), (1, 0), (3, 2)):
+        engine = SimpleNamespace(num_prefill_lookahead_tokens=lookahead)
+        assert kv_groups.unfinished_tokens(engine) == tokens
+
+
 def test_hits_are_multiples_of_vllms_granularity_and_of_every_block() -> None:
     groups = tuple(CacheGroup(0, GroupKind.MLA, tokens) for tokens in (15, 9))
     for given, alignment in ((0, 45), (1, 45), (10, 90)):

@@ -61,6 +61,19 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     assert not parts.planner.due(states, {"a": 16}, (), {})
 
 
+def test_tokens_whose_kv_the_next_step_may_change_are_not_stored() -> None:
+    parts = Parts(unfinished=2)
+    one = request("a", 100)
+    state = parts.state(one)
+    assert not parts.planner.due({"a": state}, {"a": 15}, (), {})
+    assert stored(plan(parts, (state, 33))[0]) == [(0, [1])]
+    assert state.store.due_tokens == 34
+    assert stored(plan(parts, (state, 34))[0]) == [(0, [2])]
+    # The end of the request leaves the last two tokens unfinished.
+    parts.planner.finish(state, [list(range(1, 40))], 97)
+    assert stored(plan(parts)[0]) == [(0, [3, 4, 5])]
+
+
 class AllResident:
     """The server must hold every block of every request."""
 

@@ -3,7 +3,8 @@ which groups belong to a drafter.
 
 Reads `KVCacheConfig.kv_cache_groups` and each group's `kv_cache_spec`, `prefix_cacheable_group_ids`
 and `cache_hit_alignment_tokens`, the context-parallel sizes of `parallel_config`,
-`SpeculativeConfig.use_eagle_block_drop`, `num_speculative_tokens` and `async_scheduling`.
+`SpeculativeConfig.use_eagle_block_drop`, `num_speculative_tokens`, `num_prefill_lookahead_tokens`
+and `async_scheduling`.
 """
 
 import math
@@ -148,6 +149,16 @@ def draft_groups(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> frozenset[
 def _drops_last_block(vllm_config: Any) -> bool:
     speculative = vllm_config.speculative_config
     return speculative is not None and bool(speculative.use_eagle_block_drop())
+
+
+def unfinished_tokens(vllm_config: Any) -> int:
+    """Returns how many of a request's last computed tokens have KV that the next step may change.
+
+    Source: `KVCacheCoordinator.get_num_cacheable_tokens` in vLLM 0.32. Of a drafter with several
+    MTP modules, the last module reads this many tokens further ahead than the first module. The
+    next step computes these tokens again, with the tokens that were accepted after them.
+    """
+    return max(0, int(vllm_config.num_prefill_lookahead_tokens) - 1)
 
 
 def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:

@@ -415,6 +415,7 @@ def _over(
         StoreFence(agreement.revocations),
         engine.exactness,
         residencies,
+        kv_groups.unfinished_tokens(engine.vllm_config),
     )
     reports = UseReports(
         session,

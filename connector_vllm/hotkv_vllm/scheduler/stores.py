@@ -435,6 +435,8 @@ class StorePlanner:
     exactness: knows which tokens have exact KV, so that only their blocks are stored; None: all
         tokens count as exact.
     residencies: the resident requests, whose inexact blocks are stored too; None without residency.
+    unfinished_tokens: number of a request's last computed tokens that are not stored yet, because
+        the next step may change their KV.
     in_flight: the stores on which ranks are working.
     tails: the last blocks of ended requests, to be stored with the next step.
     """
@@ -451,9 +453,11 @@ class StorePlanner:
         fence: StoreFence | None = None,
         exactness: Exactness | None = None,
         residencies: ResidentRequests | None = None,
+        unfinished_tokens: int = 0,
     ) -> None:
         self._session = session
         self._finder = finder
+        self._unfinished_tokens = unfinished_tokens
         self._groups = finder.groups
         self._cache_groups = tuple(cache_groups)
         self._representations = finder.representations
@@ -667,7 +671,8 @@ class StorePlanner:
         request, store = state.request, state.store
         is_resident = self._is_resident(state)
         exact = EVERYTHING if is_resident else self._exactness.exact_tokens(request.request_id)
-        known = min(computed_tokens, request.num_tokens, exact)
+        finished = min(computed_tokens, request.num_tokens) - self._unfinished_tokens
+        known = min(finished, exact)
         decoding = known > request.num_prompt_tokens
         tables = None
         runs: list[BlockRun] = []
@@ -695,11 +700,11 @@ class StorePlanner:
             store.stored_blocks[index] = max(begin, end)
             next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
         # If a computed token is inexact, no later block of the request is ever stored.
-        is_exact = known == min(computed_tokens, request.num_tokens)
+        is_exact = known == finished
         # Residency needs each block in the server as soon as it is full.
         if next_tokens > request.num_prompt_tokens and not is_resident:
             next_tokens += self._answer_wait_tokens
-        store.due_tokens = next_tokens if is_exact else EVERYTHING
+        store.due_tokens = next_tokens + self._unfinished_tokens if is_exact else EVERYTHING
         return runs
 
     def _is_resident(self, state: RequestState) -> bool:
