@@ -6,9 +6,13 @@ single launch at a time."""
 
 import ctypes
 import functools
+import hashlib
+import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -28,6 +32,9 @@ Argument = np.ndarray | np.generic | int | float
 Size = int | Sequence[int]
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+SOURCE = "kernels.cpp"
+LIBRARIES = Path(sys.prefix) / ".cuda-on-cpu"
+"""Compiled kernels, each under the hash of all that it was compiled from."""
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-gnu-unique"]
 FLAGS += ["-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-ffp-contract=off"]
 FLAGS += ["-Wall", "-Wno-unused-function", "-Wno-sign-compare"]
@@ -103,38 +110,29 @@ def compile(
 def _compile(
     text: str, folder: Path, defines: tuple[tuple[str, object], ...], names: tuple[str, ...]
 ) -> Module:
+    """Processes and runs share the libraries, because each takes a processor second or two to
+    compile."""
     assert COMPILER is not None
-    work = Path(_scratch().name)
-    number = len(list(work.glob("*.so")))
-    source, library = work / f"{number}.cpp", work / f"{number}.so"
-    macros = [f"-D{key}={value}" for key, value in defines]
-    includes = [f"-I{_translated(folder)}"] if folder.parts else []
     all_names = (*(match[2] for match in KERNEL.finditer(text) if not match[1]), *names)
     entries = map(_entry, range(len(all_names)), all_names)
-    source.write_text("\n".join([f'#include "{HEADER}"', "#line 1", _on_cpu(text), *entries]))
-    command = [COMPILER, *FLAGS, *macros, *includes, f"-I{work}", str(source), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0 or not library.exists():
-        raise RuntimeError(f"g++ refused:\n{done.stderr}")
+    files = {"cuda_fp16.h": "", "cuda_bf16.h": "", HEADER.name: HEADER.read_text()}
+    for pattern in ("*.cuh", "*.h", "*.cu") if folder.parts else ():
+        files |= {header.name: _on_cpu(header.read_text()) for header in folder.glob(pattern)}
+    files[SOURCE] = "\n".join([f'#include "{HEADER.name}"', "#line 1", _on_cpu(text), *entries])
+    flags = [*FLAGS, *(f"-D{key}={value}" for key, value in defines)]
+    told = json.dumps([files, flags, COMPILER, os.stat(COMPILER).st_mtime_ns])
+    library = LIBRARIES / f"{hashlib.sha256(told.encode()).hexdigest()}.so"
+    if not library.exists():
+        LIBRARIES.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=LIBRARIES) as work:
+            for name, content in files.items():
+                Path(work, name).write_text(content)
+            command = [COMPILER, *flags, "-I.", SOURCE, "-o", library.name]
+            done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise RuntimeError(f"g++ refused:\n{done.stderr}")
+            Path(work, library.name).replace(library)
     return Module(ctypes.CDLL(str(library)), all_names, threading.Lock())
-
-
-@functools.cache
-def _scratch() -> tempfile.TemporaryDirectory[str]:
-    folder = tempfile.TemporaryDirectory(prefix="cuda_on_cpu-")
-    for name in ("cuda_fp16.h", "cuda_bf16.h"):
-        (Path(folder.name) / name).write_text("")
-    return folder
-
-
-def _translated(folder: Path) -> Path:
-    """Returns a copy of the folder's headers with dynamic shared memory in a form that g++
-    accepts."""
-    target = Path(tempfile.mkdtemp(dir=_scratch().name))
-    for pattern in ("*.cuh", "*.h", "*.cu"):
-        for header in folder.glob(pattern):
-            (target / header.name).write_text(_on_cpu(header.read_text()))
-    return target
 
 
 def _on_cpu(text: str) -> str:
