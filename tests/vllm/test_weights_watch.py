@@ -178,3 +178,18 @@ def test_new_weights_that_can_not_be_read_have_a_digest_of_their_own(kind: type[
     found = [watch.digest() for watch in watches]
     assert len({*found, watches[0].original}) == 3
     assert [watch.digest() for watch in watches] == found, "as long as nothing is written"
+
+
+@pytest.mark.parametrize("kind", [Packed, Quantized])
+def test_packed_weights_keep_their_digest_in_a_sleep_that_does_not_pack_them_again(
+    kind: type[Packed],
+) -> None:
+    """vLLM's CPU engines ignore `sleep` and `wake_up`."""
+    model, worker = kind(0), SimpleNamespace(wake_up=lambda: None)
+    watch = WeightsWatch([model], [worker])
+    worker.wake_up()
+    assert watch.touched and (watch.digest() == watch.original) == (kind is Packed)
+    worker.wake_up()
+    model.norm.data += 1
+    assert watch.digest() != watch.original
+    assert watch.original != WeightsWatch([kind(2)]).original, "others' may be hidden, too"
