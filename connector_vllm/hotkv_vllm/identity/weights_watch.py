@@ -13,7 +13,8 @@ Always true:
   (`_hiding_kernels`). There a digest is a random number, which no other process has. It changes if
   weights that can be read have changed, or if weights may have been packed again.
 
-A step without a check of the weights costs nothing here.
+An engine whose experts move (EPLB) has other weights at each check, so a check makes it leave its
+key space. A step without a check of the weights costs nothing here.
 """
 
 import functools
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hotkv_vllm.link import logger
 
@@ -235,8 +237,17 @@ def _hiding_kernels(model: torch.nn.Module) -> list["weakref.ref[Any] | None"]:
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     for name in sorted(named):
-        if named[name].device.type != "meta":
-            yield name, named[name].detach()
+        yield from _plain_tensors(name, named[name].detach())
+
+
+def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors that have the memory of a tensor: itself, or its parts if it is a wrapper
+    without memory of its own, as torchao's quantized weights are."""
+    if is_traceable_wrapper_subclass(tensor):
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from _plain_tensors(f"{name}.{part}", getattr(tensor, part))
+    elif tensor.device.type != "meta":
+        yield name, tensor
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
