@@ -9,8 +9,9 @@ import torch
 
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.axes import Axes
+from hotkv_vllm.residency import worker as resident_worker_module
 from hotkv_vllm.residency.pages import PageCopier, slot_places
-from hotkv_vllm.residency.sequences import FIRST_ROWS, KeptRows, num_rows_for
+from hotkv_vllm.residency.sequences import FIRST_ROWS, KeptRows, ResidentSequence, num_rows_for
 from hotkv_vllm.residency.step import ResidentRow, ResidentStep
 from hotkv_vllm.residency.worker import ResidentWorker
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
@@ -137,6 +138,33 @@ def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -
     worker.begin_resident(step)
     worker.gave_up(*worker.layers)
     assert worker.residents.is_lost("a") and not worker.residents.take_lost()
+
+
+@pytest.mark.parametrize("missing", [[], [2, 4, 5], [2, 3, 4, 5]])
+def test_representations_of_blocks_in_the_arena_are_read_there_or_built(
+    monkeypatch: pytest.MonkeyPatch, missing: list[int]
+) -> None:
+    """The layer's pages and representations stand for slots of the arena. Blocks in `missing` have
+    no representation there."""
+    monkeypatch.setattr(resident_worker_module, "BUILD_PAGES", 2)
+    worker, positions = resident_worker(), np.arange(2, 6)
+    (layer,) = worker.layers.values()
+    built = worker.representations
+    built.update(layer.index, np.arange(8, dtype=np.int32))
+    wanted = built.sources(layer.index)[ROT].pool
+    sequence = ResidentSequence("a")
+    slots = worker._pages.on_device(layer, layer.pages.tensor, np.arange(8))
+    representations = addresses(wanted.reshape(8, -1), list(range(8)))
+    representations[missing] = -1
+    sequence.kept(0, slots, representations)
+    sequence.rows = worker._kept.take(8)
+    worker._keep_away(layer, sequence, positions)
+    kept = worker._kept.sources(layer.index)[ROT].pool[sequence.rows]
+    assert np.array_equal(kept[positions], wanted[positions])
+    assert not kept[[0, 1, 6, 7]].any() and sequence.has_read
+    counted = worker.take_counters()
+    numbers = [counted.get(f"sparse_{how}_blocks", 0) for how in ("loaded", "built")]
+    assert numbers == [4 - len(missing), len(missing)]
 
 
 def some_axes() -> Axes:

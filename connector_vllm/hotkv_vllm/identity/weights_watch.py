@@ -10,19 +10,23 @@ Always true:
   was not noticed and that changed no sample.
 - Unless such a write was missed, equal digests mean equal weights, in any process with the same
   tensor- and pipeline-parallel sizes. Some engines pack weights into memory that can't be read
-  (`_hides_weights`). There a changed digest is a random number, which no other process has.
+  (`_hiding_kernels`). There a digest is a random number, which no other process has. It changes if
+  weights that can be read have changed, or if weights may have been packed again.
 
-A step without a check of the weights costs nothing here.
+An engine whose experts move (EPLB) has other weights at each check, so a check makes it leave its
+key space. A step without a check of the weights costs nothing here.
 """
 
 import functools
 import hashlib
 import sys
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hotkv_vllm.link import logger
 
@@ -71,8 +75,10 @@ class WeightsWatch:
             for name in WRITERS:
                 self._wrap(writer, name)
         self._known_samples = self._digest(_samples)
-        self.original = self._digest(_sums)
-        self._known = self.original
+        # What the last reading of all weights found: their digest, and the kernels that hide some.
+        self._found: tuple[str, list[Any]] = "", []
+        self._read()
+        self.original = self._known
 
     def __repr__(self) -> str:
         return (
@@ -89,13 +95,19 @@ class WeightsWatch:
         try:
             samples = self._digest(_samples)
             if was_touched or samples != self._known_samples:
-                is_hidden = any(map(_hides_weights, self._models))
-                self._known = uuid.uuid4().hex if is_hidden else self._digest(_sums)
+                self._read()
                 self._known_samples = samples
         except BaseException:
             self.touched = True
             raise
         return self._known
+
+    def _read(self) -> None:
+        """Reads all weights, and sets `_known` if they may have changed."""
+        kernels = [kernel for model in self._models for kernel in _hiding_kernels(model)]
+        found = self._digest(_sums), kernels
+        if found != self._found or None in kernels:
+            self._found, self._known = found, uuid.uuid4().hex if kernels else found[0]
 
     def forget_original(self) -> None:
         """Forgets the original digest, so that a check identifies the weights by their contents in
@@ -197,29 +209,45 @@ def watch_callers(in_doubt: bool = False) -> WeightsWatch | None:
     return watch
 
 
-def _hides_weights(model: torch.nn.Module) -> bool:
-    """Returns True if layers of the model keep weights where they can't be read.
+def _hiding_kernels(model: torch.nn.Module) -> list["weakref.ref[Any] | None"]:
+    """Returns, for each layer whose weights can't be read, a reference to the kernel that holds
+    them. vLLM replaces the kernel if it packs weights again. None for a layer whose weights may
+    change without that.
 
     Source: `dispatch_cpu_unquantized_gemm`, `CPUInt8ScaledMMLinearKernel` and
     `ZentorchWNA16LinearKernel` in vLLM 0.32: on CPUs they hand a layer's weight to a kernel, and
-    leave an empty parameter or None in its place. The parameters of quantized weights have other
-    names than `weight`. `Mxfp4MoEMethod`: on GPUs it replaces the parameters of experts by tensors
-    of Triton's kernels.
+    leave an empty parameter or None in its place. Only the first sets `cpu_linear`. The parameters
+    of quantized weights have other names than `weight`. `Mxfp4MoEMethod`: on GPUs it replaces the
+    parameters of experts by tensors of Triton's kernels.
     """
     if any(EXPERTS & vars(layer).keys() for layer in model.modules()):
-        return True
-    return all(one.device.type in ("cpu", "meta") for one in model.parameters()) and any(
-        name == "weight" if weight is None else not weight.numel()
+        return [None]
+    if any(one.device.type not in ("cpu", "meta") for one in model.parameters()):
+        return []
+    return [
+        weakref.ref(layer.cpu_linear)
+        if name == "weight" and callable(getattr(layer, "cpu_linear", None))
+        else None
         for layer in model.modules()
         for name, weight in layer._parameters.items()
-    )
+        if (name == "weight" if weight is None else not weight.numel())
+    ]
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     for name in sorted(named):
-        if named[name].device.type != "meta":
-            yield name, named[name].detach()
+        yield from _plain_tensors(name, named[name].detach())
+
+
+def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors that have the memory of a tensor: itself, or its parts if it is a wrapper
+    without memory of its own, as torchao's quantized weights are."""
+    if is_traceable_wrapper_subclass(tensor):
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from _plain_tensors(f"{name}.{part}", getattr(tensor, part))
+    elif tensor.device.type != "meta":
+        yield name, tensor
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

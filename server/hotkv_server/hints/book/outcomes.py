@@ -39,7 +39,8 @@ class HintOutcome:
     reason: explanation of the status, for people.
     num_blocks: number of blocks to which the action applies, over all groups.
     num_done: number of blocks for which the action was done.
-    reused_blocks: number of the action's hash blocks that requests have hit since the action.
+    reused_blocks: number of the action's hash blocks that requests have hit since the action. A hit
+        counts even if its load fails: later hits of the same blocks are not counted again.
     saved_s: seconds of prefill that these hits saved; 0 if the engine's speed is unknown.
     sequence: sequence number of the outcome's last change.
     """
