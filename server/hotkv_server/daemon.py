@@ -121,7 +121,8 @@ class OpenedNode:
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 
     def close(self, *, keep: bool, has_served: bool = True) -> None:
-        """Closes all parts. The caller has closed the node before. Blocks the calling thread.
+        """Closes all parts, even if a capability raises, and then raises its error. The caller has
+        closed the node before. Blocks the calling thread.
 
         keep: if True, the blocks stay in memory for the next server; if False, they are removed.
         has_served: False if the start has failed. Then, even if `keep` is False, the files stay
@@ -132,7 +133,13 @@ class OpenedNode:
         self.cuda.close()
         if self.below is not None:
             self.below.close()
-        tell_all(self.node.capabilities, lambda one: one.release())
+        try:
+            tell_all(self.node.capabilities, lambda one: one.release())
+        finally:
+            self._leave(keep=keep, has_served=has_served)
+
+    def _leave(self, *, keep: bool, has_served: bool) -> None:
+        """Leaves the blocks in memory or removes them; see `close`."""
         if any(one.is_moving for one in self.node.core.below):
             # A disk that hangs may still write slots: the next server gets the arena when the
             # kernel has ended this process.
@@ -327,10 +334,12 @@ async def serve(
     checking.cancel()
     await herald.tell()
     await listeners.rpc.stop(STOP_CALLS_S)
-    await node.close()
-    listeners.descriptors.close()
-    if listeners.http is not None:
-        listeners.http.close()
-    opened.close(keep=settings.arena.keep)
-    os.close(lock_fd)
+    try:
+        await node.close()
+    finally:
+        listeners.descriptors.close()
+        if listeners.http is not None:
+            listeners.http.close()
+        opened.close(keep=settings.arena.keep)
+        os.close(lock_fd)
     log.info("stopped")

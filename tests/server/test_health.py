@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -22,12 +23,15 @@ from hotkv_client.testing import PagedEngine
 from hotkv_proto import __version__
 from hotkv_proto.errors import HotKVError, SessionLostError
 from hotkv_server import systemd
+from hotkv_server.daemon import OpenedNode
 from hotkv_server.dataplane.engines import CopyJob
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import CopyPlan, Region
+from hotkv_server.node.capability import Capability
 from hotkv_server.node.health import CHECK_S, STALLED_S, Health
 from hotkv_server.told.http_endpoint import HttpServer
 from tests.server.faulty import FaultyServer, folder
+from tests.server.nodes import local_node
 from tests.server.places import found, load, store
 from tests.server.support import block_ids, hashes
 from tests.support.ports import free_port
@@ -251,6 +255,26 @@ async def test_http_ends_without_waiting_for_connections() -> None:
         idle.settimeout(20)
         with contextlib.suppress(ConnectionResetError):
             assert idle.recv(1) == b""
+
+
+async def test_a_capability_that_breaks_at_the_end_leaves_nothing_open(tmp_path: Path) -> None:
+    class Breaks(Capability):
+        async def close(self) -> None:
+            raise OSError("close")
+
+        def release(self) -> None:
+            raise OSError("release")
+
+    with local_node(tmp_path) as node:
+        other = AsyncMock(Capability, release=Mock())
+        node.capabilities += [Breaks(), other]
+        node.tiers, memory = AsyncMock(), Mock()
+        with pytest.raises(OSError, match="close"):
+            await node.close()
+        with pytest.raises(OSError, match="release"):
+            OpenedNode(node, memory, Mock(), None).close(keep=False)
+        assert other.close.await_count == other.release.call_count == 1
+        assert node.tiers.close.await_count == memory.remove.call_count == 1
 
 
 @pytest.mark.long

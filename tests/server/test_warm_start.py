@@ -25,7 +25,7 @@ from hotkv_server.cache.values import HashList
 from hotkv_server.tiers.drive import shared as tier_shared
 from hotkv_server.warm_start import book as hottest
 from hotkv_server.warm_start.book import Warmth
-from hotkv_server.warm_start.drive import WarmStart
+from hotkv_server.warm_start.drive import WarmStart, unrelated
 from tests.core.support import evict, words_of
 from tests.server.sharing import CHAIN, SharingNode, node
 from tests.server.support import PATIENT, hashes
@@ -243,7 +243,7 @@ async def test_blocks_of_several_prompts_keep_their_depths(
     monkeypatch.setattr(hottest, "PART_ENTRIES", 2)
     monkeypatch.setattr(tier_shared, "PROBE_S", 0.0)
     async with tier_nodes() as (one, other):
-        await one.share([0, 1, 2, 10, 11])
+        await one.share([0, 1, 2, 10, 11, 30, 40])
         prompts = [HashList(0, words_of(numbers)) for numbers in ([0, 1, 2], [0, 10, 11, 99])]
         late = await WarmStart(other.core, other.tiers).prefetch(1, prompts, 0.0)
         assert (late.num_lower, late.num_absent) == (5, 1), "there was no time to ask for them"
@@ -253,7 +253,11 @@ async def test_blocks_of_several_prompts_keep_their_depths(
         assert index.depths(index.find(1, 0, words_of([0, 1, 2, 10, 11]))).tolist() == [
             0, 1, 2, 1, 2
         ]  # fmt: skip
-        evict(other.core, 1, 0, words_of([1]))
+        # An imported list names neighbours of other chains.
+        await WarmStart(other.core, other.tiers).prefetch(1, [unrelated(0, words_of([30, 40]))], 10)
+        (last,) = index.find(1, 0, words_of([40]))
+        assert last and not len(other.core.space.chains.ancestors(int(last), 1))
+        evict(other.core, 1, 0, words_of([1, 30, 40]))
         parts = [part async for part in WarmStart(other.core, None).export(1, 4 * SLOT_ALIGN)]
         named = np.concatenate([one.hashes for part in parts for one in part])
         assert np.array_equal(np.sort(named, 0), np.sort(words_of([0, 2, 10, 11]), 0))

@@ -106,11 +106,13 @@ def test_a_server_that_refuses_the_user_and_no_word_of_the_password(
             wait_for(lambda: not bench.tier.problem(), "the new password is not read")
 
 
+NO_HELLO = "notice\nrename-command HELLO HELLO2"
+
+
 def test_a_server_that_knows_no_hello(tmp_path: Path, password_file: Path) -> None:
     # RESP2, as servers before version 6 speak it, has another form of null.
-    renamed = "notice\nrename-command HELLO HELLO2"
     with (
-        running(tmp_path / "server", password=SECRET, loglevel=renamed) as server,
+        running(tmp_path / "server", password=SECRET, loglevel=NO_HELLO) as server,
         bench_over(f"unix:{server.path}", password_file=password_file) as bench,
     ):
         bench.fill([1], [0])
@@ -120,7 +122,7 @@ def test_a_server_that_knows_no_hello(tmp_path: Path, password_file: Path) -> No
 
 
 def test_a_server_without_hello_and_without_a_password() -> None:
-    script = [b"-ERR unknown command\r\n", b"+OK\r\n", ABSENT, b"$-1\r\n"]
+    script = [b"-ERR unknown command\r\n", b"+OK\r\n", ABSENT, ABSENT, b"$-1\r\n"]
     with scripted(*script, connections=1) as bench:
         assert bench.read([1], [0]).tolist() == [Read.ABSENT]
 
@@ -147,6 +149,13 @@ def test_a_replica(server: Server) -> None:
         server.client.replicaof("NO", "ONE")
         wait_for(lambda: not bench.tier.problem(), "the problem stays")
         bench.check_read([1], [3])
+
+
+def test_a_replica_without_hello_never_seems_well(tmp_path: Path) -> None:
+    with running(tmp_path / "server", loglevel=NO_HELLO) as server:
+        server.client.replicaof("127.0.0.1", 1)
+        with bench_over(f"unix:{server.path}") as bench:
+            assert "is a read-only replica: give the primary's address" in problem_of(bench)
 
 
 @pytest.mark.parametrize(

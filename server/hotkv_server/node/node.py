@@ -6,6 +6,7 @@ The node also runs the timer, and executes a drain. Every method runs on the eve
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -150,10 +151,15 @@ class Node:
             self._tasks.append(self.health.run("scrubber", scrub, stalled_s, STALLED_WORK_S))
 
     async def close(self) -> None:
-        """Closes all sessions, the capabilities and the tiers, and stops the timer."""
-        await self.sessions.close_all()
-        for one in self.capabilities:
-            await one.close()
+        """Closes all sessions, the capabilities and the tiers, and stops the timer. If a capability
+        raises, closes the rest all the same, and then raises its error."""
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push_async_callback(self._close_rest)
+            for one in reversed(self.capabilities):
+                closing.push_async_callback(one.close)
+            await self.sessions.close_all()
+
+    async def _close_rest(self) -> None:
         if self.tiers is not None:
             await self.tiers.close()
         self.survey.close()

@@ -93,15 +93,24 @@ class WarmStart:
         )
 
 
+def unrelated(group_index: int, hashes: Words) -> HashList:
+    """Returns a list of blocks of any chains, the most wanted first. Their depths rise by 2, so no
+    block of the list counts as the block before another one."""
+    return HashList(group_index, hashes, 2 * np.arange(len(hashes)))
+
+
 def _joined(lists: list[HashList]) -> list[HashList]:
-    """Returns a list for each group, with each hash once, at the place where it first occurs. A
-    hash's depth is its position in the list."""
-    of_group: dict[int, list[Words]] = {}
+    """Returns a list for each group, with each hash once, at the place where it first occurs. The
+    depth of a hash in a list without depths is its position."""
+    of_group: dict[int, list[HashList]] = {}
     for one in lists:
-        of_group.setdefault(one.group_index, []).append(one.hashes)
+        of_group.setdefault(one.group_index, []).append(one)
     joined = []
     for group_index, parts in of_group.items():
-        hashes, depths = np.concatenate(parts), np.concatenate([np.arange(len(p)) for p in parts])
+        hashes = np.concatenate([part.hashes for part in parts])
+        depths = np.concatenate(
+            [np.arange(len(p.hashes)) if p.depths is None else p.depths for p in parts]
+        )
         first = first_occurrences(hashes)
         joined.append(HashList(group_index, hashes[first], depths[first]))
     return joined

@@ -14,7 +14,7 @@ from hotkv_proto.v1 import cache_pb2, warm_pb2, warm_pb2_grpc
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.node import Node
-from hotkv_server.warm_start.drive import WarmStart
+from hotkv_server.warm_start.drive import WarmStart, unrelated
 from hotkv_server.wire.edge import of_groups, prompt_hashes
 from hotkv_server.wire.errors import abort, answer, as_refusal
 
@@ -80,7 +80,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
         """
         space = self._node.core.key_space(number)
         named = read_groups(request.groups, space.hash_bytes, lambda index: _checked(space, index))
-        lists = [HashList(*one) for one in named]
+        lists = [unrelated(*one) for one in named]
         for prompt in request.prompts:
             hashes = await asyncio.to_thread(prompt_hashes, space, prompt.hashes, prompt.token_ids)
             lists += of_groups(space, hashes)

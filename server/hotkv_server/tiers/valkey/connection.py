@@ -106,7 +106,8 @@ def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: floa
 
 
 def _greet_version_2(ask: Ask, login: Login | None, until_s: float) -> None:
-    """Logs in without HELLO: for servers before version 6, and for users who may not use HELLO."""
+    """Logs in without HELLO: for servers before version 6, and for users who may not use HELLO.
+    Only the reply to a write shows whether such a server is a replica."""
     if login is not None:
         # Leave the default user out, because servers before version 6 have no users.
         user = [login.user.encode()] if login.user != DEFAULT_USER else []
@@ -115,7 +116,10 @@ def _greet_version_2(ask: Ask, login: Login | None, until_s: float) -> None:
             raise UnusableError("does not accept AUTH: check user and password_file")
         _check(reply)
     # Ignore a refusal, because the name only appears in the server's list of clients.
-    ask([command(b"CLIENT", b"SETNAME", b"hotkv")], until_s)
+    commands = [command(b"CLIENT", b"SETNAME", b"hotkv"), command(b"UNLINK", CHECK_KEY)]
+    _, removed = ask(commands, until_s)
+    if isinstance(removed, ErrorReply) and removed.code == "READONLY":
+        _check(removed)
 
 
 def _check(reply: Reply) -> None:
