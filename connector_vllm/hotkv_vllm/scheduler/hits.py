@@ -682,8 +682,10 @@ class HitFinder:
         self, state: RequestState, masks: Masks, computed_tokens: int, now_s: float
     ) -> Answer:
         hit = state.hit
-        hit_tokens = self.groups.longest_hit(masks, computed_tokens, state.request.num_tokens - 1)
-        hit.miss = self._why(state.request, hit_tokens)
+        limit = state.request.num_tokens - 1
+        hit_tokens = self.groups.longest_hit(masks, computed_tokens, limit)
+        is_whole = self.groups.is_whole(masks, computed_tokens, limit)
+        hit.miss = Miss.PARTIAL_BLOCK if is_whole else self._why(state.request, hit_tokens)
         if hit_tokens <= computed_tokens:
             return self._miss(state, now_s)
         specs = self.groups.specs
