@@ -40,7 +40,8 @@ class Miss(enum.IntEnum):
     """The engine did not look the blocks up in hotkv, for example because the request or the
     engine's role excludes it."""
     LATE = 9
-    """The server did not answer within the engine's time limit."""
+    """The server did not answer within the engine's time limit, or its lease had expired when the
+    engine read the answer."""
     FAILED_LOAD = 10
     """The load of the hit failed, or an earlier load of its blocks."""
     PARTIAL_BLOCK = 11

@@ -142,6 +142,8 @@ def test_a_grant_that_is_shorter_than_asked_shortens_the_hit() -> None:
         assert parts.count("short_grants") == num_short
         assert state.hit.miss is (Miss.REFUSED if blocks < 4 else Miss.PARTIAL_BLOCK)
     assert len(parts.server.released) == 2
+    parts.finder.give_back(state)
+    assert state.hit.miss is Miss.ABSENT, "vLLM has not taken the hit"
 
 
 @pytest.mark.parametrize("num_tokens", [4 * TOKENS, 4 * TOKENS + 1, 5 * TOKENS - 1])
@@ -208,6 +210,7 @@ def test_a_lease_that_expires_before_its_grant_is_read_is_taken_once_more(waits_
         assert answers == [ASK_AGAIN, (4 * TOKENS, True)] and not parts.server.released
     else:
         assert answers == [ASK_AGAIN, ASK_AGAIN, NO_HIT] and parts.server.released == leases
+        assert state.hit.miss is Miss.LATE
 
 
 def test_a_lease_ends_with_its_connection() -> None:

@@ -607,6 +607,9 @@ class HitFinder:
         has no hit afterwards."""
         hit = state.hit
         answer, lease_id = hit.answer, hit.lease_id
+        if hit.miss is Miss.PARTIAL_BLOCK and hit.phase in (Phase.LEASING, Phase.GRANTED):
+            # The hit is not taken, so it is not as long as a hit can be.
+            hit.miss = Miss.ABSENT
         hit.phase = Phase.IDLE
         hit.answer = None
         hit.lease_id = ""
@@ -718,6 +721,7 @@ class HitFinder:
             # The lease expired before vLLM asked for the answer. Another lease is tried once: steps
             # may last longer than leases.
             if hit.has_expired:
+                hit.miss = Miss.LATE
                 return self._miss(state, now_s)
             hit.has_expired = True
             self.give_back(state)
