@@ -40,13 +40,16 @@ class Miss(enum.IntEnum):
     """The engine did not look the blocks up in hotkv, for example because the request or the
     engine's role excludes it."""
     LATE = 9
-    """The server did not answer within the engine's time limit."""
+    """The server did not answer within the engine's time limit, or its lease had expired when the
+    engine read the answer."""
     FAILED_LOAD = 10
     """The load of the hit failed, or an earlier load of its blocks."""
     PARTIAL_BLOCK = 11
     """Tokens that can't hit: the tokens after the prompt's last full block, because only full
     blocks are stored, and the block of the prompt's last token, because an engine always computes
-    that token."""
+    that token. An engine reports this reason if its hit is as long as a hit can be: with a drafter,
+    a hit ends a block earlier; with groups of several block sizes, where blocks of all groups
+    end."""
     LEFT_BELOW = 12
     """The block lies in a tier below host memory and was not promoted: computing it is faster, or
     the tier is down or busy."""
@@ -67,6 +70,7 @@ SAID_BY_ENGINES = frozenset(
         Miss.NOT_ASKED,
         Miss.LATE,
         Miss.FAILED_LOAD,
+        Miss.PARTIAL_BLOCK,
     }
 )
 """Reasons that engines report. The server determines the other reasons."""

@@ -9,6 +9,7 @@ import pytest
 
 from demo.processes import Server
 from hotkv_client.command.tables import show_status
+from hotkv_server.ledger.book.accounts import REASONS
 from hotkv_server.told.verdicts import MISSES, checks, verdicts
 
 TOTAL = {
@@ -37,6 +38,10 @@ FIGURES: dict[str, Any] = {
         "all": {"total": {**TOTAL}, "outlook": {**OUTLOOK}},
     },
 }
+
+
+def test_each_reason_of_a_miss_has_a_sentence() -> None:
+    assert set(MISSES) == {reason.name.lower() for reason in REASONS}
 
 
 def said(**changes: Any) -> list[str]:

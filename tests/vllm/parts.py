@@ -86,7 +86,7 @@ class Parts:
         self.session = self.server.open(config)
         self.stats = HotKVStats()
         self.config = ConnectorConfig(**settings)
-        shared = frozenset[int](), adapters, counts_media
+        shared = frozenset(drafts), adapters, counts_media
         self.groups = CachedGroups(self.specs, TOKENS, TOKENS, *shared)
         self.finder = HitFinder(
             self.session,

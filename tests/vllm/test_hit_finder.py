@@ -140,8 +140,25 @@ def test_a_grant_that_is_shorter_than_asked_shortens_the_hit() -> None:
         parts.finder.forget(state)
         assert parts.hit(state) == blocks * TOKENS and bool(state.hit.lease_id) == bool(blocks)
         assert parts.count("short_grants") == num_short
-        assert state.hit.miss is (Miss.REFUSED if blocks < 4 else Miss.ABSENT)
+        assert state.hit.miss is (Miss.REFUSED if blocks < 4 else Miss.PARTIAL_BLOCK)
     assert len(parts.server.released) == 2
+    parts.finder.give_back(state)
+    assert state.hit.miss is Miss.ABSENT, "vLLM has not taken the hit"
+
+
+@pytest.mark.parametrize("num_tokens", [4 * TOKENS, 4 * TOKENS + 1, 5 * TOKENS - 1])
+def test_with_a_drafter_a_hit_is_whole_that_ends_before_the_last_full_block(
+    num_tokens: int,
+) -> None:
+    parts = Parts(drafts=[0])
+    state, limit = parts.state(request("a", num_tokens)), num_tokens - 1
+    for num_blocks, is_whole in ((3, False), (4, True)):
+        parts.put("a", range(num_blocks))
+        parts.finder.forget(state)
+        assert parts.hit(state) == (num_blocks - 1) * TOKENS
+        assert state.hit.miss is (Miss.PARTIAL_BLOCK if is_whole else Miss.ABSENT)
+        masks = parts.finder.table.ready(state.request, 0)
+        assert parts.groups.is_whole(masks, 0, limit) == is_whole
 
 
 def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
@@ -193,6 +210,7 @@ def test_a_lease_that_expires_before_its_grant_is_read_is_taken_once_more(waits_
         assert answers == [ASK_AGAIN, (4 * TOKENS, True)] and not parts.server.released
     else:
         assert answers == [ASK_AGAIN, ASK_AGAIN, NO_HIT] and parts.server.released == leases
+        assert state.hit.miss is Miss.LATE
 
 
 def test_a_lease_ends_with_its_connection() -> None:
@@ -269,12 +287,12 @@ def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
     parts.finder.end_load(loading(parts), True)
     parts.put("whole", range(4))
     whole = parts.state(request("whole", LONG))
-    assert parts.hit(whole) == 4 * TOKENS and whole.hit.miss is Miss.ABSENT
+    assert parts.hit(whole) == 4 * TOKENS and whole.hit.miss is Miss.PARTIAL_BLOCK
     for waited_s, hits in ((HIDDEN_FOR_S - 0.1, False), (0.1, not stores)):
         parts.clock += waited_s
         state = parts.state(request("a", LONG))
         assert bool(parts.hit(state)) == hits
-        assert state.hit.miss is (Miss.ABSENT if hits else Miss.FAILED_LOAD)
+        assert state.hit.miss is (Miss.PARTIAL_BLOCK if hits else Miss.FAILED_LOAD)
 
 
 def test_loads_whose_end_was_never_seen_or_that_were_given_up_count_as_failed() -> None:

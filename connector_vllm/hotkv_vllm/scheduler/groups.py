@@ -149,11 +149,15 @@ class CachedGroups:
         masks: which blocks are ready in the server, per group.
         computed_tokens: number of leading tokens that the engine itself holds. Their blocks count
             as ready.
-        limit_tokens: longest hit allowed.
+        limit_tokens: longest hit allowed: the request's tokens but the last.
         """
+        # Behind a hit, a draft group needs a further block, which must be full.
         all_of = tuple(
-            np.ones(self.num_blocks(index, limit_tokens), np.bool_)
-            for index in range(len(self.specs))
+            np.ones(
+                min(self.num_blocks(index, limit_tokens), (limit_tokens + 1) // spec.block_tokens),
+                np.bool_,
+            )
+            for index, spec in enumerate(self.specs)
         )
         longest = self.longest_hit(all_of, computed_tokens, limit_tokens)
         return self.longest_hit(masks, computed_tokens, limit_tokens) >= longest

@@ -607,6 +607,9 @@ class HitFinder:
         has no hit afterwards."""
         hit = state.hit
         answer, lease_id = hit.answer, hit.lease_id
+        if hit.miss is Miss.PARTIAL_BLOCK and hit.phase in (Phase.LEASING, Phase.GRANTED):
+            # The hit is not taken, so it is not as long as a hit can be.
+            hit.miss = Miss.ABSENT
         hit.phase = Phase.IDLE
         hit.answer = None
         hit.lease_id = ""
@@ -682,8 +685,10 @@ class HitFinder:
         self, state: RequestState, masks: Masks, computed_tokens: int, now_s: float
     ) -> Answer:
         hit = state.hit
-        hit_tokens = self.groups.longest_hit(masks, computed_tokens, state.request.num_tokens - 1)
-        hit.miss = self._why(state.request, hit_tokens)
+        limit = state.request.num_tokens - 1
+        hit_tokens = self.groups.longest_hit(masks, computed_tokens, limit)
+        is_whole = self.groups.is_whole(masks, computed_tokens, limit)
+        hit.miss = Miss.PARTIAL_BLOCK if is_whole else self._why(state.request, hit_tokens)
         if hit_tokens <= computed_tokens:
             return self._miss(state, now_s)
         specs = self.groups.specs
@@ -716,6 +721,7 @@ class HitFinder:
             # The lease expired before vLLM asked for the answer. Another lease is tried once: steps
             # may last longer than leases.
             if hit.has_expired:
+                hit.miss = Miss.LATE
                 return self._miss(state, now_s)
             hit.has_expired = True
             self.give_back(state)
