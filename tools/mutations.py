@@ -208,8 +208,8 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_keyword(self, node: ast.keyword) -> None:
-        # `zip(strict=True)` is an assertion.
-        if node.arg != "strict":
+        # `zip(strict=True)` is an assertion; `Thread(daemon=True)` shows only if a program hangs.
+        if node.arg not in ("strict", "daemon"):
             self.visit(node.value)
 
     def visit_Constant(self, node: ast.Constant) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError
@@ -99,6 +99,7 @@ def test_refusals(layer: int, name: str, words: str) -> None:
     empty=st.sampled_from([0.0, 0.3, 1.0]),
     p=st.none() | st.floats(0.05, 0.99),
 )  # fmt: skip
+@example(seed=0, num=300, heads=9, first=1, recent=1, budget=9, spread=30.0, empty=0.0, p=None)
 def test_choosing_in_one_kernel_equals_its_reference(
     seed: int,
     num: int,
@@ -112,6 +113,9 @@ def test_choosing_in_one_kernel_equals_its_reference(
 ) -> None:
     rng = np.random.default_rng(seed)
     scores = (rng.standard_normal((heads, num)) * spread).astype(np.float32)
+    if num:
+        # A wide spread has a block per head beside which the exponentials of all others vanish.
+        scores[range(heads), rng.integers(num, size=heads)] += spread * spread / 4
     scores[rng.random(scores.shape) < empty] = -np.inf
     always = rng.standard_normal(heads).astype(np.float32)
     where = Span(first, first + num, first + num + recent)
