@@ -344,9 +344,10 @@ class DoorScheduler:
 
         Source: vLLM 0.32 and 0.33. `_build_store_jobs` assumes that all tokens but the last of a
         finished request were computed, unless the request was aborted. With asynchronous scheduling
-        a request may also end after vLLM has preempted it and freed its blocks. With the limit, vLLM
-        does not store window chunks behind the last whole chunk of full attention of an aborted
-        prompt. No hit needs them, because hits end with a chunk of full attention.
+        a request may also end after vLLM has preempted it and freed its blocks.
+
+        With the limit, vLLM does not store window chunks behind the last whole chunk of full
+        attention of an aborted prompt. No hit needs them: hits end with a chunk of full attention.
         """
         steps.limit_stores(offloading, request.request_id, steps.written_tokens(request))
 
