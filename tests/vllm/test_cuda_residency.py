@@ -107,7 +107,7 @@ def test_contexts_beyond_the_pool_are_prefilled_exactly_and_decoded(make: Any, i
     engine.step({"b": 128, "a": 1})
     prefill(engine, other)
     assert other.freed > engine.spec.sink_blocks
-    for step in range(40):
+    for step in range(16):
         engine.step({"a": 1, "b": 1} if step % 2 else {"b": 1, "a": 1}, padding=2)
         assert not engine.lost
     assert engine.worker.take_counters()["resident_pulled_pages"] > 0

@@ -76,8 +76,8 @@ def test_warm_is_as_good_as_cold(
 
     def ask(engine: Any) -> dict[str, Any]:
         if is_alone:
-            return engine.ask_each(batch, 40)
-        return engine.ask("generate", prompts=batch, max_tokens=40)
+            return engine.ask_each(batch, 16)
+        return engine.ask("generate", prompts=batch, max_tokens=16)
 
     expected = ask(first)
     if is_alone and kind != "lfm2":

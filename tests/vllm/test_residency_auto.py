@@ -62,14 +62,14 @@ def test_requests_move_once_the_pool_is_full_and_one_that_fits_never(
 @SCHEDULING
 @pytest.mark.parametrize("every", [3, 11, 23])
 def test_moves_at_any_step_change_no_token(
-    start: Start, daemon: Daemon, every: int, is_async: bool
+    start: Start, shared_daemon: Daemon, every: int, is_async: bool
 ) -> None:
     """Moves in prefill and in decode. The hot set covers the contexts, so tokens are those of dense
     attention."""
     dense = start(None)
     one = start(
         EXACT_AUTO,
-        target=daemon.start().target,
+        target=shared_daemon.target,
         num_gpu_blocks_override=420,
         async_scheduling=is_async,
     )
@@ -132,19 +132,19 @@ def test_a_server_is_killed_while_requests_are_whole(
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     batch, other = prompts(6, 2000), prompts(7, 2300, 2200)
-    expected = reference.ask("generate", prompts=batch, max_tokens=150)
-    one.ask("pace", seconds=0.02)
-    one.begin("generate", prompts=batch, max_tokens=150)
+    expected = reference.ask("generate", prompts=batch, max_tokens=90)
+    one.ask("pace", seconds=0.03)
+    one.begin("generate", prompts=batch, max_tokens=90)
     until_stored(daemon, 62)
     daemon.kill()
     assert same(one.answer(), expected)
     assert not TROUBLES & totals(one).keys() and one.ask("sparse")["preemptions"] == 0
-    expected = reference.ask("generate", prompts=other, max_tokens=150)
-    one.begin("generate", prompts=other[:1], max_tokens=150)
+    expected = reference.ask("generate", prompts=other, max_tokens=90)
+    one.begin("generate", prompts=other[:1], max_tokens=90)
     daemon.start()
     one.answer()
     one.ask("wait", connected=True, timeout_s=60.0)
-    assert same(one.ask("generate", prompts=other, max_tokens=150), expected)
+    assert same(one.ask("generate", prompts=other, max_tokens=90), expected)
     counted = totals(one)
     print(counted)
     assert counted["moved_residencies"] >= 1 and not TROUBLES & counted.keys()

@@ -115,9 +115,9 @@ def test_requests_are_preempted_and_resume(start: Start, daemon: Daemon, is_asyn
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(15, 460, 1400, 480, 1600, 470)
-    expected = dense.ask("generate", prompts=batch, max_tokens=150)
+    expected = dense.ask("generate", prompts=batch, max_tokens=80)
     one.ask("rewrite_always")
-    found = one.ask("generate", prompts=batch, max_tokens=150)
+    found = one.ask("generate", prompts=batch, max_tokens=80)
     assert same(found, expected)
     counted = totals(one)
     assert one.ask("sparse")["preemptions"] > 0

@@ -11,8 +11,8 @@ from tests.vllm.resident_runs import EXACT, EXACT_POOL, Start, prompts, start
 
 __all__ = ["start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-TOKENS = 12
-"""Tokens of each answer."""
+TOKENS = 6
+"""Tokens of each answer: the first prompt's begins another block."""
 EVERY = 6
 """Each form of the test breaks one of this many functions."""
 MODULES = [
@@ -45,7 +45,7 @@ CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec", "_blocks"}
     ],
 )
 def test_whatever_breaks_no_token_is_wrong(
-    start: Start, daemon: Daemon, is_async: bool, later: bool, first: int, moves: int
+    start: Start, shared_daemon: Daemon, is_async: bool, later: bool, first: int, moves: int
 ) -> None:
     """Breaks a function at its first call, or (`later`) at its first call after some number of
     steps. Each form breaks every sixth function, and begins with the function of number `first`.
@@ -53,7 +53,7 @@ def test_whatever_breaks_no_token_is_wrong(
     dense = start(None)
     one = start(
         EXACT | ({"residency": "auto"} if moves else {}),
-        target=daemon.start().target,
+        target=shared_daemon.target,
         num_gpu_blocks_override=2 * EXACT_POOL,
         async_scheduling=is_async,
         connector_settings={"residency_timeout_s": 3.0},
@@ -63,7 +63,7 @@ def test_whatever_breaks_no_token_is_wrong(
     if moves:
         one.ask("move", every=moves)
     # The first batch misses; the second shares a prefix with it.
-    (base, other) = prompts(21, 900, 760)
+    (base, other) = prompts(21, 764, 640)
     batches = [[base, other], [[*base, *other[:80]]]]
     expected = [dense.ask("generate", prompts=batch, max_tokens=TOKENS) for batch in batches]
     known = one.ask("called", modules=MODULES, prompts=batches, max_tokens=TOKENS)

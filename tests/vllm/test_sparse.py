@@ -37,10 +37,10 @@ def test_a_covering_budget_is_exact_in_mixed_batches(start: Start, sparse: dict[
     settings = {"max_num_batched_tokens": 128, "max_num_seqs": 6}
     dense, one = start(None, **settings), start(sparse, **settings)
     batch = prompts(1)
-    expected = dense.ask("generate", prompts=batch, max_tokens=70)
+    expected = dense.ask("generate", prompts=batch, max_tokens=35)
     if sparse is HALF:
         one.ask("rewrite_always")
-    found = one.ask("generate", prompts=batch, max_tokens=70)
+    found = one.ask("generate", prompts=batch, max_tokens=35)
     assert found["tokens"] == expected["tokens"] and difference(found, expected) < NOISE
     assert one.ask("sparse")["layers"] == [0, 1, 2, 3] and one.ask("sparse")["sequences"] <= 6
     counted = totals(one)
@@ -57,7 +57,7 @@ def test_local_prefix_hits_and_preemption(start: Start) -> None:
     """Two long prompts and their answers have too few blocks: a request is preempted, and resumes
     in other blocks."""
     settings = {
-        "num_gpu_blocks_override": 64,
+        "num_gpu_blocks_override": 61,
         "max_num_seqs": 2,
         "max_num_batched_tokens": 256,
         "max_model_len": 1024,
@@ -68,7 +68,7 @@ def test_local_prefix_hits_and_preemption(start: Start) -> None:
     for engine in (dense, one):
         engine.ask("generate", prompts=[batch[0][:400]], max_tokens=1)
     expected, found = (
-        engine.ask("generate", prompts=batch, max_tokens=90) for engine in (dense, one)
+        engine.ask("generate", prompts=batch, max_tokens=40) for engine in (dense, one)
     )
     assert found["cached"] == expected["cached"] and found["cached"][0] >= 384
     assert one.ask("sparse")["preemptions"] > 0
@@ -127,12 +127,12 @@ def test_softmax_sinks(start: Start) -> None:
 )
 def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
     one = start(SMALL | more, max_num_batched_tokens=256)
-    one.ask("generate", prompts=prompts(8, (1400, 300, 800)), max_tokens=80)
+    one.ask("generate", prompts=prompts(8, (1400, 300, 800)), max_tokens=40)
     counted = totals(one)
     check_counters(counted, 2)
     assert one.ask("sparse")["layers"] == [1, 2, 3]
-    # Each of the two long prompts has 79 decode steps in three layers.
-    assert counted["sparse_selects"] == 3 * 79 * 2
+    # Each of the two long prompts has 39 decode steps in three layers.
+    assert counted["sparse_selects"] == 3 * 39 * 2
     assert counted["sparse_selected_blocks"] <= (8 * counted["sparse_selects"]) + 3 * 2 * 8
     # The hot set holds twice the budget. An adaptive hot set grows to four times the budget if
     # steps keep missing more blocks than they may load.
@@ -143,7 +143,7 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
     assert counted["sparse_seeded_blocks"] > 0 and counted["sparse_corrected_blocks"] > 0
     # In three layers each complete block of the two long contexts is built once.
     assert counted["sparse_built_blocks"] == 3 * sum(
-        (length + 79) // BLOCK_TOKENS for length in (1400, 800)
+        (length + 39) // BLOCK_TOKENS for length in (1400, 800)
     )
 
 
