@@ -61,22 +61,26 @@ def compare(name: str, percent: float, max_keys: int, policy: str) -> tuple[floa
     return found.ceiling_ratio - ceiling, found.gain_ratio - max(0.0, larger - smaller)
 
 
+EVERYDAY = [
+    ("zipf_trees", 5, 4096, "hotness"),
+    ("agent_sessions", 5, 256, "hotness"),
+    ("mixture", 5, 256, "hotness"),
+    ("drift", 2, 4096, "lru"),
+    ("agents", 5, 512, "hotness"),
+]
 SIZES = itertools.cycle([(2, 4096), (10, 256)])
-LONG = [(name, *size) for name, size in zip(MAKERS, SIZES, strict=False)]
-LONG += [(name, 10, 4096) for name in ("agents", "conversation", "synthetic")]
+LONG = [
+    pytest.param(name, *size, "hotness", marks=pytest.mark.long)
+    for name, size in zip(MAKERS, SIZES, strict=False)
+    if name not in [one for one, *_ in EVERYDAY]
+]
+LONG += [
+    pytest.param("synthetic", 10, 4096, "hotness", marks=pytest.mark.long),
+    pytest.param("conversation", 10, 4096, "hotness", marks=pytest.mark.campaign),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "percent", "max_keys", "policy"),
-    [
-        ("zipf_trees", 5, 4096, "hotness"),
-        ("agent_sessions", 5, 256, "hotness"),
-        ("mixture", 5, 256, "hotness"),
-        ("drift", 2, 4096, "lru"),
-        ("agents", 5, 512, "hotness"),
-        *(pytest.param(*case, "hotness", marks=pytest.mark.long) for case in LONG),
-    ],
-)
+@pytest.mark.parametrize(("name", "percent", "max_keys", "policy"), [*EVERYDAY, *LONG])
 def test_ceiling_and_gain_are_the_simulators(
     name: str, percent: float, max_keys: int, policy: str
 ) -> None:

@@ -46,6 +46,7 @@ from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.node import sessions as node_sessions
 from hotkv_server.node.session import OUTBOX_MESSAGES
 from hotkv_server.security.identity import AccessControl, Peer
+from hotkv_server.testing import faults
 from hotkv_server.wire import session as session_service
 from hotkv_server.wire.edge import Edge
 from hotkv_server.wire.guard import interceptor
@@ -512,16 +513,26 @@ async def test_guests_who_do_not_read_their_end_are_few(
         await asyncio.gather(*calls, return_exceptions=True)
 
 
+@pytest.fixture
+def quick_to_end() -> Iterator[Server]:
+    """Yields a server that ends the session of a client that does not read for a second."""
+    hurry = faults.command("hurry")
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", command=hurry) as running:
+        running.wait_ready()
+        yield running
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("num_hashes", "most_calls"), [(4096, OUTBOX_MESSAGES), ((1 << 17) - 1024, 21)]
 )
 def test_who_does_not_read_is_asked_for_nothing_more_and_closed(
-    own_server: Server, engine: Make, num_hashes: int, most_calls: int
+    quick_to_end: Server, engine: Make, num_hashes: int, most_calls: int
 ) -> None:
     """Small answers are bounded by their number, large answers by their bytes."""
-    quiet = engine(own_server.target, engine_id="quiet")
-    deaf = PagedEngine(own_server.target, engine_id="deaf", model="deaf")
+    server = quick_to_end
+    quiet = engine(server.target, engine_id="quiet")
+    deaf = PagedEngine(server.target, engine_id="deaf", model="deaf")
     asked, ended, num_sent = [GroupHashes(0, hashes(num_hashes))], threading.Event(), 0
 
     def requests() -> Iterator[_wire.Request]:
@@ -534,10 +545,10 @@ def test_who_does_not_read_is_asked_for_nothing_more_and_closed(
         ended.wait()
 
     options = [*channels.OPTIONS, ("grpc.http2.bdp_probe", 0)]
-    with grpc.insecure_channel(own_server.target, options) as channel:
+    with grpc.insecure_channel(server.target, options) as channel:
         call = _wire.connect(_wire.Stub(channel), requests())
         try:
-            wait_for(lambda: "does not read what it is sent" in own_server.log.read_text())
+            wait_for(lambda: "does not read what it is sent" in server.log.read_text())
             # The answers that were sent come first, then the status.
             with pytest.raises(grpc.RpcError) as refused:
                 list(call)

@@ -33,7 +33,7 @@ from hotkv_server.tiers.disk.tier import DiskTier
 from hotkv_server.tiers.drive import below
 from hotkv_server.tiers.drive import records as lower
 from hotkv_server.tiers.s3 import tier as s3_tier
-from hotkv_server.wire import calls
+from hotkv_server.wire import calls, session
 
 LOOK_S = 0.02
 
@@ -167,10 +167,12 @@ def hang_disk(folder: str, signs: str) -> None:
 
 
 def hurry() -> None:
-    """Shortens pauses, for tests that wait for their end: how long blocks wait for a full pack of
-    S3, and the pause between two notes of the bytes written to the disk."""
+    """Shortens times that tests would wait for: how long blocks wait for a full pack of S3, the
+    pause between two notes of the bytes written to the disk, and how long a client may read
+    nothing."""
     s3_tier.LINGER_S = 0.2
     below.NOTE_S = 0.2
+    session.SLOW_READER_S = 1.0
 
 
 # ---------------------------------------------------------------------------- A server that is slow

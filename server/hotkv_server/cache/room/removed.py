@@ -37,7 +37,8 @@ class RemovedKeys:
         self._next = 0
         # A sorted copy of the ring, as it was `_num_fresh` removals ago. `causes` is called for
         # each reported request and searches the copy, because sorting all keys takes milliseconds.
-        self._sorted = _sorted(self._keys, self._causes)
+        # At first one unused position stands for all of them.
+        self._sorted = _sorted(self._keys[:1], self._causes[:1])
         self._num_fresh = 0
 
     def __repr__(self) -> str:
