@@ -269,10 +269,13 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def got_blocks(self, request: Any, blocks: Any, offloading: Any) -> None:
-        """Records the blocks that vLLM has allocated to a request.
+        """Records the blocks that vLLM has allocated to a request. A turn of streamed input may
+        bring the request's first media, so it may have to be excluded from hotkv now.
 
         offloading: vLLM's `OffloadingConnectorScheduler`.
         """
+        if self._is_excluded(request):
+            self._tier.exclude([request.request_id])
         steps.forget_blocks(offloading, request)
         self._written.allocated(request, blocks)
 
@@ -344,9 +347,10 @@ class DoorScheduler:
 
         Source: vLLM 0.32 and 0.33. `_build_store_jobs` assumes that all tokens but the last of a
         finished request were computed, unless the request was aborted. With asynchronous scheduling
-        a request may also end after vLLM has preempted it and freed its blocks. With the limit, vLLM
-        does not store window chunks behind the last whole chunk of full attention of an aborted
-        prompt. No hit needs them, because hits end with a chunk of full attention.
+        a request may also end after vLLM has preempted it and freed its blocks.
+
+        With the limit, vLLM does not store window chunks behind the last whole chunk of full
+        attention of an aborted prompt. No hit needs them: hits end with a chunk of full attention.
         """
         steps.limit_stores(offloading, request.request_id, steps.written_tokens(request))
 
