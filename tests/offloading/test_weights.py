@@ -31,6 +31,7 @@ from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.stats import HookClock, HotKVStats
 from tests.vllm.changing_weights import FakeWatch
+from tests.vllm.desks import blocks
 from tests.vllm.parts import admission
 
 NUM_RANKS = 2
@@ -393,6 +394,24 @@ def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
     is_left_out = has_adapter or (has_media and media in ("counted", "old"))
     assert side._is_excluded(request) == is_left_out
     assert tier.told == {"r": is_left_out}
+
+
+def test_media_of_a_later_turn_leave_a_session_with_streamed_input_out(monkeypatch):
+    side, tier = made(monkeypatch)
+    side._counts_media = True
+    session = SimpleNamespace(
+        request_id="s",
+        lora_request=None,
+        kv_transfer_params=None,
+        num_computed_tokens=0,
+        mm_features=[],
+    )
+    side.arrived(session)
+    side.got_blocks(session, blocks([1, 2]), None)
+    assert tier.told == {"s": False}
+    session.mm_features.append("picture")
+    side.got_blocks(session, blocks([1, 2]), None)
+    assert tier.told == {"s": True} and not side.edge.broken
 
 
 def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):

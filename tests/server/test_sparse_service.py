@@ -91,6 +91,8 @@ def test_what_is_covered_is_pinned_until_the_sequence_ends(
     engine.store(blocks[30:40], first=30, with_representations=False)
     created = session.create_sequence("s", 0, blocks[:50], config).result(60)
     assert created.covered_blocks == 30
+    absent = session.create_sequence("absent", 0, hashes(9), config).result(60)
+    assert (absent.lease_id, absent.covered_blocks) == ("", 0)
     # Creates the same sequence again; then appends blocks, some of which it already has.
     assert session.create_sequence("s", 0, blocks[:50], config).result(60) == created
     engine.store(blocks[30:60], first=30)

@@ -269,10 +269,13 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def got_blocks(self, request: Any, blocks: Any, offloading: Any) -> None:
-        """Records the blocks that vLLM has allocated to a request.
+        """Records the blocks that vLLM has allocated to a request. A turn of streamed input may
+        bring the request's first media, so it may have to be excluded from hotkv now.
 
         offloading: vLLM's `OffloadingConnectorScheduler`.
         """
+        if self._is_excluded(request):
+            self._tier.exclude([request.request_id])
         steps.forget_blocks(offloading, request)
         self._written.allocated(request, blocks)
 
