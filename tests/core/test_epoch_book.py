@@ -576,3 +576,19 @@ def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
             book.shown(name, {FP: stores[name].epoch}, 0, now_s, (FP,))
             assert book.is_fresh(FP, name, now_s)
         assert book.is_calm(FP) == is_calm
+
+
+@pytest.mark.parametrize("has_missed", [True, False])
+def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(has_missed: bool) -> None:
+    """The other node's settings have only one of the two stores."""
+    book = EpochBook(("other", "store"))
+    found = []
+    for turn in range(60):
+        book.use(FP, float(turn))
+        epochs = {"other": 9 if turn > 20 else 7, "store": 7 if has_missed or turn < 25 else 9}
+        for name, epoch in epochs.items():
+            book.shown(name, {FP: epoch}, 0, float(turn), (FP,))
+        if book.begin_flush(float(turn)):
+            book.flushed(FP, float(turn))
+        found += book.missed(float(turn))
+    assert found == [(FP, "store")] * has_missed

@@ -180,10 +180,17 @@ def test_replay_keeps_the_last_steps_and_survives_nonsense(
     assert [event.block_hashes for *_, (event,) in messages] == [[hash_of(n)] for n in (2, 3, 4)]
 
 
+@pytest.mark.parametrize(("answer_s", "stalled_s"), [(1.0, 600.0), (600.0, 0.2)])
 def test_readers_that_take_no_answer_and_long_requests_cost_little(
-    publisher: ZmqPublisher, reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    publisher: ZmqPublisher,
+    reader: Reader,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer_s: float,
+    stalled_s: float,
 ) -> None:
-    monkeypatch.setattr(publisher_module, "ANSWER_S", 1.0)
+    monkeypatch.setattr(publisher_module, "ANSWER_S", answer_s)
+    monkeypatch.setattr(publisher_module, "STALLED_S", stalled_s)
     reader.wait_subscribed(publisher)
     for number in range(3):
         publisher.publish(1.0, [removed(TOO_MANY[number:9000])])

@@ -58,6 +58,9 @@ MOST_ANSWERS = 4
 """Most requests for replay that are answered at a time; further requests wait."""
 ANSWER_S = 60.0
 """An answer to a request for replay is dropped if its reader has not taken it after this time."""
+STALLED_S = 2.0
+"""An answer may be dropped earlier, in favor of a waiting request, if its reader has taken nothing
+for this time."""
 STATE_BYTES = 1 << 20
 """Approximate bytes of events in each message with the present state."""
 MESSAGE_BYTES = 1 << 20
@@ -99,6 +102,20 @@ class _Topic:
     last_forgotten: int = -1
     sent: deque[tuple[int, bytes]] = field(default_factory=deque)
     sent_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """An answer to a request for replay.
+
+    `messages`: the messages that its reader has not taken yet.
+    `until_s`: when the answer is dropped.
+    `moved_s`: when the reader last took a message.
+    """
+
+    messages: deque[tuple[bytes, ...]]
+    until_s: float
+    moved_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +205,7 @@ class ZmqPublisher:
         self._sent_bytes = 0
         # Unfinished answers to requests for replay, by ZMQ's identity of the reader: the time at
         # which the answer is dropped, and the messages that are left.
-        self._answers: dict[bytes, tuple[float, deque[tuple[bytes, ...]]]] = {}
+        self._answers: dict[bytes, _Answer] = {}
         # Topics that have messages kept for replay.
         self._kept: dict[_Topic, None] = {}
         # First sequence number of a new topic. It grows, because the numbers of a topic that ends
@@ -484,21 +501,27 @@ class ZmqPublisher:
         self._sent_bytes -= num_bytes
 
     def _serve_replays(self, socket: "zmq.Socket[bytes]") -> None:
-        """Receives a request for replay if there is one, unless MOST_ANSWERS are unfinished. Sends
-        as much of all answers as the readers take. A reader's new request ends its last answer."""
-        if len(self._answers) < MOST_ANSWERS and socket.poll(0):
+        """Receives a request for replay if there is one, unless MOST_ANSWERS are unfinished and
+        none has stalled. Sends as much of all answers as the readers take. A reader's new request
+        ends its last answer."""
+        now_s, is_asked = time.monotonic(), bool(socket.poll(0))
+        if is_asked and len(self._answers) == MOST_ANSWERS:
+            slowest = min(self._answers, key=lambda client: self._answers[client].moved_s)
+            if now_s >= self._answers[slowest].moved_s + STALLED_S:
+                del self._answers[slowest]
+        if is_asked and len(self._answers) < MOST_ANSWERS:
             client, *frames = socket.recv_multipart()
             messages = deque((client, b"", *message) for message in self._replayed(frames))
-            self._answers[client] = time.monotonic() + ANSWER_S, messages
-        for client, (until_s, messages) in list(self._answers.items()):
+            self._answers[client] = _Answer(messages, now_s + ANSWER_S, now_s)
+        for client, one in list(self._answers.items()):
             try:
-                while messages:
-                    socket.send_multipart(messages[0], zmq.NOBLOCK)
-                    messages.popleft()
-                    self._last_turn_s = time.monotonic()
+                while one.messages:
+                    socket.send_multipart(one.messages[0], zmq.NOBLOCK)
+                    one.messages.popleft()
+                    self._last_turn_s = one.moved_s = time.monotonic()
             except zmq.ZMQError as error:
                 # Any other error means that the reader has left.
-                if error.errno == zmq.EAGAIN and time.monotonic() < until_s:
+                if error.errno == zmq.EAGAIN and time.monotonic() < one.until_s:
                     continue
             del self._answers[client]
 

@@ -47,6 +47,9 @@ CALM_S = 5.0
 """If a flush has raised the epoch of one store, this node adopts that epoch. An answer of another
 store may still show the epoch of before the flush, if the question was sent within this time. The
 time is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
+MISSED_S = 10.0
+"""A store counts as missed by a flush of another node if its epoch is the same this long after
+another store has shown a new epoch. Longer than CALM_S, because a raise may be repeated."""
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
@@ -84,6 +87,7 @@ class EpochStanding:
     `told`: number of flush requests that the store's epoch covers; -1: not even the request that an
         earlier server has saved.
     `told_s`: when the store answered the raise that covers these requests.
+    `changed_s`: when another node's new epoch was seen here (the question was sent).
     """
 
     epoch: int = NO_EPOCH
@@ -100,6 +104,7 @@ class EpochStanding:
     raise_for: int = 0
     told: int = 0
     told_s: float = NEVER_S
+    changed_s: float = NEVER_S
 
     @property
     def is_settled(self) -> bool:
@@ -383,6 +388,8 @@ class EpochBook:
             if standing.is_raising or (is_old and not standing.has_failed):
                 # The question was sent before a raise, so the answer may be out of date.
                 continue
+            if NO_EPOCH < standing.epoch < epoch != standing.target:
+                standing.changed_s = sent_s
             if NO_EPOCH < epoch < standing.epoch:
                 if not standing.is_untold:
                     standing.is_untold, standing.raise_s = True, NEVER_S
@@ -408,6 +415,25 @@ class EpochBook:
                 self._seal_anew(record)
             elif standing.target != epoch:
                 self._aim(fingerprint, standing, epoch)
+
+    def missed(self, now_s: float) -> list[tuple[str, str]]:
+        """Returns key spaces in use, each with a store that a flush of another node has missed (see
+        MISSED_S). Returns each once. The other node's settings may lack the store, or it can't
+        reach the store; or another store has lost its epochs."""
+        found = []
+        for fingerprint in self._active:
+            record = self._record(fingerprint)
+            last_s = max((one.changed_s for one in self._mine(record)), default=NEVER_S)
+            if last_s == NEVER_S or now_s < last_s + MISSED_S:
+                continue
+            for name in self.stores:
+                one = record.stores[name]
+                is_old = max(one.changed_s, one.told_s) < last_s - MISSED_S
+                if is_old and self.is_fresh(fingerprint, name, now_s):
+                    found.append((fingerprint, name))
+            for one in self._mine(record):
+                one.changed_s = NEVER_S
+        return found
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
         """Requires a flush of the key space on this node. When this flush has ended, `epoch`

@@ -398,6 +398,13 @@ class Epochs:
             known = {self.fingerprint(number): number for number in self._core.key_spaces}
             self.book.rest(known.keys(), at_s)
             idle = [name for name, number in known.items() if self._has_blocks(number)]
+            for name, missed in self.book.missed(at_s):
+                log.warning(
+                    "another node's flush of fingerprint=%s has not reached tier=%s, which may "
+                    "have blocks of before: give all nodes the same tiers, then flush again",
+                    name,
+                    missed,
+                )
         for store in self._stores.values():
             if store.asked_tick is None and (wanted := self.book.due(store.name, idle, at_s)):
                 store.asked_tick = self._ticks
