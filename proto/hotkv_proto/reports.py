@@ -74,6 +74,9 @@ SAID_BY_ENGINES = frozenset(
     }
 )
 """Reasons that engines report. The server determines the other reasons."""
+CANCELS = frozenset({Miss.COMPUTED_SOONER, Miss.NOT_ASKED})
+"""Reasons for which an engine cancels a load. NOT_ASKED: because of a reset, or because the
+engine's weights or the request's adapter may have changed."""
 
 
 # ------------------------------------------------------------------------ counters of sparse decode
@@ -187,8 +190,11 @@ class LoadEnd:
     report_id: the `report_id` of the load's request in its earlier `RequestReport`.
     wait_s: time from the start of the load to its end; 0 if the request has ended before.
     failed: whether the load failed, or the request has ended before.
+    miss: why the blocks of a failed load missed: one of `CANCELS` if the engine itself has
+        cancelled the load.
     """
 
     report_id: int
     wait_s: float
     failed: bool = False
+    miss: Miss = Miss.FAILED_LOAD

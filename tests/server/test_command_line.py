@@ -25,6 +25,7 @@ from hotkv_server.settings import tomllib
 from tests.server.commands import HOTKV, prompt_hashes, runner
 from tests.server.places import store
 from tests.server.support import number_of
+from tests.support.waiting import wait_for
 
 
 def hotkv(*arguments: str) -> str:
@@ -71,6 +72,9 @@ def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedE
     assert "a flush of its key space dropped it" in server.cli(*explain)
     short = server.cli("explain", "--key-space", number, "1", "2")
     assert "shorter than a block" in short and "0 of 0" not in short
+    one.session.close()
+    unused = f"key space {number} (cli-model), which no connected engine uses: 0 of 48"
+    wait_for(lambda: unused in server.cli(*explain))
 
 
 SERVER = (sys.executable, "-m", "hotkv_server")

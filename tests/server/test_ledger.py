@@ -152,6 +152,17 @@ def test_a_load_that_fails_takes_its_savings_back(server: Server, groups_engine:
     assert row["failed_load_count"] == 1 and row["misses"]["failed_load"] == 96
 
 
+def test_a_load_that_the_engine_itself_cancels_has_not_failed(
+    server: Server, groups_engine: Make
+) -> None:
+    one = groups_engine("ledger-cancelled")
+    report(one, RequestReport(hashes(4), 70, 16, 64, 0.0, saved_s=2.0, report_id=1))
+    report(one, loads=(LoadEnd(1, 0.5, failed=True, miss=Miss.COMPUTED_SOONER),))
+    row = row_of(server.target, "ledger-cancelled")
+    assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (0.0, 0.5, 0)
+    assert row["misses"] == {"computed_sooner": 48, "partial_block": 6}
+
+
 def test_the_command_shows_a_row_each_and_the_outlook(server: Server, groups_engine: Make) -> None:
     one = groups_engine("ledger-command")
     report(one, RequestReport(hashes(4), 70, 7, 32, 0.0, saved_s=90.0, wait_s=1.0))

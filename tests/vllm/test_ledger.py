@@ -92,6 +92,25 @@ def test_a_request_that_asked_nobody_says_so(refusal: Any, is_up: bool, said: Mi
     assert [r.miss for r in one.sent()] == [said]
 
 
+@pytest.mark.parametrize(
+    ("is_late", "is_cancelled", "said"),
+    [
+        (True, False, Miss.COMPUTED_SOONER),
+        (False, True, Miss.NOT_ASKED),
+        (False, False, Miss.FAILED_LOAD),
+    ],
+)
+def test_a_load_that_the_engine_has_cancelled_says_why(
+    is_late: bool, is_cancelled: bool, said: Miss
+) -> None:
+    one = Reported()
+    one.sent(32)
+    one.state.hit.is_cancelled = is_cancelled
+    one.made.load_ended(one.state, True, is_late=is_late)
+    one.made.send(2.0)
+    assert one.parts.server.load_ends[-1].miss is one.state.hit.miss is said
+
+
 def test_waits_for_answers_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])

@@ -17,7 +17,7 @@ from hotkv_proto.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS, pack, packed_words, read_hashes, unpack
 from hotkv_proto.messages.errors import error_detail
 from hotkv_proto.messages.session import MAX_REPORTS, read_load_ends, read_reports
-from hotkv_proto.reports import SAID_BY_ENGINES, Miss
+from hotkv_proto.reports import CANCELS, SAID_BY_ENGINES, Miss
 from hotkv_proto.v1 import session_pb2
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 
@@ -103,7 +103,7 @@ def test_what_a_report_says_for_the_ledger_arrives(
     saved_s, wait_s = seconds
     tokens = (10, 0, 0, 0.0)
     known = {"miss": miss, "saved_s": saved_s, "wait_s": wait_s, "report_id": number}
-    ends = [LoadEnd(number, saved_s, failed)]
+    ends = [LoadEnd(number, saved_s, failed, miss)]
     (request,) = _wire.report_requests([RequestReport([], *tokens, **known)], 32, 0.0, loads=ends)
     (heard,) = read_reports(request.report_use.requests, 32)
     (ended,) = read_load_ends(request.report_use.loads)
@@ -111,6 +111,7 @@ def test_what_a_report_says_for_the_ledger_arrives(
     assert (heard.saved_s, heard.wait_s) == tuple(min(one, 86_400.0) for one in seconds)
     assert heard.report_id == ended.report_id == number
     assert ended.wait_s == heard.saved_s and ended.failed == failed
+    assert ended.miss == (miss if miss in CANCELS else Miss.FAILED_LOAD)
 
 
 @pytest.mark.parametrize("read", [_answers.link_sizes, _answers.ticket])

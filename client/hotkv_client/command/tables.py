@@ -282,8 +282,9 @@ def show_explain(answer: list[dict[str, Any]]) -> str:
             for b in space["blocks"]
         ]
         loads = "".join(f"{load_line(load)}\n" for load in space.get("loads", ()))
+        unused = ", which no connected engine uses" if space.get("is_unused") else ""
         parts.append(
-            f"{space_name(space)}: {space['summary']}\n{loads}"
+            f"{space_name(space)}{unused}: {space['summary']}\n{loads}"
             + table(("group", "depth", "hash", "verdict", "tier", "detail"), rows)
         )
     return "\n\n".join(parts)

@@ -105,16 +105,24 @@ class UseReports:
                 use.waited_s,
             )
 
-    def load_ended(self, state: RequestState, failed: bool) -> None:
+    def load_ended(self, state: RequestState, failed: bool, *, is_late: bool = False) -> None:
         """Records that the request's load has ended, for the next message and the trace. After a
-        failed load the trace shows no hit, unless a retry hits."""
+        failed load the trace shows no hit, unless a retry hits.
+
+        is_late: True if the engine has cancelled the load, because computing is faster.
+        """
+        miss = Miss.FAILED_LOAD
+        if is_late:
+            miss = Miss.COMPUTED_SOONER
+        elif state.hit.is_cancelled:
+            miss = Miss.NOT_ASKED
         if failed:
-            state.use.external_tokens, state.hit.miss = 0, Miss.FAILED_LOAD
+            state.use.external_tokens, state.hit.miss = 0, miss
         if state.trace is not None:
             state.trace.load_ended(failed)
         if state.use.report_id and state.use.load_began_s:
             wait_s = time.monotonic() - state.use.load_began_s
-            self._loads.append(LoadEnd(state.use.report_id, wait_s, failed))
+            self._loads.append(LoadEnd(state.use.report_id, wait_s, failed, miss))
 
     def send(self, now_s: float) -> None:
         """Sends all collected reports in one message. Drops them if the session has no server."""

@@ -179,7 +179,7 @@ class HotKVScheduler:
             state = self.requests.states.get(request_id)
             if state is not None:
                 late = self.requests.choice.end(state, request_id in failed)
-                cache.reports.load_ended(state, request_id in failed)
+                cache.reports.load_ended(state, request_id in failed, is_late=late)
                 is_excused = late or not sharing.links.are_complete
                 ended = cache.finder.end_load(state, request_id in failed, is_excused)
                 cache.planner.loaded(state, ended)

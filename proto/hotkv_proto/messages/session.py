@@ -1,14 +1,21 @@
 """Converts the reports of engines (`hotkv_proto.reports`) to messages and back; also the answer to
 the registration of memory (session.proto)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import pack, read_hashes, read_retention, retention_message
 from hotkv_proto.messages.hints import hint_identifier, read_request_hints, request_hints_message
 from hotkv_proto.messages.layout import order_kind
 from hotkv_proto.order import OrderKind
-from hotkv_proto.reports import SAID_BY_ENGINES, EndedRequest, LoadEnd, Miss, RequestReport
+from hotkv_proto.reports import (
+    CANCELS,
+    SAID_BY_ENGINES,
+    EndedRequest,
+    LoadEnd,
+    Miss,
+    RequestReport,
+)
 from hotkv_proto.table import Words
 from hotkv_proto.v1 import hints_pb2, session_pb2
 
@@ -54,7 +61,7 @@ def read_reports(
             read_retention("requests.retention", m.retention),
             hint_identifier("requests.session_id", m.session_id),
             read_request_hints("requests.hints", m.hints),
-            _said(m.miss_reason),
+            _said(m.miss_reason, SAID_BY_ENGINES, Miss.UNKNOWN),
             min(fields.rate("requests.saved_s", m.saved_s), MAX_REPORTED_S),
             min(fields.rate("requests.wait_s", m.wait_s), MAX_REPORTED_S),
             m.report_id,
@@ -63,10 +70,10 @@ def read_reports(
     ]
 
 
-def _said(reason: int) -> Miss:
-    """Returns the reason of a miss that has this number, if engines may report the reason;
-    otherwise UNKNOWN."""
-    return Miss(reason) if reason in SAID_BY_ENGINES else Miss.UNKNOWN
+def _said(reason: int, known: Set[Miss], otherwise: Miss) -> Miss:
+    """Returns the reason of a miss that has this number if it is in `known`, the reasons that
+    engines may report there; otherwise `otherwise`."""
+    return Miss(reason) if reason in known else otherwise
 
 
 def ended_message(value: EndedRequest[Sequence[bytes]], hash_bytes: int) -> hints_pb2.EndedRequest:
@@ -96,14 +103,24 @@ def read_ended(
 
 def load_end_message(value: LoadEnd) -> session_pb2.LoadEnd:
     """Makes the message of a load's end."""
-    return session_pb2.LoadEnd(report_id=value.report_id, wait_s=value.wait_s, failed=value.failed)
+    return session_pb2.LoadEnd(
+        report_id=value.report_id,
+        wait_s=value.wait_s,
+        failed=value.failed,
+        miss_reason=session_pb2.MissReason.ValueType(value.miss),
+    )
 
 
 def read_load_ends(messages: Iterable[session_pb2.LoadEnd]) -> list[LoadEnd]:
     """Reads the reports of ended loads. Raises INVALID_FIELD if a waiting time is negative or not
     finite."""
     return [
-        LoadEnd(m.report_id, min(fields.rate("loads.wait_s", m.wait_s), MAX_REPORTED_S), m.failed)
+        LoadEnd(
+            m.report_id,
+            min(fields.rate("loads.wait_s", m.wait_s), MAX_REPORTED_S),
+            m.failed,
+            _said(m.miss_reason, CANCELS, Miss.FAILED_LOAD),
+        )
         for m in messages
     ]
 

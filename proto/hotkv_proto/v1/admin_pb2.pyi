@@ -516,6 +516,7 @@ class KeySpaceExplanation(google.protobuf.message.Message):
     LOADS_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     MODEL_NAME_FIELD_NUMBER: builtins.int
+    IS_UNUSED_FIELD_NUMBER: builtins.int
     key_space_id: builtins.int
     """The key space."""
     hit_token_count: builtins.int
@@ -530,6 +531,8 @@ class KeySpaceExplanation(google.protobuf.message.Message):
     """For a session's prompt: its tenant; empty for none."""
     model_name: builtins.str
     """Name of the model, for people."""
+    is_unused: builtins.bool
+    """True if no session uses the key space now: connected engines find nothing in it."""
     @property
     def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockExplanation]:
         """Per block and group."""
@@ -550,8 +553,9 @@ class KeySpaceExplanation(google.protobuf.message.Message):
         loads: collections.abc.Iterable[Global___TierLoad] | None = ...,
         tenant: builtins.str = ...,
         model_name: builtins.str = ...,
+        is_unused: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "hit_token_count", b"hit_token_count", "key_space_id", b"key_space_id", "limiting_group_index", b"limiting_group_index", "loads", b"loads", "model_name", b"model_name", "summary", b"summary", "tenant", b"tenant", "token_count", b"token_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "hit_token_count", b"hit_token_count", "is_unused", b"is_unused", "key_space_id", b"key_space_id", "limiting_group_index", b"limiting_group_index", "loads", b"loads", "model_name", b"model_name", "summary", b"summary", "tenant", b"tenant", "token_count", b"token_count"]) -> None: ...
 
 Global___KeySpaceExplanation: typing_extensions.TypeAlias = KeySpaceExplanation
 

@@ -441,20 +441,24 @@ class LoadEnd(google.protobuf.message.Message):
     REPORT_ID_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
+    MISS_REASON_FIELD_NUMBER: builtins.int
     report_id: builtins.int
     """RequestReport.report_id, in this session."""
     wait_s: builtins.float
     """Seconds from the begin of the load to its end; zero if the request has ended before."""
     failed: builtins.bool
     """True if the load failed (the request computes the blocks) or the request has ended before."""
+    miss_reason: Global___MissReason.ValueType
+    """Why the blocks missed, if the engine itself has cancelled the load. Unspecified: the load failed."""
     def __init__(
         self,
         *,
         report_id: builtins.int = ...,
         wait_s: builtins.float = ...,
         failed: builtins.bool = ...,
+        miss_reason: Global___MissReason.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["failed", b"failed", "report_id", b"report_id", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failed", b"failed", "miss_reason", b"miss_reason", "report_id", b"report_id", "wait_s", b"wait_s"]) -> None: ...
 
 Global___LoadEnd: typing_extensions.TypeAlias = LoadEnd
 

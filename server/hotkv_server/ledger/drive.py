@@ -182,18 +182,21 @@ class LiveLedger:
     def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
         """Counts the wait for a load. If the load failed, subtracts the hit and its saved time, and
         counts the hit's tokens as missed. Does the same, without counting a failed load, if the
-        request ended before its load (`wait_s` is 0)."""
+        request ended before its load (`wait_s` is 0), or if the engine itself cancelled the
+        load."""
         was = self._loads.pop((session.secret_id, end.report_id), None)
         if was is None or not end.failed:
             # The load was already counted or forgotten, or succeeded. A request may load again
             # after a preemption.
             self._count(_account(session), Usage(waited_s=end.wait_s))
         else:
-            self._take_back(was, Usage(waited_s=end.wait_s, failed_loads=int(end.wait_s > 0)))
+            failed = int(end.wait_s > 0 and end.miss is Miss.FAILED_LOAD)
+            self._take_back(was, Usage(waited_s=end.wait_s, failed_loads=failed), end.miss)
 
-    def _take_back(self, load: _OpenLoad, more: Usage) -> None:
-        """Subtracts the hit of a load, counts its tokens as missed, and adds the usage `more`, all
-        in the minute in which the hit was counted: a window then has no fewer than 0 hits."""
+    def _take_back(self, load: _OpenLoad, more: Usage, why: Miss = Miss.FAILED_LOAD) -> None:
+        """Subtracts the hit of a load, counts its tokens as missed for the reason `why`, and adds
+        the usage `more`, all in the minute in which the hit was counted: a window then has no fewer
+        than 0 hits."""
         hits = load.usage.hit_tokens
         self._count(
             load.account,
@@ -201,7 +204,7 @@ class LiveLedger:
                 more,
                 saved_s=-load.usage.saved_s,
                 hit_tokens={tier: -count for tier, count in hits.items()},
-                missed_tokens={Miss.FAILED_LOAD: sum(hits.values())},
+                missed_tokens={why: sum(hits.values())},
             ),
             max(0, _minute() - load.minute),
         )

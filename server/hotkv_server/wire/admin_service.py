@@ -64,6 +64,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
     prompts = _of_session(node, request) if request.session_id else _of_prompt(node, request)
     response = admin_pb2.ExplainResponse()
     room, breaks = MAX_BLOCKS, Breaks()
+    used = {session.record.key_space_id for session in node.sessions}
     for tenant, number, packed, token_ids in prompts:
         try:
             space = node.core.key_space(number)
@@ -98,7 +99,9 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             await breaks.between()
         await asyncio.to_thread(
             _explain,
-            response.key_spaces.add(tenant=tenant, model_name=node.names.model_of(space)),
+            response.key_spaces.add(
+                tenant=tenant, model_name=node.names.model_of(space), is_unused=number not in used
+            ),
             space,
             number,
             found,
