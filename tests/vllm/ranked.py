@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import vllm.distributed
+from vllm.config import ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -125,3 +127,23 @@ class RankedEngine(Engine):
         joined = self.aggregator.aggregate(outputs)
         assert joined is not None
         return joined, 0
+
+
+class ContextRankedEngine(RankedEngine):
+    """Two ranks with decode context parallelism: of a group whose spec says so, each rank holds
+    every second token."""
+
+    def __init__(self, server: FakeServer, folder: Any, monkeypatch: Any, **settings: Any) -> None:
+        # vLLM demands more ranks than KV heads.
+        monkeypatch.setattr(ModelConfig, "get_total_num_kv_heads", lambda _: 1)
+        super().__init__(server, folder, monkeypatch, decode_context_parallel_size=2, **settings)
+
+    def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:
+        spec: Any = self.kv_config.kv_cache_groups[group_id].kv_cache_spec
+        if not spec.dcp_sharded:
+            return super()._places(name, group_id, first, end)
+        mine = np.arange(first + (first + bool(self.salt)) % 2, end, 2)
+        values = self._values(name)
+        known = np.array([values[at] for at in mine if at < len(values)], np.int16)
+        table, size = np.array(self.tables[name][group_id]), 2 * spec.block_size
+        return table[mine // size], mine % size // 2, known

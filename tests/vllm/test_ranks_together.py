@@ -19,8 +19,8 @@ from hotkv_vllm.metadata import HotKVHandshake
 from tests.vllm.engine_core import Executor
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of, audit
-from tests.vllm.ranked import RankedEngine
-from tests.vllm.specs import full_model, hybrid_model
+from tests.vllm.ranked import ContextRankedEngine, RankedEngine
+from tests.vllm.specs import full_model, full_spec, hybrid_model, states_and_full_model
 
 PROMPT = prompt(1, 200)
 USABLE = 192
@@ -80,6 +80,19 @@ def test_what_ranks_report_is_summed(
     for output in given:
         assert not output.invalid_block_ids and not output.failed_recving
         assert not output.finished_sending
+
+
+@pytest.mark.parametrize("model", [full_model, states_and_full_model])
+def test_ranks_that_share_out_the_tokens_of_a_block(make: Any, model: Any) -> None:
+    def specs() -> dict[str, Any]:
+        full = full_spec()
+        found = model().items()
+        return {name: replace(one, dcp_sharded=True) if one == full else one for name, one in found}
+
+    first, one = (make(ContextRankedEngine, specs=specs()) for _ in range(2))
+    assert first.generate("a", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
+    first.generate("end", prompt(2, 40), 2)
+    assert one.generate("b", PROMPT, 4) == (answer_of(PROMPT, 4), USABLE)
 
 
 @pytest.mark.parametrize("stages", [False, True], ids=["tensor", "pipeline"])
