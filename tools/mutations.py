@@ -42,7 +42,7 @@ too."""
 QUIET_CALLS = {"log", "logger", "say", "warnings", "print", *HINTS}
 """Output for people, and hints to the processor."""
 QUIET_KEYWORDS = {"strict", "daemon"}
-"""`zip(strict=True)` is an assertion; `daemon` matters only at the end of a process that is stuck."""
+"""`zip(strict=True)` is an assertion; `daemon` matters only at the end of a stuck process."""
 
 
 @dataclass(frozen=True, slots=True)
