@@ -38,6 +38,7 @@ LEFT_OUT = (
     "client/hotkv_client/command/tables.py",
     "client/hotkv_client/__init__.py",
     "client/hotkv_client/testing/",
+    "connector_vllm/hotkv_vllm/testing/",
 )
 """Prefixes of sources that are not changed: output for people, and code outside of the product."""
 

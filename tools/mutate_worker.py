@@ -1,12 +1,19 @@
 """Runs the tests of a single mutant at a time, in a copy of the tree.
 
+Each worker has a process that has imported the libraries (vLLM takes eight seconds) and none of
+hotkv's modules. It forks the tests of each mutant, which import the changed tree.
+
 Invariant: a mutant lives in a worker's copy, never in the checkout, and is removed again. All
-processes that a worker began have ended when its call returns.
+processes of a mutant's tests have ended when the worker's call returns.
 """
 
 import contextlib
+import gc
+import importlib
+import json
 import os
 import queue
+import select
 import shutil
 import signal
 import subprocess
@@ -16,12 +23,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tools.mutations import Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 PATHS = ("proto", "sparse", "client", "server", "connector_vllm", ".")
 SLOWEST_TEST_S = 120
+LIBRARIES = (
+    "tests.conftest",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.worker.cpu_worker",
+    "grpc_channelz.v1.channelz",
+    "hypothesis.stateful",
+    "obstore",
+    "pydantic_settings",
+)
+"""Modules whose imports take longest. The first sets variables that vLLM reads."""
 LONGEST_S = 450
 """Longest time of a mutant's tests in seconds; a mutant that takes longer counts as killed."""
 
@@ -30,8 +49,7 @@ class Worker:
     """A copy of the tree, and the tests run in it, on a single thread."""
 
     def __init__(self, folder: Path) -> None:
-        self.tree, self.caches, self._num_changed = folder / "tree", folder / "numba", 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self.tree, self._num_changed = folder / "tree", 0
         files = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT,
@@ -39,72 +57,63 @@ class Worker:
             text=True,
             check=True,
         )
-        for name in files.stdout.splitlines():
+        # Compiled kernels too: on a busy machine, a test that must first compile them fails.
+        compiled = [path for part in PATHS[:-1] for path in (ROOT / part).rglob("*.nb[ci]")]
+        names = [str(path.relative_to(ROOT)) for path in compiled]
+        for name in [*files.stdout.splitlines(), *names]:
             if (ROOT / name).is_file():
                 (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.tree / name)
-
-    def __repr__(self) -> str:
-        return f"Worker({self.tree}, {self._num_changed} mutants)"
-
-    def failed(self, tests: Sequence[str], limit_s: float, caches: Path) -> str:
-        """Returns the first of the tests that fails, or a message at the time limit; empty if all
-        pass. Ends all processes of the tests."""
         environment = {
             # As many examples as `make test-long` has; the environment may name another profile.
             "HYPOTHESIS_PROFILE": "ci",
             **os.environ,
-            "NUMBA_CACHE_DIR": str(caches),
             "PYTHONPATH": os.pathsep.join(str(self.tree / part) for part in PATHS),
         }
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--timeout={SLOWEST_TEST_S}",
-            *tests,
-        ]
-        with (self.tree.parent / "output").open("w+") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=self.tree,
-                env=environment,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            self._process = process
-            try:
-                if process.wait(limit_s) == 0:
-                    return ""
-            except subprocess.TimeoutExpired:
-                return f"longer than {limit_s:.0f} s"
-            finally:
-                self.stop()
-            output.seek(0)
-            named = [line for line in output if line.startswith(("FAILED tests/", "ERROR tests/"))]
-            return (
-                named[0].split(" - ")[0].strip() if named else f"exit status {process.returncode}"
-            )
+        self._forker: Any = subprocess.Popen(
+            [sys.executable, "-m", "tools.mutate_worker"],
+            bufsize=0,
+            cwd=self.tree,
+            env=environment,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._pid = self._forker.pid
+
+    def __repr__(self) -> str:
+        return f"Worker({self.tree}, {self._num_changed} mutants)"
+
+    def failed(self, tests: Sequence[str], limit_s: float, caches: str = "") -> str:
+        """Returns the first of the tests that fails, or a message at the time limit; empty if all
+        pass. Ends all processes of the tests."""
+        output = self.tree.parent / "output"
+        self._forker.stdin.write(json.dumps([str(output), caches, *tests]).encode() + b"\n")
+        self._pid = int(self._forker.stdout.readline())
+        has_ended = self._has_ended(limit_s)
+        self.stop()
+        status = int(self._forker.stdout.readline())
+        if not has_ended:
+            return f"longer than {limit_s:.0f} s"
+        lines = output.read_text().splitlines() if status else []
+        named = [line for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))]
+        return named[0].split(" - ")[0] if named else f"exit status {status}" if status else ""
+
+    def _has_ended(self, limit_s: float) -> bool:
+        return bool(select.select([self._forker.stdout], [], [], limit_s)[0])
 
     def stop(self) -> None:
         """Ends the running tests. May be called from any thread."""
-        process = self._process
-        if process is None:
-            return
         # Interrupts first, because interrupted tests clean up behind themselves.
         for number in (signal.SIGINT, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(10)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, number)
+                self._has_ended(10)
 
     @contextlib.contextmanager
-    def changed(self, mutant: Mutant) -> Iterator[Path]:
-        """Puts the mutant into the tree; yields a folder for compiled kernels."""
+    def changed(self, mutant: Mutant) -> Iterator[str]:
+        """Puts the mutant into the tree; yields a folder for compiled kernels, empty for those of
+        the tree."""
         path = self.tree / mutant.path
         source, stat = path.read_bytes(), path.stat()
         self._num_changed += 1
@@ -113,7 +122,7 @@ class Worker:
         os.utime(path, (stat.st_atime, stat.st_mtime + 10 * self._num_changed))
         # Numba notices changes of a kernel's own file, not of the files of kernels that it calls.
         is_kernel = path.name.endswith("kernels.py")
-        caches = Path(tempfile.mkdtemp(dir=self.tree.parent)) if is_kernel else self.caches
+        caches = tempfile.mkdtemp(dir=self.tree.parent) if is_kernel else ""
         try:
             yield caches
         finally:
@@ -133,7 +142,7 @@ class Worker:
             failed = self.failed(tests, LONGEST_S, caches)
         test = failed.partition(" ")[2] if failed.startswith(("FAILED ", "ERROR ")) else ""
         if test and test not in sound:
-            if self.failed([test], LONGEST_S, self.caches):
+            if self.failed([test], LONGEST_S):
                 raise SystemExit(f"mutate: without any mutant, too: {failed}")
             sound.add(test)
         return failed
@@ -176,3 +185,47 @@ def share_out(
             thread.join()
     if failures:
         raise failures[0]
+
+
+def main() -> None:
+    """Imports libraries, then forks the tests of each order that it reads from standard input: a
+    file for their output, a folder for compiled kernels, and test files. Answers with the number
+    of their process, and at its end with its exit status."""
+    from tests.support.waiting import end_with_the_parent
+
+    end_with_the_parent()
+    for name in LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        order = json.loads(line)
+        if not (pid := os.fork()):
+            end_with_the_parent()
+            os._exit(_run(*order))
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    os._exit(0)
+
+
+def _run(output: str, caches: str, *tests: str) -> int:
+    """Runs the tests in this process, which leads a group; returns the exit status of pytest."""
+    import pytest
+
+    os.setsid()
+    with open(os.devnull) as nothing, open(output, "w") as sink:
+        for number, file in enumerate((nothing, sink, sink)):
+            os.dup2(file.fileno(), number)
+    if caches:
+        os.environ["NUMBA_CACHE_DIR"] = caches
+    flags = ("-x", "-q", "-p", "no:cacheprovider", f"--timeout={SLOWEST_TEST_S}")
+    try:
+        return int(pytest.main([*flags, *tests]))
+    finally:
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -39,8 +39,10 @@ QUIET_FUNCTIONS = {"__repr__", "check_invariants", "check"}
 HINTS = {"prefetch", "prefetch_address"}
 """Hints to the processor. Nobody sees whether they are given, so their conditions are left alone
 too."""
-QUIET_CALLS = {"log", "logger", "warnings", "print", *HINTS}
+QUIET_CALLS = {"log", "logger", "say", "warnings", "print", *HINTS}
 """Output for people, and hints to the processor."""
+QUIET_KEYWORDS = {"strict", "daemon"}
+"""`zip(strict=True)` is an assertion; `daemon` matters only at the end of a stuck process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +210,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_keyword(self, node: ast.keyword) -> None:
-        # `zip(strict=True)` is an assertion; `Thread(daemon=True)` shows only if a program hangs.
-        if node.arg not in ("strict", "daemon"):
+        if node.arg not in QUIET_KEYWORDS:
             self.visit(node.value)
 
     def visit_Constant(self, node: ast.Constant) -> None:
