@@ -288,6 +288,17 @@ async def test_a_store_that_answers_no_question_for_epochs_is_away(
         await eventually(lambda: a.epochs.is_confirmed("shared", 1), "it is not asked")
 
 
+async def test_nobody_waits_long_for_a_store_that_never_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lookup that may wait for ten minutes ends once the store counts as away."""
+    one = SharedNode(MemoryStore(places=False), 600.0)
+    monkeypatch.setattr(one.tier, "epochs", lambda names, until_s, on_done: None)
+    async with running(one):
+        one.put([1])
+        assert await asyncio.wait_for(one.looked_up([1, 2]), 60.0) == [True, False]
+
+
 async def test_nobody_waits_for_a_store_that_has_no_room_for_an_epoch() -> None:
     store = MemoryStore(places=False)
     one = SharedNode(store, 600.0)
