@@ -342,6 +342,8 @@ def test_a_flush_is_answered_when_others_have_asked_since() -> None:
     book.flushed(FP, 10.2)
     assert book.epoch(FP, "store") == 9
     assert book.pending(ticket, 10.1 + CONFIRMED_S - 0.01) is None
+    book.shows(9, 10.3)
+    assert book.pending(ticket, 10.1 + CONFIRMED_S) is None, "the store may have restarted since"
     book.shows(9, 11.0)
     assert book.pending(ticket, 10.1 + CONFIRMED_S) == []
     assert not book.is_saved(ticket)

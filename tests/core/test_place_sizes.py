@@ -117,6 +117,8 @@ def test_the_gate_counts_the_bytes_of_places_and_what_is_moved_again() -> None:
     assert node.lower.space.used_bytes() == 2 * SMALL + LARGE == node.written_bytes()
     counters = node.lower.counters
     assert (counters.demoted, counters.encoded) == (3, 2)
+    sizes = node.down._sizes._groups[1, 0]
+    assert (sizes.tried_blocks, sizes.fitted_blocks) == (3, 2), "what is moved plain is not tried"
     assert not len(node.write(1, [1, 2], []))
     assert node.written_bytes() == 2 * SMALL + LARGE + 2 * PLAIN
     assert (counters.demoted, counters.encoded) == (5, 2)

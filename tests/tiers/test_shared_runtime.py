@@ -2,6 +2,7 @@
 bit for bit, finds no block from before a flush, and does not wait for a dead store."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -287,6 +288,17 @@ async def test_a_store_that_answers_no_question_for_epochs_is_away(
         await eventually(lambda: a.epochs.is_confirmed("shared", 1), "it is not asked")
 
 
+async def test_nobody_waits_long_for_a_store_that_never_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lookup that may wait for ten minutes ends once the store counts as away."""
+    one = SharedNode(MemoryStore(places=False), 600.0)
+    monkeypatch.setattr(one.tier, "epochs", lambda names, until_s, on_done: None)
+    async with running(one):
+        one.put([1])
+        assert await asyncio.wait_for(one.looked_up([1, 2]), 60.0) == [True, False]
+
+
 async def test_nobody_waits_for_a_store_that_has_no_room_for_an_epoch() -> None:
     store = MemoryStore(places=False)
     one = SharedNode(store, 600.0)
@@ -527,6 +539,27 @@ async def test_a_flush_that_breaks_begins_again(
         closing = asyncio.create_task(one.tiers.close())
         assert await flushing == ("shared", tier_epochs.NOTES)
         await closing
+
+
+async def test_a_book_that_is_written_slowly_is_not_written_again_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that hangs would otherwise get another write at each tick."""
+    writes, goes_on = list[Any](), threading.Event()
+
+    def slow(*arguments: Any, **named: Any) -> None:
+        writes.append(arguments)
+        goes_on.wait(60.0)
+
+    monkeypatch.setattr(epoch_notes, "replace_file", slow)
+    async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
+        flushing = asyncio.create_task(one.flush())
+        await eventually(lambda: writes, "the flush is not noted")
+        for _ in range(20):
+            one.epochs._work()
+        goes_on.set()
+        await flushing
+    assert len(writes) < 10
 
 
 def failing(*arguments: Any, **named: Any) -> None:

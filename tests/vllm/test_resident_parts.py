@@ -138,6 +138,18 @@ def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -
     worker.begin_resident(step)
     worker.gave_up(*worker.layers)
     assert worker.residents.is_lost("a") and not worker.residents.take_lost()
+    worker.begin_resident(ResidentStep((ResidentRow("b", 6, 4, True, 5),)))
+    for lost in ({4}, set()):
+        worker.gave_up(*worker.layers)
+        assert worker.residents.take_lost() == lost
+
+
+def test_rows_that_no_message_names_are_lost_if_they_need_blocks_of_the_arena() -> None:
+    residents = resident_worker().residents
+    residents.begin_step((ResidentRow("a", 7, 3, True, 5), ResidentRow("b", 6, 4, True, 0)))
+    for first_block, has_gaps, lost in ((3, False, {3}), (4, False, set()), (9, True, {9})):
+        residents.lose_unnamed(first_block, has_gaps)
+        assert residents.take_lost() == lost
 
 
 @pytest.mark.parametrize("missing", [[], [2, 4, 5], [2, 3, 4, 5]])

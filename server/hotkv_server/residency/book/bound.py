@@ -86,8 +86,10 @@ class ResidencyBound:
     def bound_bytes(self) -> int:
         """Returns the most bytes that all residencies together may pin or be promised (reserved,
         not yet pinned). While the arena is being prefaulted, counts only its prefaulted part."""
-        capacity = self._tenants.capacity_bytes
-        return min(int(self._share * capacity), most_pinned(capacity))
+        return self._bound(self._tenants.capacity_bytes)
+
+    def _bound(self, capacity_bytes: int) -> int:
+        return min(int(self._share * capacity_bytes), most_pinned(capacity_bytes))
 
     def cost(self, slot_bytes: int) -> int:
         """Returns how many bytes of this arena a slot of this size costs, including the slot's
@@ -147,8 +149,8 @@ class ResidencyBound:
 
     def _most(self, tenant: int, capacity_bytes: int, taken: dict[int, int]) -> int:
         others = self._tenants.kept_for_others(tenant, self._share, taken)
-        bound = min(int(self._share * capacity_bytes), most_pinned(capacity_bytes))
-        return min(bound - others, int(self._share * self._tenants.burst_bytes(tenant)))
+        bound = self._bound(capacity_bytes) - others
+        return min(bound, int(self._share * self._tenants.burst_bytes(tenant)))
 
     def check_ever(self, tenant: int, asked_bytes: int) -> None:
         """Raises RESIDENCY_TOO_LARGE if `asked_bytes` can never be promised to (reserved for) the
