@@ -203,8 +203,7 @@ class ZmqPublisher:
         self._put_bytes = 0
         self._taken_bytes = 0
         self._sent_bytes = 0
-        # Unfinished answers to requests for replay, by ZMQ's identity of the reader: the time at
-        # which the answer is dropped, and the messages that are left.
+        # Unfinished answers to requests for replay, by ZMQ's identity of the reader.
         self._answers: dict[bytes, _Answer] = {}
         # Topics that have messages kept for replay.
         self._kept: dict[_Topic, None] = {}
