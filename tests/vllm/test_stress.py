@@ -46,23 +46,32 @@ WAYS: dict[str, dict[str, bool]] = {
 }
 
 
+MODELS = (full_model, mixed_model, states_and_windows_model, *HYBRIDS[1:])
+BY_RPC = dict(zip(MODELS, ["sync", "async", "v2", "sync", "async", "async", "v2"], strict=True))
+"""Forms of lookups by RPC that together run every line that all such forms run."""
+
+
+def marks(model: Any, way: str, table: bool) -> list[pytest.MarkDecorator]:
+    """Everyday forms: all models with asynchronous scheduling, and each form of an engine."""
+    if table:
+        return [] if way == "async" or model is full_model else [pytest.mark.long]
+    return [pytest.mark.long if BY_RPC[model] == way else pytest.mark.campaign]
+
+
 @pytest.mark.parametrize(
-    ("model", "way"),
+    ("model", "way", "table"),
     [
-        # All models with asynchronous scheduling, and each form of an engine.
         pytest.param(
             model,
             WAYS[way],
-            id=f"{model.__name__}-{way}",
-            marks=[] if way == "async" or model is full_model else pytest.mark.long,
+            table,
+            id=f"{'table' if table else 'rpc'}-{model.__name__}-{way}",
+            marks=marks(model, way, table),
         )
-        for model in (full_model, mixed_model, states_and_windows_model, *HYBRIDS[1:])
+        for table in (True, False)
+        for model in MODELS
         for way in WAYS
     ],
-)
-@pytest.mark.parametrize(
-    "table",
-    [pytest.param(True, id="table"), pytest.param(False, id="rpc", marks=pytest.mark.long)],
 )
 def test_random_faults(
     engine: Any,
