@@ -24,12 +24,13 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from demo import processes
-from hotkv_client.command import cli
+from hotkv_client.command import cli, sizing
 from tests.support.server_nursery import MAX_ORDER_BYTES
 
 _POPEN = subprocess.Popen
@@ -187,11 +188,20 @@ def _cli(server: processes.Server, *arguments: str) -> str:
     return printed.getvalue()
 
 
+def _simulate(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs the simulator for `hotkv size` in place of `subprocess.run`."""
+    if can_fork(command, {}):
+        return run(*command[3:], timeout_s=300)
+    return subprocess.run(command, **options)
+
+
 @contextlib.contextmanager
 def quick_servers() -> Iterator[None]:
-    """Makes `demo.processes.Server` fork its servers, and run commands in this process."""
+    """Makes `demo.processes.Server` fork its servers, and run commands in this process. Makes
+    `hotkv size` fork the simulator."""
     nursery()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sizing, "subprocess", SimpleNamespace(run=_simulate))
         patch.setattr(processes, "Child", ForkedChild)
         patch.setattr(processes.Server, "cli", _cli)
         yield
