@@ -71,6 +71,10 @@ class ResidentSide:
         blocks, and computes them anew. Does nothing without residency.
 
         first_blocks: ids of the first device blocks of the lost requests.
+
+        Source: vLLM 0.32 returns no prompt logprobs for a request that was lost in the step that
+        ended its prompt: it drops the step's output, and does not compute them again
+        (`GPUModelRunner._get_prompt_logprobs_dict`).
         """
         if self._pool.spec is None:
             return
