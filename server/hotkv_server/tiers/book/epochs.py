@@ -48,8 +48,8 @@ CALM_S = 5.0
 store may still show the epoch of before the flush, if the question was sent within this time. The
 time is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
 MISSED_S = 10.0
-"""A store counts as missed by a flush of another node if its epoch is the same this long after
-another store has shown a new epoch. Longer than CALM_S, because a raise may be repeated."""
+"""A store that a flush of another node has missed is reported after this time. The time is longer
+than CALM_S, because the other node may raise the epoch late."""
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
@@ -87,7 +87,9 @@ class EpochStanding:
     `told`: number of flush requests that the store's epoch covers; -1: not even the request that an
         earlier server has saved.
     `told_s`: when the store answered the raise that covers these requests.
-    `changed_s`: when another node's new epoch was seen here (the question was sent).
+    `changed_s`: when the question was sent whose answer last showed a later epoch than this node
+        had adopted.
+    `is_reported`: True if `EpochBook.missed` has returned the store since then.
     """
 
     epoch: int = NO_EPOCH
@@ -105,6 +107,7 @@ class EpochStanding:
     told: int = 0
     told_s: float = NEVER_S
     changed_s: float = NEVER_S
+    is_reported: bool = False
 
     @property
     def is_settled(self) -> bool:
@@ -389,7 +392,7 @@ class EpochBook:
                 # The question was sent before a raise, so the answer may be out of date.
                 continue
             if NO_EPOCH < standing.epoch < epoch != standing.target:
-                standing.changed_s = sent_s
+                standing.changed_s, standing.is_reported = sent_s, False
             if NO_EPOCH < epoch < standing.epoch:
                 if not standing.is_untold:
                     standing.is_untold, standing.raise_s = True, NEVER_S
@@ -417,23 +420,30 @@ class EpochBook:
                 self._aim(fingerprint, standing, epoch)
 
     def missed(self, now_s: float) -> list[tuple[str, str]]:
-        """Returns key spaces in use, each with a store that a flush of another node has missed (see
-        MISSED_S). Returns each once. The other node's settings may lack the store, or it can't
-        reach the store; or another store has lost its epochs."""
+        """Returns key spaces in use, each with a store that a flush of another node has missed for
+        MISSED_S. Returns each once."""
         found = []
         for fingerprint in self._active:
             record = self._record(fingerprint)
-            last_s = max((one.changed_s for one in self._mine(record)), default=NEVER_S)
-            if last_s == NEVER_S or now_s < last_s + MISSED_S:
+            changed_s = max((one.changed_s for one in self._mine(record)), default=NEVER_S)
+            if now_s < changed_s + MISSED_S:
                 continue
-            for name in self.stores:
-                one = record.stores[name]
-                is_old = max(one.changed_s, one.told_s) < last_s - MISSED_S
-                if is_old and self.is_fresh(fingerprint, name, now_s):
+            for name in self._missed(record):
+                if self.is_fresh(fingerprint, name, now_s) and not record.stores[name].is_reported:
+                    record.stores[name].is_reported = True
                     found.append((fingerprint, name))
-            for one in self._mine(record):
-                one.changed_s = NEVER_S
         return found
+
+    def _missed(self, record: Record) -> list[str]:
+        """Returns the stores that had no new epoch for CALM_S before or after another node's new
+        epoch in another store. The other node's settings may lack these stores, or it can't reach
+        them; or the other store has lost its epochs."""
+        changed_s = max((one.changed_s for one in self._mine(record)), default=NEVER_S)
+        return [
+            name
+            for name in self.stores
+            if max(record.stores[name].changed_s, record.stores[name].told_s) < changed_s - CALM_S
+        ]
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
         """Requires a flush of the key space on this node. When this flush has ended, `epoch`
@@ -514,11 +524,13 @@ class EpochBook:
     def is_calm(self, fingerprint: str) -> bool:
         """Returns True if blocks that may come from one store may be copied to another one: each
         store has confirmed its epoch, in answer to a question that was sent at least CALM_S after
-        this node adopted an epoch. A flush does not raise the epochs of all stores at the same
-        moment. Until its epoch is raised, a store may still serve a block that the flush has ended
-        in other stores."""
+        this node adopted an epoch, and no store was missed by a flush (`missed`). A flush does not
+        raise the epochs of all stores at the same moment. Until its epoch is raised, a store may
+        still serve a block that the flush has ended in other stores."""
         record = self._record(fingerprint)
-        return len(self.stores) < 2 or all(
+        if len(self.stores) < 2:
+            return True
+        return not self._missed(record) and all(
             not one.is_untold and one.is_settled and one.confirmed_s > record.ended_s + CALM_S
             for one in self._mine(record)
         )

@@ -401,7 +401,8 @@ class Epochs:
             for name, missed in self.book.missed(at_s):
                 log.warning(
                     "another node's flush of fingerprint=%s has not reached tier=%s, which may "
-                    "have blocks of before: give all nodes the same tiers, then flush again",
+                    "have blocks of before, or another tier has lost its epochs: give all nodes "
+                    "the same tiers, then flush again",
                     name,
                     missed,
                 )
