@@ -449,7 +449,7 @@ class LoadEnd(google.protobuf.message.Message):
     failed: builtins.bool
     """True if the load failed (the request computes the blocks) or the request has ended before."""
     miss_reason: Global___MissReason.ValueType
-    """Why the blocks missed, if the engine itself has cancelled the load. Unspecified: the load failed."""
+    """Why the blocks missed, if the engine has cancelled the load. Unspecified: the load failed."""
     def __init__(
         self,
         *,
