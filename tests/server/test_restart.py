@@ -1,8 +1,6 @@
 """After a clean stop or a kill a server serves exactly the acknowledged blocks, byte for byte."""
 
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -10,6 +8,7 @@ import pytest
 from hotkv_client import BlockResult, Evicted, GroupHashes, LoadRun, TransferStatus
 from tests.server.places import FLAGS, NUM_BLOCKS, Place, found, load, place, spoil, store
 from tests.server.support import block_ids, hashes
+from tests.support import daemons
 from tests.support.waiting import stop, wait_for
 
 __all__ = ["place"]
@@ -116,10 +115,9 @@ def test_one_arena_has_one_server_also_while_that_one_hangs(place: Place) -> Non
     stop(server.pid)
     arena = place.folder / "arena"
     for runtime in ("run", "other"):
-        command = [sys.executable, "-m", "hotkv_server.cli", "run", *FLAGS]
-        command += ["--runtime-dir", str(place.folder / runtime), "--arena.dir", str(arena)]
-        command += ["--arena.bytes", "16MiB", "--http.port", "-1"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        flags = ["--runtime-dir", str(place.folder / runtime), "--arena.dir", str(arena)]
+        flags += ["--arena.bytes", "16MiB", "--http.port", "-1"]
+        done = daemons.run("run", *FLAGS, *flags, timeout_s=60)
         said = f"in use by hotkv-server with pid {server.pid}"
         assert done.returncode == 1 and said in done.stderr
     place.stop()

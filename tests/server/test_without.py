@@ -37,7 +37,9 @@ def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
         (gone if found and (found[1] or found[2]) in names else kept).append(line)
     assert len(gone) == 2 * len(names), f"two lines register each of {names}: {gone}"
     file.write_text("".join(kept))
-    return {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
+    # The copy comes first; the other packages are those of this run.
+    path = filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH")))
+    return {**os.environ, "PYTHONPATH": ":".join(path)}
 
 
 SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
