@@ -193,7 +193,7 @@ async def test_no_store_gets_what_another_still_had_during_a_flush(
 ) -> None:
     """The second store raises its epoch later. Before that, a node loads a block from this store,
     demotes it to its disk, and promotes it again."""
-    for name in ("TELL_S", "SPARE_S", "CALM_S"):
+    for name in ("TELL_S", "SPARE_S", "CALM_S", "MISSED_S"):
         monkeypatch.setattr(epoch_book, name, 60.0)
     monkeypatch.setattr(tier_epochs, "TELL_S", 60.0)
     store, other = MemoryStore(places=False), MemoryStore(places=False)

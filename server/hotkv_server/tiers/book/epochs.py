@@ -47,9 +47,9 @@ CALM_S = 5.0
 """If a flush has raised the epoch of one store, this node adopts that epoch. An answer of another
 store may still show the epoch of before the flush, if the question was sent within this time. The
 time is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
-MISSED_S = 10.0
-"""A store that a flush of another node has missed is reported after this time. The time is longer
-than CALM_S, because the other node may raise the epoch late."""
+MISSED_S = 5.0
+"""A flush of another node has missed a store if the store shows no new epoch within this time of
+the new epoch of another store. Longer than TELL_S."""
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
@@ -420,8 +420,8 @@ class EpochBook:
                 self._aim(fingerprint, standing, epoch)
 
     def missed(self, now_s: float) -> list[tuple[str, str]]:
-        """Returns key spaces in use, each with a store that a flush of another node has missed for
-        MISSED_S. Returns each once."""
+        """Returns key spaces in use, each with a store that a flush of another node has missed.
+        Returns each once."""
         found = []
         for fingerprint in self._active:
             record = self._record(fingerprint)
@@ -435,14 +435,14 @@ class EpochBook:
         return found
 
     def _missed(self, record: Record) -> list[str]:
-        """Returns the stores that had no new epoch for CALM_S before or after another node's new
-        epoch in another store. The other node's settings may lack these stores, or it can't reach
+        """Returns the stores that have shown no new epoch since MISSED_S before another store
+        showed one. The settings of the node that flushed may lack these stores, or it can't reach
         them; or the other store has lost its epochs."""
         changed_s = max((one.changed_s for one in self._mine(record)), default=NEVER_S)
         return [
             name
             for name in self.stores
-            if max(record.stores[name].changed_s, record.stores[name].told_s) < changed_s - CALM_S
+            if max(record.stores[name].changed_s, record.stores[name].told_s) < changed_s - MISSED_S
         ]
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
