@@ -188,7 +188,8 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/session.py": LIFE,
     "client/hotkv_client/connection.py": (f"tests/wire/test_connection.py {LIFE}"),
     "client/hotkv_client/life.py": (
-        f"tests/wire/test_connection.py {LIFE} tests/vllm/test_life_cycle.py"
+        f"tests/wire/test_connection.py {LIFE} tests/server/test_security.py "
+        "tests/vllm/test_life_cycle.py"
     ),
     "client/hotkv_client/link.py": (
         f"{LIFE} tests/server/test_arena.py tests/server/test_security.py"

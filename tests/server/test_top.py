@@ -291,6 +291,8 @@ def test_every_engine_can_be_scrolled_to(
             lines = screen_of(figures, view, height)
             named = [line for line in lines if f"pod[/gpu]-{at:02d} " in line]
             assert len(named) == 1 + decides and "[red]" in named[0]
+            for heading in (line for line in lines if "selections/s" in line):
+                assert named[1][heading.index("/s") + 1] != " ", "figures end below each other"
             assert "q quit" in lines[-1] and " of 60" in lines[-1]
             assert len(lines) <= max(height, 12 + 3 * decides)
             view.press("down", many)

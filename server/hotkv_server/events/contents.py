@@ -193,7 +193,7 @@ class Contents:
         self._thread.join()
         with self._written():
             self._map.close()
-            if self._fd >= 0:
+            if self._fd != -1:
                 os.close(self._fd)
 
     # Contents
@@ -507,7 +507,7 @@ class Contents:
         return bytes(self._map[start : start + length])
 
     def _mapped(self) -> mmap.mmap:
-        if self._fd < 0:
+        if self._fd == -1:
             # Map the ring with its largest size at once: untouched pages use no memory.
             self._size = self._max_bytes
             return mmap.mmap(-1, START + self._size)

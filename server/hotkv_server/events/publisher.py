@@ -241,7 +241,7 @@ class ZmqPublisher:
         made.linger = LINGER_MS
         if kind == zmq.ROUTER:
             # Raise ZMQError instead of dropping a message for a slow reader.
-            made.router_mandatory = 1
+            made.router_mandatory = True
         if bind:
             made.bind(endpoint)
         else:

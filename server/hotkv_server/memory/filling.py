@@ -186,7 +186,7 @@ class Filling:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        if self._note_fd >= 0:
+        if self._note_fd != -1:
             os.close(self._note_fd)
             self._note_fd = -1
 
@@ -273,7 +273,7 @@ class Filling:
     def _write_note(self) -> None:
         """Writes the note: how far the arena is filled. The note is one small write to a file in
         memory, so it is complete or unchanged even if the server is killed."""
-        if self._note_fd < 0:
+        if self._note_fd == -1:
             self._note_fd = os.open(
                 self._note, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
             )
