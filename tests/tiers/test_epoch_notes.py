@@ -105,6 +105,7 @@ def test_a_server_that_leaves_no_blocks_leaves_what_must_be_told(
 ) -> None:
     book, notes = book_of(is_untold=is_untold), EpochNotes([NotesFolder(tmp_path)])
     book.records[OTHER] = Record(0, {"valkey": EpochStanding(7, True)})
+    notes.discard(book)
     notes.write(text_of(book))
     notes.discard(book)
     assert (tmp_path / EPOCHS_FILE).exists() == is_untold

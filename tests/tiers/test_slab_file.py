@@ -67,10 +67,10 @@ def test_a_file_of_another_kind_is_refused_and_stays(
 ) -> None:
     path = tmp_path / "slabs"
     make(path)
-    before = path.lstat()
+    before, num_fds = path.lstat(), len(os.listdir("/proc/self/fd"))
     with pytest.raises(SlabFileError, match=reason):
         SlabFile.open(tmp_path, MIB)
-    assert [*tmp_path.iterdir()] == [path]
+    assert [*tmp_path.iterdir()] == [path] and len(os.listdir("/proc/self/fd")) == num_fds
     assert (path.lstat().st_mode, path.lstat().st_size) == (before.st_mode, before.st_size)
 
 

@@ -280,6 +280,10 @@ def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(mak
     assert engine.worker.take_lost() == {one.table[0]}
     engine.worker.begin_resident(ResidentStep((engine.tell(one, 1),)), engine.decide([(one, 1)]))
     assert engine.worker.sequences.is_lost("a") and not engine.worker.take_lost()
+    # The first block of a request that begins two steps later is its own.
+    engine.worker.begin_resident(ResidentStep(preempted=("a",)), SparseRows())
+    engine.worker.begin_resident(ResidentStep((engine.tell(one, 1),)), engine.decide([(one, 1)]))
+    assert engine.worker.take_lost() == {one.table[0]}, "its blocks were never named"
 
 
 def test_a_batch_that_cannot_be_planned_loses_all_its_requests(
