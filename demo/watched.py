@@ -1,5 +1,5 @@
-"""A vLLM engine in a child process whose steps are timed. The most blocks of its pool, and the most
-memory that the server pins for it, are recorded."""
+"""Runs a vLLM engine in a child process and times its steps. Records how many blocks
+of its pool were in use at most, and the most memory that the server pinned for it."""
 
 import os
 import threading
@@ -100,7 +100,8 @@ class Watched(Engine):
 
 
 class _Pinned:
-    """Records how much of the arena residencies pin, on its own thread."""
+    """Records, on its own thread, how many bytes of the arena are pinned by residencies (contexts
+    that live in host memory)."""
 
     def __init__(self, server: Server | None) -> None:
         self._server = server

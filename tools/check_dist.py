@@ -118,7 +118,8 @@ def run(program: Path, *arguments: str, quiet: bool = False) -> str:
 
 @contextlib.contextmanager
 def server(programs: Path, folder: Path, settings: Path | None = None) -> Iterator[str]:
-    """Yields the target of a small server that has answered a ping; ends the server."""
+    """Starts a small server, and yields its address (`target`) after it has answered a ping. Ends
+    the server."""
     target = f"unix:{folder}/run/grpc.sock"
     (folder / "run").mkdir(mode=0o700)
     flags = ["--arena.bytes", "32MiB", "--arena.dir", str(folder / "arena"), "--http.port", "-1"]

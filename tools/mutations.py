@@ -159,8 +159,8 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _negate(self, test: ast.expr) -> None:
-        """Negates a test, except a comparison of equality or identity: its own mutant is already
-        the negation."""
+        """Adds a mutant with the negated condition. Adds none for a comparison whose operator
+        `visit_Compare` negates (`==`, `is`, `in`)."""
         if isinstance(test, ast.Compare) and isinstance(
             test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn
         ):

@@ -1,10 +1,10 @@
-"""Time per token over contexts of 16k to a million tokens in host memory, at the same budget,
-beside dense attention over the whole context on the device.
+"""Measures the time per token for contexts of 16k to a million tokens in host memory, of which each
+step selects 2,048. Compares it with dense attention over the whole context on the device.
 
 `python -m bench.gpu.per_token [--json] [--quick]`, on a machine with torch and CuPy; a minute,
 40 GB of device memory, 4 GiB of host memory. The dummy 8B model of `bench.gpu.decode`, one
-sequence, budget 2048, steps as CUDA graphs. All layers read the same pages, and dense attention has
-one layer's context, so a context that would not fit is timed as if it did.
+sequence, steps as CUDA graphs. The context of a single layer is in memory, and all layers read it:
+so contexts that would not fit can be timed too.
 """
 
 import copy

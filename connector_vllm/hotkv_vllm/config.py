@@ -59,9 +59,10 @@ class ConnectorConfig:
     store_timeout_s: the server gives up a store that takes longer.
     flush_timeout_s: how long a step waits for a store that reads blocks which the step overwrites,
         before it revokes the store.
-    device_order: how the server learns how far the engine's device has worked (CUDA). `auto` offers
-        events and flags, and the server picks; `events` (interprocess events; containers need
-        hostIPC); `flags` (words in device memory); `host` (the worker waits itself).
+    device_order: how the server learns which work the engine's device has finished (CUDA). `auto`:
+        the engine offers events and flags, and the server picks; `events`: interprocess events
+        (containers need hostIPC); `flags`: words in device memory; `host`: the worker waits for the
+        device.
     reset_timeout_s: how long vLLM's reset of external caches waits for the server to empty its
         cache.
     startup_wait_s: how long the engine's start waits for the server to answer, so that the first

@@ -243,9 +243,9 @@ class AxesEstimate:
 
 
 def _mixing(head_size: int) -> F64:
-    """Returns an orthonormal matrix, float64 [D, D]. It mixes the channels with 4-bit codes among
-    each other, and the channels with 2-bit codes among each other, so that the mixed channels have
-    about the same size."""
+    """Returns an orthonormal matrix, float64 [D, D]. It mixes channels with 4-bit codes only with
+    each other, and channels with 2-bit codes likewise, so that the values of all mixed channels of
+    a kind have about the same magnitude."""
     matrix, first = np.eye(head_size), 0
     for count in run_channels(head_size):
         run = slice(first, first + count)

@@ -205,7 +205,8 @@ def test_hits_are_those_of_vllm() -> None:
 def test_context_parallelism_is_refused_where_vllm_asserts(
     kind: GroupKind, is_sharded: bool, decode_ranks: int, prefill_ranks: int
 ) -> None:
-    """States of Mamba layers are never divided over the ranks of context parallelism."""
+    """A group that vLLM can't divide over the ranks of context parallelism is refused: vLLM's
+    coordinator ends by an assertion."""
     window_tokens = 16 if kind in WINDOWED else 0
     spec = vllm_spec(GroupSpec(kind, 8, (1,), window_tokens), is_sharded=is_sharded)
     full = vllm_spec(GroupSpec(GroupKind.FULL_ATTENTION, 8, (1,)), is_sharded=True)

@@ -293,8 +293,9 @@ def beside_tiers() -> list[frozenset[str]]:
 
 
 def _is_played(names: frozenset[str]) -> bool:
-    """Returns True if the harness can play these features together, over the server's double. With
-    a producer and a consumer no engine both stores and loads, so others might not show."""
+    """Returns True if the harness can run these features together, with a test double of the
+    server. It can't run a third feature beside a producer and a consumer: then no engine both
+    stores and loads, so the third feature might have nothing to do."""
     is_split = {"producer", "consumer"} < names
     return not names.intersection((*TIERS, *REAL_ONLY)) and meets(names) and not is_split
 

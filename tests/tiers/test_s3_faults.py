@@ -72,8 +72,8 @@ def test_what_a_store_answers_to_a_write(
 
 
 def instead_of_packs(answered: bytes) -> Callable[[bytes], Iterator[bytes]]:
-    """Returns a function for `FaultProxy.on_reply` that replaces each answer with a part of an
-    object. Only packs are read in parts."""
+    """Returns a function for `FaultProxy.on_reply`. It sends the status line `answered` instead of
+    each reply that has a part of an object (206), which only reads of packs get."""
 
     def reply(piece: bytes) -> Iterator[bytes]:
         answer = b"HTTP/1.1 " + answered + b"\r\nContent-Length: 0\r\n\r\n"

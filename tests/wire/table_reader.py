@@ -79,7 +79,8 @@ class Counts:
 
 
 def read(block_table: BlockTable, num_batches: int, seed: int) -> Counts:
-    """Looks up batches of random keys, with `probe` and `find`. Returns counts."""
+    """Looks up batches of random keys with `probe` and with `find`. Returns the numbers of hits,
+    misses and wrong answers."""
     rng, counts = np.random.default_rng(seed), Counts()
     capacity = block_table.geometry.capacity
     for _ in range(num_batches):

@@ -130,8 +130,9 @@ def _check_layer(field: str, layer: int) -> None:
 def _select_spec(
     message: sparse_pb2.SelectConfig, session: LiveSession, group_index: int
 ) -> SelectSpec:
-    """Converts a message to the settings for selections from blocks of a group. The caller must
-    then call `check_slots`, which compares them with the size of the representations."""
+    """Converts a message to settings, by which blocks of a KV cache group are selected. The caller
+    must then call `check_slots`, which checks that the settings fit the size of the
+    representations."""
     return SelectSpec(
         _config(message),
         session.group_index(message.representation_group_index),
