@@ -234,7 +234,8 @@ def idle_calls(server: Server, held: contextlib.ExitStack) -> None:
 
 
 def deaf_readers(server: Server, held: contextlib.ExitStack) -> None:
-    lookups = [_wire.lookup([GroupHashes(0, hashes((1 << 17) - 1024))], 32) for _ in range(59)]
+    asked = [GroupHashes(0, hashes((1 << 17) - 1024))]
+    lookups = [_wire.lookup(asked, 32) for _ in range(59)]
     for request_id, lookup in enumerate(lookups, 1):
         lookup.request_id = request_id
     for number in range(3):
