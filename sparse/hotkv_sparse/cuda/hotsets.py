@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.cuda.device import Array
 from hotkv_sparse.cuda.index import upload
 from hotkv_sparse.cuda.residents import PIECES
@@ -111,21 +110,12 @@ class CudaHotSets:
         Call this method between two steps. Blocks until the tables are copied to the device.
 
         sequence: the state (index in the tables) of the sequence.
-        blocks: the blocks that the slots 0, 1, … already contain, most recently used first.
-        capacity_blocks: most blocks of the hot set.
+        blocks: the blocks that the slots 0, 1, … already contain, each once, most recently used
+            first.
+        capacity_blocks: most blocks of the hot set, at most all its slots.
         num_known: number of blocks of the context so far; `grow` assigns slots to later blocks.
         """
         shape = self._workspace.shape
-        if not 0 <= len(blocks) <= capacity_blocks <= shape.num_slots or len(
-            np.unique(blocks)
-        ) < len(blocks):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                (
-                    f"{len(blocks)} blocks of {capacity_blocks}; a sequence holds up to "
-                    f"{shape.num_slots} blocks, each once"
-                ),
-            )
         state, block_of, used_at = (
             np.zeros((1, shape.num_slots), np.int8),
             np.full((1, shape.num_slots), -1, np.int32),
