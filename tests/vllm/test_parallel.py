@@ -113,12 +113,12 @@ def test_warm_is_as_good_as_cold_until_a_rank_is_killed(
 ) -> None:
     batch = prompts(9, LENGTHS)
     first, second = start_ranks(kind, **settings), start_ranks(kind, **settings)
-    cold = first.ask("generate", prompts=batch, max_tokens=20)
+    cold = first.ask("generate", prompts=batch, max_tokens=14)
     assert cold["cached"] == [0] * len(batch)
-    settled(first, blocks_of(batch, 20))
+    settled(first, blocks_of(batch, 14))
     first.ask("reset")
     for engine in (first, second):
-        warm = engine.ask("generate", prompts=batch, max_tokens=20)
+        warm = engine.ask("generate", prompts=batch, max_tokens=14)
         assert warm["cached"] == hits(batch) and warm["tokens"] == cold["tokens"]
         assert difference(cold, warm) < TOLERANCE
         assert engine.ask("stats")["totals"]["loads"] == len(batch) and clean(engine)
@@ -126,7 +126,7 @@ def test_warm_is_as_good_as_cold_until_a_rank_is_killed(
     kill_a_rank(shared_daemon, first, fresh[0])
     assert second.ask("generate", prompts=fresh, max_tokens=1)["cached"] == [0]
     second.ask("reset")
-    warm = second.ask("generate", prompts=batch, max_tokens=20)
+    warm = second.ask("generate", prompts=batch, max_tokens=14)
     assert warm["cached"] == hits(batch) and difference(cold, warm) < TOLERANCE
 
 
@@ -141,11 +141,11 @@ def test_of_ranks_with_the_same_kv_the_first_one_writes(
     is_forbidden = not torch.cpu._is_amx_tile_supported()
     one = start_ranks("deepseek", despite_vllm=is_forbidden, **settings, **TP)
     batch = prompts(9, (257,))
-    one.ask("generate", prompts=batch, max_tokens=20)
-    local = one.ask("generate", prompts=batch, max_tokens=20)
+    one.ask("generate", prompts=batch, max_tokens=14)
+    local = one.ask("generate", prompts=batch, max_tokens=14)
     settled(one, 256 // 128)
     one.ask("reset")
-    warm = one.ask("generate", prompts=batch, max_tokens=20)
+    warm = one.ask("generate", prompts=batch, max_tokens=14)
     assert warm["cached"] == local["cached"] == [256] and clean(one)
     assert warm["tokens"] == local["tokens"] and difference(local, warm) < 2e-3
     ranks = [session for session in shared_daemon.admin("sessions") if session["role"] == "worker"]
@@ -160,14 +160,14 @@ def test_a_data_parallel_engine_hits_what_its_sibling_stored(
     """Two engines, each with its own id and sessions, share a key space."""
     batch = prompts(9, LENGTHS)
     both = start_ranks("llama", driver="dp_driver.py", data_parallel_size=2)
-    cold = both.ask("generate", prompts=batch, max_tokens=20, rank=0)
+    cold = both.ask("generate", prompts=batch, max_tokens=14, rank=0)
 
     def stored() -> bool:
         both.ask("generate", prompts=[[7, 8, 9]], max_tokens=2, rank=0)
-        return bool(shared_daemon.admin("key_spaces")[-1]["block_count"] >= blocks_of(batch, 20))
+        return bool(shared_daemon.admin("key_spaces")[-1]["block_count"] >= blocks_of(batch, 14))
 
     wait_for(stored)
-    warm = both.ask("generate", prompts=batch, max_tokens=20, rank=1)
+    warm = both.ask("generate", prompts=batch, max_tokens=14, rank=1)
     assert warm["cached"] == hits(batch) and warm["tokens"] == cold["tokens"]
     assert difference(cold, warm) < TOLERANCE
     workers = [one for one in shared_daemon.admin("sessions") if one["role"] == "worker"]
