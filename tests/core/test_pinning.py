@@ -83,7 +83,7 @@ def test_what_was_pinned_before_a_refusal_stays_pinned(
 
 @pytest.mark.parametrize(
     ("memlock_bytes", "cause", "other"),
-    [(64 << 10, "memlock", "/dev/nvidia"), (limits.NO_LIMIT, "/dev/nvidia", "memlock")],
+    [((1 << 30) - 1, "memlock", "/dev/nvidia"), (1 << 30, "/dev/nvidia", "memlock")],
 )
 def test_a_refusal_names_its_cause(
     monkeypatch: pytest.MonkeyPatch, memlock_bytes: int, cause: str, other: str

@@ -432,7 +432,9 @@ main()
 
 def test_without_the_setting_calls_are_those_of_the_module(tmp_path: Path) -> None:
     """Without the setting, OpenTelemetry is not imported either."""
-    node: Any = SimpleNamespace(capabilities=[TracingCapability(None)])
+    off = TracingCapability(None)
+    assert not any(off.counters().values())
+    node: Any = SimpleNamespace(capabilities=[off])
     assert calls_of(node) is calls
     flags = ["run", "--runtime-dir", str(tmp_path), "--arena.bytes", "16MiB", "--http.port", "-1"]
     with runtime_folder(64 << 20) as folder:
