@@ -84,7 +84,7 @@ class CopyPlan:
 
     @property
     def device(self) -> int:
-        """Number of the device that has one of the two memories; HOST if both are host memory."""
+        """Number of the device that the copy reads or writes; HOST if it has host memory only."""
         return max(self.dst.device, self.src.device)
 
     @property
@@ -159,7 +159,7 @@ class BlockCopies:
 
     @property
     def device(self) -> int:
-        """Number of the device that has one of the two memories; HOST if both are host memory."""
+        """Number of the device that the copy reads or writes; HOST if it has host memory only."""
         return max(self.engine.device, self.arena.device)
 
     @property

@@ -1,5 +1,5 @@
-"""Serves the gRPC service HintService, by which routers send hints without a request and query the
-outcomes of actions.
+"""Serves the gRPC service HintService. Through it routers send hints that belong to no inference
+request, and ask for the outcomes of the actions that hints have started.
 
 Always true: a peer acts for a tenant only if it proves that it may, by the same rules as an engine
 that opens a session. The peer sees and changes only that tenant's data. The answer about another

@@ -56,8 +56,8 @@ def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
 
 def condemn(core: CacheCore, entries: Entries) -> None:
     """Drops `entries`: ready entries whose bytes do not match their check values. Announces the
-    removal of the blocks among them (the other entries are representations). A pinned entry keeps
-    its slot until it is unpinned."""
+    removal of entries that are blocks, not of those that are representations (compact forms of
+    keys). A pinned entry keeps its slot until it is unpinned."""
     core.space.index.unverified[entries] = True
     alone = core.space.representations.among(entries)
     core.space.representations.drop(entries[alone])
