@@ -333,6 +333,32 @@ def test_a_check_that_is_repeated_before_the_engine_computes_finds_no_old_blocks
     one.teardown()
 
 
+def test_a_write_after_a_ranks_answer_makes_the_answer_void():
+    """With asynchronous scheduling a step is planned before the answers of the last one are
+    known."""
+    one, idle = WeightsMachine(), SimpleNamespace(total_num_scheduled_tokens=0)
+    one.patch.setattr(rekeying, "ASK_AGAIN_S", 60.0)
+    one.run()
+    one.reset(is_device_empty=True, can_flush=True)
+    assert one.tier.makes_wait()
+    reports = []
+    for weights in (0, 1):
+        one.side.begin_step(idle)
+        if weights:
+            one.write(weights, {0})
+        for rank in one.ranks:
+            rank.obey(one.side.order)
+        reports.append(joined(one.connectors))
+    for report in reports:
+        one.side.update(report, ())
+    one.side.begin_step(idle)
+    assert not one.tier.serves
+    for _ in range(3):
+        one.run()
+    assert one.tier.serves and one.weights_of_space() == 1
+    one.teardown()
+
+
 def test_ranks_that_can_not_read_their_weights_share_nothing_over_blocks_of_before_a_check():
     """Such ranks notice no write, so their weights may have changed at each check."""
     one = WeightsMachine()
