@@ -165,11 +165,11 @@ class WeightsMachine(RuleBasedStateMachine):
     computed: the weights of blocks that wait to be stored.
     """
 
-    def __init__(self, *, is_reset=False):
+    def __init__(self, **settings):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(rekeying, "ASK_AGAIN_S", 0.0)
-        self.side, self.tier = made(self.patch, is_reset=is_reset)
+        self.side, self.tier = made(self.patch, **settings)
         self.watches = [FakeWatch() for _ in range(NUM_RANKS)]
         self.ranks = [RankWeights(watch, "") for watch in self.watches]
         self.connectors = [rank_of(number, rank) for number, rank in enumerate(self.ranks)]
@@ -465,12 +465,17 @@ def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypat
     assert (tier.space is not None) == (in_doubt or name == "mine")
 
 
-def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(monkeypatch):
-    side, tier = made(monkeypatch, is_refused=True)
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(is_written):
+    one = WeightsMachine(is_refused=True)
+    if is_written:
+        one.write(1, range(NUM_RANKS))
+    one.run()
     for is_refused in (True, False):
-        tier.is_refused = is_refused
-        side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
-        assert bool(tier.serves) != is_refused
+        one.tier.is_refused = is_refused
+        one.side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
+        assert bool(one.tier.serves) == (not is_refused and not is_written)
+    one.teardown()
 
 
 @pytest.mark.parametrize("formats", [1, 3])
