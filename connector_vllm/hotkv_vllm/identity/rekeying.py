@@ -139,7 +139,8 @@ class Rekeying:
 
     def reported(self, reports: Mapping[int, WeightsReport], now_s: float) -> bool:
         """Processes the ranks' reports about weights, by rank. If a rank has noticed a write to its
-        weights and no check is open, begins a check and returns True."""
+        weights and no check is open, begins a check and returns True. If a rank has noticed a write
+        after its answer to the open check, makes another check due."""
         noticed = not self._is_asking and any(report.question == 0 for report in reports.values())
         if noticed:
             self.ask(now_s)
@@ -147,6 +148,8 @@ class Rekeying:
             self.were_written |= report.was_written
             if self._is_asking and report.question == self._question:
                 self._answers[rank] = report
+            elif report.question == 0:
+                self._is_due |= rank in self._answers
         return noticed
 
     def step(self, runs_something: bool, now_s: float) -> str | None:

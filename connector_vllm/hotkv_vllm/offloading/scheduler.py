@@ -489,7 +489,7 @@ class DoorScheduler:
         self._tier.stats.add("hook_errors", report.hook_errors)
         if self.wants_formats:
             self.connect(list(report.formats.values()))
-        if self._space is None:
+        if self._space is None and self._agreed is None:
             return
         if any(not one.question for one in report.weights.values()):
             # A rank has noticed a write outside of a check.
