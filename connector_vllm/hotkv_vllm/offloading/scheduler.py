@@ -414,7 +414,7 @@ class DoorScheduler:
         """Records that the step computes this number of tokens."""
         if num_tokens:
             self._is_empty = False
-            self._weights.ran()
+            self._weights.is_fresh = False
 
     @property
     def _is_idle(self) -> bool:
