@@ -28,6 +28,7 @@ from hotkv_server.tiers.book.epochs import (
     USED_S,
     EpochBook,
     EpochStanding,
+    Raise,
     Record,
     Ticket,
 )
@@ -398,11 +399,13 @@ def test_raises_that_fail_slowly_starve_no_key_space() -> None:
     now_s, sent = 10.0, []
     for _ in range(6):
         wanted = book.begin_raise("store", now_s)
-        assert wanted
+        assert wanted and wanted.is_retry == (wanted.fingerprint in sent)
         sent.append(wanted.fingerprint)
         now_s += 1.2 * RETRY_S
         book.raised("store", wanted.fingerprint, None, now_s)
     assert sent == names * 2
+    book.flush("aa", now_s)
+    assert book.begin_raise("store", now_s + RETRY_S) == Raise("aa", NO_EPOCH, False)
 
 
 def test_only_key_spaces_in_use_are_asked_for_often() -> None:

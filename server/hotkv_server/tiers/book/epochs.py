@@ -173,10 +173,14 @@ class Ticket:
 @dataclass(frozen=True, slots=True)
 class Raise:
     """A request to a store: raise the epoch of a key space to a number above `floor`, which is the
-    highest epoch of the key space in this store that this node knows."""
+    highest epoch of the key space in this store that this node knows.
+
+    `is_retry`: True if the last raise for the same flushes has failed.
+    """
 
     fingerprint: str
     floor: int
+    is_retry: bool
 
 
 class EpochBook:
@@ -475,9 +479,11 @@ class EpochBook:
         if not fingerprint or now_s < raise_s(fingerprint):
             return None
         standing = self.standing(fingerprint, store)
+        asked = self._record(fingerprint).asked
+        is_retry = standing.has_failed and standing.raise_for == asked
         standing.is_raising = True
-        standing.raise_s, standing.raise_for = now_s, self._record(fingerprint).asked
-        return Raise(fingerprint, max(standing.epoch, standing.target or NO_EPOCH))
+        standing.raise_s, standing.raise_for = now_s, asked
+        return Raise(fingerprint, max(standing.epoch, standing.target or NO_EPOCH), is_retry)
 
     def raised(self, store: str, fingerprint: str, epoch: int | None, now_s: float) -> None:
         """Processes the store's answer to a raise. `epoch`: the new epoch; NO_EPOCH if the store
