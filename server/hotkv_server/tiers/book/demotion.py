@@ -185,7 +185,8 @@ class Demotion:
         self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
     ) -> int:
         """Returns the size of the places for the next `num_blocks` blocks of a group. If the group
-        is not encoded at present, reports the blocks to `PlaceSizes.kept_plain`."""
+        is not encoded at present, counts the blocks (`PlaceSizes.kept_plain`), so that encoding is
+        tried again after some of them."""
         size = self._size(key_space_id, group, is_plain=is_plain)
         if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
             self._sizes.kept_plain(key_space_id, group, num_blocks)
@@ -225,9 +226,10 @@ class Demotion:
         now_s: float,
         is_unfit: BoolMask | None = None,
     ) -> Entries:
-        """Ends a move after the tier has stopped reading its slots. Makes the stored blocks ready
-        on the disk, and unpins all blocks in host memory. Returns the blocks whose encoded form did
-        not fit: the caller must move them again, with `is_plain`, without asking the gate.
+        """Ends a move of n blocks after the tier has stopped reading its slots. Makes the stored
+        blocks ready on the disk, and unpins all blocks in host memory. Returns the blocks whose
+        encoded form did not fit: the caller must move them again, with `is_plain`, without asking
+        the gate.
 
         `is_stored` [n]: True if the tier has stored the block.
         `seals` uint64 [n]: seals (check values) of the stored blocks.
@@ -254,9 +256,9 @@ class Demotion:
         return move.entries[again]
 
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
-        """Reports to `PlaceSizes`, for each group, how many blocks the tier tried to encode, and
-        how many of these blocks had an encoded form that fitted its place. The places of the move
-        must still be reserved.
+        """Reports to `PlaceSizes`, for each KV cache group in a move of n blocks, how many blocks
+        the tier tried to encode, and how many of these blocks had an encoded form that fitted its
+        place. The places of the move must still be reserved.
 
         `is_encoded` [n]: True if the tier has stored the block in encoded form.
         `is_unfit` [n]: True if the encoded form of the block did not fit its place.

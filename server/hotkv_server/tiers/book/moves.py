@@ -124,13 +124,14 @@ class Moves:
                 del self._stopped[key_space_id]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a move up does not own the entries that it has reserved."""
+        """Raises AssertionError if a move up to host memory does not own the entries that it has
+        reserved there."""
         for move in self:
             owners = self.host.index.owners(move.entries)
             assert not move.is_up or np.all(owners == move.number), "a move up has another's slot"
 
     def reserved(self) -> Entries:
-        """Returns the entries that moves up have reserved in host memory."""
+        """Returns the entries that moves up (from tiers) have reserved in host memory."""
         return joined([move.entries for move in self if move.is_up])
 
     def pins(self) -> NDArray[np.int64]:
