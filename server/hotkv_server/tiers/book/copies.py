@@ -69,7 +69,7 @@ class Copies:
 
     def lane_to_do(self) -> int | None:
         """Returns the number of the lane (queue) from which to copy next; never STORED. Of the
-        other lanes that have blocks, it is the lane whose blocks have failed most often. Returns
+        other lanes that have blocks, it is the lane whose copies have failed most often. Returns
         None if none of them has blocks."""
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)

@@ -200,7 +200,8 @@ class Demotion:
         self, key_space_id: int, group: int, entries: Entries, size: int, number: int
     ) -> tuple[Entries, Entries]:
         """Reserves places of `size` bytes for blocks of a group, in the order of the blocks' depth.
-        Returns the blocks that got a place, and the entries of these places in the disk's books.
+        Returns the blocks that got a place, and the entries (records) of these places in the books
+        of the disk.
         `number`: number of the move (`Move.number`), which owns the places."""
         depths = self._host.index.table.records[entries, table.W_DEPTH].astype(np.int64)
         entries = entries[np.argsort(depths, kind="stable")]

@@ -438,7 +438,7 @@ class EpochBook:
 
     def _missed(self, record: Record) -> list[str]:
         """Returns the stores that seem to have missed a flush: another store has shown a new epoch,
-        but these stores have shown none since MISSED_S before that. Perhaps the node that flushed
+        but they have shown none, from MISSED_S before that until now. Perhaps the node that flushed
         can't reach these stores, or its settings lack them, or the other store has lost its
         epochs."""
         changed_s = max((one.changed_s for one in self._mine(record)), default=NEVER_S)

@@ -26,7 +26,7 @@ class Move:
         number as their owner.
     `is_up`: True for a move from the tier to host memory, False for a move or copy to the tier.
     `entries`: the blocks' entries in host memory. Empty once a move up has ended.
-    `places`: the blocks' entries in the disk's books; empty for a shared tier.
+    `places`: the blocks' entries in the books (records) of the disk; empty for a shared tier.
     `is_void`: mask [n] of the blocks that were flushed during the move.
     `kept`: entries of the blocks that have arrived in host memory. They stay pinned until all
         waiting callers have leased them or given up.

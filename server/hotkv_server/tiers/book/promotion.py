@@ -49,7 +49,7 @@ class Promotion:
         ]
 
     def find(self, key_space_id: int, listed: HashList, positions: Int64s | None = None) -> Entries:
-        """Looks up a list of blocks in the disk's books. Returns, for each block, its entry
+        """Looks up a list of blocks in the books of the disk. Returns, for each block, its entry
         (record) there; 0 if the block is not ready on the disk. Returns only zeros for a list of
         representations (compact forms of keys, for sparse attention), because representations are
         never on the disk.
@@ -106,7 +106,8 @@ class Promotion:
         now_s: float,
     ) -> None:
         """Ends a move of n blocks after the tier has stopped writing to its slots. Makes the found
-        blocks ready in host memory, and removes the lost blocks from the disk's books.
+        blocks ready in host memory, and removes the lost blocks from the books (records) of the
+        disk.
 
         `is_found` [n]: True if the tier has written the block's bytes to its slot.
         `is_lost` [n]: True if the block's place on the disk no longer has the block's bytes.

@@ -239,8 +239,8 @@ class _Rate:
 
     def per_s(self, now_s: float) -> float:
         """Returns the rate in bytes per second. If the first bytes came only a short time ago
-        (compared with DEMAND_S), the rate is the mean over this time, or over a minute if that is
-        longer."""
+        (compared with DEMAND_S), the rate is about the mean over this time, or over a minute if
+        that is longer."""
         age_s = max(60.0, now_s - self._begun_s)
         left = self._sum * math.exp((self._last_s - now_s) / DEMAND_S)
         return left / (DEMAND_S * -math.expm1(-age_s / DEMAND_S))

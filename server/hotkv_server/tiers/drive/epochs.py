@@ -8,10 +8,11 @@ for due actions. At most one action of each kind is under way: one question and 
 store, one flush of this node, one write of the book. A slow write of the book delays only moves to
 the disk and, for a bounded time, the answers to flushes.
 
-A store counts as *away* if its tier reports a problem, if two questions in a row have failed, or if
-its answer to a question is overdue.
-The delay of an answer counts only the time in which this process runs. If the process was stopped
-for GAP_S or longer, all stores stop counting as away, and are asked again.
+A store counts as *away* if its tier reports a problem, if two questions in a row have failed, if
+its answer to a question is overdue, or if it has just restarted and shows an epoch that may come
+from an old copy of its data. The delay of an answer counts only the time in which this process
+runs. If the process was stopped for GAP_S or longer, all stores stop counting as away, and are
+asked again.
 
 Runs on the event loop; tiers call `on_done` on their own threads.
 """
@@ -114,7 +115,8 @@ class Epochs:
     their epochs; see the module.
 
     `stores`: each shared tier, with the relay that it got when it was opened.
-    `notes`: files in which the book outlives the server; None: the book ends with the process.
+    `notes`: files in which the book outlives the server; None: the book is lost when the process
+        ends.
     """
 
     def __init__(
@@ -234,7 +236,8 @@ class Epochs:
 
     def may_offer(self, store: str, key_space_id: int) -> bool:
         """Returns True if blocks of the key space may be copied to the store even if they may come
-        from another store: the store has an epoch, and no flush is between two stores."""
+        from another store: the store has an epoch, and no flush has reached one store but not yet
+        another store (`EpochBook.is_calm`)."""
         is_calm = self.book.is_calm(self.fingerprint(key_space_id))
         return is_calm and self.get(store, key_space_id) != NO_EPOCH
 
@@ -529,7 +532,7 @@ class Epochs:
         await asyncio.wait([self._turned], timeout=wait_s)
 
     def _number(self, fingerprint: str) -> int:
-        """Returns the number of the key space on this node; 0 if the node does not know it."""
+        """Returns the number (id) of the key space on this node; 0 if the node does not know it."""
         return self._core.catalog.number(bytes.fromhex(fingerprint))
 
     def _has_blocks(self, number: int) -> bool:

@@ -112,11 +112,11 @@ class TierLookups:
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns, for each list in `groups`, a mask of the blocks outside host memory that count
-        as hits for a lookup: blocks that a tier is known to have, and blocks that are being moved
-        up to host memory. Omits the blocks of a tier if loading them takes longer than computing
-        them, and while lookups skip the tier. While lookups skip the tier of a move up that is
-        under way, also omits all blocks that are being moved up.
+        """Returns, for each list of block hashes in `groups`, a mask of the blocks outside host
+        memory that count as hits for a lookup: blocks that a tier is known to have, and blocks that
+        are being moved up to host memory. Omits the blocks of a tier if loading them takes longer
+        than computing them, and while lookups skip the tier. While lookups skip the tier of a move
+        up that is under way, also omits all blocks that are being moved up.
 
         `ready`: for each list, a mask of the blocks in host memory.
         `tokens_per_s`: speed at which the engine computes prompts; 0 if unknown. Then the blocks of
@@ -238,7 +238,7 @@ class TierLookups:
         elsewhere: Sequence[BoolMask],
     ) -> list[HashList]:
         """Returns the blocks that the longest possible hit of a lookup must load from tiers: for
-        each list in `groups`, a list with only these blocks.
+        each list of block hashes in `groups`, a list with only these blocks.
 
         `ready`: for each list, a mask of the blocks in host memory.
         `elsewhere`: for each list, a mask of the blocks in tiers.

@@ -64,12 +64,13 @@ class Offer:
 
 
 def both(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns, for each list, a mask of the blocks that both `some` and `others` select."""
+    """Returns, for each list of blocks, a mask of the blocks that both `some` and `others`
+    select."""
     return [one & other for one, other in zip(some, others, strict=True)]
 
 
 def either(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns, for each list, a mask of the blocks that `some` or `others` select."""
+    """Returns, for each list of blocks, a mask of the blocks that `some` or `others` select."""
     return [one | other for one, other in zip(some, others, strict=True)]
 
 

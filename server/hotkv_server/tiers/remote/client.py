@@ -77,7 +77,7 @@ class Client(Protocol):
     `slots`: for each key, the memory of the block's slot.
     `expected`: the epochs that the keys contain, by fingerprint. NO_EPOCH differs from every epoch
         of the store, and from a missing epoch.
-    `codes`: gets the `Read` or `Write` of each block, uint8 [n].
+    `codes`: gets the `Read` or `Write` of each block, uint8 [number of keys].
     `fingerprint`, `fingerprints`: names of key spaces.
     `until_s`: the time limit, a time of time.monotonic.
     """

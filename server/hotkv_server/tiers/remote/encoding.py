@@ -223,7 +223,7 @@ class _Part:
 
     def encode(self) -> BoolMask:
         """Encodes each block to its staging memory, or copies it there if it can't be encoded.
-        Returns a mask [n] of the encoded blocks."""
+        Returns a mask of the part's blocks: True for each block that was encoded."""
         tried, is_encoded = np.flatnonzero(self.may_be_encoded), self.may_be_encoded.copy()
         is_encoded[tried] = self._staged.encode(*self._columns(tried)) > 0
         for row in np.flatnonzero(~is_encoded).tolist():

@@ -219,8 +219,8 @@ class Lister:
 
     def _look(self, bucket: Bucket, space: Space, folder: _Folder) -> bool:
         """Lists the packs of a key space, and adds them to the index. Returns False if it has
-        stopped, because requests wait for another key space; the next listing goes on there. Also
-        stops if the epoch has ended (`forget_others`). Raises StoreError."""
+        stopped early, because requests wait for another key space; the next listing then continues
+        from this point. Also stops if the epoch has ended (`forget_others`). Raises StoreError."""
         horizon = age_at(int((time.time() - OVERLAP_S) * 1e6))
         clock_s = time.time() - time.monotonic()
         if folder.horizon == UNSEEN or abs(clock_s - folder.clock_s) > JUMP_S:
