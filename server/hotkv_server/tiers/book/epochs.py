@@ -45,7 +45,7 @@ SPARE_S = 0.5
 epoch."""
 CALM_S = 5.0
 """If a flush has raised the epoch of one store, this node adopts that epoch. An answer of another
-store may still show the epoch of before the flush, if the question was sent within this time. The
+store may still show the epoch from before the flush, if the question was sent within this time. The
 time is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
 MISSED_S = 5.0
 """A flush of another node has missed a store if the store shows no new epoch within this time of

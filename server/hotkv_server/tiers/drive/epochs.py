@@ -53,7 +53,8 @@ GAP_S = 0.5
 """If two ticks are at least this far apart, the process is assumed to have been stopped between
 them."""
 DEAF_TICKS = 30
-"""For this number of ticks after such a stop of the process, no store begins to count as away."""
+"""After a stop of the process (see GAP_S), no store begins to count as away for this number of
+ticks."""
 SAVE_AGAIN_S = 1.0
 """Wait after a failed write of the book, before the next try."""
 NOTES = "disk"

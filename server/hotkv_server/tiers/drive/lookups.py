@@ -186,7 +186,8 @@ class TierLookups:
         disk or a shared tier.
 
         Returns False without a session, if the session's client does not support tiers
-        (`Feature.TIERS`), and if MAX_WAITING calls of the session are waiting.
+        (`Feature.TIERS`), if MAX_WAITING calls of the session are waiting, and while the tiers
+        close.
         """
         if self._tasks.is_closing or session is None or not session.knows_tiers:
             return False

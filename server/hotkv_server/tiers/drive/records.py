@@ -53,8 +53,8 @@ MODE = 0o600
 KEEP_S = 0.5
 """Least time between two searches of the whole table for changed records."""
 MAX_LOOK_SHARE = 0.02
-"""Largest share of the thread's time for these searches. So a large table is searched less often
-than every KEEP_S."""
+"""Largest share of the thread's time for searches of the whole table. So a large table is searched
+less often than every KEEP_S."""
 RETRY_S = 1.0
 """Wait after a failed write, before the next try."""
 RECORD_BYTES = RECORD_WORDS * 4
@@ -71,7 +71,7 @@ class LowerMemory:
     """The records of the disk tier; see the module.
 
     `folder`: folder of the tier, with its files.
-    `slab_bytes`: size of a slab.
+    `slab_bytes`: size of a slab (one of the equal pieces of the tier's disk space).
     `num_bytes`: size of the whole tier.
     `table`: the block table in memory; empty until the core fills it.
     `old`: the table that an earlier server left; None if there is no usable table, and after
@@ -117,7 +117,8 @@ class LowerMemory:
         Blocks the calling thread. Raises BusyError if another server uses the folder, or OSError.
 
         `num_bytes`: size of the disk tier; it is rounded down to whole slabs.
-        `slab_bytes`: size of a slab. If there is a usable old table, its slab size is used instead.
+        `slab_bytes`: size of a slab (one of the equal pieces of the tier's disk space). If there is
+            a usable old table, its slab size is used instead.
         `capacity`: most blocks in the table.
         `reset`: True first removes the old table.
         """
@@ -272,7 +273,8 @@ class LowerMemory:
         self.problem = problem
 
     def _write(self, changed: list[Entries], *, walks: bool) -> None:
-        """Writes the changed records, then the key spaces if they have changed.
+        """Writes the changed records, then the key spaces if they have changed. The first call
+        writes the whole table (`_adopt`).
 
         `changed`: entries whose records have changed.
         `walks`: True also searches the whole table for changed records.

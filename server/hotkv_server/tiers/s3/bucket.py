@@ -50,9 +50,9 @@ of bytes."""
 # Reads the access key from a file. Always true: errors never quote the file.
 
 MAX_FILE_BYTES = 1 << 16
-"""Most bytes of the file that are read."""
+"""Most bytes that are read of the file with the access key."""
 SECTION = "default"
-"""Section of the file with the access key."""
+"""Section of that file that has the access key."""
 
 
 @dataclass(frozen=True, slots=True)
