@@ -115,7 +115,8 @@ class Arrivals:
         before it, and the entry of the block after it to the new entry. Links two entries only if
         their depths show that one block follows the other, because a list may have gaps.
 
-        `words`: for each block of the list, its entry in host memory; 0 if it has none.
+        `words`: for each block of the list, its entry in the table of host memory; 0 if it has
+            none.
         `came`: positions of the new entries in the list.
         """
         at = np.union1d(came, came + 1)

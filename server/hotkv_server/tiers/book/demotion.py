@@ -212,8 +212,8 @@ class Demotion:
         return entries, taken
 
     def _parents(self, key_space_id: int, group: int, entries: Entries) -> Entries:
-        """Returns, for each block, the disk's entry of the block before it in its sequence; 0 if
-        the disk does not have that block."""
+        """Returns, for each block, the entry (record, in the books of the disk) of the block before
+        it in its sequence; 0 if the disk does not have that block."""
         parents = self._host.index.table.records[entries, table.W_PARENT]
         found = self._below.index.find(key_space_id, group, self._host.index.keys(parents)[2])
         places: Entries = np.where(parents != 0, found & ~table.RESERVED_FLAG, 0).astype(np.uint32)

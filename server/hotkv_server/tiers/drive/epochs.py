@@ -149,8 +149,9 @@ class Epochs:
         flush: Flush,
         on_flushed: Callable[[int], None] = lambda key_space_id: None,
     ) -> None:
-        """Starts the task. From now on, flushes of other nodes are noticed. If an earlier server
-        could not raise an epoch for a flush, the task raises it now.
+        """Starts the task that executes the due actions (see the module). From now on, this node
+        notices flushes of other nodes. If an earlier server could not raise an epoch for a flush,
+        the task raises it now.
 
         `tasks`: runs the task.
         `flush`: flushes a key space on this node only.

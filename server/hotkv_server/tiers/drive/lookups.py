@@ -164,8 +164,10 @@ class TierLookups:
         """Returns, for each tier in `sources`, True if loading its blocks is faster than computing
         them.
 
-        `at_hand`: for each list, a mask of the blocks in host memory or being moved there.
-        `found`: for each source, and each list, a mask of the blocks to load from the source.
+        `at_hand`: for each list in `groups`, a mask of the blocks in host memory or being moved
+            there.
+        `found`: for each tier, and each list in `groups`, a mask of the blocks to load from the
+            tier.
         """
         if not tokens_per_s or not any(map(count, found)):
             return [True] * len(sources)
@@ -211,7 +213,9 @@ class TierLookups:
             await self.look(key_space_id, groups, until_s)
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Calls `look` of all tiers."""
+        """Calls `look` of all tiers at the same time: asks the shared tiers which of these blocks
+        they have, and the stores to confirm the key space's epochs. Waits for the answers at most
+        until `until_s`, a time of time.monotonic."""
         await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._sources))
 
     async def find(

@@ -88,7 +88,7 @@ class Held:
     waits: list[Coming] = field(default_factory=list)
 
     def add(self, coming: Coming) -> None:
-        """Keeps the blocks of a move pinned from now on."""
+        """Adds a move, whose blocks then stay pinned until `Tiers.let_go`."""
         if coming not in self.waits:
             coming.num_waiting += 1
             self.waits.append(coming)
@@ -235,8 +235,8 @@ class Tiers:
         lease on them. Does nothing if the session's client does not support tiers, because such a
         client leases only blocks in host memory.
 
-        `ready`: for each list, a mask of the blocks in host memory.
-        `elsewhere`: for each list, a mask of the blocks in tiers.
+        `ready`: for each list in `groups`, a mask of the blocks in host memory.
+        `elsewhere`: for each list in `groups`, a mask of the blocks in tiers.
         """
         if self._tasks.is_closing or not session.knows_tiers or self._waiting.has_many(session):
             return
@@ -349,8 +349,9 @@ class Tiers:
         """Begins to load those blocks in `groups` that tiers are known to have, as many as there is
         room for in host memory. To make this room, evicts no block in `groups`.
 
-        `beside`: further lists whose blocks are not evicted.
-        `held`: gets the moves; None to let the moves unpin their blocks when they end.
+        `beside`: other lists of block hashes; their blocks are not evicted either.
+        `held`: gets the moves, so that their blocks stay pinned; None: the blocks are unpinned when
+            the moves end.
         `tries`: True also uses a broken tier if a trial call is due (`Breaker`).
         """
         for source in self._sources:

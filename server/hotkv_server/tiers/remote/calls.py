@@ -101,7 +101,7 @@ def cut(
     """Splits the blocks of a call into parts of at most `part_blocks` blocks and `part_bytes`
     bytes. Yields each part as a slice. A block larger than `part_bytes` is a part by itself.
 
-    `num_bytes`: sizes of the blocks, int64 [n].
+    `num_bytes`: size of each block, int64.
     """
     begin, total = 0, 0
     for at, size in enumerate(num_bytes.tolist()):

@@ -249,8 +249,8 @@ class S3Client:
         self, space: Space, keys: list[bytes], slots: list[memoryview], until_s: float
     ) -> bool:
         """Writes blocks of a key space as a new pack, and adds the pack to the index. Returns False
-        if the store is full. Raises UnusableError if an object of the pack's name
-        already exists."""
+        if the store is full. Raises UnusableError if an object with the pack's name already
+        exists."""
         number = self._shared.next_number()
         name = new_name(_now_us(), self._shared.node, number, len(keys))
         pack, body = packed(space, name, keys, slots)
