@@ -158,7 +158,7 @@ class Ticket:
     """A request for a flush. With the ticket, the caller asks later whether the flush is done
     (`EpochBook.pending`, `EpochBook.is_saved`).
 
-    `number`: number of the request (`Record.asked` after it).
+    `number`: number of the request: the value of `Record.asked` after it.
     `need`: number of the flush of this node that serves the request (`Record.need`).
     `asked_s`: time of the request.
     """
@@ -449,9 +449,9 @@ class EpochBook:
         ]
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
-        """Requires a flush of the key space on this node. When this flush has ended, `epoch`
-        becomes the epoch of the record. `standing`: the state of the key space in the store that
-        has shown `epoch`."""
+        """Requires a flush of the key space on this node. When this flush has ended, this node
+        adopts `epoch` as the key space's epoch in the store. `standing`: the state of the key space
+        in the store that has shown `epoch`."""
         record = self.records[fingerprint]
         self._active[fingerprint] = None
         record.need += 1

@@ -63,8 +63,8 @@ time."""
 
 
 class EpochRelay:
-    """An object that a tier calls when the store has another epoch than the tier expected. The
-    relay passes the call on to `Epochs`.
+    """An object that a tier calls when the store has another epoch (a number that each flush
+    raises) than the tier expected. The relay passes the call on to `Epochs`.
 
     A tier gets its relay when it is opened, before `Epochs` exists. `Epochs.start` connects the
     relay; until then calls of the relay have no effect.
@@ -112,8 +112,8 @@ class _Store:
 
 
 class Epochs:
-    """Executes flushes, and tells which blocks may be served because the stores have confirmed
-    their epochs; see the module.
+    """Executes flushes. Tells which blocks may be served: the stores must have confirmed their
+    epochs (numbers that each flush raises). See the module.
 
     `stores`: each shared tier, with the relay that it got when it was opened.
     `notes`: files in which the book outlives the server; None: the book is lost when the process
@@ -181,9 +181,9 @@ class Epochs:
         tasks.spawn(self._run())
 
     def discard(self) -> None:
-        """Removes the files of the book, unless a store must still raise an epoch for a flush.
-        Called at the end of a server that leaves no blocks to the next server. Blocks the calling
-        thread."""
+        """Removes the files with the book of epochs, unless a store must still raise an epoch for a
+        flush. Called at the end of a server that leaves no blocks to the next server. Blocks the
+        calling thread."""
         self._notes.discard(self.book)
 
     # Flushes
@@ -363,8 +363,8 @@ class Epochs:
 
     async def _ask_soon(self, until_s: float) -> bool:
         """Makes the task begin the due actions at once, then waits until an action has ended or a
-        store has become away (`_wake`), at most until `until_s`, a time of `now_s`. Returns True
-        afterwards. Returns False at once if `until_s` has passed or the node closes."""
+        store begins to count as away (`_wake`), at most until `until_s`, a time of `now_s`. Returns
+        True afterwards. Returns False at once if `until_s` has passed or the node closes."""
         left_s = until_s - now_s()
         if left_s <= 0 or self._tasks.is_closing:
             return False
@@ -522,7 +522,7 @@ class Epochs:
 
     def _wake(self) -> None:
         """Calls `_nudge`, and wakes all callers that wait in `_turn`. Called when an action has
-        ended or a store has become away."""
+        ended or a store begins to count as away."""
         self._nudge()
         if self._turned is not None and not self._turned.done():
             self._turned.set_result(None)

@@ -119,17 +119,18 @@ class Client(Protocol):
         """
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Deletes the values of the keys. `hotkv-server tiers check` also names the key of its key
-        space's epoch, `hotkv/1/FINGERPRINT/epoch`."""
+        """Deletes the values of the keys, which are keys of blocks. Only `hotkv-server tiers check`
+        also passes the key of an epoch, `hotkv/1/FINGERPRINT/epoch`."""
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces. Begins an epoch (`tiers.protocol.begun`) for each key
-        space that has no epoch in the store. Leaves out a key space whose epoch in the store is not
-        a number."""
+        """Returns the epochs of key spaces (numbers that each flush raises). Begins an epoch
+        (`tiers.protocol.begun`) for each key space that has no epoch in the store. Leaves out a key
+        space whose epoch in the store is not a number."""
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """Ends the epoch of a key space, begins a greater epoch, which is also above `floor`, and
-        returns it. `floor`: the highest epoch of the key space that the caller knows.
+        """Raises the epoch of a key space, for a flush: ends it, begins a greater epoch, which is
+        also above `floor`, and returns the new epoch. `floor`: the highest epoch of the key space
+        that the caller knows.
 
         If the store is full and can't take the new epoch, this method removes the old epoch and
         returns NO_EPOCH. Then reads find no blocks until `epochs` begins a new epoch. If there was

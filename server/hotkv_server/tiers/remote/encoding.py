@@ -212,8 +212,9 @@ class _Part:
         """Returns the keys under which some of the blocks are stored, and the staging memory of
         their stored forms.
 
-        `rows`: indices of these blocks, among the n blocks.
-        `is_encoded`: mask [n], True for a block whose stored form is the encoded form.
+        `rows`: indices of these blocks, among all blocks of the part.
+        `is_encoded`: mask of all blocks of the part: True for a block whose stored form is the
+            encoded form.
         """
         keys = [encoded_key(self.keys[n]) if is_encoded[n] else self.keys[n] for n in rows.tolist()]
         begins = self._at[rows]

@@ -142,8 +142,7 @@ def _check_kind(hello: "dict[bytes, Reply]", settings: ValkeySettings) -> None:
 
 
 class Pipe(Protocol):
-    """Sends commands to a store (a server or a cluster) and receives its replies. One thread at a
-    time.
+    """Sends commands to a store (a server or a cluster) and receives its replies. Not thread-safe.
 
     Methods with `until_s` block at most until that time of time.monotonic, and raise StoreError.
     """

@@ -120,7 +120,8 @@ def _said(reply: Reply) -> tuple[bytes, int, int]:
 
 
 def epoch_key(fingerprint: str) -> bytes:
-    """Returns the key under which the epoch of a key space is stored."""
+    """Returns the key under which the epoch of a key space (a number that each flush raises) is
+    stored."""
     return b"hotkv/1/%b/epoch" % fingerprint.encode()
 
 
