@@ -55,7 +55,7 @@ class Arrivals:
     ) -> Move | None:
         """Begins to move blocks from a shared tier up to host memory: reserves as many slots as are
         free. Returns None if no block gets a slot. Before the call, the caller must evict blocks to
-        make room, as for a store.
+        make room, as for blocks that an engine stores.
 
         `positions`: for each list of block hashes in `groups`, the positions of the blocks to move.
         `slot_bytes`: returns the size of the slots of a KV cache group, given its number.

@@ -202,7 +202,9 @@ class Demotion:
         """Reserves places of `size` bytes for blocks of a group, in the order of the blocks' depth.
         Returns the blocks that got a place, and the entries (records) of these places in the books
         of the disk.
-        `number`: number of the move (`Move.number`), which owns the places."""
+
+        `number`: number of the move (`Move.number`), which owns the places.
+        """
         depths = self._host.index.table.records[entries, table.W_DEPTH].astype(np.int64)
         entries = entries[np.argsort(depths, kind="stable")]
         hashes = self._host.index.keys(entries)[2]

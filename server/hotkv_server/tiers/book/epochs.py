@@ -84,8 +84,8 @@ class EpochStanding:
     `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
     `raise_for`: number of flush requests (`Record.asked`) that the last raise covers; -1: none. The
         store must then raise its epoch again, because another store has raised its epoch late.
-    `told`: number of flush requests that the store's epoch covers; -1: not even the request that an
-        earlier server has saved.
+    `told`: number of flush requests that the store's epoch covers; -1: it does not even cover the
+        request that an earlier server has saved.
     `told_s`: when the store answered the raise that covers these requests.
     `changed_s`: when the question was sent whose answer last showed a later epoch than this node
         had adopted.
@@ -111,10 +111,10 @@ class EpochStanding:
 
     @property
     def is_settled(self) -> bool:
-        """True if the store's answers can confirm the blocks on this node: they are vouched for, or
-        the store has no epoch (`is_none`), and neither a flush of this node nor a raise is pending.
-        A raise that has failed does not count as pending, because it concerns only older blocks in
-        the store."""
+        """True if the store's answers can confirm the blocks on this node: they are vouched for
+        (`is_vouched`), or the store has no epoch (`is_none`), and neither a flush of this node nor
+        a raise is pending. A raise that has failed does not count as pending, because it concerns
+        only older blocks in the store."""
         is_raised = self.has_failed or not self.is_untold
         return self.target is None and is_raised and (self.is_vouched or self.is_none)
 

@@ -94,7 +94,7 @@ class LowerTier:
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the books contradict each other. Takes time linear in the
-        capacity."""
+        capacity of the disk's block table."""
         self.space.check_invariants()
         reserved, pins = [], np.zeros(self.space.index.capacity + 1, np.int64)
         for move in self.moves:

@@ -65,7 +65,7 @@ class Promotion:
     def begin(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
         """Begins to move blocks that are ready on the disk to host memory, as many as there are
         free slots. Returns None if no block moves. Before the call, the caller must evict blocks to
-        make room, as for a store.
+        make room, as for blocks that an engine stores.
 
         `groups`: for each KV cache group, block hashes in the order of the sequence. Blocks that
             are in host memory already are skipped.

@@ -96,7 +96,7 @@ class _Caller:
 class _Store:
     """The state of a shared tier's store in `Epochs`.
 
-    `is_away`: see the module.
+    `is_away`: True while the store counts as away: it does not answer, for example. See the module.
     `is_raising`: True while a raise is under way.
     """
 

@@ -118,7 +118,7 @@ class TierLookups:
         than computing them, and while lookups skip the tier. While lookups skip the tier of a move
         up that is under way, also omits all blocks that are being moved up.
 
-        `ready`: for each list, a mask of the blocks in host memory.
+        `ready`: for each list in `groups`, a mask of the blocks in host memory.
         `tokens_per_s`: speed at which the engine computes prompts; 0 if unknown. Then the blocks of
             all tiers count.
         """
@@ -245,8 +245,8 @@ class TierLookups:
         """Returns the blocks that the longest possible hit of a lookup must load from tiers: for
         each list of block hashes in `groups`, a list with only these blocks.
 
-        `ready`: for each list, a mask of the blocks in host memory.
-        `elsewhere`: for each list, a mask of the blocks in tiers.
+        `ready`: for each list in `groups`, a mask of the blocks in host memory.
+        `elsewhere`: for each list in `groups`, a mask of the blocks in tiers.
         """
         specs = self._core.key_space(key_space_id).groups
         meant = [at for at, one in enumerate(groups) if one.group_index < len(specs)]

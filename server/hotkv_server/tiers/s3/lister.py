@@ -155,7 +155,7 @@ class Lister:
         """Forgets the state of a key space in all epochs but one.
 
         `fingerprint`: name of the key space.
-        `space`: the key space in the epoch whose state stays; None: forgets the state in all
+        `space`: names the epoch whose state stays (`packs.Space`); None: forgets the state in all
             epochs.
         """
         with self._changed:
