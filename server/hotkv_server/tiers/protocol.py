@@ -163,7 +163,8 @@ results are only a hint, because the store may lose or get a block at any time."
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A store's answer when a tier asks the store for the epochs of key spaces.
+    """A store's answer when a tier asks the store for the epochs of key spaces (numbers that each
+    flush raises).
 
     `epochs`: the epoch of each key space; NO_EPOCH if the store has no epoch for the key space and
         can't begin one: it has no room, or forbids hotkv's user to write.
@@ -286,8 +287,8 @@ class Tier(Protocol):
 
 
 class SharedTier(Tier, Protocol):
-    """A tier whose store several nodes share. The store also keeps the epoch of each key space, so
-    that a flush takes effect on all nodes.
+    """A tier whose store several nodes share. The store also keeps the epoch of each key space, a
+    number that each flush raises, so that a flush takes effect on all nodes.
 
     Always true: once the tier has answered `raise_epoch`, the old epoch has ended. A read with
     `Blocks.epochs` that begins after this answer, on any node, finds no block of the old epoch. The
@@ -305,8 +306,9 @@ class SharedTier(Tier, Protocol):
         the blocks' keys. If the store has another epoch, all blocks are ABSENT."""
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
-        """Asks the store for the epochs of key spaces. Begins an epoch for each key space that has
-        no epoch there. Does not wait behind queued reads and writes.
+        """Asks the store for the epochs of key spaces (numbers that each flush raises). Begins an
+        epoch for each key space that has no epoch there. Does not wait behind queued reads and
+        writes.
 
         `fingerprints`: names of the key spaces.
         `deadline_s`: a time of time.monotonic, after which the tier gives up and reports None.
@@ -315,10 +317,10 @@ class SharedTier(Tier, Protocol):
     def raise_epoch(
         self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
     ) -> None:
-        """Ends the epoch of a key space in the store, begins a greater epoch, which is also above
-        `floor`, and reports the new epoch. Does not wait behind queued reads and writes. `floor`:
-        the highest epoch of the key space that the caller knows. `is_retry`: True if the last call
-        for the same flushes has failed.
+        """Raises the epoch of a key space in the store, for a flush: ends it, begins a greater
+        epoch, which is also above `floor`, and reports the new epoch. Does not wait behind queued
+        reads and writes. `floor`: the highest epoch of the key space that the caller knows.
+        `is_retry`: True if the last call for the same flushes has failed.
 
         Reports NO_EPOCH if the store has no room for the new epoch; the old epoch has ended all the
         same. Reports None if the store did not answer. The caller must then call again, because it

@@ -33,9 +33,10 @@ class Arrivals:
         return f"Arrivals({self._moves!r})"
 
     def absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list in `groups`, the positions of the blocks that are neither ready
-        nor reserved in host memory. Returns no positions for a list of representations (compact
-        forms of keys, for sparse attention), because tiers don't store representations."""
+        """Returns, for each list of block hashes in `groups`, the positions of the blocks that are
+        neither ready nor reserved in host memory. Returns no positions for a list of
+        representations (compact forms of keys, for sparse attention), because tiers don't store
+        representations."""
         found = []
         for one in groups:
             if one.group_index >= MAX_GROUPS:
@@ -54,9 +55,9 @@ class Arrivals:
     ) -> Move | None:
         """Begins to move blocks from a shared tier up to host memory: reserves as many slots as are
         free. Returns None if no block gets a slot. Before the call, the caller must evict blocks to
-        make room, as for a store.
+        make room, as for blocks that an engine stores.
 
-        `positions`: for each list in `groups`, the positions of the blocks to move.
+        `positions`: for each list of block hashes in `groups`, the positions of the blocks to move.
         `slot_bytes`: returns the size of the slots of a KV cache group, given its number.
         """
         if not self._moves.may_begin(key_space_id):
@@ -86,9 +87,9 @@ class Arrivals:
         depths: Int64s,
         number: int,
     ) -> Entries:
-        """Reserves slots for the blocks at `positions` of a list, and links the entry of each block
-        to the entry of the block before it. Returns the new entries, in order of `positions`; fewer
-        if not enough slots are free.
+        """Reserves slots for the blocks at `positions` of a list, and links the entry (table
+        record) of each block to the entry of the block before it. Returns the new entries, in order
+        of `positions`; fewer if not enough slots are free.
 
         `listed`: the list, with the hashes of its blocks.
         `positions`: positions in the list of the blocks that get a slot.
@@ -110,11 +111,12 @@ class Arrivals:
         return taken
 
     def _link(self, words: Entries, came: Int64s) -> None:
-        """Links new entries of a list with their neighbours: each new entry with the entry before
-        it, and the entry after it with the new entry. Links two entries only if their depths show
-        that one block follows the other, because a list may have gaps.
+        """Links the new entries (table records) of a list of blocks: each to the entry of the block
+        before it, and the entry of the block after it to the new entry. Links two entries only if
+        their depths show that one block follows the other, because a list may have gaps.
 
-        `words`: for each block of the list, its entry in host memory; 0 if it has none.
+        `words`: for each block of the list, its entry in the table of host memory; 0 if it has
+            none.
         `came`: positions of the new entries in the list.
         """
         at = np.union1d(came, came + 1)
@@ -125,10 +127,10 @@ class Arrivals:
         self._host.chains.set_parents(after[follows], before[follows])
 
     def end(self, move: Move, is_found: BoolMask, checks: Keys | None, now_s: float) -> Entries:
-        """Ends a move up after the tier has stopped writing to its slots. Makes the found blocks
-        ready, and frees the other slots. Returns the entries of the ready blocks, which stay pinned
-        until `let_go`. If the move was abandoned (`forsake`), frees all its slots, and makes no
-        block ready.
+        """Ends a move of n blocks up to host memory, after the tier has stopped writing to its
+        slots. Makes the found blocks ready, and frees the other slots. Returns the entries of the
+        ready blocks, which stay pinned until `let_go`. If the move was abandoned (`forsake`), frees
+        all its slots, and makes no block ready.
 
         `is_found` [n]: True if the tier has written the block's bytes to its slot.
         `checks` uint64 [n]: check values of the found blocks; None if the server computes no check
@@ -147,16 +149,16 @@ class Arrivals:
         return came
 
     def forsake(self, move: Move) -> None:
-        """Abandons a move up whose tier hangs, or whose blocks are flushed. Engines may then store
-        its blocks again, in other slots, and other tiers may move them up. The move's slots stay in
-        use until `end`, because the tier may still write to them."""
+        """Abandons a move up to host memory, because its tier hangs or its blocks are flushed.
+        Engines may then store its blocks again, in other slots, and other tiers may move them up.
+        The move's slots stay in use until `end`, because the tier may still write to them."""
         self._host.index.pin(move.entries, 1)
         self._host.removal.forsake(move.entries)
         move.forsaken, move.entries = joined([move.forsaken, move.entries]), move.entries[:0]
 
     def let_go(self, move: Move) -> None:
-        """Unpins the blocks of a move up that has ended. Called when each caller that waited for
-        the blocks has leased them or given up."""
+        """Unpins the blocks that an ended move has brought to host memory. Called when each caller
+        that waited for the blocks has leased them or given up."""
         self._moves.remove(move)
         self._host.index.pin(move.kept, -1)
         self._host.removal.reap(move.kept)
@@ -171,7 +173,8 @@ class Arrivals:
         return coming
 
     def numbers(self, key_space_id: int, groups: list[HashList]) -> set[int]:
-        """Returns the numbers of the moves up that contain a block of these lists."""
+        """Returns the numbers (`Move.number`) of the moves up to host memory that contain a block
+        of the lists in `groups`."""
         found: set[int] = set()
         for one in groups:
             words = self._host.index.find(key_space_id, one.group_index, one.hashes)

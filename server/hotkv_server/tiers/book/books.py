@@ -1,6 +1,6 @@
-"""The books of all tiers of a node. They record which blocks are on the disk, and which moves of
-blocks between host memory and tiers are under way. `TierBooks` implements `cache.seams.Below`, the
-interface through which the core calls the tiers."""
+"""The books (records) of all tiers of a node. They record which blocks are on the disk, and which
+moves of blocks between host memory and tiers are under way. `TierBooks` implements
+`cache.seams.Below`, the interface through which the core calls the tiers."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -111,8 +111,8 @@ class TierBooks:
 
 
 def books_of(core: CacheCore) -> TierBooks:
-    """Returns the books that are registered in this core. Raises LookupError if the core has no
-    tiers."""
+    """Returns the `TierBooks` that is registered in this core. Raises LookupError if the core has
+    no tiers."""
     for one in core.below:
         if isinstance(one, TierBooks):
             return one

@@ -68,9 +68,9 @@ class Copies:
         self.lanes[OLD].add(entries)
 
     def lane_to_do(self) -> int | None:
-        """Returns the lane from which to copy next, other than STORED: of the lanes that have
-        waiting blocks, the lane of the blocks whose copies have failed most often. Returns None if
-        no lane other than STORED has blocks."""
+        """Returns the number of the lane (queue) from which to copy next; never STORED. Of the
+        other lanes that have blocks, it is the lane whose copies have failed most often. Returns
+        None if none of them has blocks."""
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)
 
@@ -96,8 +96,8 @@ class Copies:
 
     def begin(self, entries: Entries, lane: int = STORED) -> list[Move]:
         """Begins to copy blocks that `take` has just removed from `lane`: pins them, and returns a
-        move for each key space. If moves of a key space are stopped (`Moves.stopped`), queues its
-        blocks again instead."""
+        move for each key space. If moves of a key space are stopped for a flush (`Moves.stopped`),
+        queues its blocks again instead."""
         moves, key_spaces = [], self._host.index.key_spaces(entries)
         for key_space_id in np.unique(key_spaces).tolist():
             mine = entries[key_spaces == key_space_id]
@@ -111,10 +111,10 @@ class Copies:
         return moves
 
     def end(self, move: Move, has_failed: BoolMask | None = None) -> int:
-        """Ends a move after the tier has stopped reading its slots. Unpins the blocks. If the copy
-        of a block failed, queues the block again, in the lane of blocks that have failed once more
-        than the blocks of the move's lane. Returns the number of failed blocks that are not queued
-        again, because all their tries have failed.
+        """Ends a move of n blocks after the tier has stopped reading its slots. Unpins the blocks.
+        If the copy of a block failed, queues the block again, in the lane (queue) of blocks with
+        one more failure. Returns the number of failed blocks that are not queued again, because all
+        their tries have failed.
 
         `has_failed` [n]: True if the copy of the block failed; None if no copy failed.
         """

@@ -185,7 +185,8 @@ class Demotion:
         self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
     ) -> int:
         """Returns the size of the places for the next `num_blocks` blocks of a group. If the group
-        is not encoded at present, reports the blocks to `PlaceSizes.kept_plain`."""
+        is not encoded at present, counts the blocks (`PlaceSizes.kept_plain`), so that encoding is
+        tried again after some of them."""
         size = self._size(key_space_id, group, is_plain=is_plain)
         if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
             self._sizes.kept_plain(key_space_id, group, num_blocks)
@@ -199,8 +200,11 @@ class Demotion:
         self, key_space_id: int, group: int, entries: Entries, size: int, number: int
     ) -> tuple[Entries, Entries]:
         """Reserves places of `size` bytes for blocks of a group, in the order of the blocks' depth.
-        Returns the blocks that got a place, and the entries of these places in the disk's books.
-        `number`: number of the move (`Move.number`), which owns the places."""
+        Returns the blocks that got a place, and the entries (records) of these places in the books
+        of the disk.
+
+        `number`: number of the move (`Move.number`), which owns the places.
+        """
         depths = self._host.index.table.records[entries, table.W_DEPTH].astype(np.int64)
         entries = entries[np.argsort(depths, kind="stable")]
         hashes = self._host.index.keys(entries)[2]
@@ -210,8 +214,8 @@ class Demotion:
         return entries, taken
 
     def _parents(self, key_space_id: int, group: int, entries: Entries) -> Entries:
-        """Returns, for each block, the disk's entry of the block before it in its sequence; 0 if
-        the disk does not have that block."""
+        """Returns, for each block, the entry (record, in the books of the disk) of the block before
+        it in its sequence; 0 if the disk does not have that block."""
         parents = self._host.index.table.records[entries, table.W_PARENT]
         found = self._below.index.find(key_space_id, group, self._host.index.keys(parents)[2])
         places: Entries = np.where(parents != 0, found & ~table.RESERVED_FLAG, 0).astype(np.uint32)
@@ -225,9 +229,10 @@ class Demotion:
         now_s: float,
         is_unfit: BoolMask | None = None,
     ) -> Entries:
-        """Ends a move after the tier has stopped reading its slots. Makes the stored blocks ready
-        on the disk, and unpins all blocks in host memory. Returns the blocks whose encoded form did
-        not fit: the caller must move them again, with `is_plain`, without asking the gate.
+        """Ends a move of n blocks after the tier has stopped reading its slots. Makes the stored
+        blocks ready on the disk, and unpins all blocks in host memory. Returns the blocks whose
+        encoded form did not fit: the caller must move them again, with `is_plain`, without asking
+        the gate.
 
         `is_stored` [n]: True if the tier has stored the block.
         `seals` uint64 [n]: seals (check values) of the stored blocks.
@@ -254,9 +259,9 @@ class Demotion:
         return move.entries[again]
 
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
-        """Reports to `PlaceSizes`, for each group, how many blocks the tier tried to encode, and
-        how many of these blocks had an encoded form that fitted its place. The places of the move
-        must still be reserved.
+        """Reports to `PlaceSizes`, for each KV cache group in a move of n blocks, how many blocks
+        the tier tried to encode, and how many of these blocks had an encoded form that fitted its
+        place. The places of the move must still be reserved.
 
         `is_encoded` [n]: True if the tier has stored the block in encoded form.
         `is_unfit` [n]: True if the encoded form of the block did not fit its place.

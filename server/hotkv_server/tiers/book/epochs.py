@@ -45,7 +45,7 @@ SPARE_S = 0.5
 epoch."""
 CALM_S = 5.0
 """If a flush has raised the epoch of one store, this node adopts that epoch. An answer of another
-store may still show the epoch of before the flush, if the question was sent within this time. The
+store may still show the epoch from before the flush, if the question was sent within this time. The
 time is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
 MISSED_S = 5.0
 """A flush of another node has missed a store if the store shows no new epoch within this time of
@@ -82,10 +82,10 @@ class EpochStanding:
     `is_raising`: True while a raise is under way.
     `has_failed`: True if the last raise failed.
     `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
-    `raise_for`: number of flush requests (`Record.asked`) that the last raise covers; -1: none,
-        because another store has raised its epoch later.
-    `told`: number of flush requests that the store's epoch covers; -1: not even the request that an
-        earlier server has saved.
+    `raise_for`: number of flush requests (`Record.asked`) that the last raise covers; -1: none. The
+        store must then raise its epoch again, because another store has raised its epoch late.
+    `told`: number of flush requests that the store's epoch covers; -1: it does not even cover the
+        request that an earlier server has saved.
     `told_s`: when the store answered the raise that covers these requests.
     `changed_s`: when the question was sent whose answer last showed a later epoch than this node
         had adopted. An epoch that a store begins after it had none does not count.
@@ -114,9 +114,10 @@ class EpochStanding:
 
     @property
     def is_settled(self) -> bool:
-        """True if the store's answers can confirm the blocks on this node: they are vouched for, or
-        the store has no epoch (`is_none`), and neither a flush of this node nor a raise is pending.
-        A raise that the store refuses does not count: it ends older blocks in the store only."""
+        """True if the store's answers can confirm the blocks on this node: they are vouched for
+        (`is_vouched`), or the store has no epoch (`is_none`), and neither a flush of this node nor
+        a raise is pending. A raise that has failed does not count as pending, because it concerns
+        only older blocks in the store."""
         is_raised = self.has_failed or not self.is_untold
         return self.target is None and is_raised and (self.is_vouched or self.is_none)
 
@@ -135,8 +136,9 @@ class Record:
     `need`: the latest flush on this node that is required.
     `begun`: the latest flush on this node that has begun.
     `ended`: the latest flush on this node that has ended.
-    `ended_s`: when the flush `ended` has ended, or an epoch was adopted later without a flush; for
-        a saved record at first when a store confirmed its epoch.
+    `ended_s`: when the flush `ended` has ended, or, if an epoch was adopted later without a flush,
+        when the question for this epoch was sent. At first, in a saved record: when the question
+        was sent whose answer first confirmed an epoch.
     `saved_at`: the first revision of the book that records the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
     `used_s`: when blocks were last requested.
@@ -159,7 +161,7 @@ class Ticket:
     """A request for a flush. With the ticket, the caller asks later whether the flush is done
     (`EpochBook.pending`, `EpochBook.is_saved`).
 
-    `number`: number of the request (`Record.asked` after it).
+    `number`: number of the request: the value of `Record.asked` after it.
     `need`: number of the flush of this node that serves the request (`Record.need`).
     `asked_s`: time of the request.
     """
@@ -430,8 +432,8 @@ class EpochBook:
                 self._aim(fingerprint, standing, epoch)
 
     def missed(self, now_s: float) -> list[tuple[str, str]]:
-        """Returns key spaces in use, each with a store that a flush of another node has missed.
-        Returns each once."""
+        """Returns pairs of the fingerprint of a key space in use and the name of a store that a
+        flush by another node seems not to have reached (`_missed`). Returns each pair once."""
         found = []
         for fingerprint in self._active:
             record = self._record(fingerprint)
@@ -445,9 +447,10 @@ class EpochBook:
         return found
 
     def _missed(self, record: Record) -> list[str]:
-        """Returns the stores that have shown an epoch, but no new one, since MISSED_S before
-        another store showed a new one. The settings of the node that flushed may lack these stores,
-        or it can't reach them; or the other store has lost its epochs."""
+        """Returns the stores that seem to have missed a flush: another store has shown a new epoch,
+        but they have shown none, from MISSED_S before that until now. Perhaps the node that flushed
+        can't reach these stores, or its settings lack them, or the other store has lost its
+        epochs."""
         changed_s = max((one.changed_s for one in self._mine(record)), default=NEVER_S)
         return [
             name
@@ -456,9 +459,9 @@ class EpochBook:
         ]
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
-        """Requires a flush of the key space on this node. When this flush has ended, `epoch`
-        becomes the epoch of the record. `standing`: the state of the key space in the store that
-        has shown `epoch`."""
+        """Requires a flush of the key space on this node. When this flush has ended, this node
+        adopts `epoch` as the key space's epoch in the store. `standing`: the state of the key space
+        in the store that has shown `epoch`."""
         record = self.records[fingerprint]
         self._active[fingerprint] = None
         record.need += 1
@@ -521,8 +524,8 @@ class EpochBook:
         return standing.epoch if is_usable else NO_EPOCH
 
     def doubt(self, fingerprint: str, now_s: float) -> None:
-        """Withdraws the confirmations of the key space's epochs, because a call of a tier has seen
-        another epoch than this node expected. `due` then returns the key space at once."""
+        """Withdraws the confirmations of the key space's epochs. Called because a call of a tier
+        has seen another epoch than this node expected. `due` then returns the key space at once."""
         self.use(fingerprint, now_s)
         for standing in self._mine(self._record(fingerprint)):
             standing.confirmed_s = standing.asked_s = NEVER_S
@@ -536,9 +539,9 @@ class EpochBook:
     def is_calm(self, fingerprint: str) -> bool:
         """Returns True if blocks that may come from one store may be copied to another one: each
         store has confirmed its epoch, in answer to a question that was sent at least CALM_S after
-        this node adopted an epoch, and no store was missed by a flush (`missed`). A flush does not
-        raise the epochs of all stores at the same moment. Until its epoch is raised, a store may
-        still serve a block that the flush has ended in other stores."""
+        this node adopted an epoch, and no store has missed a flush (`missed`). The reason: a flush
+        does not raise the epochs of all stores at the same moment. Until its epoch is raised, a
+        store may still serve blocks from before the flush."""
         record = self._record(fingerprint)
         if len(self.stores) < 2:
             return True
@@ -554,8 +557,8 @@ class EpochBook:
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
 
     def _mine(self, record: Record) -> list[EpochStanding]:
-        """Returns the states in the stores of the present settings. A record may also have states
-        in stores of earlier settings."""
+        """Returns the states of a key space in the stores of the present settings. Its record may
+        also have states in stores of earlier settings."""
         return [record.stores[name] for name in self.stores]
 
     def _is_waiting(self, record: Record) -> bool:
@@ -566,8 +569,8 @@ class EpochBook:
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
-        """Counts as idle the key spaces that were not used for USED_S and wait for no flush and no
-        raise. If there are more than MAX_RECORDS records, also forgets the records of idle key
+        """Marks key spaces as idle if they were not used for USED_S and no flush or raise of them
+        is pending. If there are more than MAX_RECORDS records, also forgets the records of idle key
         spaces that are not in `known`.
 
         `known`: the fingerprints of all key spaces of this node.

@@ -1,5 +1,5 @@
-"""The books of the disk tier: the blocks on the disk, and the moves between host memory and the
-disk. A move "up" goes to host memory, a move "down" to the disk; "below" means on the disk.
+"""The books (records) of the disk tier: the blocks on the disk, and the moves between host memory
+and the disk. A move "up" goes to host memory, a move "down" to the disk; "below" means on the disk.
 
 The disk tier only moves bytes. These books own the `Space` that gives each block its place on the
 disk; `place_sizes` chooses the sizes of the places. Always true:
@@ -27,7 +27,7 @@ from hotkv_server.tiers.book.write_gate import WriteGate
 
 
 class LowerTier:
-    """The books of the disk tier; see the module.
+    """The books (records) of the disk tier; see the module.
 
     `moves`: the moves under way, of all tiers.
     `arrivals`: reserves slots in host memory for moves up.
@@ -80,9 +80,10 @@ class LowerTier:
         )
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Removes the blocks of a key space from the disk's books. Works in steps: each step
-        searches `portion` entries of the books, and then yields the number of blocks that it has
-        removed. The caller must have stopped new moves of the key space (`Moves.stopped`)."""
+        """Removes the blocks of a key space from the books (records) of the disk. Works in steps:
+        each step searches `portion` entries of the books, and then yields the number of blocks that
+        it has removed. The caller must have stopped new moves of the key space
+        (`Moves.stopped`)."""
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
             ready = self.space.index.ready_blocks(key_space_id, first, first + portion)
@@ -93,7 +94,7 @@ class LowerTier:
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the books contradict each other. Takes time linear in the
-        capacity."""
+        capacity of the disk's block table."""
         self.space.check_invariants()
         reserved, pins = [], np.zeros(self.space.index.capacity + 1, np.int64)
         for move in self.moves:

@@ -26,7 +26,7 @@ class Move:
         number as their owner.
     `is_up`: True for a move from the tier to host memory, False for a move or copy to the tier.
     `entries`: the blocks' entries in host memory. Empty once a move up has ended.
-    `places`: the blocks' entries in the disk's books; empty for a shared tier.
+    `places`: the blocks' entries in the books (records) of the disk; empty for a shared tier.
     `is_void`: mask [n] of the blocks that were flushed during the move.
     `kept`: entries of the blocks that have arrived in host memory. They stay pinned until all
         waiting callers have leased them or given up.
@@ -110,8 +110,8 @@ class Moves:
 
     @contextmanager
     def stopped(self, key_space_id: int) -> Iterator[None]:
-        """Prevents new moves of this key space while the context is open. Blocks in moves under way
-        become void: they don't become ready."""
+        """Prevents new moves of this key space while the context is open: during a flush. Blocks in
+        moves under way become void: they don't become ready."""
         for move in self:
             if move.key_space_id == key_space_id:
                 move.is_void[:] = True
@@ -124,13 +124,14 @@ class Moves:
                 del self._stopped[key_space_id]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a move up does not own the entries that it has reserved."""
+        """Raises AssertionError if a move up to host memory does not own the entries that it has
+        reserved there."""
         for move in self:
             owners = self.host.index.owners(move.entries)
             assert not move.is_up or np.all(owners == move.number), "a move up has another's slot"
 
     def reserved(self) -> Entries:
-        """Returns the entries that moves up have reserved in host memory."""
+        """Returns the entries that moves up (from tiers) have reserved in host memory."""
         return joined([move.entries for move in self if move.is_up])
 
     def pins(self) -> NDArray[np.int64]:

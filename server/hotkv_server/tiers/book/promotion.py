@@ -40,8 +40,8 @@ class Promotion:
         return f"Promotion({self._moves!r})"
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list in `groups`, the positions of the blocks that are ready on the
-        disk, but neither ready nor reserved in host memory."""
+        """Returns, for each list of block hashes in `groups`, the positions of the blocks that are
+        ready on the disk, but neither ready nor reserved in host memory."""
         absent = self._arrivals.absent(key_space_id, groups)
         return [
             at[self.find(key_space_id, one, at) != 0] if len(at) else at
@@ -49,9 +49,10 @@ class Promotion:
         ]
 
     def find(self, key_space_id: int, listed: HashList, positions: Int64s | None = None) -> Entries:
-        """Looks blocks up in the disk's books. Returns, for each block, its entry there; 0 if the
-        block is not ready on the disk. Returns only zeros for a list of representations (compact
-        forms of keys, for sparse attention), because representations are never on the disk.
+        """Looks up a list of blocks in the books of the disk. Returns, for each block, its entry
+        (record) there; 0 if the block is not ready on the disk. Returns only zeros for a list of
+        representations (compact forms of keys, for sparse attention), because representations are
+        never on the disk.
 
         `positions`: positions in the list of the blocks to look up; None: all blocks.
         """
@@ -64,7 +65,7 @@ class Promotion:
     def begin(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
         """Begins to move blocks that are ready on the disk to host memory, as many as there are
         free slots. Returns None if no block moves. Before the call, the caller must evict blocks to
-        make room, as for a store.
+        make room, as for blocks that an engine stores.
 
         `groups`: for each KV cache group, block hashes in the order of the sequence. Blocks that
             are in host memory already are skipped.
@@ -104,8 +105,9 @@ class Promotion:
         checks: Keys | None,
         now_s: float,
     ) -> None:
-        """Ends a move after the tier has stopped writing to its slots. Makes the found blocks ready
-        in host memory, and removes the lost blocks from the disk's books.
+        """Ends a move of n blocks after the tier has stopped writing to its slots. Makes the found
+        blocks ready in host memory, and removes the lost blocks from the books (records) of the
+        disk.
 
         `is_found` [n]: True if the tier has written the block's bytes to its slot.
         `is_lost` [n]: True if the block's place on the disk no longer has the block's bytes.

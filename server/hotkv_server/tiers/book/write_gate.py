@@ -106,8 +106,8 @@ class WriteGate:
         return 0 if math.isinf(self._budget) else int(self._budget)
 
     def left_bytes(self, now_s: float) -> float:
-        """Returns the rest of the budget, in bytes: the budget minus the writes of the last 24
-        hours. Infinite without a budget."""
+        """Returns the bytes that may still be written now: the budget minus the writes of the last
+        24 hours. Infinite without a budget."""
         self._written.forget(now_s)
         return max(0.0, self._budget - self._written.total)
 
@@ -130,8 +130,8 @@ class WriteGate:
         self._written.forget(now_s)
 
     def share(self, now_s: float) -> float:
-        """Returns the share of new chains that the gate admits at present, 0 to 1. There must be a
-        budget."""
+        """Returns the share of new chains (sequences of blocks) that the gate admits at present, 0
+        to 1. There must be a budget."""
         wanted = self._wanted_per_s(now_s) - self._sure.per_s(now_s)
         sampled = self._sampled.per_s(now_s)
         return min(1.0, max(0.0, wanted) / sampled) if sampled > 0 else 1.0
@@ -238,8 +238,9 @@ class _Rate:
         self._last_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        """Returns the rate in bytes per second. The rate averages over the time since the first
-        bytes, if this time is short against DEMAND_S, but over a minute at least."""
+        """Returns the rate in bytes per second. If the first bytes came only a short time ago
+        (compared with DEMAND_S), the rate is about the mean over this time, or over a minute if
+        that is longer."""
         age_s = max(60.0, now_s - self._begun_s)
         left = self._sum * math.exp((self._last_s - now_s) / DEMAND_S)
         return left / (DEMAND_S * -math.expm1(-age_s / DEMAND_S))

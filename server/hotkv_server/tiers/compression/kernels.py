@@ -214,7 +214,7 @@ def _choose(values: Any, begin: Any, end: Any, counts: Any, table: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _word(room: Any, at: Any) -> Any:
-    """Returns the 8 bytes at offset `at` of the room as a little-endian word."""
+    """Returns the 8 bytes at offset `at` of `room` as a little-endian word."""
     found = _U64(0)
     for i in range(8):
         found |= _U64(room[at + i]) << _U64(8 * i)
@@ -229,8 +229,8 @@ def _set_number(room: Any, at: Any, number: Any, num_bytes: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _count(room: Any, at: Any) -> Any:
-    """Returns the number of escapes in a tile, which is the int32 at offset `at` of the room. The
-    number may be negative if the room is damaged."""
+    """Returns the number of escapes in a tile, which is the int32 at offset `at` of `room` (the
+    memory with an encoded block). The number may be negative if the encoded block is damaged."""
     found = _word(room, at - 4) >> _U64(32)
     return np.int64(found) - (np.int64(1) << 32 if found >> _U64(31) else 0)
 

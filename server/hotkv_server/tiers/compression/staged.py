@@ -130,9 +130,9 @@ class Staged:
             yield slice(begin, len(rooms))
 
     def fits(self, num_bytes: int, *, is_write: bool) -> bool:
-        """Returns True if a part of `num_bytes` is no larger than the share of the memory that
-        writes may use (half), or that reads may use (all). Even then the memory may be occupied by
-        other parts. `is_write`: True for a write."""
+        """Returns True if a part of `num_bytes` can fit into the staging memory: for a write into
+        half of it, for a read into all of it. Other parts may still occupy this memory now.
+        `is_write`: True for a write."""
         return num_bytes <= (self.num_bytes // 2 if is_write else self.num_bytes)
 
     def take(self, num_bytes: int, until_s: float, *, is_write: bool) -> int | None:

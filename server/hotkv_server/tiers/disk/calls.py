@@ -73,8 +73,8 @@ class DiskCall:
         return DiskPiece(self, begin, self._num_cut)
 
     def cut_rest(self) -> "DiskPiece":
-        """Returns the rest of the call as one piece, which is marked as late: its blocks are not
-        moved."""
+        """Returns the blocks of the call that are in no piece yet, as one piece. The piece is
+        marked as late, so its blocks are not moved."""
         begin, self._num_cut = self._num_cut, len(self.blocks)
         self._num_open += 1
         return DiskPiece(self, begin, self._num_cut, is_late=True)
@@ -86,7 +86,8 @@ class DiskCall:
         return not self._num_open
 
     def piece_done(self) -> bool:
-        """Counts a piece of the call as done. Returns True if the call has ended."""
+        """Counts a piece (some of the call's blocks) as done. Returns True if the call has
+        ended."""
         self._num_open -= 1
         return not self._num_open and not self.has_rest
 
@@ -155,8 +156,8 @@ class CallQueue:
         return True
 
     def take(self) -> DiskPiece | None:
-        """Returns the next piece, which the calling thread must move. Blocks until there is a
-        piece. Returns None once the queue is closed."""
+        """Returns the next piece (some blocks of a call), which the calling thread must move.
+        Blocks until there is a piece. Returns None once the queue is closed."""
         with self._changed:
             while not self._is_closed:
                 if (piece := self._next(time.monotonic())) is not None:
@@ -168,8 +169,9 @@ class CallQueue:
             return None
 
     def done(self, piece: DiskPiece) -> bool:
-        """Counts a piece as done, after the calling thread has moved it. Returns True if the
-        piece's call has ended, so that no thread uses the call's slots any more."""
+        """Counts a piece (some blocks of a call) as done, after the calling thread has moved it.
+        Returns True if the piece's call has ended, so that no thread uses the call's slots any
+        more."""
         with self._changed:
             if piece.call.is_write:
                 self._num_writing -= 1
@@ -178,8 +180,9 @@ class CallQueue:
             return piece.call.piece_done()
 
     def drop_late(self, now_s: float) -> list[DiskCall]:
-        """Drops the rest of each read whose deadline has passed. Returns the reads of which no
-        piece is under way: they have ended. The other reads end with their last piece.
+        """Drops the rest of each read whose deadline has passed: its blocks that are in no piece
+        yet. Returns the reads of which no piece is under way: they have ended. The other reads end
+        with their last piece.
 
         Needed only while all threads are busy, because otherwise `take` finds reads whose deadline
         has passed.
@@ -191,8 +194,9 @@ class CallQueue:
             return [call for call in late if call.drop_rest()]
 
     def close(self) -> list[DiskCall]:
-        """Closes the queue, and drops the rest of each call. Returns the calls that have no piece
-        under way, and so have ended; the other calls end with their last piece."""
+        """Closes the queue, and drops the rest of each call: the blocks that are in no piece yet.
+        Returns the calls that have no piece under way, and so have ended; the other calls end with
+        their last piece."""
         with self._changed:
             self._is_closed = True
             waiting = [*self._reads, *self._writes]

@@ -37,7 +37,7 @@ BoolMask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some of the blocks of a call, as columns, int64 [n] each.
+    """The data of n blocks of a call, as columns, int64 [n] each.
 
     `numbers`: index of each block in the call.
     `slots`: offset of its slot in the arena, in bytes.
@@ -95,8 +95,8 @@ class BlockMover:
         """Moves the blocks of a piece, and sets their codes (results) and, for a write, their seals
         (check values).
 
-        Does not move a block whose slot is outside the arena, a block to be written outside the
-        file, and a block that gets no staging memory in time. Such a block stays FAILED.
+        A block is not moved, and stays FAILED, if its slot is outside the arena, if it would be
+        written outside the file, or if it gets no staging memory in time.
         """
         call, rows = piece.call, self._rows(piece)
         is_plain = rows.stored == rows.sizes
@@ -178,7 +178,8 @@ class BlockMover:
         """Returns True if the disk can read another part of the file, although it could not read
         the blocks at `places`. The disk then works, and these blocks are lost. Tries the first
         SLOT_ALIGN bytes of the file, or the last if one of the `places` is at the file's beginning.
-        Reads them to memory at `address`, and not from the page cache, which outlives a disk."""
+        Reads them to memory at `address`. Bypasses the page cache, which still has pages after the
+        disk has failed."""
         if not self._file.is_direct:
             self._io.drop_cached()
         offset = 0 if places.min() > 0 else self._file.num_bytes - SLOT_ALIGN

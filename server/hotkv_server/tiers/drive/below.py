@@ -87,7 +87,7 @@ class TierBelow:
         return f"TierBelow({self.tier!r}, {self.lower!r})"
 
     def start(self, tasks: TierTasks, tell: Callable[[], None], on_ready: OnReady = nobody) -> None:
-        """Starts the task that moves blocks down.
+        """Starts the task that moves blocks down to the disk.
 
         `tasks`: runs the task.
         `tell`: executes the core's effects (notices and events about removed blocks). Called after
@@ -123,8 +123,8 @@ class TierBelow:
 
     def _is_kept(self) -> bool:
         """Returns True if the files for the next server have all key spaces of this node, and the
-        present seal number (`Record.local`) of each. Only then are blocks moved down: without these
-        files the next server could not read the blocks."""
+        present seal number (`Record.local`) of each. Only then are blocks moved to the disk:
+        without these files the next server could not read them."""
         return self._keep_key_spaces() and self._epochs.are_seals_saved
 
     def _keep_key_spaces(self) -> bool:
@@ -210,21 +210,23 @@ class TierBelow:
             await self._epochs.confirm_all(key_space_id, until_s)
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns True if a block of these lists is on the disk and not in host memory."""
+        """Returns True if a block of these lists of hashes is on the disk and not in host
+        memory."""
         return any(map(len, self.lower.up.wanted(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list in `groups`, the positions of the blocks that are on the disk and
-        not in host memory. Returns no positions if a shared store's last confirmation of the key
-        space's epoch is too old: a block on the disk may then be older than a flush."""
+        """Returns, for each list of block hashes in `groups`, the positions of the blocks that are
+        on the disk and not in host memory. Returns no positions if a shared store's last
+        confirmation of the key space's epoch is too old: a block on the disk may then be older than
+        a flush."""
         if not self._epochs.are_all_confirmed(key_space_id):
             return [np.empty(0, np.int64) for _ in groups]
         return self.lower.up.wanted(key_space_id, groups)
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns, for each list in `groups`, a mask: True for each block that is ready on the
-        disk. All False if a shared store's last confirmation of the key space's epoch is too old: a
-        block on the disk may then be older than a flush."""
+        """Returns, for each list of block hashes in `groups`, a mask: True for each block that is
+        ready on the disk. All False if a shared store's last confirmation of the key space's epoch
+        is too old: a block on the disk may then be older than a flush."""
         may = self._epochs.are_all_confirmed(key_space_id)
         return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
 
@@ -248,8 +250,8 @@ class TierBelow:
         )
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move up after the tier has read the move's blocks. Returns the number of blocks
-        that the disk has lost: they were damaged or absent.
+        """Ends a move of n blocks up to host memory, after the tier has read the blocks. Returns
+        the number of blocks that the disk has lost: they were damaged or absent.
 
         `codes`: the `Read` of each block, uint8 [n].
         `checks`: the check values of the blocks, uint64 [n]; zeros if the server computes no check

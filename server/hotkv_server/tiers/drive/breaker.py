@@ -28,9 +28,9 @@ StalledS = Callable[[float], float]
 class Breaker:
     """The circuit breaker of a tier; see the module.
 
-    `stalls`: functions (`StalledS`) that report for how long further work of the tier has lasted,
-        such as a write of the disk's records. The tier also counts as hanging if this work takes
-        longer than MAX_STALL_S.
+    `stalls`: functions (`StalledS`), each of which reports for how long other work for the tier has
+        lasted, such as a write of the disk's records. The tier also counts as hanging if such work
+        takes longer than MAX_STALL_S.
     """
 
     def __init__(self, tier: Tier, *stalls: StalledS) -> None:
@@ -68,8 +68,8 @@ class Breaker:
         return not self._tier.problem() or time.monotonic() >= self._next_try_s
 
     def take_turn(self) -> bool:
-        """Returns `lets_pass`, for a caller that makes its call at once if the result is True. If
-        that call is a trial call, the next trial call is due after RETRY_S."""
+        """Returns True if a call may be made now (`lets_pass`); the caller must then make it at
+        once. If the call is a trial call, the next trial call is due after RETRY_S."""
         passes = self.lets_pass
         if passes and self._tier.problem():
             self._next_try_s = time.monotonic() + RETRY_S

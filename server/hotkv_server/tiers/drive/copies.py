@@ -150,9 +150,9 @@ class TierCopies:
                 tasks.spawn(self._write(move, STORED, tell))
 
     async def _copy_old(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Copies old blocks, one batch at a time, until the tiers close. Newly stored blocks go
-        first: a batch of old blocks uses only the part of the limit `moving_bytes` that copies of
-        newly stored blocks leave free."""
+        """Copies old blocks (see the module), one batch at a time, until the tiers close. Newly
+        stored blocks go first: a batch of old blocks uses only the part of the limit `moving_bytes`
+        that copies of newly stored blocks leave free."""
         batch_bytes = min(max(MIN_OLD_BYTES, self._tier.facts().batch_bytes), self._most_bytes)
         batch: asyncio.Task[None] | None = None
         async for _ in tasks.turns(f"the later copies to {self._name}", PAUSE_S):

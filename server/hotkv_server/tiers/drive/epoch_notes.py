@@ -26,8 +26,8 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class NotesFolder:
-    """A folder that has or gets a copy of the file. `has_blocks`: True if an earlier server left
-    blocks in the folder."""
+    """A folder that has or gets a copy of the book's file. `has_blocks`: True if an earlier server
+    left blocks in the folder."""
 
     path: Path
     has_blocks: bool = False
@@ -35,7 +35,7 @@ class NotesFolder:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The content of a copy of the file. `EpochBook` describes the fields."""
+    """The content of a copy of the book's file. `EpochBook` describes the fields."""
 
     base: int
     last: int
@@ -43,8 +43,8 @@ class _Content:
 
 
 class EpochNotes:
-    """Reads and writes the copies of the file; see the module. Without folders it does nothing:
-    the book then ends with the process."""
+    """Reads and writes the copies of the file with the book of epochs; see the module. Without
+    folders it does nothing: the book is then lost when the process ends."""
 
     def __init__(self, folders: Sequence[NotesFolder] = ()) -> None:
         self._folders = tuple(folders)
@@ -66,9 +66,9 @@ class EpochNotes:
         return EpochBook(stores, records, base, last)
 
     def write(self, text: str) -> None:
-        """Replaces the file in each folder. Blocks the calling thread. Callable from any thread,
-        but only one call at a time. If a folder fails, tries the others, then raises the first
-        OSError."""
+        """Replaces the book's file in each folder. Blocks the calling thread. Callable from any
+        thread, but only one call at a time. If a folder fails, tries the others, then raises the
+        first OSError."""
         failed: OSError | None = None
         for one in self._folders:
             try:
@@ -79,9 +79,9 @@ class EpochNotes:
             raise failed
 
     def discard(self, book: EpochBook) -> None:
-        """Removes the files, unless a store must still raise an epoch for a flush in `book`. Called
-        at the end of a server that leaves no blocks to the next server. Blocks the calling
-        thread."""
+        """Removes all copies of the book's file, unless a store must still raise an epoch for a
+        flush in `book`. Called at the end of a server that leaves no blocks to the next server.
+        Blocks the calling thread."""
         if not any(s.is_untold for one in book.records.values() for s in one.stores.values()):
             for one in self._folders:
                 (one.path / EPOCHS_FILE).unlink(missing_ok=True)
@@ -104,7 +104,7 @@ def text_of(book: EpochBook) -> str:
 
 
 def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Record:
-    """Returns the record of a key space, merged from all copies of the file.
+    """Returns the record of a key space, merged from all copies of the book's file.
 
     `name`: fingerprint of the key space.
     `contents`: the contents of the usable copies; at least one.
@@ -124,7 +124,7 @@ def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Re
 
 
 def _read(path: Path) -> _Content | None:
-    """Returns the content of a copy of the file; None if the copy is missing or unusable."""
+    """Returns the content of a copy of the book's file; None if the copy is missing or unusable."""
     try:
         content = json.loads(read_file(path))
         if content["format"] != FORMAT_VERSION:

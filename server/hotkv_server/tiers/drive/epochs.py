@@ -8,10 +8,11 @@ for due actions. At most one action of each kind is under way: one question and 
 store, one flush of this node, one write of the book. A slow write of the book delays only moves to
 the disk and, for a bounded time, the answers to flushes.
 
-A store counts as *away* if its tier reports a problem, if two questions in a row have failed, or if
-its answer to a question is overdue.
-The delay of an answer counts only the time in which this process runs. If the process was stopped
-for GAP_S or longer, all stores stop counting as away, and are asked again.
+A store counts as *away* if its tier reports a problem, if two questions in a row have failed, if
+its answer to a question is overdue, or if it has just restarted and shows an epoch that may come
+from an old copy of its data. The delay of an answer counts only the time in which this process
+runs. If the process was stopped for GAP_S or longer, all stores stop counting as away, and are
+asked again.
 
 Runs on the event loop; tiers call `on_done` on their own threads.
 """
@@ -52,7 +53,8 @@ GAP_S = 0.5
 """If two ticks are at least this far apart, the process is assumed to have been stopped between
 them."""
 DEAF_TICKS = 30
-"""For this number of ticks after such a stop of the process, no store begins to count as away."""
+"""After a stop of the process (see GAP_S), no store begins to count as away for this number of
+ticks."""
 SAVE_AGAIN_S = 1.0
 """Wait after a failed write of the book, before the next try."""
 NOTES = "disk"
@@ -61,8 +63,8 @@ time."""
 
 
 class EpochRelay:
-    """An object that a tier calls when the store has another epoch than the tier expected. The
-    relay passes the call on to `Epochs`.
+    """An object that a tier calls when the store has another epoch (a number that each flush
+    raises) than the tier expected. The relay passes the call on to `Epochs`.
 
     A tier gets its relay when it is opened, before `Epochs` exists. `Epochs.start` connects the
     relay; until then calls of the relay have no effect.
@@ -94,7 +96,7 @@ class _Caller:
 class _Store:
     """The state of a shared tier's store in `Epochs`.
 
-    `is_away`: see the module.
+    `is_away`: True while the store counts as away: it does not answer, for example. See the module.
     `is_raising`: True while a raise is under way.
     """
 
@@ -110,11 +112,12 @@ class _Store:
 
 
 class Epochs:
-    """Executes flushes, and tells which blocks may be served because the stores have confirmed
-    their epochs; see the module.
+    """Executes flushes. Tells which blocks may be served: the stores must have confirmed their
+    epochs (numbers that each flush raises). See the module.
 
     `stores`: each shared tier, with the relay that it got when it was opened.
-    `notes`: files in which the book outlives the server; None: the book ends with the process.
+    `notes`: files in which the book outlives the server; None: the book is lost when the process
+        ends.
     """
 
     def __init__(
@@ -146,8 +149,9 @@ class Epochs:
         flush: Flush,
         on_flushed: Callable[[int], None] = lambda key_space_id: None,
     ) -> None:
-        """Starts the task. From now on, flushes of other nodes are noticed. If an earlier server
-        could not raise an epoch for a flush, the task raises it now.
+        """Starts the task that executes the due actions (see the module). From now on, this node
+        notices flushes of other nodes. If an earlier server could not raise an epoch for a flush,
+        the task raises it now.
 
         `tasks`: runs the task.
         `flush`: flushes a key space on this node only.
@@ -177,9 +181,9 @@ class Epochs:
         tasks.spawn(self._run())
 
     def discard(self) -> None:
-        """Removes the files of the book, unless a store must still raise an epoch for a flush.
-        Called at the end of a server that leaves no blocks to the next server. Blocks the calling
-        thread."""
+        """Removes the files with the book of epochs, unless a store must still raise an epoch for a
+        flush. Called at the end of a server that leaves no blocks to the next server. Blocks the
+        calling thread."""
         self._notes.discard(self.book)
 
     # Flushes
@@ -234,7 +238,8 @@ class Epochs:
 
     def may_offer(self, store: str, key_space_id: int) -> bool:
         """Returns True if blocks of the key space may be copied to the store even if they may come
-        from another store: the store has an epoch, and no flush is between two stores."""
+        from another store: the store has an epoch, and no flush has reached one store but not yet
+        another store (`EpochBook.is_calm`)."""
         is_calm = self.book.is_calm(self.fingerprint(key_space_id))
         return is_calm and self.get(store, key_space_id) != NO_EPOCH
 
@@ -358,8 +363,8 @@ class Epochs:
 
     async def _ask_soon(self, until_s: float) -> bool:
         """Makes the task begin the due actions at once, then waits until an action has ended or a
-        store has become away (`_wake`), at most until `until_s`, a time of `now_s`. Returns True
-        afterwards. Returns False at once if `until_s` has passed or the node closes."""
+        store begins to count as away (`_wake`), at most until `until_s`, a time of `now_s`. Returns
+        True afterwards. Returns False at once if `until_s` has passed or the node closes."""
         left_s = until_s - now_s()
         if left_s <= 0 or self._tasks.is_closing:
             return False
@@ -517,7 +522,7 @@ class Epochs:
 
     def _wake(self) -> None:
         """Calls `_nudge`, and wakes all callers that wait in `_turn`. Called when an action has
-        ended or a store has become away."""
+        ended or a store begins to count as away."""
         self._nudge()
         if self._turned is not None and not self._turned.done():
             self._turned.set_result(None)
@@ -529,7 +534,7 @@ class Epochs:
         await asyncio.wait([self._turned], timeout=wait_s)
 
     def _number(self, fingerprint: str) -> int:
-        """Returns the number of the key space on this node; 0 if the node does not know it."""
+        """Returns the number (id) of the key space on this node; 0 if the node does not know it."""
         return self._core.catalog.number(bytes.fromhex(fingerprint))
 
     def _has_blocks(self, number: int) -> bool:

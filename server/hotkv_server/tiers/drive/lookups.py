@@ -112,13 +112,13 @@ class TierLookups:
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns, for each list in `groups`, a mask of the blocks outside host memory that count
-        as hits for a lookup: blocks that a tier is known to have, and blocks that are being moved
-        up to host memory. Omits the blocks of a tier if loading them takes longer than computing
-        them, and while lookups skip the tier. While lookups skip the tier of a move up that is
-        under way, also omits all blocks that are being moved up.
+        """Returns, for each list of block hashes in `groups`, a mask of the blocks outside host
+        memory that count as hits for a lookup: blocks that a tier is known to have, and blocks that
+        are being moved up to host memory. Omits the blocks of a tier if loading them takes longer
+        than computing them, and while lookups skip the tier. While lookups skip the tier of a move
+        up that is under way, also omits all blocks that are being moved up.
 
-        `ready`: for each list, a mask of the blocks in host memory.
+        `ready`: for each list in `groups`, a mask of the blocks in host memory.
         `tokens_per_s`: speed at which the engine computes prompts; 0 if unknown. Then the blocks of
             all tiers count.
         """
@@ -164,8 +164,10 @@ class TierLookups:
         """Returns, for each tier in `sources`, True if loading its blocks is faster than computing
         them.
 
-        `at_hand`: for each list, a mask of the blocks in host memory or being moved there.
-        `found`: for each source, and each list, a mask of the blocks to load from the source.
+        `at_hand`: for each list in `groups`, a mask of the blocks in host memory or being moved
+            there.
+        `found`: for each tier, and each list in `groups`, a mask of the blocks to load from the
+            tier.
         """
         if not tokens_per_s or not any(map(count, found)):
             return [True] * len(sources)
@@ -186,7 +188,8 @@ class TierLookups:
         disk or a shared tier.
 
         Returns False without a session, if the session's client does not support tiers
-        (`Feature.TIERS`), and if MAX_WAITING calls of the session are waiting.
+        (`Feature.TIERS`), if MAX_WAITING calls of the session are waiting, and while the tiers
+        close.
         """
         if self._tasks.is_closing or session is None or not session.knows_tiers:
             return False
@@ -210,7 +213,9 @@ class TierLookups:
             await self.look(key_space_id, groups, until_s)
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Calls `look` of all tiers."""
+        """Calls `look` of all tiers at the same time: asks the shared tiers which of these blocks
+        they have, and the stores to confirm the key space's epochs. Waits for the answers at most
+        until `until_s`, a time of time.monotonic."""
         await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._sources))
 
     async def find(
@@ -238,10 +243,10 @@ class TierLookups:
         elsewhere: Sequence[BoolMask],
     ) -> list[HashList]:
         """Returns the blocks that the longest possible hit of a lookup must load from tiers: for
-        each list in `groups`, a list with only these blocks.
+        each list of block hashes in `groups`, a list with only these blocks.
 
-        `ready`: for each list, a mask of the blocks in host memory.
-        `elsewhere`: for each list, a mask of the blocks in tiers.
+        `ready`: for each list in `groups`, a mask of the blocks in host memory.
+        `elsewhere`: for each list in `groups`, a mask of the blocks in tiers.
         """
         specs = self._core.key_space(key_space_id).groups
         meant = [at for at, one in enumerate(groups) if one.group_index < len(specs)]

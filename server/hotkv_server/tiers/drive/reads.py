@@ -64,12 +64,13 @@ class Offer:
 
 
 def both(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns, for each list, a mask of the blocks that both `some` and `others` select."""
+    """Returns, for each list of blocks, a mask of the blocks that both `some` and `others`
+    select."""
     return [one & other for one, other in zip(some, others, strict=True)]
 
 
 def either(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns, for each list, a mask of the blocks that `some` or `others` select."""
+    """Returns, for each list of blocks, a mask of the blocks that `some` or `others` select."""
     return [one | other for one, other in zip(some, others, strict=True)]
 
 
@@ -88,7 +89,8 @@ def hit_tokens(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> int:
 
 
 def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns, for each list, a mask of the blocks that the longest possible hit of a lookup needs.
+    """Returns, for each list in `lists`, a mask of the blocks that the longest possible hit of a
+    lookup needs.
 
     `lists`: the blocks of the lookup, a list for each KV cache group.
     `masks`: for each list, a mask of the blocks that are available for the hit.

@@ -53,8 +53,8 @@ MODE = 0o600
 KEEP_S = 0.5
 """Least time between two searches of the whole table for changed records."""
 MAX_LOOK_SHARE = 0.02
-"""Largest share of the thread's time for these searches. So a large table is searched less often
-than every KEEP_S."""
+"""Largest share of the thread's time for searches of the whole table. So a large table is searched
+less often than every KEEP_S."""
 RETRY_S = 1.0
 """Wait after a failed write, before the next try."""
 RECORD_BYTES = RECORD_WORDS * 4
@@ -71,7 +71,7 @@ class LowerMemory:
     """The records of the disk tier; see the module.
 
     `folder`: folder of the tier, with its files.
-    `slab_bytes`: size of a slab.
+    `slab_bytes`: size of a slab (one of the equal pieces of the tier's disk space).
     `num_bytes`: size of the whole tier.
     `table`: the block table in memory; empty until the core fills it.
     `old`: the table that an earlier server left; None if there is no usable table, and after
@@ -117,7 +117,8 @@ class LowerMemory:
         Blocks the calling thread. Raises BusyError if another server uses the folder, or OSError.
 
         `num_bytes`: size of the disk tier; it is rounded down to whole slabs.
-        `slab_bytes`: size of a slab. If there is a usable old table, its slab size is used instead.
+        `slab_bytes`: size of a slab (one of the equal pieces of the tier's disk space). If there is
+            a usable old table, its slab size is used instead.
         `capacity`: most blocks in the table.
         `reset`: True first removes the old table.
         """
@@ -159,8 +160,8 @@ class LowerMemory:
         self._thread.start()
 
     def keep(self, revision: int, state: ServerState) -> None:
-        """Makes the thread write the key spaces in `state` to the file of key spaces, in place of
-        its old content. Does not wait for the disk. Once the file is written, `kept_revision` is
+        """Makes the thread replace the content of the file of key spaces by the key spaces in
+        `state`. Does not wait for the disk. Once the file is written, `kept_revision` is
         `revision`."""
         self._wanted = (revision, state)
         self._asked.set()
@@ -272,7 +273,8 @@ class LowerMemory:
         self.problem = problem
 
     def _write(self, changed: list[Entries], *, walks: bool) -> None:
-        """Writes the changed records, then the key spaces if they have changed.
+        """Writes the changed records, then the key spaces if they have changed. The first call
+        writes the whole table (`_adopt`).
 
         `changed`: entries whose records have changed.
         `walks`: True also searches the whole table for changed records.
@@ -288,7 +290,7 @@ class LowerMemory:
             self.kept_revision = wanted[0]
 
     def _write_note(self) -> None:
-        """Writes the note of written bytes, if it has changed."""
+        """Writes the note of the bytes written to the disk into its file, if it has changed."""
         if (admitted := self._admitted) is not self._noted:
             replace_file(self.folder / WRITTEN_FILE, [json.dumps(admitted)])
             self._noted = admitted
@@ -297,9 +299,9 @@ class LowerMemory:
         """Writes the whole table to a new file, which then replaces the file of the old table.
 
         Two steps precede the replacement. The new file is synced, because otherwise it might be
-        empty after a power loss. The file of key spaces is removed if a number means different key
-        spaces in the two tables: if the process is killed before it has written the new key spaces,
-        the next server must not read the new table with the old key spaces.
+        empty after a power loss. The file of key spaces is removed if the same number stands for
+        different key spaces in the two tables: if the process is killed before it has written the
+        new key spaces, the next server must not read the new table with the old key spaces.
         """
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)
@@ -317,7 +319,7 @@ class LowerMemory:
     def _all_parts(self) -> list[int]:
         """Returns the numbers of the table's parts (PART_BYTES each) that are written to the file:
         the parts with the header and with the records. The next server does not need the parts with
-        the buckets."""
+        the buckets of the table's hash index."""
         first = self.table.geometry.records_offset_bytes // PART_BYTES
         return sorted({0, *range(first, -(-len(self._bytes) // PART_BYTES))})
 
@@ -356,8 +358,8 @@ class LowerMemory:
 
 
 def _agree(one: ServerState, other: ServerState) -> bool:
-    """Returns True if each key space number that is in both states means the same key space in
-    both."""
+    """Returns True if no number stands for one key space in `one` and for a different key space in
+    `other`."""
     known = {known.number: known.key_space.fingerprint for known in one.key_spaces}
     return all(
         known.get(entry.number, entry.key_space.fingerprint) == entry.key_space.fingerprint

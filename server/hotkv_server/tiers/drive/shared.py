@@ -71,8 +71,8 @@ class FoundBlocks:
         return f"FoundBlocks({len(self)} of {len(self._until_s)} heads)"
 
     def among(self, head: bytes, hashes: Words, at_s: float) -> BoolMask:
-        """Returns a mask [n] of the blocks that are remembered beyond `at_s`, a time of
-        time.monotonic."""
+        """Returns a mask [n]: True for each of the n blocks that is to be remembered until after
+        `at_s`, a time of time.monotonic. `head`, `hashes`: the two parts of the blocks' keys."""
         mask = np.zeros(len(hashes), np.bool_)
         if (known := self._until_s.get(head)) is None:
             return mask
@@ -185,14 +185,15 @@ class TierShared:
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns True if a block of these lists is neither in host memory nor on the disk, so that
-        asking the tier may be of use."""
+        """Returns True if a block of these lists of hashes is neither in host memory nor on the
+        disk, so that asking the tier may be of use."""
         return any(map(len, self._absent(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list in `groups`, the positions of the blocks that were found in the
-        tier in the last FOUND_S and are neither in host memory nor on the disk. Returns no
-        positions if the store's last confirmation of the key space's epoch is too old."""
+        """Returns, for each list of block hashes in `groups`, the positions of the blocks that were
+        found in the tier in the last FOUND_S and are neither in host memory nor on the disk.
+        Returns no positions if the store's last confirmation of the key space's epoch is too
+        old."""
         now_s = time.monotonic()
         wanted = [np.empty(0, np.int64) for _ in groups]
         if not self._epochs.is_confirmed(self.name, key_space_id) or not len(self._found):
@@ -202,7 +203,8 @@ class TierShared:
         return wanted
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns, for each list in `groups`, a mask: True for each block that `wanted` returns."""
+        """Returns, for each list of block hashes in `groups`, a mask: True for each block that
+        `wanted` returns."""
         masks = [np.zeros(len(one.hashes), np.bool_) for one in groups]
         for mask, positions in zip(masks, self.wanted(key_space_id, groups), strict=True):
             mask[positions] = True
@@ -226,18 +228,19 @@ class TierShared:
         return blocks_of(self._core, move.entries, prefix, expected)
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move up after the tier has read the move's blocks. Returns the number of damaged
-        blocks; blocks that the tier has evicted don't count. For the arguments see
-        `TierBelow.end_up`."""
+        """Ends a move up to host memory, after the tier has read the move's blocks. Returns the
+        number of damaged blocks; blocks that the tier has evicted don't count. For the arguments
+        see `TierBelow.end_up`."""
         came = self._books.arrivals.end(move, codes == Read.FOUND, checks, now_s)
         self.num_fetched += len(came)
         return int((codes == Read.CORRUPT).sum())
 
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list in `groups`, the positions of the blocks that are neither in host
-        memory nor on the disk. While blocks can't be loaded from the disk, blocks on the disk count
-        as absent too: while lookups skip the disk, or while a shared store has not confirmed the
-        key space's epoch (this tier may have the blocks, and needs only its own confirmation)."""
+        """Returns, for each list of block hashes in `groups`, the positions of the blocks that are
+        neither in host memory nor on the disk. Counts blocks on the disk as absent too while they
+        can't be loaded: while lookups skip the disk, or while any shared store has not confirmed
+        the key space's epoch. (A read from this tier needs the confirmation of this tier's store
+        only.)"""
         absent = self._books.arrivals.absent(key_space_id, groups)
         lower, breaker = self._books.lower, self.below
         skips_disk = breaker is not None and not breaker.lets_pass
@@ -251,9 +254,9 @@ class TierShared:
     def _named(
         self, key_space_id: int, groups: list[HashList]
     ) -> Iterator[tuple[bytes, HashList, Int64s]]:
-        """Yields three values for each list in `groups`: the beginning of its blocks' keys in the
-        tier (all but the block's hash), the list, and the positions of the blocks that are neither
-        in host memory nor on the disk."""
+        """Yields three values for each list of block hashes in `groups`: the beginning of its
+        blocks' keys in the tier (all but the block's hash), the list, and the positions that
+        `_absent` returns for it."""
         prefix = self._epochs.prefix(self.name, key_space_id)
         for one, at in zip(groups, self._absent(key_space_id, groups), strict=True):
             yield b"%s/%d" % (prefix, one.group_index), one, at
@@ -263,8 +266,8 @@ class TierShared:
     ) -> None:
         """Called when the tier has answered a probe: remembers the blocks that the tier has.
 
-        `asked`: the blocks of the probe, as pairs: the first part of the blocks' keys, and the
-            hashes that complete it to the keys.
+        `asked`: the blocks of the probe, as pairs: the part of the keys before the block's hash,
+            and the hashes of all blocks whose keys begin with this part.
         `answer`: has the tier's answer: a code for each block, in the order of `asked`. Cancelled
             if the node has closed.
         """

@@ -52,9 +52,9 @@ class TierTasks:
     async def turns(
         self, name: str, pause_s: float, wake: asyncio.Event | None = None
     ) -> AsyncIterator[None]:
-        """Runs the caller's loop in turns: yields again and again, each time after `pause_s`, or
-        earlier if `wake` is set (see `Health.turns`). Ends when `is_closing` is True. `name`: the
-        task's name in health probes."""
+        """Runs the caller's `async for` loop in turns: yields again and again, each time after
+        `pause_s`, or earlier if `wake` is set (see `Health.turns`). Ends when `is_closing` is True.
+        `name`: the task's name in health probes."""
         async for _ in self.health.turns(name, pause_s, wake=wake):
             if self.is_closing:
                 return
@@ -139,9 +139,9 @@ async def agreeing(
 
 
 def check_values(core: CacheCore, arena: Region, move: Move) -> Seals:
-    """Returns the check values of the blocks of a move, which a tier has just read into their
-    slots, uint64 [n]; zeros if the server computes no check values. Callable on any thread, because
-    only the move uses these entries and slots."""
+    """Returns the check values of a move's n blocks, which a tier has just read into their slots,
+    uint64 [n]; zeros if the server computes no check values. Callable on any thread, because only
+    the move uses these entries and slots."""
     index, stride = core.space.index, core.config.check_stride
     # Read `entries` once: the event loop empties it if it abandons the move (`Arrivals.forsake`).
     # The slots stay reserved.

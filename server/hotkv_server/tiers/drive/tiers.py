@@ -68,8 +68,8 @@ class Coming:
     `source`: the tier.
     `done`: a future that is done when the move has ended. The blocks that the tier found are then
         in host memory.
-    `num_bytes`: bytes for which the move counts towards MOVING_SHARE: of its slots, or of the found
-        blocks once it has ended; 0 if the move was abandoned.
+    `num_bytes`: number of bytes with which the move counts in the limit of MOVING_SHARE: the bytes
+        of its slots or, once it has ended, of the found blocks; 0 if it was abandoned.
     `num_waiting`: number of callers that wait for the move, or have not yet leased its blocks.
     """
 
@@ -88,7 +88,7 @@ class Held:
     waits: list[Coming] = field(default_factory=list)
 
     def add(self, coming: Coming) -> None:
-        """Keeps the blocks of a move pinned from now on."""
+        """Adds a move, whose blocks then stay pinned until `Tiers.let_go`."""
         if coming not in self.waits:
             coming.num_waiting += 1
             self.waits.append(coming)
@@ -213,8 +213,8 @@ class Tiers:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tiers, in the order in which lookups ask them. The core's records of the
-        tiers from which blocks came (`Space.origins`) have the number i + 1 for the tier at index
+        """Names of the tiers, in the order in which lookups ask them. `Space.origins`, the core's
+        record of the tier from which each block came, has the number i + 1 for the tier at index
         i."""
         return [one.name for one in self._sources]
 
@@ -235,8 +235,8 @@ class Tiers:
         lease on them. Does nothing if the session's client does not support tiers, because such a
         client leases only blocks in host memory.
 
-        `ready`: for each list, a mask of the blocks in host memory.
-        `elsewhere`: for each list, a mask of the blocks in tiers.
+        `ready`: for each list in `groups`, a mask of the blocks in host memory.
+        `elsewhere`: for each list in `groups`, a mask of the blocks in tiers.
         """
         if self._tasks.is_closing or not session.knows_tiers or self._waiting.has_many(session):
             return
@@ -251,7 +251,7 @@ class Tiers:
             await self._begin_up(session.record.key_space_id, hit, groups)
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Loads the blocks of these lists from tiers, as many as there is room for. Waits until
+        """Loads the blocks in `groups` from tiers, as many as host memory has room for. Waits until
         the loaded blocks are in host memory, at most until `until_s`, a time of time.monotonic.
         Loads part after part, each no larger than MOVING_SHARE of the arena."""
         record = self._core.catalog.record(key_space_id)
@@ -324,15 +324,16 @@ class Tiers:
                 self._end_up(one)
 
     def _under_way(self, key_space_id: int, groups: list[HashList]) -> list[Coming]:
-        """Returns the moves up under way that contain a block of these lists. Leaves out the moves
-        of a tier if lookups skip the tier now."""
+        """Returns the moves up to host memory under way that contain a block of these lists of
+        hashes. Leaves out the moves of a tier if lookups skip the tier now."""
         if not self._coming:
             return []
         coming = [self._coming[n] for n in self._arrivals.numbers(key_space_id, groups)]
         return [one for one in coming if one.source.breaker.lets_pass]
 
     def _are_moves_well(self) -> bool:
-        """Returns False if lookups now skip the tier of a move up that has not ended."""
+        """Returns False if lookups now skip a tier from which a move up to host memory is under
+        way."""
         coming = (one for one in self._coming.values() if one.num_bytes and not one.done.done())
         return all(source.breaker.lets_pass for source in {one.source for one in coming})
 
@@ -345,11 +346,12 @@ class Tiers:
         held: Held | None = None,
         tries: bool = True,
     ) -> None:
-        """Begins to load the blocks of these lists that tiers are known to have, as many as there
-        is room for. Evicts no block of these lists for the room.
+        """Begins to load those blocks in `groups` that tiers are known to have, as many as there is
+        room for in host memory. To make this room, evicts no block in `groups`.
 
-        `beside`: further lists whose blocks are not evicted.
-        `held`: gets the moves; None to let the moves unpin their blocks when they end.
+        `beside`: other lists of block hashes; their blocks are not evicted either.
+        `held`: gets the moves, so that their blocks stay pinned; None: the blocks are unpinned when
+            the moves end.
         `tries`: True also uses a broken tier if a trial call is due (`Breaker`).
         """
         for source in self._sources:
@@ -379,12 +381,14 @@ class Tiers:
                 await breaks.between()
 
     def _hold(self, held: Held, key_space_id: int, groups: list[HashList]) -> None:
-        """Adds to `held` the moves under way that contain a block of these lists."""
+        """Adds to `held` the moves up to host memory under way that contain a block of these lists
+        of hashes."""
         for one in self._under_way(key_space_id, groups):
             held.add(one)
 
     def _begin_move(self, source: TierSource, key_space_id: int, groups: list[HashList]) -> None:
-        """Begins one move up. Does nothing while the tiers close or the node drains."""
+        """Begins one move of blocks from `source` up to host memory. Does nothing while the tiers
+        close or the node drains."""
         if self._tasks.is_closing or self._core.draining:
             return
         move = source.begin_up(key_space_id, groups, time.monotonic())
@@ -441,7 +445,7 @@ class Tiers:
         self._arrivals.let_go(coming.move)
 
     def _count(self, coming: Coming, num_bytes: int) -> None:
-        """Changes for how many bytes a move counts towards the limit of all moves up."""
+        """Sets the number of bytes with which a move counts in the limit for all moves up."""
         self._up_bytes += num_bytes - coming.num_bytes
         coming.num_bytes = num_bytes
 

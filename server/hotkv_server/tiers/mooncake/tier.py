@@ -35,8 +35,8 @@ CHILD = "hotkv_server.tiers.mooncake.child"
 class MooncakeClient:
     """A `Client` whose requests a child process executes. The constructor starts the child.
 
-    `memories`: the memories that contain the slots, as pairs of a shared mapping of a file (from
-        the start of the file) and the file's descriptor. The child maps the same files.
+    `memories`: the memories that contain the slots. Each is a pair: a shared mapping of a file,
+        from the file's start, and the file's descriptor. The child maps the same files.
     `until_s`: time limit of the constructor, a time of time.monotonic.
     """
 

@@ -29,7 +29,7 @@ def epoch_key(fingerprint: str) -> str:
 
 
 class Line:
-    """One end of the socket pair, which sends and receives messages. One thread at a time.
+    """One end of the socket pair, which sends and receives messages. Not thread-safe.
 
     Methods raise TimeoutError at their time limit. They raise EOFError or OSError if the other end
     is gone, and EOFError or ValueError if the other end sends anything but a message.

@@ -57,7 +57,7 @@ class RemoteCall:
         self._parts_left = num_parts
 
     def refuse(self, changed: Epochs) -> None:
-        """Records that the store has other epochs than the call expected. The call then ends with
+        """Records that the store has other epochs than the call expected, so the call will end with
         all its blocks ABSENT. `changed`: the store's epochs; if empty, this method does nothing."""
         with self._lock:
             self._changed.update(changed)
@@ -101,7 +101,7 @@ def cut(
     """Splits the blocks of a call into parts of at most `part_blocks` blocks and `part_bytes`
     bytes. Yields each part as a slice. A block larger than `part_bytes` is a part by itself.
 
-    `num_bytes`: sizes of the blocks, int64 [n].
+    `num_bytes`: size of each block, int64.
     """
     begin, total = 0, 0
     for at, size in enumerate(num_bytes.tolist()):
@@ -141,9 +141,9 @@ class PartQueue:
         return self._is_closed
 
     def put(self, parts: Sequence[Part], *, is_read: bool) -> bool:
-        """Adds the parts of a call. Returns False, and adds no part, if the queue is closed or has
-        no room for all of the parts. `is_read`: False puts the parts behind reads, among the parts
-        of writes."""
+        """Queues the parts of a call. Returns False, and queues no part, if the queue is closed or
+        has no room for all of the parts. `is_read`: False puts the parts behind reads, among the
+        parts of writes."""
         with self._ready:
             if self._is_closed or len(self) + len(parts) > MAX_QUEUED_PARTS:
                 return False

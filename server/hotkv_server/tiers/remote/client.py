@@ -77,7 +77,7 @@ class Client(Protocol):
     `slots`: for each key, the memory of the block's slot.
     `expected`: the epochs that the keys contain, by fingerprint. NO_EPOCH differs from every epoch
         of the store, and from a missing epoch.
-    `codes`: gets the `Read` or `Write` of each block, uint8 [n].
+    `codes`: gets the `Read` or `Write` of each block, uint8 [number of keys].
     `fingerprint`, `fingerprints`: names of key spaces.
     `until_s`: the time limit, a time of time.monotonic.
     """
@@ -119,20 +119,20 @@ class Client(Protocol):
         """
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Deletes the values of the keys. `hotkv-server tiers check` also names the key of its key
-        space's epoch, `hotkv/1/FINGERPRINT/epoch`."""
+        """Deletes the values of the keys, which are keys of blocks. Only `hotkv-server tiers check`
+        also passes the key of an epoch, `hotkv/1/FINGERPRINT/epoch`."""
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces. Begins an epoch (`tiers.protocol.begun`) for each key
-        space that has no epoch in the store. Leaves out a key space whose epoch in the store is not
-        a number."""
+        """Returns the epochs of key spaces (numbers that each flush raises). Begins an epoch
+        (`tiers.protocol.begun`) for each key space that has no epoch in the store. Leaves out a key
+        space whose epoch in the store is not a number."""
 
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Ends the epoch of a key space, begins a greater epoch, which is also above `floor`, and
-        returns it. `floor`: the highest epoch of the key space that the caller knows. `is_retry`:
-        True if the last call for the same flushes has failed.
+        """Raises the epoch of a key space, for a flush: ends it, begins a greater epoch, which is
+        also above `floor`, and returns the new epoch. `floor`: the highest epoch of the key space
+        that the caller knows. `is_retry`: True if the last call for the same flushes has failed.
 
         If the store is full and can't take the new epoch, this method removes the old epoch and
         returns NO_EPOCH. Then reads find no blocks until `epochs` begins a new epoch. If there was

@@ -214,8 +214,9 @@ class _Part:
         """Returns the keys under which some of the blocks are stored, and the staging memory of
         their stored forms.
 
-        `rows`: indices of these blocks, among the n blocks.
-        `is_encoded`: mask [n], True for a block whose stored form is the encoded form.
+        `rows`: indices of these blocks, among all blocks of the part.
+        `is_encoded`: mask of all blocks of the part: True for a block whose stored form is the
+            encoded form.
         """
         keys = [encoded_key(self.keys[n]) if is_encoded[n] else self.keys[n] for n in rows.tolist()]
         begins = self._at[rows]
@@ -225,7 +226,7 @@ class _Part:
 
     def encode(self) -> BoolMask:
         """Encodes each block to its staging memory, or copies it there if it can't be encoded.
-        Returns a mask [n] of the encoded blocks."""
+        Returns a mask of the part's blocks: True for each block that was encoded."""
         tried, is_encoded = np.flatnonzero(self.may_be_encoded), self.may_be_encoded.copy()
         is_encoded[tried] = self._staged.encode(*self._columns(tried)) > 0
         for row in np.flatnonzero(~is_encoded).tolist():

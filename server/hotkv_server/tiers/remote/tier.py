@@ -240,8 +240,8 @@ class RemoteTier:
         return RemoteCall(num_blocks, end)
 
     def _warn(self, unusable: set[str]) -> None:
-        """Warns, once for each key space, that it has no epoch that can be used. Called by the
-        thread of control calls only."""
+        """Warns, once for each key space, that its epoch in the store is missing or can't be used.
+        Called only by the thread of control calls (calls about epochs)."""
         for fingerprint in sorted(unusable - self._warned):
             log.warning(
                 "tier=%s has no epoch of fingerprint=%s that can be used, so it serves no block of "

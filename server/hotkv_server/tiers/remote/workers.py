@@ -90,7 +90,8 @@ class RemoteHealth:
         self._failures = 0
 
     def refuse(self, words: str) -> None:
-        """Logs, only once, that the store refuses writes. `words`: as for `fail`."""
+        """Logs, only once, that the store refuses writes. `words`: the rest of a message that
+        begins with the store's name."""
         if not self._refuses_writes:
             self._refuses_writes = True
             log.warning("%s %s", self._name, words)

@@ -50,9 +50,9 @@ of bytes."""
 # Reads the access key from a file. Always true: errors never quote the file.
 
 MAX_FILE_BYTES = 1 << 16
-"""Most bytes of the file that are read."""
+"""Most bytes that are read of the file with the access key."""
 SECTION = "default"
-"""Section of the file with the access key."""
+"""Section of that file that has the access key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class AccessKey:
 
 def read_access_key(path: Path) -> AccessKey:
     """Returns the access key in the file at `path`. Raises UnusableError if users outside the
-    file's group have any access to it, if the file can't be read, or if it has no key."""
+    file's group have any access to the file, if it can't be read, or if it has no key."""
     try:
         check_private_key(path)
         with path.open("rb") as file:
@@ -398,7 +398,7 @@ class Bucket:
     ) -> list[str]:
         """Returns the names of the objects in a folder, sorted. Reads the names in pages of 1000.
 
-        `most`: most names to return. No page is read once there are as many names.
+        `most`: most names to return. After this many names, no further page is read.
         `is_enough`: called with the last name of each page. If it returns True, no further page is
             read.
         `page_s`: longest time for a page.

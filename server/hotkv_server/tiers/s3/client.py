@@ -211,13 +211,13 @@ class S3Client:
     ) -> StoreError | None:
         """Reads blocks from packs into their slots, and sets their codes in `settled`. If requests
         fail, their blocks keep their codes. Returns the first error of a request; None if all
-        succeed. A pack that the store forbids is no such error, and stays in the index: its blocks
-        become FAILED.
+        succeed. If the store forbids a pack, the pack's blocks become FAILED, the pack stays in the
+        index, and the error is not returned.
 
         `rows_of`: for each pack, the blocks to read, as pairs: index of the block in `keys`, and
             row of the block in the pack's list.
         `keys`, `slots`: the keys of all blocks of the call, and the memory of their slots.
-        `settled`: gets the `Read` of each block, uint8 [n].
+        `settled`: gets the `Read` of each block, uint8 [number of keys].
         """
         wanted = []
         for pack, rows in rows_of.items():
@@ -251,8 +251,8 @@ class S3Client:
         self, space: Space, keys: list[bytes], slots: list[memoryview], until_s: float
     ) -> bool:
         """Writes blocks of a key space as a new pack, and adds the pack to the index. Returns False
-        if the store is full. Raises UnusableError if an object of the pack's name
-        already exists."""
+        if the store is full. Raises UnusableError if an object with the pack's name already
+        exists."""
         number = self._shared.next_number()
         name = new_name(_now_us(), self._shared.node, number, len(keys))
         pack, body = packed(space, name, keys, slots)

@@ -44,14 +44,15 @@ def epoch_path(fingerprint: str) -> str:
 
 
 def read_epoch(bucket: Bucket, fingerprint: str, until_s: float) -> int:
-    """Returns the epoch of a key space; NO_EPOCH if the bucket has no epoch for it. Raises
-    StoreError."""
+    """Returns the epoch of a key space (a number that each flush raises); NO_EPOCH if the bucket
+    has no epoch for it. Raises StoreError."""
     return _read(bucket, fingerprint, until_s)[0]
 
 
 def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -> int:
-    """Returns the epoch of a key space. If the bucket has no epoch for it, first begins an epoch.
-    Returns NO_EPOCH if the store has no room for the epoch. Raises StoreError.
+    """Returns the epoch of a key space (a number that each flush raises). If the bucket has no
+    epoch for it, first begins an epoch. Returns NO_EPOCH if the store has no room for the epoch.
+    Raises StoreError.
 
     `now_us`: the time of the wall clock in microseconds.
     """
@@ -91,9 +92,10 @@ def begin_epochs(
 
 
 def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until_s: float) -> int:
-    """Ends the epoch of a key space, begins a greater epoch, which is also above `floor`, and
-    returns it. If the store has no room for the new epoch, deletes the old epoch and returns
-    NO_EPOCH; blocks are then refused until an epoch begins. Raises StoreError.
+    """Raises the epoch of a key space, for a flush: ends it, begins a greater epoch, which is also
+    above `floor`, and returns the new epoch. If the store has no room for the new epoch, deletes
+    the old epoch and returns NO_EPOCH; blocks are then refused until an epoch begins. Raises
+    StoreError.
 
     `floor`: the highest epoch of the key space that the caller knows.
     `now_us`: the time of the wall clock in microseconds.

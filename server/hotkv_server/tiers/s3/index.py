@@ -103,7 +103,7 @@ class PackIndex:
         when the key space has a new epoch, because blocks of other epochs may not be used.
 
         `fingerprint`: name of the key space.
-        `space`: the key space in the epoch whose packs stay; None: removes all packs.
+        `space`: names the epoch whose packs stay (`packs.Space`); None: removes all packs.
         """
         with self._lock:
             packs = list(self._packs.values())

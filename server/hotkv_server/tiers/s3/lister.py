@@ -13,10 +13,10 @@ slow, this node may miss it until its next start. If the clock of this node jump
 JUMP_S, the next listing of a key space skips no packs.
 
 If a pack can't be read, the other packs of its key space stay usable, and later listings try to
-read it again. But a listing fails if more than LISTS_AT_ONCE packs can't be read, and the first
-listing of a key space also if none of the newest packs can be read: if the store fails all reads
-for a while, its packs must not count as absent. Packs that the store forbids (`DeniedError`) fail
-no listing, because the store may forbid them for ever.
+read it again. But a listing fails if more than LISTS_AT_ONCE packs can't be read. The first listing
+of a key space also fails if none of the newest packs can be read. Otherwise all packs would count
+as absent when the store fails all reads for a while. Packs that the store forbids (`DeniedError`)
+don't count as failed reads here, because the store may forbid them for ever.
 
 Memory is bounded: the lister remembers at most MAX_SPACES key spaces, reads at most MAX_PACKS names
 in a listing, and keeps the names of the last OVERLAP_S and MAX_UNREAD names of packs that can't be
@@ -155,7 +155,7 @@ class Lister:
         """Forgets the state of a key space in all epochs but one.
 
         `fingerprint`: name of the key space.
-        `space`: the key space in the epoch whose state stays; None: forgets the state in all
+        `space`: names the epoch whose state stays (`packs.Space`); None: forgets the state in all
             epochs.
         """
         with self._changed:
@@ -219,8 +219,8 @@ class Lister:
 
     def _look(self, bucket: Bucket, space: Space, folder: _Folder) -> bool:
         """Lists the packs of a key space, and adds them to the index. Returns False if it has
-        stopped, because requests wait for another key space; the next listing goes on there. Also
-        stops if the epoch has ended (`forget_others`). Raises StoreError."""
+        stopped early, because requests wait for another key space; the next listing then continues
+        from this point. Also stops if the epoch has ended (`forget_others`). Raises StoreError."""
         horizon = age_at(int((time.time() - OVERLAP_S) * 1e6))
         clock_s = time.time() - time.monotonic()
         if folder.horizon == UNSEEN or abs(clock_s - folder.clock_s) > JUMP_S:

@@ -185,7 +185,7 @@ def cut_packs(num_bytes: Int64s, pack_bytes: int) -> Iterator[slice]:
     `pack_bytes`. If it would be smaller than MIN_PACK_BYTES, its blocks go into the preceding part,
     if there is one.
 
-    `num_bytes`: sizes of the blocks, int64 [n].
+    `num_bytes`: size of each block, int64.
     `pack_bytes`: least size of a pack, in bytes of blocks.
     """
     ends, begin, total = list[int](), 0, 0

@@ -164,7 +164,7 @@ class ClusterPipe:
         servers with hash slots, and names only servers that can be reached: the map of a server
         that is cut off from the cluster may be out of date. Each server gets an equal share of the
         remaining time, so that the next server is tried even if a server hangs. If all fail, raises
-        an UnusableError of one of them, or the last error."""
+        the UnusableError of one of them or, if there is none, the last error."""
         failed: StoreError | None = None
         seeds = self._settings.hosts_and_ports
         for at, address in enumerate(seeds):

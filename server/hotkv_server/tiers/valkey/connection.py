@@ -54,7 +54,7 @@ class Login:
 def read_login(settings: ValkeySettings) -> Login | None:
     """Returns user name and password. Reads the password from the file that the settings name;
     returns None if the settings name no file. Raises UnusableError if users outside the file's
-    group have any access to it, or if the file can't be read, is empty or is too long."""
+    group have any access to the file, or if it can't be read, is empty or is too long."""
     path = settings.password_file
     if path is None:
         return None
@@ -142,8 +142,7 @@ def _check_kind(hello: "dict[bytes, Reply]", settings: ValkeySettings) -> None:
 
 
 class Pipe(Protocol):
-    """Sends commands to a store (a server or a cluster) and receives its replies. One thread at a
-    time.
+    """Sends commands to a store (a server or a cluster) and receives its replies. Not thread-safe.
 
     Methods with `until_s` block at most until that time of time.monotonic, and raise StoreError.
     """

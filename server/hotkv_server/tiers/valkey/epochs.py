@@ -72,8 +72,8 @@ class StoreClock:
         `reply`: the reply to INFO_SERVER.
         `now_s`: a time of time.monotonic.
         `highest`: the highest epoch that the server shows. It may be ahead of the server's clock,
-            because raises at the same moment add up. Then it may be from before the start too, and
-            no epoch is trusted.
+            because raises at the same moment add up. Then even this epoch may have begun before the
+            server's start, so no epoch is trusted.
         """
         run_id, now_us, up_s = _said(reply)
         if not run_id or not now_us:
@@ -120,7 +120,8 @@ def _said(reply: Reply) -> tuple[bytes, int, int]:
 
 
 def epoch_key(fingerprint: str) -> bytes:
-    """Returns the key under which the epoch of a key space is stored."""
+    """Returns the key under which the epoch of a key space (a number that each flush raises) is
+    stored."""
     return b"hotkv/1/%b/epoch" % fingerprint.encode()
 
 

@@ -97,7 +97,7 @@ class Command(NamedTuple):
 
 
 class Replies:
-    """Reads replies from a source and parses them. One thread at a time."""
+    """Reads replies from a source of bytes and parses them. Not thread-safe."""
 
     def __init__(self, source: ReplySource) -> None:
         self._source = source

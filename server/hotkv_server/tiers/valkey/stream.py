@@ -23,7 +23,7 @@ MAX_PIECES = 1024
 
 
 class ValkeyStream:
-    """A connected socket; see the module. One thread at a time."""
+    """A connected socket; see the module. Not thread-safe."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
