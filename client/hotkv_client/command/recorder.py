@@ -23,7 +23,7 @@ class TraceWriter:
     """Formats the requests of a key space as lines of a trace.
 
     hash_bytes: length of a block hash.
-    hash_block_tokens: tokens that a block hash of the engine stands for.
+    hash_block_tokens: number of tokens for which the engine computes one block hash.
     block_tokens: tokens of a block of the trace; rounded up to a multiple of `hash_block_tokens`.
     start_unix_s: time at which the recording began, by the server's clock. `record` corrects this
         time as it learns more about that clock.

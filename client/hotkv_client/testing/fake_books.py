@@ -27,8 +27,8 @@ Shards = dict[int, bytes]
 
 
 class FakeMemory:
-    """The engine memory of a session. A session without a layout has no memory; for it this object
-    knows only the groups."""
+    """Reads and writes blocks in a session's engine memory. A session without a layout has no
+    memory; its `FakeMemory` only returns the session's groups (`shape`)."""
 
     def __init__(
         self, config: SessionConfig, layout: Layout | None, fds: Mapping[str, int]

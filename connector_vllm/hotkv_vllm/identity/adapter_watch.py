@@ -69,8 +69,8 @@ class AdapterWatch:
 
     @property
     def is_trusted(self) -> bool:
-        """Returns True if the scheduler has acknowledged all changes of adapters' bytes. Its plans
-        then hold for the bytes that this worker has loaded."""
+        """Returns True if the scheduler has acknowledged all changes of adapters' bytes. Until
+        then, the scheduler may plan stores and loads for bytes that this worker no longer has."""
         return not self._unacknowledged
 
     def before_step(self, work: AdapterWork) -> None:

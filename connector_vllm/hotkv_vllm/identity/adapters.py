@@ -154,7 +154,8 @@ class _Adapter:
 class _Keys:
     """The block keys of a request that were computed so far.
 
-    last: vLLM's hash of the last of these blocks.
+    last: vLLM's hash of the last of these blocks. If it has changed, vLLM has removed tokens of the
+        request, and all keys are computed anew.
     """
 
     keys: list[bytes] = field(default_factory=list)

@@ -66,7 +66,8 @@ class RankNote:
 
 
 class MissingNoteError(Unsupported):
-    """A rank's note has not arrived in time. Other ranks may have got all notes, and agree."""
+    """The note of a rank (its description of itself for the other ranks) has not arrived in time.
+    Other ranks may have got all notes, and agree."""
 
 
 def this_host() -> str:
@@ -208,10 +209,9 @@ def _differs(space: KeySpace, note: RankNote, name: str) -> bool:
 
 
 def _rule(group: GroupSpec) -> tuple[Any, ...]:
-    """Returns the properties of a group that must be equal in all pipeline stages. They do not
-    include the size of the window, because a stage without a layer of the group may not know the
-    size.
-    """
+    """Returns the properties of a KV cache group that must be equal in all pipeline stages. They do
+    not include the size of the window, because a stage without a layer of the group may not know
+    the size."""
     return group.kind, group.block_tokens, group.window_tokens > 0
 
 
