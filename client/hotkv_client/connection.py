@@ -383,6 +383,5 @@ def _too_large(request: _wire.Request) -> HotKVError | None:
 
 
 def _await_devices() -> None:
-    """Waits DEVICE_GRACE_S. By then the copies that a dead server started on a device have ended.
-    """
+    """Waits DEVICE_GRACE_S. In this time, copies that a dead server started on a device should end."""
     time.sleep(DEVICE_GRACE_S)

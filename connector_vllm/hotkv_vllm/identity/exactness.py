@@ -11,7 +11,7 @@ Always true:
 - A token is exact only if it and every token before it was computed exactly.
 - A block stays marked as inexact until vLLM reallocates the block, or copies an exact block into
   it.
-- A request whose admission was not processed (`step`) counts as having no exact tokens.
+- A request counts as having no exact tokens until `step` has processed its admission.
 
 Scheduler thread only.
 """

@@ -103,7 +103,7 @@ class WeightsWatch:
         return self._known
 
     def _read(self) -> None:
-        """Reads all weights, and sets `_known` if they may have changed."""
+        """Reads all weights, and sets the digest `_known` if they may have changed."""
         kernels = [kernel for model in self._models for kernel in _hiding_kernels(model)]
         found = self._digest(_sums), kernels
         if found != self._found or None in kernels:

@@ -207,8 +207,9 @@ def _batch(built: FlashAttentionMetadata, common: CommonAttentionMetadata) -> Ho
 
 
 def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
-    """Returns the metadata with the worker's block table and lengths in place of vLLM's. The
-    worker's arrays are at the same addresses in each step, as captured graphs need."""
+    """Returns the metadata with the worker's block table, and the worker's number of tokens to
+    attend to in each row (`seq_lens`), in place of vLLM's. The worker's arrays have the same
+    addresses in each step, as captured graphs need."""
     table, lengths = worker.table, worker.lengths
     assert isinstance(table, torch.Tensor) and isinstance(lengths, torch.Tensor)
     num_rows = len(metadata.seq_lens)

@@ -56,7 +56,8 @@ class Relief:
 
     @property
     def total(self) -> int:
-        """Returns by how much the move increases the free blocks that are not promised."""
+        """Returns by how much the move increases the pool's free blocks, not counting those that
+        admitted requests still need for their prompts (`Demand.promised`)."""
         return self.freed + self.unpromised
 
 

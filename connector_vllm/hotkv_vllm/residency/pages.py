@@ -167,10 +167,10 @@ class _Ahead:
 
 
 def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """Returns the position of each page in a staging area, int32 [n]. Pages that are only in the
-    arena come first, then the pages on the device.
+    """Returns the position of each of n pages in a staging area, int32 [n]. Pages that are only in
+    the arena come first, then the pages on the device.
 
-    is_away: a mask of the pages, True if the page is only in the arena [n].
+    is_away: a mask of the n pages: True if the page is only in the arena.
     """
     num_away, places = int(is_away.sum()), np.empty(len(is_away), np.int32)
     places[is_away], places[~is_away] = np.arange(num_away), np.arange(num_away, len(is_away))

@@ -332,9 +332,9 @@ class ResidentRequests:
 
     def reset(self, request_id: str) -> None:
         """Handles a reset of the cache for a request. A request with blocks on the device goes on
-        with them, and its blocks get private names (`_make_private`). A request without such blocks
-        is computed anew if the server may have pinned any of its blocks, because their KV is from
-        before the reset."""
+        with them, and the server stores its further blocks under names that no other request finds
+        (`_make_private`). A request without blocks on the device is computed anew if the server may
+        have pinned any of its blocks, because their KV is from before the reset."""
         one = self._residents[request_id]
         if self._pool.has_blocks(request_id):
             self._make_private(one)
@@ -343,7 +343,7 @@ class ResidentRequests:
 
     def _make_private(self, one: Resident) -> None:
         """Gives private names, which no other request finds, to all blocks of the request that the
-        server has not pinned yet.
+        server has not pinned yet. A name is the hash under which the server stores a block.
 
         If such a block had a name already, the server may have pinned it under that name, so all
         blocks of the request are stored anew. If the device may not have all of these blocks, the
@@ -358,8 +358,8 @@ class ResidentRequests:
         one.store_from(one.kept)
 
     def distrust(self) -> None:
-        """Handles that the KV on the device has become inexact: blocks on the device that the
-        server has not pinned yet get private names."""
+        """Handles that the KV on the device has become inexact. Device blocks that the server has
+        not pinned yet are stored under private names, which no other request finds."""
         for request_id, one in self._residents.items():
             if self._pool.has_blocks(request_id):
                 self._make_private(one)

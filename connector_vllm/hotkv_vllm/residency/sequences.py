@@ -236,13 +236,16 @@ class ResidentSequences:
         return f"ResidentSequences({len(self._sequences)})"
 
     def begin_step(self, rows: Iterable[ResidentRow]) -> None:
-        """Processes the rows in the scheduler's message about the step, and sets `of_step`."""
+        """Processes the scheduler's message about a step, and sets `of_step`.
+
+        rows: the message's entries, one for each request of the step.
+        """
         self._unnamed = {block: left - 1 for block, left in self._unnamed.items() if left}
         self.of_step = {row.written_block: self._follow(row) for row in rows}
 
     def end(self, request_id: str) -> None:
-        """Forgets a request that has ended or lost its blocks, and frees the request's rows (places
-        for representations)."""
+        """Forgets a request that has ended or was preempted, and frees its rows of `KeptRows`
+        (places for representations of its blocks)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._kept.give_back(sequence.rows)

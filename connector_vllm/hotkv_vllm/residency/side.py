@@ -23,7 +23,7 @@ class ResidentSide:
 
     pool: gives access to vLLM's block manager and to the device's blocks.
     sharing: has the `ResidentRequests` of the present key space.
-    edge: records the time and the exceptions of the hooks.
+    edge: records the time and the exceptions of the hooks (methods that vLLM calls).
     """
 
     def __init__(self, pool: DevicePool, sharing: Sharing, edge: HookEdge) -> None:

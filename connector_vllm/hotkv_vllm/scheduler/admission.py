@@ -32,7 +32,7 @@ from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 class Admission:
     """Follows the requests of the engine.
 
-    edge: records the time and the exceptions of the hooks.
+    edge: records the time and the exceptions of the hooks (methods that vLLM calls).
     states: the unfinished requests that hotkv follows, by request id.
     loads: the orders about loads that the next step carries to the workers.
     written: the device blocks that the next step is about to write.
@@ -237,7 +237,8 @@ class Admission:
         return ResidentOnly(self._is_resident, self._pool.has_away, replays)
 
     def _is_resident(self, request_id: str) -> bool:
-        """Returns True if the request is resident: its old blocks may be in the server only."""
+        """Returns True if the request is resident: its older blocks may be only in the server's
+        memory, not on the device."""
         residencies = None if self._sharing.cache is None else self._sharing.cache.residencies
         return residencies is not None and residencies.is_resident(request_id)
 

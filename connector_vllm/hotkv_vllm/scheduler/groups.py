@@ -71,7 +71,7 @@ class CachedGroups:
 
     def keys(self, request: Any) -> Sequence[bytes]:
         """Returns the hashes that identify a request's tokens in the server, one for each of vLLM's
-        hashes. Empty for a request without shared names."""
+        hashes. Empty for a request that may not share KV with other requests (see the class)."""
         if not self.may_share(request):
             return ()
         plain: Sequence[bytes] = request.block_hashes
@@ -80,13 +80,15 @@ class CachedGroups:
         return self._adapters.keys(request)
 
     def hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Returns the shared names (hashes) of the request's blocks in the group `index`: one for
-        each block whose tokens are all known. Empty for a request without shared names."""
+        """Returns the shared names of the request's blocks in the group `index`: the hashes by
+        which all engines find the blocks in the server. Has one hash for each block whose tokens
+        are all known. Empty for a request that may not share KV with other requests (see the
+        class)."""
         return self._of_group(self.keys(request), index)
 
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Returns vLLM's own hashes of the request's blocks in the group `index`. A request without
-        shared names has these hashes too.
+        """Returns vLLM's own hashes of the request's blocks in the group `index`, also for a
+        request that may not share KV with other requests (for which `hashes` is empty).
 
         The caller must salt these hashes before it uses them as names of blocks in the server: two
         requests with equal hashes may differ in inputs that vLLM's hash does not cover.
@@ -144,7 +146,8 @@ class CachedGroups:
         )
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
-        """Returns True if the ready blocks (`masks`) give the hit that all blocks would give.
+        """Returns True if the ready blocks (`masks`) give as long a hit as if all blocks were
+        ready.
 
         masks: which blocks are ready in the server, per group.
         computed_tokens: number of leading tokens that the engine itself holds. Their blocks count

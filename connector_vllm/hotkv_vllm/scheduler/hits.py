@@ -313,10 +313,12 @@ class Patience:
     step.
 
     The server usually answers before a step ends, but vLLM asks the connector again only in its
-    next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S. After a
-    wait in vain, `Patience` does not wait for the next answer. After the second, third, ... wait in
-    vain it does not wait for 3, 7, ... answers, at most MOST_PASSED_BY. A successful wait sets this
-    number to 0 again. An idle engine may also `rest`. Scheduler thread only.
+    next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S.
+
+    A wait in which no answer comes is in vain. After the first such wait, `Patience` skips the wait
+    for the next answer. If the waits in vain continue, it skips 3, then 7, and so on, up to
+    MOST_PASSED_BY waits after each. A successful wait sets this number to 0. An idle engine may
+    also `rest`. Scheduler thread only.
 
     clock: returns the time in seconds.
     wait_for: takes an answer and a number of seconds, waits for the answer at most so long, and
@@ -361,8 +363,8 @@ class Patience:
             self._wait_for(answer, seconds)
 
     def awaits(self, answer: "Future[Any]") -> bool:
-        """Waits for the answer if `Patience` allows a wait (see the class). Returns True if the
-        answer has come."""
+        """Waits for the answer, unless the time for waits in this step is used up, or earlier waits
+        were in vain and this one is skipped. Returns True if the answer has come."""
         if answer.done():
             return True
         if self._left_s <= 0:
