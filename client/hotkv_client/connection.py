@@ -383,5 +383,5 @@ def _too_large(request: _wire.Request) -> HotKVError | None:
 
 
 def _await_devices() -> None:
-    """Waits DEVICE_GRACE_S. In this time, copies that a dead server started on a device should end."""
+    """Waits DEVICE_GRACE_S. By then, copies that a dead server started on a device should be over."""
     time.sleep(DEVICE_GRACE_S)

@@ -134,7 +134,7 @@ class ResidentRequests:
 
     def is_admitted(self, state: RequestState, now_s: float) -> bool:
         """Returns True if the request may begin: the server has reserved room for all its present
-        blocks, or the device may hold all its blocks (`DevicePool.stays_whole`). Retries a
+        blocks, or all its blocks may stay on the device (`DevicePool.stays_whole`). Retries a
         reservation that the server has refused.
 
         Also registers a request that this object does not know. Such a request arrived when the
@@ -220,8 +220,9 @@ class ResidentRequests:
 
     def held(self, now_s: float) -> list[str]:
         """Returns the ids of the requests to leave out of the coming step, because the server has
-        no room for their next block. Asks the server for room for these requests. Called before
-        each step (`ResidentManager.step_starts`)."""
+        no room for their next block. Asks the server for room for these requests. Parks a request
+        if all running requests are held for long (`_park`), or if it has waited too long for room
+        that others got. Called before each step (`ResidentManager.step_starts`)."""
         held = []
         for one in self._residents.values():
             if self._is_outwaited(one) and self._pool.is_running(one.request_id):
@@ -332,9 +333,9 @@ class ResidentRequests:
 
     def reset(self, request_id: str) -> None:
         """Handles a reset of the cache for a request. A request with blocks on the device goes on
-        with them, and the server stores its further blocks under names that no other request finds
-        (`_make_private`). A request without blocks on the device is computed anew if the server may
-        have pinned any of its blocks, because their KV is from before the reset."""
+        with them: the blocks that the server has not pinned yet get names that no other request
+        finds (`_make_private`). A request without blocks on the device is computed anew if the
+        server may have pinned any of its blocks, because their KV is from before the reset."""
         one = self._residents[request_id]
         if self._pool.has_blocks(request_id):
             self._make_private(one)

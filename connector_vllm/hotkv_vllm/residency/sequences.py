@@ -110,8 +110,8 @@ class KeptRows:
     def copy(self, layer_idx: int, rows: I32, blocks: I32) -> None:
         """Copies a layer's representations (compact forms of keys) from `pool` into rows.
 
-        rows: the rows to copy to [n].
-        blocks: ids of the device blocks whose representations are copied [n].
+        rows: the row to copy to, for each block.
+        blocks: ids of the device blocks whose representations are copied.
         """
         for name, source in self._pool.sources(layer_idx).items():
             self._of(layer_idx, name, source)[rows] = source.pool[blocks]
@@ -177,9 +177,9 @@ class ResidentSequence:
         """Sets the arena addresses of consecutive blocks.
 
         first: position of the first of these blocks.
-        slots: addresses of the blocks' slots, int64 [n].
-        representations: addresses of the slots with the blocks' representations (compact forms of
-            keys), int64 [n]; -1 for a missing representation.
+        slots: address of each block's slot, int64.
+        representations: address of the slot with each block's representation (compact form of
+            keys), int64; -1 for a missing representation.
         """
         stop = first + len(slots)
         if stop > len(self.addresses):

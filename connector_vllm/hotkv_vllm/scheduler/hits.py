@@ -84,7 +84,8 @@ class HiddenKeys:
 
     def set_epoch(self, epoch: int, now_s: float) -> None:
         """Records the server's epoch, a number that changes when the server loses the cache's
-        contents. Removes all keys if the epoch has changed, or if they may not be hidden longer."""
+        contents. Removes all keys if the epoch has changed. In an engine that stores nothing, also
+        removes all keys every HIDDEN_FOR_S."""
         period = 0 if self._stores else int(now_s // HIDDEN_FOR_S)
         if (epoch, period) != (self._epoch, self._period):
             self._epoch, self._period = epoch, period
@@ -110,8 +111,8 @@ class HiddenKeys:
         return any((group, h) in self._keys for h in hashes)
 
     def mask(self, group: int, hashes: Sequence[bytes], ready: BoolMask) -> BoolMask:
-        """Returns a copy of the mask `ready` that is False also for the blocks whose keys are
-        hidden, because their load failed.
+        """Returns the mask `ready`, set to False for the blocks whose keys are hidden because their
+        load failed. Does not change `ready` itself.
 
         hashes: hashes of blocks of the group.
         ready: for each of these blocks, True if the server has it ready.
@@ -443,9 +444,9 @@ class HitFinder:
         return f"HitFinder({self.groups}, {self.hidden}, {self.failed_loads})"
 
     def arrive(self, state: RequestState, now_s: float) -> None:
-        """Looks a new request up in the block table and keeps the result as a hint for `match`. If
-        no table is mapped, or if a lower tier may have further blocks, sends a lookup to the server
-        instead."""
+        """Looks a new request up in the block table and keeps the result as a hint for `match`.
+        Also sends a lookup to the server if no table is mapped, or if a lower tier may have further
+        blocks."""
         if not self._session.connected:
             return
         self.hidden.set_epoch(self._session.epoch, now_s)
