@@ -148,8 +148,8 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
     """Computes the key space of the engine from the notes of all ranks. Returns the key space, and
     the place of `rank` (position and index of its shard). The order of the notes does not matter.
 
-    Raises Unsupported if a rank can't use the cache, if the ranks are on several machines, or if
-    their key spaces contradict each other.
+    Raises Unsupported if a rank can't use the cache, if the ranks are on several machines, if they
+    hold more than MAX_SHARDS different shards, or if their key spaces contradict each other.
     """
     notes = sorted(notes, key=lambda note: note.place.rank)
     for note in notes:

@@ -534,9 +534,9 @@ class CudaWorker:
                 self._catch_up(sequence)
 
     def _catch_up(self, sequence: CudaSequence) -> None:
-        """Builds the representations (compact forms of keys) of blocks that were complete before
-        this step and have none, such as the blocks of a hit. For blocks that a step completes,
-        `layer_step` builds them."""
+        """Builds the representations (compact forms of keys) of the blocks that were complete
+        before this step, if some of them have none yet, such as the blocks of a hit. For blocks
+        that a step completes, `layer_step` builds them."""
         tokens = self._work.shape.block_tokens
         count = (sequence.context_tokens - sequence.new_tokens) // tokens
         if count > sequence.num_built:
