@@ -209,10 +209,10 @@ class Admission:
         )
 
     def _has_room(self, request: Any, now_s: float) -> bool:
-        """Returns True if the request may begin now. Always True in an engine without residency.
-        With residency, a request that can become too long for all its blocks to stay on the device
-        may begin once the server has reserved room for its blocks. Makes vLLM end the request with
-        an error if it can never begin."""
+        """Returns True if the request may begin now. Always True in an engine without residency
+        (contexts beyond device memory). With residency, a request that can become too long for all
+        its blocks to stay on the device may begin once the server has reserved room for its blocks.
+        Makes vLLM end the request with an error if it can never begin."""
         if self._pool.spec is not None and request.resumable:
             # The server reserves room for the length that the request can reach. Input that arrives
             # later would make the request longer.
@@ -357,7 +357,8 @@ class Admission:
 
     def request_broke(self, request_id: str) -> None:
         """Forgets a request for which a hook has raised: releases its lease and cancels its load.
-        In an engine with residency, also makes vLLM end the request with an error."""
+        In an engine with residency (contexts beyond device memory), also makes vLLM end the request
+        with an error."""
         if self._sharing.joining is not None:
             self._sharing.joining.requests.pop(request_id, None)
         if self._pool.spec is not None:

@@ -317,7 +317,8 @@ class Assembly:
     reports: reports admitted requests to the server.
     reset: empties the server's cache of the key space when vLLM asks for it.
     memory: reports the sequences of sparse decode to the server; None without sparse decode.
-    residencies: the resident requests; None if the engine has no residency.
+    residencies: the requests whose old blocks may be only in the server's memory; None if the
+        engine has no residency.
     """
 
     cache_groups: tuple[kv_groups.CacheGroup, ...]
