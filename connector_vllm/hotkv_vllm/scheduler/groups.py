@@ -192,8 +192,9 @@ class RepresentationPlanner:
         return f"Represented(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """Returns the hashes that a lease on blocks must list in addition to the blocks, so that
-        the lease also pins the representations (compact forms of keys) of these blocks.
+        """Returns the hashes of the representations (compact forms of keys) of the blocks in
+        `groups`. A call for a lease on these blocks must list them too, so that the lease pins the
+        representations.
 
         groups: the hashes of the blocks to lease, by group.
         """
@@ -238,8 +239,9 @@ class RepresentationPlanner:
         self, session: CacheSession, group: int, hashes: Sequence[bytes]
     ) -> BoolMask | None:
         """Returns a mask over `hashes`: True if the server lacks the representation (compact form
-        of keys) of this block of the group, according to the block table (a hint). All True if no
-        block table is mapped. Returns None for a group without representations."""
+        of keys) of this block, according to the mapped block table. The answer is a hint, because
+        the server may evict at any time. All True if no block table is mapped. Returns None for a
+        group without representations."""
         kind = self._of_group.get(group)
         if kind is None:
             return None

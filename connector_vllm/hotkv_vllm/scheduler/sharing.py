@@ -124,7 +124,7 @@ class WorkerLinks:
         self.are_complete = not self._absent
 
     def check_start(self) -> None:
-        """Logs a warning for each worker that has reported a reason for having no session. Called
+        """Logs a warning for each worker that has no session, unless it is still connecting. Called
         when the scheduler's session has connected at the engine's start."""
         for rank, why in self._absent.items():
             if why != STILL_CONNECTING:
