@@ -115,8 +115,10 @@ def _said(text: str) -> str:
 
 
 def _request(path: Path) -> Mapping[str, Any]:
-    """Reads the request in a file. Raises OSError if the file can't be read, ValueError if the file
-    holds no request of vLLM's chat or completion API."""
+    """Reads a request of vLLM's chat or completion API from a file; a list of messages and plain
+    text count as requests too. Raises OSError if the file can't be read. Raises ValueError if the
+    file holds no request, or if block hashes depend on more than the request's tokens (images, a
+    cache salt)."""
     text = _text(path)
     if not text.lstrip().startswith(("{", "[")):
         return {"prompt": text.removesuffix("\n")}
