@@ -177,8 +177,8 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
 
 
 def _check(notes: Sequence[RankNote]) -> None:
-    """Raises Unsupported, with the names of the fields, if the ranks' key spaces contradict each
-    other."""
+    """Raises Unsupported, with the names of the fields that differ, if the ranks' key spaces
+    contradict each other."""
     first = _space(notes[0])
     differing = {
         field.name

@@ -220,9 +220,12 @@ class ResidentRequests:
 
     def held(self, now_s: float) -> list[str]:
         """Returns the ids of the requests to leave out of the coming step, because the server has
-        no room for their next block. Asks the server for room for these requests. Parks a request
-        if all running requests are held for long (`_park`), or if it has waited too long for room
-        that others got. Called before each step (`ResidentManager.step_starts`)."""
+        no room for their next block. Asks the server for room for these requests. Called before
+        each step (`ResidentManager.step_starts`).
+
+        Also parks a request (vLLM preempts it, and it waits for room again) if all running requests
+        have been held for `PARK_S`, or if the request has waited too long for room that others got.
+        """
         held = []
         for one in self._residents.values():
             if self._is_outwaited(one) and self._pool.is_running(one.request_id):
@@ -311,7 +314,8 @@ class ResidentRequests:
 
     def _is_outwaited(self, one: Resident) -> bool:
         """Returns True if other requests got the request's room after a reconnect, and the request
-        has waited for `timeout_s`. It is then parked, not failed."""
+        has waited for `timeout_s`. It is then parked (vLLM preempts it, and it waits for room
+        again), not ended with an error."""
         is_long = one.waited_s >= self._timeout_s
         return one.has_lost_room and is_long and self._reservations.is_connected
 

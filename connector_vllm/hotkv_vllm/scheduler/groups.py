@@ -124,8 +124,8 @@ class CachedGroups:
 
     def num_blocks(self, index: int, limit_tokens: int) -> int:
         """Returns how many leading blocks of the group `index` must be looked up to find the
-        longest hit of at most `limit_tokens`. In a draft group this includes the block after the
-        hit's end."""
+        longest hit of at most `limit_tokens`. In a drafter's group this includes the block after
+        the hit's end."""
         return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
 
     def longest_hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:

@@ -107,7 +107,7 @@ class HiddenKeys:
         self._keys.clear()
 
     def has(self, group: int, hashes: Sequence[bytes]) -> bool:
-        """Returns True if the key of one of these blocks of the group is hidden."""
+        """Returns True if one of these blocks of the group is hidden, because its load has failed."""
         return any((group, h) in self._keys for h in hashes)
 
     def mask(self, group: int, hashes: Sequence[bytes], ready: BoolMask) -> BoolMask:
@@ -341,8 +341,8 @@ class Patience:
         return f"Patience({self._left_s:.4f} s left, {self._passes_by} to pass by)"
 
     def begin_step(self) -> None:
-        """Called when the engine plans its next step: allows waits of up to ANSWER_PATIENCE_S
-        again."""
+        """Allows waits of up to ANSWER_PATIENCE_S again. Called when the engine plans its next
+        step."""
         self._left_s = ANSWER_PATIENCE_S
         self._has_rested = False
 
@@ -467,8 +467,8 @@ class HitFinder:
         return answer
 
     def _match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Advances the request's hit by one phase, without waiting, and returns the answer to
-        vLLM."""
+        """Advances the request's hit by one phase (`Phase`), without waiting for the server, and
+        returns the answer to vLLM's question for the hit."""
         hit = state.hit
         num_failed = hit.failed_loads + hit.unproved_loads
         if not self._session.connected or num_failed > self._config.max_load_retries:
