@@ -107,7 +107,7 @@ class HiddenKeys:
         self._keys.clear()
 
     def has(self, group: int, hashes: Sequence[bytes]) -> bool:
-        """Returns True if one of these blocks of the group is hidden, because its load has failed."""
+        """Returns True if one of these blocks of the group is hidden because its load failed."""
         return any((group, h) in self._keys for h in hashes)
 
     def mask(self, group: int, hashes: Sequence[bytes], ready: BoolMask) -> BoolMask:
