@@ -56,10 +56,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # A shell starts its background processes with SIGINT ignored, which commands under test inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # The last function at the exit. Freeing all objects would take each worker two seconds.
-    atexit.register(os._exit, 0)
-
 # Hundreds of servers are started; each reuses the compiled files of earlier servers.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -91,6 +87,14 @@ def _has_examples(item: pytest.Function) -> bool:
     own = item.cls if item.name == "runTest" else getattr(item, "obj", None)
     chosen = getattr(own, "settings" if item.name == "runTest" else CHOSEN, None)
     return getattr(chosen, "max_examples", 0) == settings.default.max_examples
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ends a worker of xdist without freeing all objects, which would take two seconds. Any other
+    pytest ends with its status, also one that a test of a worker starts."""
+    if hasattr(config, "workerinput"):
+        # The last function at the exit.
+        atexit.register(os._exit, 0)
 
 
 @pytest.hookimpl(tryfirst=True)

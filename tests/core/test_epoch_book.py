@@ -28,6 +28,7 @@ from hotkv_server.tiers.book.epochs import (
     USED_S,
     EpochBook,
     EpochStanding,
+    Raise,
     Record,
     Ticket,
 )
@@ -398,11 +399,13 @@ def test_raises_that_fail_slowly_starve_no_key_space() -> None:
     now_s, sent = 10.0, []
     for _ in range(6):
         wanted = book.begin_raise("store", now_s)
-        assert wanted
+        assert wanted and wanted.is_retry == (wanted.fingerprint in sent)
         sent.append(wanted.fingerprint)
         now_s += 1.2 * RETRY_S
         book.raised("store", wanted.fingerprint, None, now_s)
     assert sent == names * 2
+    book.flush("aa", now_s)
+    assert book.begin_raise("store", now_s + RETRY_S) == Raise("aa", NO_EPOCH, False)
 
 
 def test_only_key_spaces_in_use_are_asked_for_often() -> None:
@@ -580,14 +583,22 @@ def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
         assert book.is_calm(FP) == is_calm
 
 
-@pytest.mark.parametrize("has_missed", [True, False])
-def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(has_missed: bool) -> None:
-    """The other node's settings have only one of the two stores."""
+@pytest.mark.parametrize(
+    ("later", "has_missed"), [((7, 7), True), ((9, 9), False), ((NO_EPOCH, 11), False)]
+)
+def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
+    later: tuple[int, int], has_missed: bool
+) -> None:
+    """The other node's settings have only one of the two stores, or both. A store that is full has
+    no epoch after the flush, and a new one once it has room.
+
+    `later`: the epochs of the store after the flush.
+    """
     book = EpochBook(("other", "store"))
     found = []
     for turn in range(60):
         book.use(FP, float(turn))
-        epochs = {"other": 9 if turn > 20 else 7, "store": 7 if has_missed or turn < 25 else 9}
+        epochs = {"other": 9 if turn > 20 else 7, "store": 7 if turn < 25 else later[turn // 45]}
         for name, epoch in epochs.items():
             book.shown(name, {FP: epoch}, 0, float(turn), (FP,))
         if book.begin_flush(float(turn)):

@@ -286,7 +286,7 @@ def test_a_tier_without_a_stated_identity_descriptors_or_threads_is_off(
     refused = Mock(side_effect=RuntimeError("can't start new thread"))
     monkeypatch.setattr(link, "open_session", refused)
     engine = Rig(daemon.target, **{f"hotkv.{name}": value for name, value in setting.items()})
-    assert engine.tier.session is None
+    assert engine.tier.session is None and refused.called == (not setting)
     engine.store(keys_of("off", 5))
     engine.close()
 

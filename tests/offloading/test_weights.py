@@ -165,11 +165,11 @@ class WeightsMachine(RuleBasedStateMachine):
     computed: the weights of blocks that wait to be stored.
     """
 
-    def __init__(self, *, is_reset=False):
+    def __init__(self, **settings):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(rekeying, "ASK_AGAIN_S", 0.0)
-        self.side, self.tier = made(self.patch, is_reset=is_reset)
+        self.side, self.tier = made(self.patch, **settings)
         self.watches = [FakeWatch() for _ in range(NUM_RANKS)]
         self.ranks = [RankWeights(watch, "") for watch in self.watches]
         self.connectors = [rank_of(number, rank) for number, rank in enumerate(self.ranks)]
@@ -333,6 +333,32 @@ def test_a_check_that_is_repeated_before_the_engine_computes_finds_no_old_blocks
     one.teardown()
 
 
+def test_a_write_after_a_ranks_answer_makes_the_answer_void():
+    """With asynchronous scheduling a step is planned before the answers of the last one are
+    known."""
+    one, idle = WeightsMachine(), SimpleNamespace(total_num_scheduled_tokens=0)
+    one.patch.setattr(rekeying, "ASK_AGAIN_S", 60.0)
+    one.run()
+    one.reset(is_device_empty=True, can_flush=True)
+    assert one.tier.makes_wait()
+    reports = []
+    for weights in (0, 1):
+        one.side.begin_step(idle)
+        if weights:
+            one.write(weights, {0})
+        for rank in one.ranks:
+            rank.obey(one.side.order)
+        reports.append(joined(one.connectors))
+    for report in reports:
+        one.side.update(report, ())
+    one.side.begin_step(idle)
+    assert not one.tier.serves
+    for _ in range(3):
+        one.run()
+    assert one.tier.serves and one.weights_of_space() == 1
+    one.teardown()
+
+
 def test_ranks_that_can_not_read_their_weights_share_nothing_over_blocks_of_before_a_check():
     """Such ranks notice no write, so their weights may have changed at each check."""
     one = WeightsMachine()
@@ -439,12 +465,17 @@ def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypat
     assert (tier.space is not None) == (in_doubt or name == "mine")
 
 
-def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(monkeypatch):
-    side, tier = made(monkeypatch, is_refused=True)
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(is_written):
+    one = WeightsMachine(is_refused=True)
+    if is_written:
+        one.write(1, range(NUM_RANKS))
+    one.run()
     for is_refused in (True, False):
-        tier.is_refused = is_refused
-        side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
-        assert bool(tier.serves) != is_refused
+        one.tier.is_refused = is_refused
+        one.side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
+        assert bool(one.tier.serves) == (not is_refused and not is_written)
+    one.teardown()
 
 
 @pytest.mark.parametrize("formats", [1, 3])

@@ -4,7 +4,7 @@
 A pair has exactly one answer. It runs in a world of the harness (`features.PLAYS`), beside other
 features, over the server's double or, with a tier, over real daemons; or another test shows it with
 real parts; or it is refused, with a message that a test checks; or the features cannot meet, for a
-reader can check. A new feature needs a play, or an answer here to each of its pairs.
+reason that a reader can check. A new feature needs a play, or an answer here to each of its pairs.
 """
 
 import functools

@@ -80,8 +80,14 @@ def test_a_server_without_one_keeps_its_other_promises(name: str, tmp_path: Path
     run_tests(QUICK[:1], without(tmp_path, (name,)))
 
 
-def test_a_server_without_any_stores_and_loads(tmp_path: Path) -> None:
-    run_tests((SHORT,), without(tmp_path, CAPABILITIES))
+def test_a_server_without_any_stores_and_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    environment = without(tmp_path, CAPABILITIES)
+    with pytest.raises(AssertionError, match=r"absent\.py"):
+        run_tests(("absent.py",), environment)
+    run_tests((SHORT,), environment)
 
 
 @pytest.mark.long

@@ -131,7 +131,9 @@ class StoreClient:
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
         return Shown({name: self._store.now[name] for name in fingerprints})
 
-    def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
+    def raise_epoch(
+        self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
+    ) -> int:
         self._store.now[fingerprint] = max(floor, self._store.now[fingerprint]) + 1
         return self._store.now[fingerprint]
 

@@ -161,6 +161,15 @@ def test_with_a_drafter_a_hit_is_whole_that_ends_before_the_last_full_block(
         assert parts.groups.is_whole(masks, 0, limit) == is_whole
 
 
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)])
+def test_a_hit_on_the_device_is_whole_if_no_hit_is_longer(specs: Any) -> None:
+    parts = Parts(specs)
+    state, computed = parts.state(request("a", LONG)), (LONG - 1) // TOKENS * TOKENS
+    masks = parts.finder.table.ready(state.request, computed)
+    assert parts.groups.is_whole(masks, computed, LONG - 1)
+    assert not parts.hit(state, computed) and state.hit.miss is Miss.PARTIAL_BLOCK
+
+
 def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
     """A hit of three blocks would need the window's second block, which is ready but not leased."""
     parts = Parts([FULL, WINDOW])

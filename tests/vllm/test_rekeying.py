@@ -52,7 +52,7 @@ class Machine(RuleBasedStateMachine):
         self.encoded: set[tuple[int, ...]] = set()
         """The weights that computed vLLM's encodings of media."""
         if late:
-            self.scheduler.ran()
+            self.scheduler.is_fresh = False
             self.encoded.add(tuple(watch.weights for watch in self.watches))
             if in_doubt:
                 self.watches[-1].write(1, quietly=True)
@@ -121,7 +121,7 @@ class Machine(RuleBasedStateMachine):
         for rank in self.ranks:
             rank.obey(self.scheduler.order())
         if runs:
-            self.scheduler.ran()
+            self.scheduler.is_fresh = False
             self.on_device.add(tuple(watch.weights for watch in self.watches))
             self.encoded.add(tuple(watch.weights for watch in self.watches))
         self.use()

@@ -129,12 +129,13 @@ def test_a_request_is_reported_once_with_what_it_hit(
     of_other_weights.admitted(parts.state(request("other", 37)), 0)
     of_other_weights.send(102.0)
     assert sent()[-1][0].report_id != report.report_id
-    # A request without a name is not reported, a short request is; ages are never negative.
+    # Requests without names are reported too, long or short; ages are never negative.
     names.clear()
     short = parts.state(request("short", 5))
     short.arrived_s = 200.0
     for one in (parts.state(request("b", 37)), short):
         reports.admitted(one, 0)
-        reports.send(110.0)
-    assert [(one.prompt_tokens, one.age_s) for one in sent()[-1]] == [(5, 0.0)]
+    reports.send(110.0)
+    told = [(one.prompt_tokens, len(one.hashes), one.age_s > 0) for one in sent()[-1]]
+    assert told == [(37, 0, True), (5, 0, False)]
     assert len(sent()) == 3

@@ -84,6 +84,8 @@ class Rekeying:
     identity: identity of the weights to which the present key space belongs.
     were_written: True if a rank has reported a write to its weights after the last completed check.
     media_are_old: True if vLLM may still use encodings of media that old weights have computed.
+    is_fresh: True if no step has computed tokens since the start or the last pause, so that vLLM
+        has no encodings of media. Set to False by each such step, after `step`.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -94,9 +96,9 @@ class Rekeying:
         self._asked_s = self._since_s = 0.0
         self._answers: dict[int, WeightsReport] = {}
         self._is_due = self._is_asking = False
-        # True if no step has computed tokens since the start or the last pause, so that vLLM has no
-        # encodings of media; the same at the beginning of the present check.
-        self._is_fresh = self._began_fresh = True
+        # `is_fresh` at the beginning of the present check.
+        self._began_fresh = True
+        self.is_fresh = True
         self.were_written = self.media_are_old = False
 
     def __repr__(self) -> str:
@@ -118,14 +120,14 @@ class Rekeying:
         has_paused: True if the engine pauses, so that vLLM also drops its encodings of media.
         """
         self._is_due = True
-        self._is_fresh |= has_paused
+        self.is_fresh |= has_paused
         self.media_are_old &= not has_paused
 
     def ask(self, now_s: float) -> None:
         """Begins a check: the next step asks all ranks which weights they have."""
         if not self._is_asking:
             self._since_s = now_s
-        self._began_fresh = self._is_fresh
+        self._began_fresh = self.is_fresh
         self._question = next(_questions)
         self._asked_s = now_s
         self._answers.clear()
@@ -142,7 +144,8 @@ class Rekeying:
 
     def reported(self, reports: Mapping[int, WeightsReport], now_s: float) -> bool:
         """Processes the ranks' reports about weights, by rank. If a rank has noticed a write to its
-        weights and no check is open, begins a check and returns True."""
+        weights and no check is open, begins a check and returns True. If a rank has noticed a write
+        after its answer to the open check, makes another check due."""
         noticed = not self._is_asking and any(report.question == 0 for report in reports.values())
         if noticed:
             self.ask(now_s)
@@ -150,6 +153,8 @@ class Rekeying:
             self.were_written |= report.was_written
             if self._is_asking and report.question == self._question:
                 self._answers[rank] = report
+            elif report.question == 0:
+                self._is_due |= rank in self._answers
         return noticed
 
     def step(self, runs_something: bool, now_s: float) -> str | None:
@@ -171,12 +176,6 @@ class Rekeying:
             return self._original
         digests = "\0".join(self._answers[rank].digest for rank in sorted(self._answers))
         return f"updated:{hashlib.sha256(digests.encode()).hexdigest()}"
-
-    def ran(self) -> None:
-        """Records that a step computes tokens, so that vLLM may now have encodings of media. Must
-        be called after `step`. While the engine has no key space, `step` is not called, only this
-        method."""
-        self._is_fresh = False
 
     def begin(self, identity: str, in_doubt: bool) -> None:
         """Sets `identity` when the scheduler side has opened a session: at the start, or again (for

@@ -414,7 +414,7 @@ class DoorScheduler:
         """Records that the step computes this number of tokens."""
         if num_tokens:
             self._is_empty = False
-            self._weights.ran()
+            self._weights.is_fresh = False
 
     @property
     def _is_idle(self) -> bool:
@@ -489,7 +489,7 @@ class DoorScheduler:
         self._tier.stats.add("hook_errors", report.hook_errors)
         if self.wants_formats:
             self.connect(list(report.formats.values()))
-        if self._space is None:
+        if self._space is None and self._agreed is None:
             return
         if any(not one.question for one in report.weights.values()):
             # A rank has noticed a write outside of a check.

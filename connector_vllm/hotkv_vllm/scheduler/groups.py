@@ -163,6 +163,9 @@ class CachedGroups:
             for index, spec in enumerate(self.specs)
         )
         longest = self.longest_hit(all_of, computed_tokens, limit_tokens)
+        if longest <= computed_tokens:
+            # `masks` may then lack blocks that the engine holds (`TableProbe.ready`).
+            return True
         return self.longest_hit(masks, computed_tokens, limit_tokens) >= longest
 
 

@@ -104,7 +104,7 @@ class StepPlanner:
                 self._sharing.cache.planner.take_all_back()
             self._before_stores(self._sharing.cache, scheduler_output)
         if scheduler_output.total_num_scheduled_tokens:
-            self._sharing.weights.ran()
+            self._sharing.weights.is_fresh = False
         if self._sharing.cache is not None:
             stores, flush = self._plan_stores(self._sharing.cache, scheduler_output)
         meta = self._state()
@@ -217,7 +217,7 @@ class StepPlanner:
         """
         if self._exactness.is_watching:
             self._exactness.distrust_all()
-        self._sharing.weights.ran()
+        self._sharing.weights.is_fresh = False
         self._requests.others.lost()
         self._adapters.give_back()
         self._requests.lost_track = False

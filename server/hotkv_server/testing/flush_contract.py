@@ -72,10 +72,10 @@ def epoch(tier: Any, name: str = NAME) -> int | None:
     return None if shown is None else shown.epochs.get(name)
 
 
-def flush(tier: Any, name: str = NAME, floor: int = 0) -> int | None:
+def flush(tier: Any, name: str = NAME, floor: int = 0, *, is_retry: bool = False) -> int | None:
     """Flushes a key space in the store and returns the new epoch, which is above `floor`. Returns
     None if the store does not answer."""
-    return answer(lambda done: tier.raise_epoch(name, floor, done))
+    return answer(lambda done: tier.raise_epoch(name, floor, done, is_retry))
 
 
 def keys_of(at: int, count: int) -> list[bytes]:

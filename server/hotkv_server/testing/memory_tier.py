@@ -358,7 +358,9 @@ class SharedMemoryTier(MemoryTier):
 
         self._add(do, lambda: on_done(None), 0)
 
-    def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
+    def raise_epoch(
+        self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
+    ) -> None:
         """Implements `SharedTier`."""
 
         def do() -> None:

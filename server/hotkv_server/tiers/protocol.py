@@ -312,10 +312,13 @@ class SharedTier(Tier, Protocol):
         `deadline_s`: a time of time.monotonic, after which the tier gives up and reports None.
         """
 
-    def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
+    def raise_epoch(
+        self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
+    ) -> None:
         """Ends the epoch of a key space in the store, begins a greater epoch, which is also above
         `floor`, and reports the new epoch. Does not wait behind queued reads and writes. `floor`:
-        the highest epoch of the key space that the caller knows.
+        the highest epoch of the key space that the caller knows. `is_retry`: True if the last call
+        for the same flushes has failed.
 
         Reports NO_EPOCH if the store has no room for the new epoch; the old epoch has ended all the
         same. Reports None if the store did not answer. The caller must then call again, because it

@@ -88,7 +88,9 @@ class EpochStanding:
         earlier server has saved.
     `told_s`: when the store answered the raise that covers these requests.
     `changed_s`: when the question was sent whose answer last showed a later epoch than this node
-        had adopted.
+        had adopted. An epoch that a store begins after it had none does not count.
+    `emptied_s`: when the question was sent whose answer last showed no epoch, so that no node could
+        read blocks from the store.
     `is_reported`: True if `EpochBook.missed` has returned the store since then.
     """
 
@@ -107,6 +109,7 @@ class EpochStanding:
     told: int = 0
     told_s: float = NEVER_S
     changed_s: float = NEVER_S
+    emptied_s: float = NEVER_S
     is_reported: bool = False
 
     @property
@@ -170,10 +173,14 @@ class Ticket:
 @dataclass(frozen=True, slots=True)
 class Raise:
     """A request to a store: raise the epoch of a key space to a number above `floor`, which is the
-    highest epoch of the key space in this store that this node knows."""
+    highest epoch of the key space in this store that this node knows.
+
+    `is_retry`: True if the last raise for the same flushes has failed.
+    """
 
     fingerprint: str
     floor: int
+    is_retry: bool
 
 
 class EpochBook:
@@ -391,7 +398,10 @@ class EpochBook:
             if standing.is_raising or (is_old and not standing.has_failed):
                 # The question was sent before a raise, so the answer may be out of date.
                 continue
-            if NO_EPOCH < standing.epoch < epoch != standing.target:
+            has_none = standing.is_none or standing.target == NO_EPOCH
+            if epoch == NO_EPOCH:
+                standing.emptied_s = sent_s
+            elif NO_EPOCH < standing.epoch < epoch != standing.target and not has_none:
                 standing.changed_s, standing.is_reported = sent_s, False
             if NO_EPOCH < epoch < standing.epoch:
                 if not standing.is_untold:
@@ -435,14 +445,14 @@ class EpochBook:
         return found
 
     def _missed(self, record: Record) -> list[str]:
-        """Returns the stores that have shown no new epoch since MISSED_S before another store
-        showed one. The settings of the node that flushed may lack these stores, or it can't reach
-        them; or the other store has lost its epochs."""
+        """Returns the stores that have shown an epoch, but no new one, since MISSED_S before
+        another store showed a new one. The settings of the node that flushed may lack these stores,
+        or it can't reach them; or the other store has lost its epochs."""
         changed_s = max((one.changed_s for one in self._mine(record)), default=NEVER_S)
         return [
             name
-            for name in self.stores
-            if max(record.stores[name].changed_s, record.stores[name].told_s) < changed_s - MISSED_S
+            for name, one in zip(self.stores, self._mine(record), strict=True)
+            if max(one.changed_s, one.told_s, one.emptied_s) < changed_s - MISSED_S
         ]
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
@@ -469,9 +479,11 @@ class EpochBook:
         if not fingerprint or now_s < raise_s(fingerprint):
             return None
         standing = self.standing(fingerprint, store)
+        asked = self._record(fingerprint).asked
+        is_retry = standing.has_failed and standing.raise_for == asked
         standing.is_raising = True
-        standing.raise_s, standing.raise_for = now_s, self._record(fingerprint).asked
-        return Raise(fingerprint, max(standing.epoch, standing.target or NO_EPOCH))
+        standing.raise_s, standing.raise_for = now_s, asked
+        return Raise(fingerprint, max(standing.epoch, standing.target or NO_EPOCH), is_retry)
 
     def raised(self, store: str, fingerprint: str, epoch: int | None, now_s: float) -> None:
         """Processes the store's answer to a raise. `epoch`: the new epoch; NO_EPOCH if the store

@@ -461,7 +461,7 @@ class Epochs:
 
     async def _raise(self, store: _Store, wanted: Raise) -> None:
         ended: asyncio.Future[tuple[int | None]] = future()
-        store.tier.raise_epoch(wanted.fingerprint, wanted.floor, on_loop(ended))
+        store.tier.raise_epoch(wanted.fingerprint, wanted.floor, on_loop(ended), wanted.is_retry)
         (epoch,) = await ended
         store.is_raising = False
         if epoch is not None:

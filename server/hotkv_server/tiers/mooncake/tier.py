@@ -119,7 +119,9 @@ class MooncakeClient:
             self._ask({"do": "epochs", "fingerprints": [*fingerprints]}, until_s)["epochs"]
         )
 
-    def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
+    def raise_epoch(
+        self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
+    ) -> int:
         """Raises the epoch of a key space; see `Client.raise_epoch`."""
         asked = {"do": "raise", "fingerprint": fingerprint, "floor": floor}
         return int(self._ask(asked, until_s)["epoch"])

@@ -127,9 +127,12 @@ class Client(Protocol):
         space that has no epoch in the store. Leaves out a key space whose epoch in the store is not
         a number."""
 
-    def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
+    def raise_epoch(
+        self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
+    ) -> int:
         """Ends the epoch of a key space, begins a greater epoch, which is also above `floor`, and
-        returns it. `floor`: the highest epoch of the key space that the caller knows.
+        returns it. `floor`: the highest epoch of the key space that the caller knows. `is_retry`:
+        True if the last call for the same flushes has failed.
 
         If the store is full and can't take the new epoch, this method removes the old epoch and
         returns NO_EPOCH. Then reads find no blocks until `epochs` begins a new epoch. If there was

@@ -122,9 +122,11 @@ class EncodingClient:
         """Returns the epochs of key spaces; see `Client.epochs`."""
         return self._inner.epochs(fingerprints, until_s)
 
-    def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
+    def raise_epoch(
+        self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
+    ) -> int:
         """Raises the epoch of a key space; see `Client.raise_epoch`."""
-        return self._inner.raise_epoch(fingerprint, floor, until_s)
+        return self._inner.raise_epoch(fingerprint, floor, until_s, is_retry)
 
     def close(self) -> None:
         """Closes the connection; see `Client.close`."""

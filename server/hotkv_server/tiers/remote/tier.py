@@ -177,12 +177,14 @@ class RemoteTier:
 
         self._workers.submit_control(call, Part(call, do, deadline_s))
 
-    def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
+    def raise_epoch(
+        self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
+    ) -> None:
         """Raises the epoch of a key space; see `SharedTier.raise_epoch`."""
         call = self._call(lambda call: on_done(call.epoch))
 
         def do(client: Client, until_s: float) -> None:
-            call.epoch = client.raise_epoch(fingerprint, floor, until_s)
+            call.epoch = client.raise_epoch(fingerprint, floor, until_s, is_retry)
 
         self._workers.submit_control(call, Part(call, do))
 

@@ -183,7 +183,9 @@ class S3Client:
         bucket does not report restarts."""
         return Shown(epochs.begin_epochs(self._bucket, fingerprints, _now_us(), until_s))
 
-    def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
+    def raise_epoch(
+        self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
+    ) -> int:
         """Raises the epoch of a key space; see `Client.raise_epoch`."""
         raised = epochs.raise_epoch(self._bucket, fingerprint, floor, _now_us(), until_s)
         self._forget_others(fingerprint, raised)

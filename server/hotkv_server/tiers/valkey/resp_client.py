@@ -182,9 +182,11 @@ class RespClient:
         below = self._clock.restored_below(info, time.monotonic(), max(shown.values(), default=0))
         return Shown(shown, below)
 
-    def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
+    def raise_epoch(
+        self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
+    ) -> int:
         """Raises the epoch of a key space; see `Client.raise_epoch`."""
-        if fingerprint in self._unsafe:
+        if is_retry and fingerprint in self._unsafe:
             # Do not raise the epoch again before a replica has the last raise: each raise makes all
             # nodes flush the key space. Adding 0 is a write for which WAIT can wait.
             now_us = epochs.now_us(self._info(until_s))
