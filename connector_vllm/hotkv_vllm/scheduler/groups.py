@@ -147,7 +147,7 @@ class CachedGroups:
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
         """Returns True if the ready blocks (`masks`) give as long a hit as if all blocks were
-        ready.
+        ready, or if no hit could be longer than `computed_tokens`.
 
         masks: which blocks are ready in the server, per group.
         computed_tokens: number of leading tokens that the engine itself holds. Their blocks count
