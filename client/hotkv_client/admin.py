@@ -49,11 +49,11 @@ class AdminClient:
         self._channel.close()
 
     def ping(self, service: str = "") -> bool:
-        """Returns the answer of gRPC's health service. The call goes to the engines' socket, not to
-        the admin socket.
+        """Asks gRPC's health service whether a service of the server is serving. The call goes to
+        the engines' socket, not to the admin socket.
 
-        service: "live": True means that the server is healthy, which is also true while the server
-            drains. Empty: True means that the server accepts work.
+        service: "live": True if the server is healthy, even while it drains. Empty: True if the
+            server accepts work.
         """
         with channels.open_channel(self._target, self._credentials) as channel:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
@@ -276,7 +276,9 @@ class AdminClient:
 
     def residencies(self, page_size: int = 0) -> dict[str, Any]:
         """Returns the open residencies (largest first), the engines that wait for room for a
-        residency, and totals."""
+        residency, and totals. A residency is the server's record of a running request: the room
+        that it has reserved for the request's blocks, and the blocks that it pins for the request.
+        """
         return self.tell("residencies", page_size=page_size)
 
     def savings(self, since_s: float = 0.0) -> dict[str, Any]:

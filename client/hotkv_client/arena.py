@@ -83,10 +83,10 @@ def map_file(fd: int, num_bytes: int, is_writable: bool = False) -> NDArray[np.u
 class Arena:
     """The server's arena, mapped into this process.
 
-    memory: uint8 [bytes], a read-only array of the arena's bytes.
+    memory: a read-only array of the arena's bytes, uint8.
     is_writable: whether the mapped pages are writable; CUDA registers only writable pages.
-    words: uint64 [n], read-only: the validity words (`hotkv_proto.words`), by which `holds` checks
-        that blocks stayed pinned. Empty if the server has no residencies.
+    words: the validity words (`hotkv_proto.words`), uint64, read-only. By them `holds` checks that
+        blocks stayed pinned. Empty if the server has no residencies.
     file_id: (device, inode) of the arena's file. A restarted server may continue to use the same
         file. If `file_id` has not changed, memory that is registered with CUDA can stay registered.
     """
@@ -112,8 +112,9 @@ class Arena:
         self.words: NDArray[np.uint64] = mapped[words_offset_bytes:end].view("<u8")
 
     def holds(self, opened: ResidencyOpened) -> bool:
-        """Returns True if all blocks that a residency has pinned have stayed pinned until this
-        call. Compares the validity words, which the server writes behind the arena's bytes.
+        """Returns True if the server has kept all blocks that it pinned for a residency (a
+        request's reserved room) pinned until this call. Compares the validity words, which the
+        server writes behind the arena's bytes.
 
         True: the bytes that the caller copied from `memory` before this call are the stored bytes.
         False: the copied bytes may be wrong; all later calls for this residency return False too.
@@ -134,8 +135,8 @@ class Arena:
 
 
 def holds(words: NDArray[np.uint64], opened: ResidencyOpened) -> bool:
-    """Returns True if all blocks that a residency has pinned have stayed pinned until this call.
-    Returns False if `words` is empty.
+    """Returns True if the server has kept all blocks that it pinned for a residency (a request's
+    reserved room) pinned until this call. Returns False if `words` is empty.
 
     words: the validity words behind the arena (`hotkv_proto.words`).
     opened: the residency, as `Session.open_residency` returned it.

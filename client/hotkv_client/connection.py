@@ -205,7 +205,8 @@ class Connection:
         Returns None if the request was sent. Otherwise returns the error and leaves `pending`
         unchanged.
 
-        Refuses a store as OVERLOADED if it could read engine memory and has no word of the fence.
+        Refuses a store as OVERLOADED if the server could read engine memory for it, but `pending`
+        has no word of the fence (page shared with the server): the store could then not be revoked.
 
         after: the mark that the request of a transfer carries. If the mark's kind is not this
             connection's `order_kind`, the returned error is a SessionLostError. None: no mark.
@@ -382,5 +383,5 @@ def _too_large(request: _wire.Request) -> HotKVError | None:
 
 
 def _await_devices() -> None:
-    """Waits until copies that a dead server started on a device have ended."""
+    """Waits DEVICE_GRACE_S, so that copies of the dead server on a device can end."""
     time.sleep(DEVICE_GRACE_S)

@@ -310,8 +310,9 @@ class Session:
     def extend_residency(
         self, residency_id: str, group_index: int, first_position: int, hashes: Sequence[bytes]
     ) -> "Future[ResidentBlocks]":
-        """Pins those blocks of `hashes` that are ready. The future resolves to the offset of each
-        block in `arena()`; -1 if the block is not pinned.
+        """Pins those blocks of `hashes` that are ready, for the request of an open residency
+        (`open_residency`). The future resolves to the offset of each block in `arena()`; -1 if the
+        block is not pinned.
 
         A block that the residency has already pinned keeps its offset. If a block was stored before
         the server restarted, the server first compares the block's bytes with the block's check
@@ -327,8 +328,9 @@ class Session:
         )
 
     def close_residency(self, residency_id: str) -> None:
-        """Closes a residency. After this call the caller must not read the residency's blocks in
-        the arena.
+        """Closes a residency: the server frees the room that it reserved for the request, and
+        unpins the request's blocks. After this call the caller must not read these blocks in the
+        arena.
 
         The call has no answer. Without a connection it does nothing, because the server has already
         ended the residency.

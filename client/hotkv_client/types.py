@@ -57,11 +57,12 @@ class LinkState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ResidentBlocks:
-    """Byte offsets, in the arena, of the n blocks that a call of `extend_residency` named.
+    """Byte offsets, in the arena, of the blocks that a call of `extend_residency` named. Both
+    arrays have one entry for each of these blocks, int64.
 
-    offsets: int64 [n], start of each block's slot; -1 if the block is not pinned.
-    representations: int64 [n], start of each block's representation (a compact form of its keys,
-        for sparse attention); -1 if the server has not pinned a representation with the block.
+    offsets: start of the block's slot; -1 if the block is not pinned.
+    representations: start of the block's representation (a compact form of its keys, for sparse
+        attention); -1 if the server has not pinned a representation with the block.
     """
 
     offsets: Int64s

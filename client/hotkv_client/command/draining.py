@@ -22,11 +22,12 @@ CONNECT_S = 5.0
 def drain(
     client: AdminClient, target: str, timeout_s: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Drains the server and waits until its process has closed its sockets.
+    """Drains the server and waits until it has ended: its admin socket is closed, or another server
+    answers there.
 
-    Returns the number of leases and transfers at the start, and the waiting time (`waited_s`). The
-    server answers with its limit for work in flight. Raises HotKVError if the server refuses, or if
-    it still listens CLOSING_S after that limit has passed.
+    Returns the server's answer, which has the number of leases and transfers at the start, with the
+    waiting time (`waited_s`) added. Raises HotKVError if the server refuses. Also raises it if the
+    server still runs CLOSING_S after its time limit for work in flight, which is in its answer.
 
     timeout_s: longest wait for work in flight; 0: the server's default.
     say: called every TOLD_S with a text about the remaining work.

@@ -181,8 +181,8 @@ def timed(work: Callable[[], float | None], seconds: float, num_bytes: int = 0) 
     """Repeats `work` for about `seconds`, but at least LEAST_ROUNDS times, and returns the measured
     times. A first call warms up and is not counted.
 
-    work: returns the seconds that it has measured itself. If it returns None, the time of the whole
-        call counts.
+    work: the function to time. It may return a time in seconds, which then counts in place of the
+        duration of the whole call; otherwise it returns None.
     num_bytes: bytes that a call copies; 0 if it copies no blocks.
     """
     work()
@@ -222,7 +222,8 @@ def hashes(count: int) -> list[bytes]:
 
 
 class BenchEngine:
-    """An engine's worker, with blocks of BLOCK_BYTES. The caller closes the engine."""
+    """Plays the worker of an engine: stores and loads blocks of BLOCK_BYTES, and times these
+    operations. The caller must close it."""
 
     def __init__(self, target: str) -> None:
         """Connects. Raises BenchError if the server can't be reached."""

@@ -33,8 +33,9 @@ def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
     """Parses a prompt into a pair: hashes and packed token ids, of which one is empty. Raises
     ValueError if the prompt is empty or a file has another format, OSError if a file can't be read.
 
-    words: a word is a token id, or a hash or its first digits in hexadecimal. `@FILE` and `-`
-        (standard input) name a file with such words, or with the JSON answer of vLLM's `/tokenize`.
+    words: each word is a token id, a block hash in hexadecimal, or the first digits of a hash.
+        `@FILE` and `-` (standard input) name a file with such words, or with the JSON answer of
+        vLLM's `/tokenize`.
     """
     items: list[str] = []
     for word in words:
@@ -114,8 +115,10 @@ def _said(text: str) -> str:
 
 
 def _request(path: Path) -> Mapping[str, Any]:
-    """Reads the request in a file. Raises OSError if the file can't be read, ValueError if the file
-    holds no request of vLLM's chat or completion API."""
+    """Reads a request of vLLM's chat or completion API from a file; a list of messages and plain
+    text count as requests too. Raises OSError if the file can't be read. Raises ValueError if the
+    file holds no request, or if block hashes depend on more than the request's tokens (images, a
+    cache salt)."""
     text = _text(path)
     if not text.lstrip().startswith(("{", "[")):
         return {"prompt": text.removesuffix("\n")}

@@ -1,10 +1,12 @@
 """Records a trace of engines' requests: a JSON object per line, in the format of Mooncake's traces.
 
 The fields of a line are `timestamp` (ms since the recording began), `input_length` (tokens of the
-prompt), `output_length` (always 0 here, which means unknown), and `hash_ids`. `hash_ids` has a
-number for each whole block of the prompt. The numbers count up in the order in which blocks first
-appear; equal numbers mean equal prefixes. The trace contains neither tokens nor hashes. A trace
-covers a single key space, because the numbers do not say to which key space a block belongs.
+prompt), `output_length` (always 0 here, which means unknown), and `hash_ids`. Two fields are
+hotkv's own: `device_hit_length` (tokens that hit in the engine's device cache) and `hit_length`
+(tokens that hit there or in hotkv). `hash_ids` has a number for each whole block of the prompt. The
+numbers count up in the order in which blocks first appear; equal numbers mean equal prefixes. The
+trace contains neither tokens nor hashes. A trace covers a single key space, because the numbers do
+not say to which key space a block belongs.
 """
 
 import json
@@ -23,7 +25,7 @@ class TraceWriter:
     """Formats the requests of a key space as lines of a trace.
 
     hash_bytes: length of a block hash.
-    hash_block_tokens: tokens that a block hash of the engine stands for.
+    hash_block_tokens: number of tokens for which the engine computes one block hash.
     block_tokens: tokens of a block of the trace; rounded up to a multiple of `hash_block_tokens`.
     start_unix_s: time at which the recording began, by the server's clock. `record` corrects this
         time as it learns more about that clock.

@@ -462,8 +462,8 @@ def loop_line(counters: dict[str, Any], held_by: str) -> str:
 
 
 def show_residencies(answer: dict[str, Any]) -> str:
-    """Formats the open residencies, the limit of their total size, and the last refusal of each
-    engine that waits for room."""
+    """Formats the open residencies (running requests whose blocks the server pins in host memory),
+    the limit of their total size, and the last refusal of each engine that waits for room."""
     rows = [
         (
             engine_of(r),

@@ -155,8 +155,8 @@ def _groups(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[bytes]
 
 
 def _calls(lines: Iterable[tuple[int, list[bytes]]]) -> Iterator[list[tuple[int, bytes]]]:
-    """Yields for each call the blocks to name in it, as pairs of a group index and packed hashes. A
-    call has at most CALL_BLOCKS blocks.
+    """Yields the blocks to name in each call of `AdminClient.prefetch_blocks`, as pairs of a group
+    index and packed hashes. A call has at most CALL_BLOCKS blocks.
 
     lines: pairs of a group index and a list of hashes, as the lines of a file of blocks have them.
     """

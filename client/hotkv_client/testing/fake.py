@@ -120,8 +120,8 @@ class FakeServer:
     def settle(self, kind: str = "") -> int:
         """Resolves held calls and returns their number.
 
-        A transfer stays held until the device has passed its mark (a point in the queue of the
-        engine's device).
+        A transfer that is not cancelled stays held until the device has passed its mark (a point in
+        the queue of the engine's device).
 
         kind: resolves only the held calls of this name; empty: all held calls.
         """

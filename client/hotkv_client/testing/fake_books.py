@@ -27,8 +27,8 @@ Shards = dict[int, bytes]
 
 
 class FakeMemory:
-    """The engine memory of a session. A session without a layout has no memory; for it this object
-    knows only the groups."""
+    """Reads and writes blocks in a session's engine memory. A session without a layout has no
+    memory; its `FakeMemory` only returns the session's groups (`shape`)."""
 
     def __init__(
         self, config: SessionConfig, layout: Layout | None, fds: Mapping[str, int]
@@ -125,7 +125,8 @@ class FakeArena:
 
 @dataclass
 class FakeResidency:
-    """An open residency of the double.
+    """An open residency of the double: the room that is reserved for a request, and the request's
+    pinned blocks.
 
     asked: number of blocks for which the engine reserved room, by group index.
     offsets, names: arena offset and hash of each pinned block, by (group index, position).
@@ -199,8 +200,8 @@ class FakeResidencies:
         hashes: Sequence[bytes],
         blocks: Sequence[Shards | None],
     ) -> Int64s:
-        """Pins blocks in a residency and returns their offsets in the arena; -1 for a block that is
-        not pinned.
+        """Pins blocks for the request of a residency. Returns their offsets in the arena; -1 for a
+        block that is not pinned.
 
         Raises UNKNOWN_RESIDENCY, or DUPLICATE_ID if a different block is already pinned at a
         position.

@@ -69,8 +69,8 @@ class AdapterWatch:
 
     @property
     def is_trusted(self) -> bool:
-        """Returns True if the scheduler has acknowledged all changes of adapters' bytes. Its plans
-        then hold for the bytes that this worker has loaded."""
+        """Returns True if the scheduler has acknowledged all changes of adapters' bytes. Until
+        then, the scheduler may plan stores and loads for bytes that this worker no longer has."""
         return not self._unacknowledged
 
     def before_step(self, work: AdapterWork) -> None:
@@ -128,7 +128,8 @@ class AdapterWatch:
 
     def _load(self, lora_request: Any) -> Any:
         """Loads an adapter, in place of vLLM's method. Uses the copy that was read ahead, if there
-        is one; otherwise reads the adapter's files and identifies it."""
+        is one and vLLM does not ask for a reload (`load_inplace`). Otherwise reads the adapter's
+        files and identifies the adapter."""
         adapter_id = lora_request.lora_int_id
         model = self._ahead.pop(adapter_id, None)
         if model is None or lora_request.load_inplace:

@@ -154,7 +154,8 @@ class _Adapter:
 class _Keys:
     """The block keys of a request that were computed so far.
 
-    last: vLLM's hash of the last of these blocks.
+    last: vLLM's hash of the last of these blocks. If it has changed, vLLM has removed tokens of the
+        request, and all keys are computed anew.
     """
 
     keys: list[bytes] = field(default_factory=list)
@@ -230,9 +231,9 @@ class Adapters:
             self._to_release.add(live[0])
 
     def standing(self, request: Any, now_s: float) -> Standing:
-        """Returns whether a request with an adapter may use hotkv now, and if not,
-        whether the request should wait (see `Standing`). Returns NEVER if `arrived` did not
-        register the request, or if the adapter's bytes have changed or can't be identified."""
+        """Returns whether a request with an adapter may use hotkv now, and if not, whether the
+        request should wait (see `Standing`). Returns NEVER if `arrived` did not register the
+        request, or if the adapter's bytes have changed or can't be identified."""
         live = self._live.get(request.request_id)
         if live is None or self._adapters[live[1]].is_refused:
             return Standing.NEVER

@@ -11,7 +11,7 @@ Always true:
 - A token is exact only if it and every token before it was computed exactly.
 - A block stays marked as inexact until vLLM reallocates the block, or copies an exact block into
   it.
-- A request whose admission was not processed (`step`) counts as having no exact tokens.
+- A request counts as having no exact tokens until `step` has processed its admission.
 
 Scheduler thread only.
 """
@@ -40,8 +40,8 @@ class Exactness:
         """tokens_per_block: number of tokens of a block, per vLLM group; 0 if the group's blocks
             need not be in the order of the tokens (recurrent states).
         num_blocks: number of blocks on the device.
-        doubtful_tokens: number of tokens before a later turn of streamed input whose KV may be
-            wrong; None if a later turn begins with exact KV.
+        doubtful_tokens: a later turn of streamed input begins with the KV of earlier turns. This is
+            the number of tokens at the end of that KV that may be wrong; None if it is exact.
         """
         self._doubtful_tokens = doubtful_tokens
         self._block_tokens = tuple(tokens_per_block)

@@ -66,7 +66,8 @@ class RankNote:
 
 
 class MissingNoteError(Unsupported):
-    """A rank's note has not arrived in time. Other ranks may have got all notes, and agree."""
+    """The note of a rank (its description of itself for the other ranks) has not arrived in time.
+    Other ranks may have got all notes, and agree."""
 
 
 def this_host() -> str:
@@ -147,8 +148,8 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
     """Computes the key space of the engine from the notes of all ranks. Returns the key space, and
     the place of `rank` (position and index of its shard). The order of the notes does not matter.
 
-    Raises Unsupported if a rank can't use the cache, if the ranks are on several machines, or if
-    their key spaces contradict each other.
+    Raises Unsupported if a rank can't use the cache, if the ranks are on several machines, if they
+    hold more than MAX_SHARDS different shards, or if their key spaces contradict each other.
     """
     notes = sorted(notes, key=lambda note: note.place.rank)
     for note in notes:
@@ -176,8 +177,8 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
 
 
 def _check(notes: Sequence[RankNote]) -> None:
-    """Raises Unsupported, with the names of the fields, if the ranks' key spaces contradict each
-    other."""
+    """Raises Unsupported, with the names of the fields that differ, if the ranks' key spaces
+    contradict each other."""
     first = _space(notes[0])
     differing = {
         field.name
@@ -208,10 +209,9 @@ def _differs(space: KeySpace, note: RankNote, name: str) -> bool:
 
 
 def _rule(group: GroupSpec) -> tuple[Any, ...]:
-    """Returns the properties of a group that must be equal in all pipeline stages. They do not
-    include the size of the window, because a stage without a layer of the group may not know the
-    size.
-    """
+    """Returns the properties of a KV cache group that must be equal in all pipeline stages. They do
+    not include the size of the window, because a stage without a layer of the group may not know
+    the size."""
     return group.kind, group.block_tokens, group.window_tokens > 0
 
 

@@ -38,7 +38,8 @@ answer checks of an earlier `Rekeying`."""
 
 @dataclass(frozen=True, slots=True)
 class WeightsOrder:
-    """The scheduler's order to the ranks about their weights.
+    """The scheduler's order in a step's message, for a check of the weights: to answer the check,
+    or to adopt its result.
 
     question: number of the check. A rank answers each number once.
     identity: the result of the check: the identity of the weights, to whose key space the ranks
@@ -51,8 +52,8 @@ class WeightsOrder:
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """A rank's report to the scheduler about its weights: an answer to a check, or a notice that
-    the weights were written.
+    """A rank's report to the scheduler about its weights: an answer to a check of the weights, or a
+    notice that the weights were written.
 
     question: number of the check that the report answers; 0 for a notice.
     digest: digest of the weights in memory; empty in a notice.
@@ -76,9 +77,9 @@ class Watch(Protocol):
 
 
 class Rekeying:
-    """The scheduler's part of the checks: begins checks, collects the ranks' answers, and computes
-    the identity of the engine's weights. At most one check is open. A new check discards the
-    answers to an earlier check.
+    """The scheduler's part of checks of the weights: begins a check, collects the ranks' answers,
+    and computes the identity of the engine's weights. At most one check is open. A new check
+    discards the answers to an earlier check.
 
     identity: identity of the weights to which the present key space belongs.
     were_written: True if a rank has reported a write to its weights after the last completed check.
@@ -108,12 +109,13 @@ class Rekeying:
 
     @property
     def under_way(self) -> bool:
-        """Returns True while a check is due or open. The engine must not store or load then."""
+        """Returns True while a check of the weights is due or open. The engine must not store or
+        load then."""
         return self._is_due or self._is_asking
 
     def suspect(self, has_paused: bool = False) -> None:
-        """Makes a check due. The check begins when the engine next runs or looks up a request.
-        Called when the engine pauses, or when its caches are reset.
+        """Makes a check of the weights due. The check begins when the engine next runs or looks up
+        a request. Called when the engine pauses, or when its caches are reset.
 
         has_paused: True if the engine pauses, so that vLLM also drops its encodings of media.
         """
@@ -133,8 +135,9 @@ class Rekeying:
         self._is_asking = True
 
     def waits(self, now_s: float) -> bool:
-        """Returns True if a request's lookup should wait for the ranks' answers. Returns False if
-        no check is open, or if it has been open for PATIENCE_S. Begins a check that is due."""
+        """Returns True if a request's lookup should wait for the ranks' answers to a check of the
+        weights. Returns False if no check is open, or if it has been open for PATIENCE_S. Begins a
+        check that is due."""
         if self._is_due:
             self.ask(now_s)
         return self._is_asking and now_s < self._since_s + PATIENCE_S
@@ -155,9 +158,9 @@ class Rekeying:
         return noticed
 
     def step(self, runs_something: bool, now_s: float) -> str | None:
-        """Advances the check for a planned step: begins a check that is due, and repeats a check
-        whose answers are late. Returns the identity of the engine's present weights once all ranks
-        have answered; None before that, or without a check.
+        """Advances a check of the weights when vLLM has planned a step: begins a check that is due,
+        and repeats a check whose answers are late. Returns the identity of the engine's present
+        weights once all ranks have answered; None before that, or without a check.
 
         runs_something: True if the step computes tokens.
         """
@@ -175,12 +178,13 @@ class Rekeying:
         return f"updated:{hashlib.sha256(digests.encode()).hexdigest()}"
 
     def begin(self, identity: str, in_doubt: bool) -> None:
-        """Sets `identity` after the scheduler side has opened a session, whose key space belongs to
-        the weights with this identity: at the start, or again (for example after a sleep).
+        """Sets `identity` when the scheduler side has opened a session: at the start, or again (for
+        example after a sleep). The session's key space belongs to the weights with this identity.
 
-        The first identity stays the original one, because the ranks' `RankWeights` still compare
-        with the first weights. A check that was due or open before becomes due. The ranks are not
-        told that an open check has ended, because the scheduler may lack their answers.
+        Only the first call sets the original identity, because each rank (`RankWeights`) compares
+        its weights with those that it had first. A check of the weights that was due or open
+        becomes due. The ranks get no result of an open check, because the scheduler may lack their
+        answers.
 
         in_doubt: True if the ranks' weights may differ from `identity`, so that a check must come
             first.
@@ -193,7 +197,8 @@ class Rekeying:
         self._is_asking = False
 
     def adopt(self, identity: str) -> None:
-        """Ends the check. From here on the key space belongs to the weights with this identity."""
+        """Ends the check of the weights. From then on the key space belongs to the weights with
+        this identity."""
         if self.were_written or identity != self.identity:
             self.media_are_old = not self._began_fresh
         self.identity = identity
@@ -201,15 +206,16 @@ class Rekeying:
         self.were_written = False
 
     def order(self) -> WeightsOrder | None:
-        """Returns the order about weights for a step's message; None if there was no check, or
-        if `begin` has stopped it. Every step repeats the order, because a step may be lost."""
+        """Returns the order about weights for a step's message; None if there was no check of the
+        weights, or if `begin` has stopped it. Every step repeats the order, because a step may be
+        lost."""
         if not self._question:
             return None
         return WeightsOrder(self._question, "" if self._is_asking else self.identity)
 
 
 class RankWeights:
-    """A rank's part of the checks: answers each check, and adopts the check's result.
+    """A rank's part of checks of the weights: answers each check, and adopts the check's result.
 
     identity: identity of the weights to whose key space the rank's session belongs.
     """
@@ -234,13 +240,13 @@ class RankWeights:
     @property
     def held(self) -> bool:
         """Returns True while the rank must not send loads or stores: its weights were written, or
-        it has answered a check and awaits the check's result."""
+        it has answered a check of the weights and awaits the check's result."""
         return self._waits or (self._watch is not None and self._watch.touched)
 
     def obey(self, order: WeightsOrder | None) -> bool:
-        """Carries out the scheduler's order in a step's message: answers a check, or adopts its
-        result. Returns True if `identity` has changed, so that the rank needs a session of another
-        key space."""
+        """Carries out the scheduler's order in a step's message: answers a check of the weights, or
+        adopts the check's result. Returns True if `identity` has changed, so that the rank needs a
+        session of another key space."""
         if order is not None and not order.identity and order.question != self._answered:
             self._answer(order.question)
         elif order is not None and order.identity and order.question == self._answered:
@@ -267,8 +273,8 @@ class RankWeights:
 
     def take_report(self) -> WeightsReport | None:
         """Returns the report about this rank's weights for the scheduler; None if there is no
-        report. Returns the answer to a check once, and returns the notice of a write again and
-        again until the scheduler begins a check."""
+        report. An answer to a check of the weights is returned once. A notice that the weights were
+        written is returned by every call until the scheduler begins a check."""
         if self._report is None and self._watch is not None and self._watch.touched:
             return WeightsReport(0, was_written=True)
         report, self._report = self._report, None

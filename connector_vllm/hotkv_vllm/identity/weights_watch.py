@@ -103,7 +103,7 @@ class WeightsWatch:
         return self._known
 
     def _read(self) -> None:
-        """Reads all weights, and sets `_known` if they may have changed."""
+        """Reads all weights, and sets the digest `_known` if they may have changed."""
         kernels = [kernel for model in self._models for kernel in _hiding_kernels(model)]
         found = self._digest(_sums), kernels
         if found != self._found or None in kernels:
@@ -210,9 +210,9 @@ def watch_callers(in_doubt: bool = False) -> WeightsWatch | None:
 
 
 def _hiding_kernels(model: torch.nn.Module) -> list["weakref.ref[Any] | None"]:
-    """Returns, for each layer whose weights can't be read, a reference to the kernel that holds
-    them. vLLM replaces the kernel if it packs weights again. None for a layer whose weights may
-    change without that.
+    """Returns an entry for each layer whose weights can't be read: a reference to the kernel that
+    holds the weights, or None. vLLM makes a new kernel when it packs the weights again. The entry
+    is None if vLLM may change the weights without a new kernel.
 
     Source: `dispatch_cpu_unquantized_gemm`, `CPUInt8ScaledMMLinearKernel` and
     `ZentorchWNA16LinearKernel` in vLLM 0.32: on CPUs they hand a layer's weight to a kernel, and
@@ -241,8 +241,9 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors that have the memory of a tensor: itself, or its parts if it is a wrapper
-    without memory of its own, as torchao's quantized weights are."""
+    """Yields the tensors, with their names, in which a tensor's data is stored: the tensor itself,
+    or the parts of a wrapper such as torchao's quantized weights. Skips tensors on the meta device.
+    """
     if is_traceable_wrapper_subclass(tensor):
         for part in tensor.__tensor_flatten__()[0]:
             yield from _plain_tensors(f"{name}.{part}", getattr(tensor, part))
@@ -251,8 +252,8 @@ def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of a tensor's memory in the order of addresses, uint8 [bytes], whatever the
-    tensor's strides."""
+    """Returns a view of the tensor's bytes in the order of their addresses, uint8 [bytes]. This
+    order does not depend on the tensor's strides."""
     size = tensor.element_size()
     span = (
         sum(

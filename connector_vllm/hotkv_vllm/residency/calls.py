@@ -178,11 +178,11 @@ class ResidencyCalls:
         known: Int64s,
         done: "Future[ResidentBlocks]",
     ) -> None:
-        """Records, for the next step, whether the server has pinned the known blocks at their old
-        offsets. Called in the client's thread.
+        """Records, for the next step, whether the server has pinned the request's blocks again at
+        the offsets that they had in the arena before the reconnect. Called in the client's thread.
 
         opened: the server's answer to the call that has opened the residency again.
-        known: the old offsets of the known blocks in the arena.
+        known: the offsets of the request's pinned blocks before the reconnect.
         done: the resolved future of the call that pins these blocks again.
         """
         error = done.exception()
@@ -193,9 +193,9 @@ class ResidencyCalls:
         self._compared.append((request_id, opened, is_same))
 
     def take_compared(self) -> list[tuple[str, ResidencyOpened, bool]]:
-        """Returns the server's answers to calls that pin a request's blocks again after a
-        reconnect. Each answer is returned once, as (id of the request, the server's answer that
-        opened the residency again, True if all blocks are pinned at their old offsets)."""
+        """Returns the results of the calls that pin a request's blocks again after a reconnect.
+        Each result is returned once, as (id of the request, the server's answer that opened the
+        residency again, True if all blocks are pinned at their old offsets in the arena)."""
         return [self._compared.popleft() for _ in range(len(self._compared))]
 
     # ----------------------------------------------------------------------------------------- pins

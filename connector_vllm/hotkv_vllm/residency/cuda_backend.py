@@ -63,9 +63,10 @@ class HotFlashBackend(FlashAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Returns a layer's KV cache spec. With residency this is a `ResidentSpec` (see
-        `compat.residency.customized`). The settings of the model that this process has built last
-        decide whether the engine has residency."""
+        """Returns a layer's KV cache spec. In an engine with residency (old blocks of long contexts
+        only in host memory) this is a `ResidentSpec` (see `compat.residency.customized`). The
+        settings of the model that this process has built last decide whether the engine has
+        residency."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
@@ -207,8 +208,9 @@ def _batch(built: FlashAttentionMetadata, common: CommonAttentionMetadata) -> Ho
 
 
 def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
-    """Returns the metadata with the worker's block table and lengths in place of vLLM's. The
-    worker's arrays are at the same addresses in each step, as captured graphs need."""
+    """Returns the metadata with the worker's block table, and the worker's number of tokens to
+    attend to in each row (`seq_lens`), in place of vLLM's. The worker's arrays have the same
+    addresses in each step, as captured graphs need."""
     table, lengths = worker.table, worker.lengths
     assert isinstance(table, torch.Tensor) and isinstance(lengths, torch.Tensor)
     num_rows = len(metadata.seq_lens)

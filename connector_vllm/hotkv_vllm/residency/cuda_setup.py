@@ -44,8 +44,8 @@ def install(
     centres: Centres | None = None,
     device: Device | None = None,
 ) -> CudaWorker:
-    """Creates the worker and attaches it to all layers. Raises Unsupported, with the reason, if the
-    engine's layers can't have residency.
+    """Creates the worker and attaches it to all layers. Raises Unsupported, with the reason, if a
+    layer can't attend to blocks that are only in host memory (residency).
 
     representation_tokens: number of tokens for whose representations memory is allocated.
     kv_caches: the tensor of each layer, by layer name.
@@ -114,7 +114,8 @@ def install(
 
 
 def _why_not(impl: Any, is_ours: bool) -> str:
-    """Returns why a layer can't have residency; empty if it can.
+    """Returns why a layer can't have residency (attend to blocks that are only in host memory);
+    empty if it can.
 
     impl: the layer's attention.
     is_ours: True if `impl` is hotkv's `HotFlashImpl`.

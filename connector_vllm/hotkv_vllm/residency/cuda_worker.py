@@ -177,7 +177,8 @@ class CudaSequences:
         self._reported = {block: left - 1 for block, left in self._reported.items() if left}
 
     def end(self, request_id: str) -> None:
-        """Forgets a request that has ended or was preempted, and frees its state and rows."""
+        """Forgets a request that has ended or was preempted. Frees its state index, and its rows
+        for representations (compact forms of keys)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             del self._by_state[sequence.state]
@@ -241,7 +242,7 @@ class CudaSequences:
         self._lost |= found
 
     def lose_away(self, among: Iterable[CudaSequence], why: str) -> None:
-        """Marks a request in `among` as lost if it has blocks only in host memory.
+        """Marks each request in `among` as lost if it has blocks only in host memory.
 
         why: the reason, for the log.
         """
@@ -378,8 +379,8 @@ class HostBatch:
     """A step's batch of R rows (requests).
 
     device: vLLM's arrays that describe the batch, in device memory.
-    starts: index of each row's first token, and the number of tokens at the end, int32 [R + 1], in
-        host memory.
+    starts: index of each row's first token, then the number of all tokens as the last entry, int32
+        [R + 1], in host memory.
     last_tokens: index of each row's last token, int64 [R], in device memory. None if no row has
         more than one token, so that token r belongs to row r.
     """
@@ -533,9 +534,9 @@ class CudaWorker:
                 self._catch_up(sequence)
 
     def _catch_up(self, sequence: CudaSequence) -> None:
-        """Builds the representations (compact forms of keys) of blocks that were complete before
-        this step and have none, such as the blocks of a hit. For blocks that a step completes,
-        `layer_step` builds them."""
+        """Builds the representations (compact forms of keys) of the blocks that were complete
+        before this step, if some of them have none yet, such as the blocks of a hit. For blocks
+        that a step completes, `layer_step` builds them."""
         tokens = self._work.shape.block_tokens
         count = (sequence.context_tokens - sequence.new_tokens) // tokens
         if count > sequence.num_built:
@@ -576,7 +577,8 @@ class CudaWorker:
         to, and copy chosen blocks into hot slots. Afterwards `table` and `lengths` describe what
         the layer attends to.
 
-        query: [tokens, Q, D], after RoPE. The step's keys must be in the pages already.
+        query: [tokens, query heads, head size], after RoPE. The step's keys must be in the pages
+            already.
         """
         batch, residents, selector = self._batch, self._residents, layer.selector
         assert batch is not None, "a layer before its batch"
@@ -592,7 +594,8 @@ class CudaWorker:
 
     @property
     def starts(self) -> I32:
-        """Returns the index of each row's first token in the present batch, int32 [R + 1]."""
+        """Returns the index of each row's first token in the present batch, then the number of all
+        tokens as the last entry, int32 [rows + 1]."""
         assert self._batch is not None, "no batch yet"
         return self._batch.starts
 
@@ -653,9 +656,10 @@ class CudaWorker:
         self.sequences.forget_all("a step's plan was lost")
 
     def find_lost(self) -> None:
-        """Marks a request of the step as lost if it has blocks only in the arena and the server no
-        longer pins these blocks. If there is a request with blocks only in the arena, first waits
-        until the device has ended the step, because the pins must be tested after the last read."""
+        """Checks the step's requests that have blocks only in the arena. Marks a request as lost if
+        the server no longer pins these blocks; marks all of them as lost if a kernel lacked a hot
+        slot or an address. If there are such requests, first waits until the device has ended the
+        step, because the pins must be tested after the last read."""
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)

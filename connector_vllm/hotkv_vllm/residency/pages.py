@@ -111,8 +111,8 @@ class PageCopier:
     def copy(self, to: I64, source: I64, page_bytes: int) -> None:
         """Copies pages, and returns when all are copied. The pages must not overlap.
 
-        to: the address to copy each page to, int64 [n], contiguous.
-        source: the address to copy each page from, int64 [n], contiguous.
+        to: for each page, the address to copy it to, int64, contiguous.
+        source: for each page, the address to copy it from, int64, contiguous.
         page_bytes: size of a page.
         """
         count = len(to)
@@ -167,10 +167,10 @@ class _Ahead:
 
 
 def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """Returns the position of each page in a staging area, int32 [n]. Pages that are only in the
-    arena come first, then the pages on the device.
+    """Returns the position of each page in a staging area, int32. Pages that are only in the arena
+    come first, then the pages on the device.
 
-    is_away: a mask of the pages, True if the page is only in the arena [n].
+    is_away: for each page, True if it is only in the arena.
     """
     num_away, places = int(is_away.sum()), np.empty(len(is_away), np.int32)
     places[is_away], places[~is_away] = np.arange(num_away), np.arange(num_away, len(is_away))
@@ -195,8 +195,8 @@ class PageStaging:
     ) -> None:
         """layers: the layers, in the order in which they attend.
         places: where the layers' pages are in a slot of the arena.
-        usual_blocks: an area that is too small doubles its size, but not beyond this many blocks.
-            If more blocks are needed, it grows to the needed size.
+        usual_blocks: limit, in blocks, up to which an area that is too small doubles its size. If
+            more blocks are needed, the area grows to just the needed size.
         """
         self._usual_blocks = usual_blocks
         self._following = {
@@ -227,8 +227,8 @@ class PageStaging:
         """Copies pages of `layer` into a staging area, and returns the area as a tensor of pages.
         The pages are valid until the next call.
 
-        slots: addresses of arena slots [n]. The layer's pages in these slots come first.
-        here: addresses of pages on the device [m], which come next.
+        slots: addresses of arena slots. The layer's pages in these slots come first in the tensor.
+        here: addresses of pages on the device, which come next.
         goes_on: True if the next layer will ask for the same slots, so that its pages are copied
             ahead.
         """
@@ -329,10 +329,11 @@ class ResidentPages:
         return dict(counted)
 
     def on_device(self, layer: SparseLayer, pages: torch.Tensor, blocks: Positions) -> I64:
-        """Returns the addresses of a layer's pages in the engine's memory, int64 [n].
+        """Returns the addresses of a layer's pages in the engine's memory: one for each of
+        `blocks`, int64.
 
         pages: the layer's KV cache tensor.
-        blocks: ids of the blocks whose pages are wanted [n].
+        blocks: ids of the blocks whose pages are wanted.
         """
         addresses: I64 = pages.data_ptr() + blocks.astype(np.int64) * layer.pages.page_bytes
         return addresses
@@ -361,8 +362,8 @@ class ResidentPages:
 
         name: name of the format to copy.
         pool: the layer's representations in that format, by row.
-        rows: indices of the rows to copy to [n].
-        slots: addresses of the arena slots with the representations [n].
+        rows: index of the row to copy to, for each representation.
+        slots: address of the arena slot to copy from, for each representation.
         """
         row_bytes = layer.shape.row_bytes(name)
         place = self._places.representations[layer.index][name]
@@ -376,8 +377,8 @@ class ResidentPages:
         for selected blocks), unless the slot holds the page already. Returns, for each block, the
         id of the hot slot's device block. Raises LostBytesError if a page can't be read.
 
-        slots: index of the hot slot for each block, int32 [n].
-        positions: position of each block in the context, int32 [n].
+        slots: index of the hot slot for each block, int32.
+        positions: position of each block in the context, int32.
         """
         # As uint32, a negative slot is a large number, so one comparison checks both bounds.
         if np.maximum.reduce(slots.view(np.uint32)) >= len(sequence.hot_blocks):

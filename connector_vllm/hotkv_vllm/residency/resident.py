@@ -133,13 +133,14 @@ class Resident:
         return np.concatenate([nothing, *(place.offsets for place in self.places)])
 
     def name(self, hashes: Sequence[bytes], until: int, num_shared: int) -> Sequence[bytes]:
-        """Names blocks that have no name yet, and returns all names. Afterwards the first `until`
-        blocks have names, except for blocks whose hash is not known.
+        """Gives names to blocks that have none yet, and returns all names. A block's name is the
+        hash under which the server stores it. Afterwards the first `until` blocks have names,
+        except for blocks for which `hashes` has no hash.
 
         hashes: the hashes of the request's blocks, from the first block on (shared names or vLLM's
             hashes, see `CachedGroups`).
         num_shared: number of leading blocks that other requests may use. The name of such a block
-            is its hash. Later blocks get private names.
+            is its hash. Later blocks get private names, which no other request has.
         """
         shared = min(num_shared, self.private_from)
         for place in range(len(self.names), min(until, len(hashes))):
@@ -157,7 +158,7 @@ class Resident:
         Returns the number of recorded blocks. If a block is missing, it and all later blocks become
         due for storing again.
 
-        first: position of the first block in `found`.
+        first: position in the request of the first block that `found` describes.
         found: the server's answer: an arena offset per block, negative for a missing block.
         file_id: identifies the arena in which these offsets are.
         """
@@ -186,9 +187,9 @@ class Resident:
         context_tokens: int,
         new_tokens: int,
     ) -> ResidentRow:
-        """Returns the request's entry in a step's message to the workers. The entry contains the
-        kept blocks, hot slots and pin that were not sent to the workers before, and this method
-        records them as sent.
+        """Returns the request's entry in a step's message to the workers. The entry contains only
+        those pinned blocks, hot slots and pins that were not sent to the workers before. Records
+        them as sent.
 
         written_block: id of the last device block that the step writes for the request.
         first_block: id of the device block with the context's first tokens.
@@ -214,8 +215,9 @@ class Resident:
 
     def begin_anew(self, kept: int) -> None:
         """Resets the state after vLLM has freed the request's device blocks, or after the server
-        has lost blocks. Blocks with private names no longer count as kept. The next message to the
-        workers has all kept blocks, hot slots and the pin again.
+        has lost blocks. Forgets where the server holds blocks with private names (names that no
+        other request has). The next message to the workers has all kept blocks, hot slots and the
+        pin again.
 
         kept: number of leading blocks that the server still has pinned for the request.
         """
@@ -262,8 +264,9 @@ class ResidentRows:
         return fresh
 
     def of_step(self, scheduler_output: Any, names: RowNames) -> tuple[ResidentRow, ...]:
-        """Returns the rows of a planned step. Must be called before vLLM adds the step's tokens to
-        the requests' `num_computed_tokens`.
+        """Returns a row for each request of a planned step: the request's entry in the step's
+        message to the workers. Must be called before vLLM adds the step's tokens to the requests'
+        `num_computed_tokens`.
 
         names: holds vLLM's object of each running request.
         """

@@ -134,7 +134,7 @@ class ResidentRequests:
 
     def is_admitted(self, state: RequestState, now_s: float) -> bool:
         """Returns True if the request may begin: the server has reserved room for all its present
-        blocks, or the device may hold all its blocks (`DevicePool.stays_whole`). Retries a
+        blocks, or all its blocks may stay on the device (`DevicePool.stays_whole`). Retries a
         reservation that the server has refused.
 
         Also registers a request that this object does not know. Such a request arrived when the
@@ -221,7 +221,11 @@ class ResidentRequests:
     def held(self, now_s: float) -> list[str]:
         """Returns the ids of the requests to leave out of the coming step, because the server has
         no room for their next block. Asks the server for room for these requests. Called before
-        each step (`ResidentManager.step_starts`)."""
+        each step (`ResidentManager.step_starts`).
+
+        Also parks a request (vLLM preempts it, and it waits for room again) if all running requests
+        have been held for `PARK_S`, or if the request has waited too long for room that others got.
+        """
         held = []
         for one in self._residents.values():
             if self._is_outwaited(one) and self._pool.is_running(one.request_id):
@@ -310,7 +314,8 @@ class ResidentRequests:
 
     def _is_outwaited(self, one: Resident) -> bool:
         """Returns True if other requests got the request's room after a reconnect, and the request
-        has waited for `timeout_s`. It is then parked, not failed."""
+        has waited for `timeout_s`. It is then parked (vLLM preempts it, and it waits for room
+        again), not ended with an error."""
         is_long = one.waited_s >= self._timeout_s
         return one.has_lost_room and is_long and self._reservations.is_connected
 
@@ -332,9 +337,9 @@ class ResidentRequests:
 
     def reset(self, request_id: str) -> None:
         """Handles a reset of the cache for a request. A request with blocks on the device goes on
-        with them, and its blocks get private names (`_make_private`). A request without such blocks
-        is computed anew if the server may have pinned any of its blocks, because their KV is from
-        before the reset."""
+        with them: the blocks that the server has not pinned yet get names that no other request
+        finds (`_make_private`). A request without blocks on the device is computed anew if the
+        server may have pinned any of its blocks, because their KV is from before the reset."""
         one = self._residents[request_id]
         if self._pool.has_blocks(request_id):
             self._make_private(one)
@@ -343,7 +348,7 @@ class ResidentRequests:
 
     def _make_private(self, one: Resident) -> None:
         """Gives private names, which no other request finds, to all blocks of the request that the
-        server has not pinned yet.
+        server has not pinned yet. A name is the hash under which the server stores a block.
 
         If such a block had a name already, the server may have pinned it under that name, so all
         blocks of the request are stored anew. If the device may not have all of these blocks, the
@@ -358,8 +363,8 @@ class ResidentRequests:
         one.store_from(one.kept)
 
     def distrust(self) -> None:
-        """Handles that the KV on the device has become inexact: blocks on the device that the
-        server has not pinned yet get private names."""
+        """Handles that the KV on the device has become inexact. Device blocks that the server has
+        not pinned yet are stored under private names, which no other request finds."""
         for request_id, one in self._residents.items():
             if self._pool.has_blocks(request_id):
                 self._make_private(one)

@@ -110,8 +110,8 @@ class KeptRows:
     def copy(self, layer_idx: int, rows: I32, blocks: I32) -> None:
         """Copies a layer's representations (compact forms of keys) from `pool` into rows.
 
-        rows: the rows to copy to [n].
-        blocks: ids of the device blocks whose representations are copied [n].
+        rows: the row to copy to, for each block.
+        blocks: ids of the device blocks whose representations are copied.
         """
         for name, source in self._pool.sources(layer_idx).items():
             self._of(layer_idx, name, source)[rows] = source.pool[blocks]
@@ -177,9 +177,9 @@ class ResidentSequence:
         """Sets the arena addresses of consecutive blocks.
 
         first: position of the first of these blocks.
-        slots: addresses of the blocks' slots, int64 [n].
-        representations: addresses of the slots with the blocks' representations (compact forms of
-            keys), int64 [n]; -1 for a missing representation.
+        slots: address of each block's slot, int64.
+        representations: address of the slot with each block's representation (compact form of
+            keys), int64; -1 for a missing representation.
         """
         stop = first + len(slots)
         if stop > len(self.addresses):
@@ -236,13 +236,16 @@ class ResidentSequences:
         return f"ResidentSequences({len(self._sequences)})"
 
     def begin_step(self, rows: Iterable[ResidentRow]) -> None:
-        """Processes the rows in the scheduler's message about the step, and sets `of_step`."""
+        """Processes the scheduler's message about a step, and sets `of_step`.
+
+        rows: the message's entries, one for each request of the step.
+        """
         self._unnamed = {block: left - 1 for block, left in self._unnamed.items() if left}
         self.of_step = {row.written_block: self._follow(row) for row in rows}
 
     def end(self, request_id: str) -> None:
-        """Forgets a request that has ended or lost its blocks, and frees the request's rows (places
-        for representations)."""
+        """Forgets a request that has ended or was preempted, and frees its rows of `KeptRows`
+        (places for representations of its blocks)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._kept.give_back(sequence.rows)

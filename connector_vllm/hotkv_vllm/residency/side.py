@@ -23,7 +23,7 @@ class ResidentSide:
 
     pool: gives access to vLLM's block manager and to the device's blocks.
     sharing: has the `ResidentRequests` of the present key space.
-    edge: records the time and the exceptions of the hooks.
+    edge: records the time and the exceptions of the hooks (methods that vLLM calls).
     """
 
     def __init__(self, pool: DevicePool, sharing: Sharing, edge: HookEdge) -> None:
@@ -67,8 +67,9 @@ class ResidentSide:
         return self._residencies is not None and self._residencies.is_freeing(time.monotonic())
 
     def lost(self, first_blocks: Set[int]) -> None:
-        """Handles losses that workers report: vLLM preempts the requests that hold one of these
-        blocks, and computes them anew. Does nothing without residency.
+        """Handles the workers' report that requests have lost blocks in the server: vLLM preempts
+        the requests that hold one of `first_blocks`, and computes them anew. Does nothing in an
+        engine without residency.
 
         first_blocks: ids of the first device blocks of the lost requests.
 
@@ -85,7 +86,7 @@ class ResidentSide:
             self._residencies.lost(request_ids)
 
     def lost_broke(self, first_blocks: Set[int]) -> None:
-        """Makes vLLM preempt the requests that hold one of these blocks, and compute them anew.
+        """Makes vLLM preempt the requests that hold one of `first_blocks`, and compute them anew.
         Called if handling a step's results raised. Shares no code with `lost`, because `lost` may
         have raised.
 

@@ -19,10 +19,10 @@ class KeptBlocks:
     """Where the server holds consecutive blocks of a request.
 
     first: position of the first of these blocks in the request.
-    offsets: int64 [n], bytes from the start of the arena `file_id` to the blocks' slots.
-    representations: int64 [n], bytes from the start of the arena to the slots of the blocks'
-        representations (compact forms of a block's keys, by which sparse attention selects blocks);
-        -1 if the server lacks a representation.
+    offsets: for each block, bytes from the start of the arena `file_id` to the block's slot, int64.
+    representations: for each block, bytes from the start of the arena to the slot of the block's
+        representation (a compact form of its keys, by which sparse attention selects blocks),
+        int64; -1 if the server lacks the representation.
     """
 
     first: int

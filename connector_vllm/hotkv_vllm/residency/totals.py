@@ -51,8 +51,9 @@ class Totals:
 
 
 def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-    """Logs how much memory this rank needs, and raises ConfigError if less is free. Does nothing
-    without residency. Must be called before vLLM allocates its pool."""
+    """Logs how much memory this rank needs, and raises ConfigError if less is free. Does nothing in
+    an engine without residency (contexts beyond device memory). Must be called before vLLM
+    allocates its pool."""
     if config.sparse is None or not config.is_resident:
         return
     if vllm_config.device_config.device_type == "cuda":
@@ -82,7 +83,8 @@ def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig
 
 
 def totals(config: SparseConfig, vllm_config: Any, kv_cache_config: Any) -> Totals:
-    """Computes the memory that a rank of a CPU engine with residency needs."""
+    """Computes the memory that a rank of a CPU engine with residency needs (contexts whose old
+    blocks are only in the server's memory)."""
     spec = resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)

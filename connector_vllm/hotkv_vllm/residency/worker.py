@@ -108,8 +108,10 @@ class ResidentWorker(SparseWorker):
         longest_blocks: int = 0,
     ) -> None:
         """places: where the layers' pages are in a slot of the arena.
-        recall_steps: has no effect, because no selection is measured (`_is_sampled`).
-        turning: how the model's RoPE rotates keys by their position, to calibrate layers.
+        recall_steps: ignored, because this worker compares no selection with exact attention
+            (`_is_sampled`).
+        turning: how the model's RoPE rotates keys by their position. The calibration of layers
+            needs it.
         longest_blocks: number of blocks of the longest context.
         """
         super().__init__(config, layers, recall_steps, turning)

@@ -32,7 +32,7 @@ from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 class Admission:
     """Follows the requests of the engine.
 
-    edge: records the time and the exceptions of the hooks.
+    edge: records the time and the exceptions of the hooks (methods that vLLM calls).
     states: the unfinished requests that hotkv follows, by request id.
     loads: the orders about loads that the next step carries to the workers.
     written: the device blocks that the next step is about to write.
@@ -209,10 +209,10 @@ class Admission:
         )
 
     def _has_room(self, request: Any, now_s: float) -> bool:
-        """Returns True if the request may begin now. Always True in an engine without residency.
-        With residency, a request that can become too long for all its blocks to stay on the device
-        may begin once the server has reserved room for its blocks. Makes vLLM end the request with
-        an error if it can never begin."""
+        """Returns True if the request may begin now. Always True in an engine without residency
+        (contexts beyond device memory). With residency, a request that can become too long for all
+        its blocks to stay on the device may begin once the server has reserved room for its blocks.
+        Makes vLLM end the request with an error if it can never begin."""
         if self._pool.spec is not None and request.resumable:
             # The server reserves room for the length that the request can reach. Input that arrives
             # later would make the request longer.
@@ -237,7 +237,8 @@ class Admission:
         return ResidentOnly(self._is_resident, self._pool.has_away, replays)
 
     def _is_resident(self, request_id: str) -> bool:
-        """Returns True if the request is resident: its old blocks may be in the server only."""
+        """Returns True if the request is resident: its older blocks may be only in the server's
+        memory, not on the device."""
         residencies = None if self._sharing.cache is None else self._sharing.cache.residencies
         return residencies is not None and residencies.is_resident(request_id)
 
@@ -356,7 +357,8 @@ class Admission:
 
     def request_broke(self, request_id: str) -> None:
         """Forgets a request for which a hook has raised: releases its lease and cancels its load.
-        In an engine with residency, also makes vLLM end the request with an error."""
+        In an engine with residency (contexts beyond device memory), also makes vLLM end the request
+        with an error."""
         if self._sharing.joining is not None:
             self._sharing.joining.requests.pop(request_id, None)
         if self._pool.spec is not None:

@@ -71,7 +71,7 @@ class CachedGroups:
 
     def keys(self, request: Any) -> Sequence[bytes]:
         """Returns the hashes that identify a request's tokens in the server, one for each of vLLM's
-        hashes. Empty for a request without shared names."""
+        hashes. Empty for a request that may not share KV with other requests (see the class)."""
         if not self.may_share(request):
             return ()
         plain: Sequence[bytes] = request.block_hashes
@@ -80,13 +80,15 @@ class CachedGroups:
         return self._adapters.keys(request)
 
     def hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Returns the shared names (hashes) of the request's blocks in the group `index`: one for
-        each block whose tokens are all known. Empty for a request without shared names."""
+        """Returns the shared names of the request's blocks in the group `index`: the hashes by
+        which all engines find the blocks in the server. Has one hash for each block whose tokens
+        are all known. Empty for a request that may not share KV with other requests (see the
+        class)."""
         return self._of_group(self.keys(request), index)
 
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Returns vLLM's own hashes of the request's blocks in the group `index`. A request without
-        shared names has these hashes too.
+        """Returns vLLM's own hashes of the request's blocks in the group `index`, also for a
+        request that may not share KV with other requests (for which `hashes` is empty).
 
         The caller must salt these hashes before it uses them as names of blocks in the server: two
         requests with equal hashes may differ in inputs that vLLM's hash does not cover.
@@ -122,8 +124,8 @@ class CachedGroups:
 
     def num_blocks(self, index: int, limit_tokens: int) -> int:
         """Returns how many leading blocks of the group `index` must be looked up to find the
-        longest hit of at most `limit_tokens`. In a draft group this includes the block after the
-        hit's end."""
+        longest hit of at most `limit_tokens`. In a drafter's group this includes the block after
+        the hit's end."""
         return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
 
     def longest_hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
@@ -144,7 +146,8 @@ class CachedGroups:
         )
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
-        """Returns True if the ready blocks (`masks`) give the hit that all blocks would give.
+        """Returns True if the ready blocks (`masks`) give as long a hit as if all blocks were
+        ready, or if no hit could be longer than `computed_tokens`.
 
         masks: which blocks are ready in the server, per group.
         computed_tokens: number of leading tokens that the engine itself holds. Their blocks count
@@ -192,8 +195,9 @@ class RepresentationPlanner:
         return f"Represented(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """Returns the hashes that a lease on blocks must list in addition to the blocks, so that
-        the lease also pins the representations (compact forms of keys) of these blocks.
+        """Returns the hashes of the representations (compact forms of keys) of the blocks in
+        `groups`. A call for a lease on these blocks must list them too, so that the lease pins the
+        representations.
 
         groups: the hashes of the blocks to lease, by group.
         """
@@ -238,8 +242,9 @@ class RepresentationPlanner:
         self, session: CacheSession, group: int, hashes: Sequence[bytes]
     ) -> BoolMask | None:
         """Returns a mask over `hashes`: True if the server lacks the representation (compact form
-        of keys) of this block of the group, according to the block table (a hint). All True if no
-        block table is mapped. Returns None for a group without representations."""
+        of keys) of this block, according to the mapped block table. The answer is a hint, because
+        the server may evict at any time. All True if no block table is mapped. Returns None for a
+        group without representations."""
         kind = self._of_group.get(group)
         if kind is None:
             return None

@@ -84,7 +84,8 @@ class HiddenKeys:
 
     def set_epoch(self, epoch: int, now_s: float) -> None:
         """Records the server's epoch, a number that changes when the server loses the cache's
-        contents. Removes all keys if the epoch has changed, or if they may not be hidden longer."""
+        contents. Removes all keys if the epoch has changed. In an engine that stores nothing, also
+        removes all keys every HIDDEN_FOR_S."""
         period = 0 if self._stores else int(now_s // HIDDEN_FOR_S)
         if (epoch, period) != (self._epoch, self._period):
             self._epoch, self._period = epoch, period
@@ -106,12 +107,12 @@ class HiddenKeys:
         self._keys.clear()
 
     def has(self, group: int, hashes: Sequence[bytes]) -> bool:
-        """Returns True if the key of one of these blocks of the group is hidden."""
+        """Returns True if one of these blocks of the group is hidden because its load failed."""
         return any((group, h) in self._keys for h in hashes)
 
     def mask(self, group: int, hashes: Sequence[bytes], ready: BoolMask) -> BoolMask:
-        """Returns a copy of the mask `ready` that is False also for the blocks whose keys are
-        hidden, because their load failed.
+        """Returns the mask `ready`, set to False for the blocks whose keys are hidden because their
+        load failed. Does not change `ready` itself.
 
         hashes: hashes of blocks of the group.
         ready: for each of these blocks, True if the server has it ready.
@@ -313,10 +314,12 @@ class Patience:
     step.
 
     The server usually answers before a step ends, but vLLM asks the connector again only in its
-    next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S. After a
-    wait in vain, `Patience` does not wait for the next answer. After the second, third, ... wait in
-    vain it does not wait for 3, 7, ... answers, at most MOST_PASSED_BY. A successful wait sets this
-    number to 0 again. An idle engine may also `rest`. Scheduler thread only.
+    next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S.
+
+    A wait in which no answer comes is in vain. After the first such wait, `Patience` skips the wait
+    for the next answer. If the waits in vain continue, it skips 3, then 7, and so on, up to
+    MOST_PASSED_BY waits after each. A successful wait sets this number to 0. An idle engine may
+    also `rest`. Scheduler thread only.
 
     clock: returns the time in seconds.
     wait_for: takes an answer and a number of seconds, waits for the answer at most so long, and
@@ -338,8 +341,8 @@ class Patience:
         return f"Patience({self._left_s:.4f} s left, {self._passes_by} to pass by)"
 
     def begin_step(self) -> None:
-        """Called when the engine plans its next step: allows waits of up to ANSWER_PATIENCE_S
-        again."""
+        """Allows waits of up to ANSWER_PATIENCE_S again. Called when the engine plans its next
+        step."""
         self._left_s = ANSWER_PATIENCE_S
         self._has_rested = False
 
@@ -361,8 +364,8 @@ class Patience:
             self._wait_for(answer, seconds)
 
     def awaits(self, answer: "Future[Any]") -> bool:
-        """Waits for the answer if `Patience` allows a wait (see the class). Returns True if the
-        answer has come."""
+        """Waits for the answer, unless the time for waits in this step is used up, or earlier waits
+        were in vain and this one is skipped. Returns True if the answer has come."""
         if answer.done():
             return True
         if self._left_s <= 0:
@@ -441,9 +444,9 @@ class HitFinder:
         return f"HitFinder({self.groups}, {self.hidden}, {self.failed_loads})"
 
     def arrive(self, state: RequestState, now_s: float) -> None:
-        """Looks a new request up in the block table and keeps the result as a hint for `match`. If
-        no table is mapped, or if a lower tier may have further blocks, sends a lookup to the server
-        instead."""
+        """Looks a new request up in the block table and keeps the result as a hint for `match`.
+        Also sends a lookup to the server if no table is mapped, or if a lower tier may have further
+        blocks."""
         if not self._session.connected:
             return
         self.hidden.set_epoch(self._session.epoch, now_s)
@@ -464,8 +467,8 @@ class HitFinder:
         return answer
 
     def _match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Advances the request's hit by one phase, without waiting, and returns the answer to
-        vLLM."""
+        """Advances the request's hit by one phase (`Phase`), without waiting for the server, and
+        returns the answer to vLLM's question for the hit."""
         hit = state.hit
         num_failed = hit.failed_loads + hit.unproved_loads
         if not self._session.connected or num_failed > self._config.max_load_retries:

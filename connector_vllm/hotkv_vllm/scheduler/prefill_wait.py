@@ -103,9 +103,10 @@ class PrefillWait:
         computed_tokens: int,
         now_s: float,
     ) -> bool:
-        """Returns True if the server's host memory has all blocks that the request's longest
-        possible hit needs. Also sends a lookup if the pause since the last lookup is over, because
-        a lookup makes the server fetch blocks from lower tiers."""
+        """Returns True if the server has all blocks that the request's longest possible hit needs:
+        in host memory, or in any tier if no block table is mapped. Also sends a lookup if the pause
+        since the last lookup is over, because a lookup makes the server fetch blocks from lower
+        tiers."""
         masks = finder.table.ready(state.request, computed_tokens)
         if wait.answer is not None and wait.answer.done():
             answer, wait.answer = wait.answer, None

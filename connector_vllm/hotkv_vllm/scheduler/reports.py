@@ -125,7 +125,7 @@ class UseReports:
             self._loads.append(LoadEnd(state.use.report_id, wait_s, failed, miss))
 
     def send(self, now_s: float) -> None:
-        """Sends all collected reports in one message. Drops them if the session has no server."""
+        """Sends all collected reports with one call. Drops them if the session has no server."""
         if not (self._waiting or self._ended or self._loads):
             return
         waiting, self._waiting = self._waiting, []

@@ -189,8 +189,8 @@ class HitChoice:
 class Wait:
     """The wait of a request for blocks that another engine computes.
 
-    until_s: the wait ends at this time at the latest. In a wait of this length, this engine could
-        compute the missing tokens itself.
+    until_s: the wait ends at this time at the latest. By then this engine could have computed the
+        missing tokens itself.
     answer: future of the lookup that asks the server which blocks are ready, sent at `asked_s`;
         None if no lookup is in flight.
     next_s: earliest time of the next lookup.

@@ -124,7 +124,7 @@ class WorkerLinks:
         self.are_complete = not self._absent
 
     def check_start(self) -> None:
-        """Logs a warning for each worker that has reported a reason for having no session. Called
+        """Logs a warning for each worker that has no session, unless it is still connecting. Called
         when the scheduler's session has connected at the engine's start."""
         for rank, why in self._absent.items():
             if why != STILL_CONNECTING:
@@ -317,7 +317,8 @@ class Assembly:
     reports: reports admitted requests to the server.
     reset: empties the server's cache of the key space when vLLM asks for it.
     memory: reports the sequences of sparse decode to the server; None without sparse decode.
-    residencies: the resident requests; None if the engine has no residency.
+    residencies: the requests whose old blocks may be only in the server's memory; None if the
+        engine has no residency.
     """
 
     cache_groups: tuple[kv_groups.CacheGroup, ...]
@@ -494,8 +495,8 @@ class Sharing:
 
     @property
     def may_offer(self) -> bool:
-        """Returns True if hits may be offered to requests now: all workers have a session, and no
-        reset and no check of the weights is in progress."""
+        """Returns True if hits may be offered to requests now: all workers have a session, and
+        neither a reset of the cache nor a check of the weights is in progress."""
         cache = self.cache
         return (
             cache is not None
@@ -531,9 +532,9 @@ class Sharing:
     def connect(self, handshakes: list[HotKVHandshake]) -> None:
         """Opens the session for the key space on which all ranks agree. Waits for the server up to
         `startup_wait_s`, and up to OPENING_S longer if the server has answered but has not opened
-        the session yet. Loads numba's kernels. Logs a warning, and leaves hotkv off, if the ranks
-        do not agree. If the system refuses a thread or a file, the next steps call this method
-        again (`joining`).
+        the session yet. Loads numba's kernels now, because that takes a second. Logs a warning, and
+        leaves hotkv off, if the ranks do not agree. If the operating system refuses to start a
+        thread or open a file, the next steps call this method again (`joining`).
 
         If `handshakes` is empty, the first steps ask the workers for their handshakes (`joining`).
         vLLM 0.33 also calls this method after each wake-up: the session then continues if the
@@ -612,8 +613,9 @@ class Sharing:
 
     def adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported. If they differ from the present weights,
-        opens a session of their key space in place of the present session. If the system refuses
-        the session a thread or a file, the check stays open, and the next step tries again.
+        opens a session of their key space in place of the present session. If the operating system
+        refuses to start a thread or open a file for this session, the check of the weights stays
+        open, and the next step tries again.
 
         identity: identifies the weights by their content.
         """

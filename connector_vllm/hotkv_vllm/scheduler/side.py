@@ -35,7 +35,7 @@ from hotkv_vllm.stats import HotKVStats
 
 class HotKVScheduler:
     """The connector's scheduler side. The engine runs without hotkv until `connect` receives the
-    workers' handshakes. The methods `*_broke` are the fallbacks for hooks that raised.
+    workers' handshakes. If a hook (a method that vLLM calls) raises, its fallback `*_broke` runs.
 
     edge: records the time and the exceptions of the hooks.
     stats: the counters' growth since vLLM last collected it.

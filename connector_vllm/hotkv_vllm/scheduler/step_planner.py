@@ -25,7 +25,7 @@ from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 class StepPlanner:
     """Assembles the message of each step for the workers.
 
-    edge: records the time and the exceptions of the hooks.
+    edge: records the time and the exceptions of the hooks (methods that vLLM calls).
     prefill: measures the engine's prefill speed from the steps.
     manager: vLLM's block manager; None until vLLM has bound it.
     """
@@ -77,8 +77,9 @@ class StepPlanner:
         return meta
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """Returns the step's message without the sparse rows, and without the orders that are sent
-        in one step only (loads, adapters)."""
+        """Returns the step's message without the parts that `plan` adds: the sparse rows, the
+        message about resident requests, and the orders that are sent in one step only (loads,
+        adapters)."""
         written = self._requests.written
         self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
         if self._requests.room.holders:
@@ -182,8 +183,9 @@ class StepPlanner:
         return stores, flush
 
     def _state(self) -> HotKVMetadata:
-        """Returns a message with the state that every step repeats. With sparse decode, also lists
-        the blocks that the step is about to write."""
+        """Returns a new message with the parts that every step's message repeats, such as the hung
+        loads and the order about weights. With sparse decode, also lists the blocks that the step
+        is about to write."""
         requests = self._requests
         written = requests.written.take()
         meta = HotKVMetadata(

@@ -195,8 +195,8 @@ class MissingBlocks:
         planned: set[int],
     ) -> list[BlockRun]:
         """Returns the blocks among `ids` that are to be stored, as runs (consecutive blocks). Also
-        returns runs of representations (compact forms of keys): of all blocks among `ids` whose
-        representation the server lacks, even if it has the block itself.
+        returns runs of representations (compact forms of keys): of the blocks that a hit could use
+        and whose representation the server lacks, even if it has the block itself.
 
         state: the request that holds the blocks.
         index: index of the group.

@@ -100,8 +100,9 @@ class StoreInFlight:
         `BlockResult` for it (such as STORED or NO_SPACE).
     fence_index: index of the store's word in the fence (the shared page by which the scheduler
         revokes stores); 0 if the store has no word.
-    planned_s: duration of all steps before the store was planned, as `StoresInFlight.step` counts
-        it.
+    planned_s: time at which the store was planned, on the clock of `StoresInFlight`. This clock
+        counts at most MOST_STEP_S between two steps, so that it almost stops while the engine is
+        idle.
     request_id: id of the resident request to which the store belongs, or empty.
     span: the store's trace span; None if the store is not traced.
     """

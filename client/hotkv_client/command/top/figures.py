@@ -175,7 +175,8 @@ class Figures:
     tokens; None without prompts.
 
     recent_hit_ratio: share that hit in the last RECENT_S seconds.
-    ceiling_ratio: share that a cache without a size limit would have hit in these seconds.
+    ceiling_ratio: share that a cache without a size limit would have hit in the last RECENT_S
+        seconds.
     lag_p99_s, lag_longest_s: delay of callbacks in the server's event loop: 99th percentile and
         maximum.
     """
@@ -233,8 +234,11 @@ class _Between:
         return self.counter(name) / self.seconds if self.seconds > 0 else 0.0
 
     def ledger(self, engine: str | None = None) -> dict[str, Any]:
-        """Returns the growth of the ledger for an engine; None: for all engines. A count that has
-        fallen, because a load failed whose hit was counted before, has grown by 0."""
+        """Returns the growth of the server's ledger, which counts the prompt tokens that hit and
+        missed. A count falls if a load fails after its hit was counted; its growth is then 0.
+
+        engine: id of the engine whose rows are summed; None: all engines.
+        """
         now = _of(self.after.ledger, engine)
         then = now if self.before is None else _of(self.before.ledger, engine)
         return {
@@ -287,7 +291,10 @@ def figures_of(before: Reading | None, after: Reading) -> Figures:
 
 
 def _of(savings: Mapping[str, Any], engine: str | None) -> dict[str, Any]:
-    """Returns the sums of the ledger for an engine; None: for all engines."""
+    """Returns the sums of the server's ledger, which counts the prompt tokens that hit and missed.
+
+    engine: id of the engine whose rows are summed; None: all engines.
+    """
     return total(row for row in savings["rows"] if engine in (None, row["engine_id"]))
 
 
