@@ -61,19 +61,21 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 LONGEST = (
-    "pairs/test_nodes.py",
-    "pairs/test_pairs.py",
     "pairs/test_residency.py",
-    "vllm/test_residency_faults.py",
-    "vllm/test_models.py",
-    "vllm/test_http.py",
-    "vllm/test_parallel.py",
-    "vllm/test_sparse.py",
-    "vllm/test_end_to_end.py",
     "vllm/test_residency_hooks.py",
     "vllm/test_cuda_residency.py",
+    "vllm/test_residency_auto.py",
     "offloading/test_engines.py",
-    "robustness/test_campaign.py",
+    "vllm/test_residency_faults.py",
+    "pairs/test_nodes.py",
+    "vllm/test_models.py",
+    "robustness/test_flushes.py",
+    "vllm/test_sparse.py",
+    "vllm/test_residency.py",
+    "pairs/test_pairs.py",
+    "vllm/test_http.py",
+    "vllm/test_end_to_end.py",
+    "vllm/test_parallel.py",
 )
 """Files that take longest, in this order; below them files with slow tests."""
 

@@ -57,9 +57,11 @@ class FakeDevices:
         ]
 
     def tell(self, **order: Any) -> None:
-        """Sends an order to the running server."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.sendto(json.dumps(order).encode(), self.control)
+        """Sends an order to the running server, and waits until it is executed."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sender:
+            sender.connect(self.control)
+            sender.send(json.dumps(order).encode())
+            sender.recv(1)
 
 
 class _Runtime(FakeRuntime):
@@ -88,16 +90,19 @@ class _Control:
 
     def listen(self, path: str) -> None:
         Path(path).unlink(missing_ok=True)
-        receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        receiver = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         receiver.bind(path)
+        receiver.listen()
         threading.Thread(
             target=self._take, args=(receiver,), name="hotkv-fake-control", daemon=True
         ).start()
 
     def _take(self, receiver: socket.socket) -> None:
         while True:
-            for name, order in json.loads(receiver.recv(MAX_ORDER_BYTES)).items():
-                self.orders[name](order)
+            sender, _ = receiver.accept()
+            with sender:
+                for name, order in json.loads(sender.recv(MAX_ORDER_BYTES)).items():
+                    self.orders[name](order)
 
 
 def main() -> int:
