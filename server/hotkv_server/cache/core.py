@@ -150,8 +150,8 @@ class CacheCore(CacheBooks):
     # Lookup and uses
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns for each list of hashes a mask of the blocks that are ready. The answer is only a
-        hint: a lookup does not pin the blocks, and does not count as a use of them."""
+        """Returns for each list of block hashes a mask of the blocks that are ready. The answer is
+        only a hint: a lookup does not pin the blocks, and does not count as a use of them."""
         return self._uses.lookup(key_space_id, groups)
 
     def touch(
@@ -359,8 +359,8 @@ class CacheCore(CacheBooks):
     def still_ready(
         self, key_space_id: int, runs: Sequence[Run], results: Sequence[NDArray[np.uint8]]
     ) -> tuple[NDArray[np.uint8], ...]:
-        """Returns the results of a store as they are now: ABORTED for blocks that it named STORED
-        or PRESENT and that were removed since."""
+        """Returns the results of a store as they are now: ABORTED in place of STORED and PRESENT
+        for blocks that were removed after the store had returned these results."""
         now = []
         for run, told in zip(runs, results, strict=True):
             words = self.space.index.find(key_space_id, run.group_index, run.hashes)
@@ -406,8 +406,8 @@ class CacheCore(CacheBooks):
     def use(
         self, session_number: int, hash_list: HashList, now_s: float, retention: Retention
     ) -> Iterator[None]:
-        """Does the work of `touch` for one list, part by part. The first part records the use. If
-        `retention` asks for pins, each later part pins some of the blocks."""
+        """Does the work of `touch` for the blocks of `hash_list`, part by part. The first part
+        records the use. If `retention` asks for pins, each later part pins some of the blocks."""
         self.touch(session_number, [hash_list], now_s, replace(retention, pin=False))
         for start in range(0, len(hash_list.hashes) if retention.pin else 0, BLOCKS):
             yield
@@ -433,7 +433,8 @@ class CacheCore(CacheBooks):
         that would stay, and bytes that would become free.
 
         key_space_id: 0 for all key spaces, if `hashes` is None.
-        hashes: the blocks of the group `group_index` to evict, uint32 words [n, 8].
+        hashes: hashes of the blocks to evict, in the group `group_index`, each a row of eight
+            uint32 words. None: all blocks.
         """
         if hashes is not None:
             parts = self._named_parts(key_space_id, group_index, hashes)
@@ -569,7 +570,7 @@ class CacheCore(CacheBooks):
     # Notices and checks
 
     def is_read(self, entries: Entries) -> BoolMask:
-        """Returns which of the entries [n] clients may read directly in the arena, because a
+        """Returns a mask of the entries that clients may read directly in the arena, because a
         `Pinner` (residencies, for example) pins them."""
         found = np.zeros(len(entries), np.bool_)
         for pinner in self.pinners:
@@ -613,8 +614,8 @@ class CacheCore(CacheBooks):
 
 
 def _other_pins(core: CacheCore) -> Int64s:
-    """Returns the number of pins on each entry [capacity + 1] that neither leases nor retentions
-    hold: pins of `Grace`, of pinners and of tiers below."""
+    """Returns, by entry number, the number of pins that belong neither to a lease nor to a
+    retention pin: pins of `Grace`, of `Pinner` objects and of the tiers below host memory."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:

@@ -41,7 +41,7 @@ class Census:
     representation_bytes: bytes of the slots of representations in any state.
     num_unverified: entries whose bytes must be compared with the check value before a load.
     blocks, representations: number of ready blocks and of ready representations of each key space,
-        int64 by the row of the key space (KEY_SPACE_ROWS).
+        int64, at the index: number of the key space modulo KEY_SPACE_ROWS.
     """
 
     num_blocks: int
@@ -162,7 +162,7 @@ class KeySpaceFigures:
 class BlockFigures:
     """The current state of a block.
 
-    hash_words: uint32 [8].
+    hash_words: hash of the block, eight uint32 words.
     state: reserved, ready or detached, as a `STATE_` number of `hotkv_proto.table`.
     depth: number of blocks before this block in its chain.
     last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if it is not ready.
@@ -187,11 +187,11 @@ class BlockFigures:
 class PromptBlocks:
     """The blocks of a prompt in one group, and the state of each block in the cache.
 
-    hashes: uint32 words [n, 8].
-    words: an entry word for each hash [n]: the entry number, with the high bit set while the entry
-        is reserved; 0 if the hash has no entry.
-    causes: `Cause` of each block's last removal [n], as far as it is remembered.
-    below: True for each block that is ready on the disk [n]; shared tiers are not asked.
+    hashes: each a row of eight uint32 words.
+    words: an entry word for each hash: the entry number, with the high bit set while the entry is
+        reserved; 0 if the hash has no entry.
+    causes: `Cause` of each block's last removal, as far as it is remembered.
+    below: True for each block that is ready on the disk; shared tiers are not asked.
     """
 
     hashes: Words
@@ -328,7 +328,8 @@ class HashPrefix:
             raise ValueError("it has other characters than hexadecimal digits")
 
     def among(self, words: table.Words) -> BoolMask:
-        """Returns which of the hashes `words` [n, 8] begin with the digits."""
+        """Returns a mask of the hashes that begin with the digits of this prefix. `words`: eight
+        uint32 words for each hash."""
         digits = self.digits + "0" * (len(self.digits) % 2)
         wanted = np.frombuffer(bytes.fromhex(digits), np.uint8)
         mask = np.full(len(wanted), 0xFF, np.uint8)
@@ -404,7 +405,7 @@ def prompt_blocks(
     """Returns the state of a prompt's blocks in a group: whether each block is in host memory or on
     the disk, and why it was removed if it is in neither.
 
-    hashes: the blocks' hashes, uint32 words [n, 8].
+    hashes: the blocks' hashes, each a row of eight uint32 words.
     """
     below = np.zeros(len(hashes), np.bool_)
     for one in core.below:
@@ -505,8 +506,8 @@ def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
 
 
 def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
-    """Examines MAP_PART_ENTRIES entry numbers, from `start` on. Returns the entries [n] among them
-    that have a slot, and a mask of the entries that are ready blocks."""
+    """Examines MAP_PART_ENTRIES entry numbers, from `start` on. Returns the entries among them that
+    have a slot, and a mask of the entries that are ready blocks."""
     words = space.index.table.records[
         start : min(start + MAP_PART_ENTRIES, space.index.num_numbers), table.W_GROUP_STATE
     ]
@@ -520,7 +521,7 @@ def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
 
 def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
     """Cuts the slots of entries into pieces, one for each slab that a slot touches. Returns for
-    each piece [m] the position of its entry in `entries`, its slab and its bytes."""
+    each piece the position of its entry in `entries`, its slab and its bytes."""
     slab_bytes = space.pool.slab_bytes
     starts = space.index.offsets(entries)
     ends = starts + space.index.slot_bytes(entries)
@@ -534,8 +535,9 @@ def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
 
 
 def _owners(owner: Int64s, slabs_per_cell: int) -> Int64s:
-    """Returns for each cell the slot size to which its first lent slab is lent. If no slab of the
-    cell is lent, returns FREE for the cell; ABSENT if no slab of the cell has memory.
+    """Returns for each cell of the arena map (some adjacent slabs) the slot size to which the
+    cell's first lent slab is lent. If no slab of the cell is lent, returns FREE for the cell;
+    ABSENT if no slab of the cell has memory.
 
     owner: slot size that each slab is lent to, FREE or ABSENT, as `SlabPool.slab_owner` returns it.
     slabs_per_cell: number of adjacent slabs that form a cell.

@@ -167,8 +167,9 @@ class Catalog:
         tried: Container[int] = (),
     ) -> int:
         """Returns the number of the key space to forget, so that `key_space` can be registered with
-        the kinds of representations `kinds`; none of `tried`. Returns 0 if the tenant's share of
-        the catalog has room already, or if no other key space of the tenant may be forgotten.
+        the kinds of representations `kinds`. Never returns a number in `tried`. Returns 0 if the
+        tenant's share of the catalog has room already, or if no other key space of the tenant may
+        be forgotten.
 
         Raises HotKVError if forgetting key spaces can't help, for example because a block of
         `key_space` does not fit the arena.
@@ -329,8 +330,8 @@ class Catalog:
 
 
 def _check_holdings(catalog: Catalog) -> None:
-    """Raises AssertionError if two key spaces share a row (KEY_SPACE_ROWS), or if the catalog has
-    miscounted a tenant's key spaces or their memory."""
+    """Raises AssertionError if two key spaces have the same row (number modulo KEY_SPACE_ROWS) in
+    arrays, or if the catalog has miscounted a tenant's key spaces or their memory."""
     assert catalog._rows == {0, *(number % KEY_SPACE_ROWS for number in catalog.records)}, (
         "rows disagree"
     )

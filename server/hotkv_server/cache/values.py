@@ -97,7 +97,7 @@ class CoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class HashList:
-    """Block hashes of a group in chain order, as uint32 words [n, 8].
+    """Block hashes of a group in chain order, each a row of eight uint32 words.
 
     depths: for each block, the number of blocks before it in its sequence (prompt). None if the
         list begins with the first block of a sequence and has no gaps, or if the depths are not
@@ -113,8 +113,8 @@ class HashList:
 class Run:
     """A chain of consecutive blocks of a group.
 
-    hashes: uint32 words [n, 8].
-    parent: hash words [8] of the block before the first block; None if the run begins its sequence.
+    hashes: each a row of eight uint32 words.
+    parent: hash of the block before the first block; None if the run begins its sequence.
     depth: number of blocks that precede the first block in its sequence.
     """
 
@@ -126,7 +126,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LoadPositions:
-    """The blocks of one group that a load copies. `positions`: int64 [n], positions in the list of
+    """The blocks of one group that a load copies. `positions`: int64, positions in the list of
     hashes that the call for the read lease had for this group."""
 
     group_index: int
@@ -137,9 +137,9 @@ class LoadPositions:
 class SlotRun:
     """The blocks of one run that a transfer copies, and their slots in the arena.
 
-    positions: positions of the copied blocks in the run, int64 [m].
-    offsets: offsets of the blocks' slots in the arena, in bytes, int64 [m].
-    entries: the blocks' entry numbers, uint32 [m].
+    positions: positions of the copied blocks in the run, int64.
+    offsets: offsets of the blocks' slots in the arena, in bytes, int64.
+    entries: the blocks' entry numbers, uint32.
     """
 
     group_index: int
@@ -152,8 +152,8 @@ class SlotRun:
 class Reservation:
     """The result of `CacheCore.reserve`. Runs are in the order of the call.
 
-    results: for each run, its blocks' `BlockResult` values, uint8 [n].
-    entries: for each run, its blocks' entry numbers, uint32 [n]; 0 for a block without an entry.
+    results: for each run, its blocks' `BlockResult` values, uint8.
+    entries: for each run, its blocks' entry numbers, uint32; 0 for a block without an entry.
     ttl_s: remaining lifetime of the lease.
     """
 
@@ -163,8 +163,8 @@ class Reservation:
 
 
 class Cause(enum.IntEnum):
-    """Why a block was removed, or was not stored. NONE: nothing is remembered about the block: only
-    the causes of the last removals since the server's start are remembered."""
+    """Why a block was removed, or was not stored. NONE: no cause is known, because only the causes
+    of the last removals since the server's start are remembered."""
 
     NONE = 0
     ROOM = 1
@@ -186,7 +186,7 @@ class Cause(enum.IntEnum):
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
     """Blocks of one group that were evicted or flushed. The node reports them to the sessions of
-    the key space. `hashes`: uint32 words [n, 8]."""
+    the key space. `hashes`: each a row of eight uint32 words."""
 
     key_space_id: int
     group_index: int

@@ -121,7 +121,7 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """The part of the answer to `Lookups.find` about one tier.
+    """Which blocks of a call lie in one tier: one tier's part of the answer to `Lookups.find`.
 
     name: name of the tier.
     masks: for each list of the call, a mask of its blocks that lie in the tier.
@@ -251,9 +251,9 @@ class BlocksBelow(Protocol):
         """
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns True if a call for a lease on these blocks must wait for tiers (`bring_up`): host
-        memory lacks some of the blocks, and a tier may have them, or they are being promoted from a
-        tier already."""
+        """Returns True if a call for a lease on these blocks must first wait for `bring_up`. That
+        is the case if host memory lacks some of the blocks, and a tier may have them or is being
+        read for them."""
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
         """Promotes blocks of `groups` from tiers into host memory, and pins these blocks there.
@@ -527,8 +527,8 @@ class Capability:
 
 
 def tell_all(capabilities: Sequence[Capability], tell: Callable[[Capability], None]) -> None:
-    """Calls `tell` with each capability, in order. If it raises for one, tells the others all the
-    same, and then raises its error."""
+    """Calls `tell` with each capability, in order. If a call raises, makes the remaining calls all
+    the same, and then raises the error."""
     with ExitStack() as telling:
         for one in reversed(capabilities):
             telling.callback(tell, one)

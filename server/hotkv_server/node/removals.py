@@ -125,8 +125,8 @@ class Removals:
         self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]
     ) -> tuple[int, int]:
         """Evicts the blocks of a group with these hashes that are not pinned. Returns how many were
-        evicted, and how many stayed because they were pinned or reserved. `hashes`: uint32 words
-        [n, 8]."""
+        evicted, and how many stayed because they were pinned or reserved. `hashes`: each a row of
+        eight uint32 words."""
         return await self._evicted(self._core.evict(key_space_id, group_index, hashes))
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
@@ -142,7 +142,8 @@ class Removals:
         would become free.
 
         key_space_id: 0 for all key spaces, if `hashes` is None.
-        hashes: the blocks of the group `group_index` to evict, uint32 words [n, 8].
+        hashes: hashes of the blocks to evict, in the group `group_index`, each a row of eight
+            uint32 words. None: all blocks.
         """
         dropped = kept = num_bytes = 0
         async for counts, _ in slices(self._core.would_evict(key_space_id, group_index, hashes)):

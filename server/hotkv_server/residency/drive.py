@@ -73,7 +73,7 @@ class ResidencyDesk:
         attention). Waits only if ready blocks must first be compared with their check values.
 
         first_position: position of the first block in the request; the other blocks follow it.
-        hashes: hashes of the blocks, uint32 words [n, 8].
+        hashes: hashes of the blocks, each a row of eight uint32 words.
         """
         waiting = self.residencies.begin_comparing(
             session.record, residency_id, group_index, hashes

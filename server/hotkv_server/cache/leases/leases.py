@@ -137,16 +137,16 @@ class WriteLease:
         return np.array_equal(keys, self.listed) or bool(np.isin(keys, self.listed).all())
 
     def add_sums(self, entries: Entries, sums: Sums) -> None:
-        """Records what a copy has written. `entries` [n]: the entries written, each once. `sums`
-        [n]: for each entry, the sum of the bytes that the copy has written to it."""
+        """Records what a copy has written. `entries`: the entries written, each once. `sums`: for
+        each entry, the sum of the bytes that the copy has written to it."""
         if not len(entries):
             return
         order = np.argsort(entries)
         self.parts.append((entries[order], sums[order]))
 
     def sums_of(self, entries: Entries) -> Sums:
-        """Returns for each entry [n] the sum of the bytes that all copies under the lease have
-        written to it."""
+        """Returns for each entry the sum of the bytes that all copies under the lease have written
+        to it."""
         total = np.zeros(len(entries), np.uint64)
         for written, sums in self.parts:
             at = np.minimum(np.searchsorted(written, entries), len(written) - 1)
@@ -313,10 +313,14 @@ class LeaseBook:
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
 
     def check_replaces(self, old: Lease | None, owner: str, weight: int) -> None:
-        """Raises OVERLOADED unless the owner may have a new lease of `weight` bytes (memory that
-        the lease uses) once the lease `old` is released. If copies run under `old`, it still
-        counts, because it stays in the book until they end. `old`: None if the new lease replaces
-        no lease."""
+        """Raises OVERLOADED unless the owner may have a new lease that replaces the lease `old`.
+
+        If copies run under `old`, it still counts against the owner's limits, because it stays in
+        the book until they end.
+
+        old: the lease to replace; None if the new lease replaces no lease.
+        weight: bytes of memory that the new lease would use.
+        """
         ends = old if old is not None and not old.num_copies else None
         if ends is not None:
             self.remove(ends)
@@ -489,8 +493,9 @@ class TransferBook:
         self.bound.check(Counter(transfer.owner for transfer in self._transfers.values()))
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
-        """Returns the entries of this lease for which a store of the shard `shard_index` is in
-        flight; no entries if `lease` is None: such stores write nothing."""
+        """Returns the entries of this lease that are being written by stores of the shard
+        `shard_index`. Returns no entries if `lease` is None, because a store without a lease writes
+        nothing."""
         busy = [
             entries
             for t in self._transfers.values()

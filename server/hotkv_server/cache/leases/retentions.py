@@ -54,8 +54,8 @@ class RetentionPins:
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes that may be held: a share of the part of the arena that has memory. Never
-        falls, because that part only grows."""
+        """Most bytes that may be held (pinned because requests asked for it): a share of the part
+        of the arena that has memory. Never falls, because that part only grows."""
         return int(self._share * self._tenants.capacity_bytes)
 
     def __len__(self) -> int:
@@ -92,11 +92,12 @@ class RetentionPins:
         self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + num_bytes
 
     def _tenants_of(self, entries: Entries) -> Int64s:
-        """Returns the tenant number of each entry [n]."""
+        """Returns the tenant number of each entry."""
         return self._tenants.of(self._index.key_spaces(entries))
 
     def _room_bytes(self, tenant: int) -> int:
-        """Returns how many more bytes may be held for a tenant; none if the number is negative."""
+        """Returns how many more bytes may be held (pinned because requests asked for it) for a
+        tenant; 0 or less if no more may be held."""
         bound = int(self._share * self._tenants.surely_bytes(tenant))
         return min(
             self.budget_bytes - self.held_bytes,
@@ -119,7 +120,8 @@ class RetentionPins:
         self._next_end_s = min(soonest_s, self._next_new_end_s)
 
     def let_go(self, entries: Entries) -> None:
-        """Ends the holds of these entries at once. Skips entries that are not held."""
+        """Ends the holds (retention pins) of these entries at once. Skips entries that are not
+        held."""
         if self._num_held:
             self._end(each_once(entries[self._until_s[entries] > 0]))
 

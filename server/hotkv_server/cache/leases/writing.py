@@ -148,7 +148,7 @@ class Reservations:
         work. Returns the entries of the named blocks; None if other calls may have run between two
         parts, or if the key space lacks a group of `runs`.
 
-        beside: ready entries that are not evicted for the room either.
+        beside: ready entries that must not be evicted, in addition to the blocks of `runs`.
         has_promise: True if the room was reserved for a residency.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not.
@@ -268,7 +268,7 @@ class Reservations:
 
     def _check_runs(self, record: KeySpaceRecord, runs: list[Run]) -> None:
         """Raises HotKVError if a call may not name these runs: an unknown group, too many blocks,
-        or a bad depth."""
+        or an invalid depth (number of blocks before the run)."""
         check_named(
             record,
             [run.group_index for run in runs],
@@ -302,9 +302,9 @@ class Reservations:
         return lease
 
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
-        """Returns the index's keys of all blocks of the runs, uint64 [n], run after run. A key is
-        the block's hash, mixed with its key space and group (`BlockIndex.mixed_hashes`). Skips runs
-        of representations."""
+        """Returns the index's keys (uint64) of all blocks of the runs, run after run. A key is the
+        block's hash, mixed with its key space and group (`BlockIndex.mixed_hashes`). Skips runs of
+        representations."""
         index = self._books.space.index
         keys = [
             index.mixed_hashes(key_space_id, run.group_index, run.hashes)
@@ -501,8 +501,9 @@ class Reservations:
 
 
 def _keep_at_s(retention: Retention, has_promise: bool, now_s: float) -> float | None:
-    """Returns the current time if the policy may refuse room to a call's blocks, so that older
-    blocks stay; None if it may not, because the call has reserved room or a retention."""
+    """Returns the argument `keep_at_s` for the eviction policy: the current time if the policy may
+    refuse to evict older blocks for the blocks of this call. Returns None if it may not, because
+    the call has reserved room (`has_promise`) or asks to retain its blocks."""
     return None if has_promise or retention != NO_RETENTION else now_s
 
 
@@ -621,8 +622,8 @@ class Stores:
     def _skip_done(
         self, shard_index: int, words: Entries, positions: Int64s, results: NDArray[np.uint8]
     ) -> None:
-        """Changes the `results` of reserved blocks that this store need not copy: to ABORTED if the
-        block's entry is aborted, to WRITTEN if the store's shard of the block is written already.
+        """Sets the `results` of reserved blocks that this store need not copy: ABORTED if the
+        block's entry is aborted, WRITTEN if the store's shard of the block is written already.
 
         words: the entry number of each block of the run.
         positions: positions in the run of the reserved blocks.
@@ -778,11 +779,11 @@ class Stores:
 
 
 def _skip_busy(busy: Entries, reservation: Reservation, reserved: list[Int64s]) -> None:
-    """Sets the results of blocks that a store must not copy to IN_FLIGHT: of blocks that another
-    copy is writing, and of a block that the call names again.
+    """Sets the result IN_FLIGHT for blocks that a store must not write: blocks that another copy is
+    writing, and a block that the same call has named before.
 
     busy: entries that another copy writes.
-    reserved: for each run, the positions of the blocks that the store may copy.
+    reserved: for each run, the positions of the blocks that the store may write.
     """
     pairs = zip(reservation.entries, reserved, strict=True)
     entries = np.concatenate([busy, *(words[positions] for words, positions in pairs)])

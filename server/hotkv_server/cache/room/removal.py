@@ -32,8 +32,8 @@ result at the end. Any other method may be called between two parts."""
 
 
 def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T:
-    """Runs all parts of some long work at once and returns its result. `between`: called after each
-    part."""
+    """Runs a generator, which does long work in parts, to its end at once. Returns the generator's
+    result. `between`: called after each part."""
     while True:
         try:
             next(parts)
@@ -78,11 +78,11 @@ class Books:
         return self.index.limit - self.index.num_entries
 
     def owners(self, entries: Entries) -> Int64s:
-        """Returns the tenant number of each entry [n]."""
+        """Returns the tenant number of each entry."""
         return self.tenants.of(self.index.table.records[entries, table.W_KEY_SPACE])
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the heat of each entry [n]: entries with the lowest heat are evicted first. A
+        """Returns the heat of each entry: entries with the lowest heat are evicted first. A
         representation has the heat of its block."""
         return self.policy.heat(self.representations.blocks_of(entries))
 
@@ -240,8 +240,8 @@ class Removal:
                 self._books.free_slots(self.index.parts(rows))
 
     def causes(self, key_space_id: int, group_index: int, hashes: Words) -> Causes:
-        """Returns for each block [n] the `Cause` of its last removal; NONE if no removal of the
-        block is remembered."""
+        """Returns for each block the `Cause` of its last removal; NONE if no removal of the block
+        is remembered."""
         return self._removed.causes(self.index.mixed_hashes(key_space_id, group_index, hashes))
 
     def remember(self, keys: Keys, cause: Cause) -> None:
@@ -279,8 +279,8 @@ had a few hot blocks, no slab could be emptied. An evicted hot block is soon sto
 
 
 def dearest_in_windows(cost: NDArray[np.float64], length: int) -> NDArray[np.float64]:
-    """Returns the highest cost in each window (range of `length` adjacent slabs), [len(cost) -
-    length + 1]. `cost`: cost of emptying each slab."""
+    """Returns the highest cost in each window, in order of the windows' first slabs. A window is a
+    range of `length` adjacent slabs. `cost`: cost of emptying each slab."""
     highest, width = cost, 1
     while width < length:
         step = min(width, length - width)
@@ -331,10 +331,10 @@ def choose_windows(
 
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
-    """Returns the limits for `choose_windows`, which chooses the windows (ranges of adjacent slabs)
-    to empty for a slot size, the receiving size, that needs `num_slots` slots. The limits are
-    float64 [runs that these slots need]. The i-th window is emptied only if it costs less than
-    limit i. If it costs more, it is better to evict blocks of the receiving size.
+    """Returns the limits for `choose_windows`, which chooses windows (ranges of adjacent slabs) to
+    empty, so that a slot size, the receiving size, gets room for `num_slots` slots. There is a
+    limit for each window that these slots need. The i-th window is emptied only if it costs less
+    than limit i. If it costs more, it is better to evict blocks of the receiving size.
 
     own: heat of the coldest blocks of the receiving size, rising; the coldest block is evicted
         first. Each emptied window spares some of these blocks from eviction. If the windows before
@@ -366,7 +366,7 @@ removal of the first 0 to n of them frees [n + 1]; the entries [n]."""
 
 
 def ranks_of(heat: NDArray[np.float64]) -> Int64s:
-    """Returns a rank for each heat [n], which rises with the heat."""
+    """Returns an integer for each heat. The integers sort in the same order as the heats."""
     bits = heat.view(np.int64)
     # The bits of negative numbers fall while the numbers rise.
     ranks: Int64s = bits ^ (bits >> 63 & np.iinfo(np.int64).max)
@@ -374,8 +374,9 @@ def ranks_of(heat: NDArray[np.float64]) -> Int64s:
 
 
 def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
-    """Finds the coldest entries of all parts that together free at most `most_bytes`. Yields an
-    empty array after each step of the search, then for each part an array of its found entries."""
+    """Finds the coldest entries of all `parts`, as many as together free at most `most_bytes`.
+    Yields an empty array after each step of the search, and at the end for each part an array of
+    the entries found in it."""
 
     def bytes_below(rank: int) -> int:
         return sum(int(sums[np.searchsorted(ranks, rank)]) for ranks, sums, _ in parts)

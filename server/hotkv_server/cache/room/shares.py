@@ -228,7 +228,7 @@ class TenantBook:
         return int(self._of_key_space[key_space_id % KEY_SPACE_ROWS]) if self.is_used else 0
 
     def of(self, key_spaces: NDArray[np.uint32]) -> Int64s:
-        """Returns the tenant number of each key space id [n]."""
+        """Returns the tenant number of each key space id."""
         return self._of_key_space[key_spaces % KEY_SPACE_ROWS]
 
     def count(self, key_space_id: int, num_bytes: int) -> None:
@@ -282,12 +282,12 @@ class TenantBook:
         )
 
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Returns for each entry [n] whether it may be evicted for the tenant `taker` if no other
-        entry is evicted: the entry belongs to the taker, or the entry's tenant stays at or
-        above its guarantee.
+        """Returns for each entry whether it may be evicted for the tenant `taker` if no other entry
+        is evicted: the entry belongs to the taker, or the entry's tenant stays at or above its
+        guarantee.
 
-        owners: tenant number of each entry [n].
-        sizes: bytes that the eviction of each entry frees [n].
+        owners: tenant number of each entry.
+        sizes: bytes that the eviction of each entry frees.
         """
         allowed: BoolMask = (owners == taker) | (
             self.used[owners] - sizes >= self._guaranteed[owners]
@@ -299,11 +299,11 @@ class TenantBook:
         return int(self.used[tenant] - self._guaranteed[tenant])
 
     def within(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Returns which of the entries [n] may be evicted together for the tenant `taker`, in this
-        order, so that no other tenant falls below its guarantee.
+        """Returns a mask of the entries that may be evicted together for the tenant `taker`, in
+        this order, so that no other tenant falls below its guarantee.
 
-        owners: tenant number of each entry [n].
-        sizes: bytes that the eviction of each entry frees [n].
+        owners: tenant number of each entry.
+        sizes: bytes that the eviction of each entry frees.
         """
         allowed: BoolMask = owners == taker
         for owner in np.unique(owners[~allowed]).tolist():
@@ -318,9 +318,10 @@ class TenantBook:
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
-        """Returns how many of `count` slots to make room for in each step of `Room.make`. If only
-        some of the slots lie within the tenant's guarantee, there are two steps: first room for
-        these slots, then for all `count` slots. Otherwise there is one step."""
+        """Returns the steps in which `Room.make` makes room for `count` slots: for each step, how
+        many slots have room after it. If only some of the slots lie within the tenant's guarantee,
+        there are two steps: first these slots, then all `count` slots. Otherwise there is one step.
+        """
         claimed = (
             int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
         )
@@ -365,7 +366,8 @@ that stores find room."""
 
 def most_pinned(capacity_bytes: int) -> int:
     """Returns how many bytes may be pinned for long in an arena of `capacity_bytes`: by
-    residencies, holds and read leases without a load together (`PinBudget`)."""
+    residencies, by holds (pins that requests asked for) and by read leases without a load, together
+    (`PinBudget`)."""
     return capacity_bytes - capacity_bytes // STORE_SHARE
 
 
@@ -398,5 +400,7 @@ class PinBudget:
 
     @property
     def for_others(self) -> int:
-        """Bytes that holds (pins that requests asked for) and read leases may still pin."""
+        """Number of bytes that may still be pinned by read leases and by holds (pins that requests
+        asked for). While no residency has reserved or pinned room, this budget does not limit these
+        pins: the number is the size of the arena."""
         return self.for_residencies if self.resident_bytes else self._tenants.capacity_bytes

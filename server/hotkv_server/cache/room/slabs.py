@@ -82,7 +82,7 @@ class FreeSlots:
 
     def keep(self, is_kept: Callable[[Int64s], BoolMask]) -> None:
         """Drops the slots for which `is_kept` is False. The order stays the same. `is_kept`:
-        function that returns a mask for the offsets [n] of some slots."""
+        function that returns a mask for the offsets of some slots."""
         kept = []
         for chunk in self._chunks:
             mask = is_kept(chunk)

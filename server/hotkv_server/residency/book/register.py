@@ -44,9 +44,9 @@ class ResidentGroup:
     kinds: group indexes of the kinds of representations (compact forms of keys, for sparse
         attention) to pin.
     kind_bytes: slot size of a representation, the same for all `kinds`; 0 without kinds.
-    positions: position of each row's block in the request, int64 [n], increasing.
-    entries: entry number of each row's block, uint32 [n].
-    linked: entry number of the representation that is pinned with each row's block, uint32 [n]; 0:
+    positions: position of each row's block in the request, int64, increasing.
+    entries: entry number of each row's block, uint32.
+    linked: entry number of the representation that is pinned with each row's block, uint32; 0:
         none.
     num_linked: number of rows with a pinned representation.
     """
@@ -76,9 +76,9 @@ class ResidentGroup:
         return slots
 
     def rows(self, positions: Int64s) -> tuple[Int64s, BoolMask]:
-        """Finds the rows of positions [n]. Returns for each position its row, and whether the row
-        exists. For a position without a row, returns the index at which its row would be
-        inserted."""
+        """Finds the rows of positions. Returns for each position its row, and whether the row
+        exists. For a position without a row, returns the index at which its row would be inserted.
+        """
         rows = np.searchsorted(self.positions, positions)
         known = np.zeros(len(positions), np.bool_)
         inside = rows < len(self.positions)
@@ -86,8 +86,8 @@ class ResidentGroup:
         return rows, known
 
     def linked_at(self, positions: Int64s) -> Entries:
-        """Returns for each position [n] the entry of the representation (compact form of keys) that
-        is pinned with its block; 0 if no representation is pinned."""
+        """Returns for each position the entry of the representation (compact form of keys) that is
+        pinned with its block; 0 if no representation is pinned."""
         rows, known = self.rows(positions)
         found = np.zeros(len(positions), np.uint32)
         found[known] = self.linked[rows[known]]
@@ -107,8 +107,8 @@ class ResidentGroup:
         """Records the pinned representations of blocks that had no representation (compact form of
         keys) yet.
 
-        rows: rows of the blocks [n].
-        linked: entry of each block's representation [n].
+        rows: rows of the blocks.
+        linked: entry of each block's representation.
         """
         self.linked[rows] = linked
         self.num_linked += len(rows)
