@@ -253,8 +253,8 @@ class CacheCore(CacheBooks):
 
     def release(self, session_number: int, lease_id: str) -> bool:
         """Ends a lease before it expires. If copies are running under the lease, it ends when the
-        copies end. Returns False if no engine has a lease with this id. Raises FOREIGN_LEASE if
-        another engine has a lease with this id, but not the session's engine."""
+        copies end. Returns False if no engine has a lease with this id. Raises FOREIGN_LEASE if the
+        session's engine has no lease with this id, but another engine has one."""
         session = self.sessions.record(session_number)
         lease = self.leases.get(session.engine_id, lease_id)
         if lease is None:

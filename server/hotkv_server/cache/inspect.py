@@ -41,7 +41,7 @@ class Census:
     representation_bytes: bytes of the slots of representations in any state.
     num_unverified: entries whose bytes must be compared with the check value before a load.
     blocks, representations: number of ready blocks and of ready representations of each key space,
-        int64, at the index: number of the key space modulo KEY_SPACE_ROWS.
+        int64. The index is the key space's number modulo KEY_SPACE_ROWS.
     """
 
     num_blocks: int
@@ -201,7 +201,8 @@ class PromptBlocks:
 
 
 def limits(core: CacheCore) -> Limits:
-    """Returns how many entries the core can have, and how many blocks a call may name, at most."""
+    """Returns the limits of the core: the most entries that it can have, and the most blocks that a
+    call may name."""
     return Limits(core.config.capacity, core.config.max_blocks_per_call)
 
 

@@ -289,8 +289,9 @@ def _kept(
 
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
-    """Returns for each key space number of the old table the number of the same key space in the
-    new core; 0 if the core does not have the key space. `key_spaces`: new number by old number."""
+    """Translates key space numbers of the old table (`old_numbers`) into the numbers that the same
+    key spaces have in the new core; 0 for a key space that the core does not have. `key_spaces`:
+    new number by old number."""
     known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
     if not len(known):
         return np.zeros(len(old_numbers), np.uint32)

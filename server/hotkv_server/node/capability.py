@@ -56,11 +56,12 @@ class Filters:
         return f"Filters({dict(self._given)!r})"
 
     def text(self, name: str) -> str:
-        """Returns the text of the filter `name`; empty if it is not given."""
+        """Returns the value of the filter `name` as text; empty if it is not given."""
         return self._given.get(name, "")
 
     def whole(self, name: str, most: int) -> int:
-        """Returns the filter `name` as a whole number from 0 to `most`; 0 if it is not given."""
+        """Returns the value of the filter `name` as a whole number from 0 to `most`; 0 if it is not
+        given."""
         text = self.text(name) or "0"
         if not (text.isascii() and text.isdecimal()) or len(text) > 20 or int(text) > most:
             raise invalid(f"{name} is {text[:40]!r}; give a whole number, 0 to {most}")
@@ -72,7 +73,7 @@ class Filters:
         return self.whole("page_size", most) or default
 
     def seconds(self, name: str) -> float:
-        """Returns the filter `name` as seconds; 0 if it is not given."""
+        """Returns the value of the filter `name` in seconds; 0 if it is not given."""
         text = self.text(name) or "0"
         try:
             found = float(text)
@@ -226,11 +227,12 @@ class BlocksBelow(Protocol):
         """
 
     def trace(self, tracing: "Tracer") -> None:
-        """From this call on, makes spans (timed parts of a trace) for the tier reads and writes of
-        traced calls."""
+        """Starts tracing: from now on, the reads and writes of tiers for traced calls get spans
+        (timed parts of a trace)."""
 
     async def close(self) -> None:
-        """Begins no further move. Waits, for a bounded time, until the running moves end."""
+        """Stops moving blocks between tiers: begins no further move, and waits, for a bounded time,
+        until the running moves end."""
 
     def set_write_budget(self, bytes_per_day: int | None) -> None:
         """Sets how many bytes may be written to the disk in 24 hours; None: no limit."""

@@ -29,7 +29,7 @@ keys, for sparse attention) [n], -1 if the block has no pinned representation.""
 
 
 class ResidencyDesk:
-    """Opens, extends and closes residencies (see the module).
+    """Opens, extends and closes the residencies of a node, on its event loop.
 
     tell: called after blocks have been evicted, or condemned because their bytes do not match their
         check values. It executes the core's effects.
@@ -105,8 +105,8 @@ class ResidencyDesk:
 
     async def close(self, session: LiveSession, residency_id: str) -> bool:
         """Closes a residency in parts; other tasks run between the parts. Returns False if the
-        residency is not open. If it was refused, the refusal is then forgotten, because its request
-        no longer waits for room."""
+        residency is not open. In that case, deletes the recorded refusal of this residency, because
+        its request no longer waits for room."""
         book = self.residencies.book
         residency = book.named(session.record, residency_id)
         if residency is None:

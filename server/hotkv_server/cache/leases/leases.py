@@ -211,7 +211,7 @@ class LeaseBook:
         return f"LeaseBook({len(self._by_key)} leases)"
 
     def next_number(self) -> int:
-        """Returns a number for a new lease that no lease in the book has. It is below FIRST_MOVE:
+        """Returns a number for a new lease, which no lease in the book has. It is below FIRST_MOVE:
         the numbers from FIRST_MOVE on are for moves of blocks between tiers."""
         while self._next_number in self._by_number or self._next_number == 0:
             self._next_number = (self._next_number + 1) % FIRST_MOVE
@@ -442,7 +442,8 @@ Transfer = LoadTransfer | StoreTransfer
 
 
 class TransferBook:
-    """All transfers in flight. `bound` limits how many transfers each owner has at a time."""
+    """All transfers in flight. `bound` limits how many transfers each owner (tenant or engine) has
+    at a time."""
 
     def __init__(self) -> None:
         self.bound = FairBound(MAX_TRANSFERS)

@@ -137,7 +137,8 @@ class RetentionPins:
             self._count(tenant, -int(np.count_nonzero(mine)), -int(sizes[mine].sum()))
 
     def entries(self) -> Entries:
-        """Returns all held entries in rising order. Takes time linear in the capacity."""
+        """Returns all held entries (pinned because requests asked for it) in rising order. Takes
+        time linear in the capacity."""
         return np.flatnonzero(self._until_s).astype(np.uint32)
 
     def check_invariants(self) -> None:

@@ -65,8 +65,8 @@ class Books:
         return f"Books({self.index!r}, {self.pool!r})"
 
     def free_slots(self, parts: list[Words]) -> None:
-        """Frees the slots of removed entries, given by the records that they had. Each array has
-        records of one key space and slot size (`BlockIndex.parts`)."""
+        """Frees the slots of removed entries. `parts`: the records that the entries had; each array
+        has records of one key space and slot size (`BlockIndex.parts`)."""
         for rows in parts:
             slot_bytes = int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN
             offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN

@@ -95,16 +95,17 @@ class BoundShare(FairBound):
         return f"BoundShare({self.total} of {self._unit} in {self._bound!r})"
 
     def room(self, owner: str) -> int:
-        """Returns how many more objects the owner may acquire in one call."""
+        """Returns how many more objects of this kind the owner may acquire in one call."""
         return self._bound.room(owner) // self._unit
 
     def take(self, owner: str, count: int) -> None:
-        """Acquires `count` objects for the owner, here and in the shared bound."""
+        """Acquires `count` objects for the owner: counts them here, and their units in the shared
+        bound."""
         self._bound.take(owner, count * self._unit)
         super().take(owner, count)
 
     def give(self, owner: str, count: int) -> None:
-        """Releases `count` of the owner's objects, here and in the shared bound."""
+        """Releases `count` of the owner's objects here, and their units in the shared bound."""
         super().give(owner, count)
         self._bound.give(owner, count * self._unit)
 

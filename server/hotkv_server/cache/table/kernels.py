@@ -143,8 +143,9 @@ def plan_runs(
     a new run.
 
     Returns the number of pieces (ranges of slabs) that were chosen, and the number of slots in
-    them. Unless `plan` [pieces, 3] is empty, writes three numbers for each piece to its front: the
-    first slab of the piece's run, the first slab of the piece, and the piece's number of slabs.
+    them. Unless `plan` is empty, also writes a row of three numbers for each piece to the front of
+    `plan`: the first slab of the piece's run, the first slab of the piece, and the piece's number
+    of slabs.
 
     owner: slot size that each slab is lent to; -1 for a free slab.
     head: first slab of each slab's run.

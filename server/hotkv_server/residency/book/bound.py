@@ -97,7 +97,7 @@ class ResidencyBound:
         return slot_cost(slot_bytes, self._slab_bytes)
 
     def costs(self, slots: Mapping[int, int]) -> int:
-        """Returns how many bytes of the arena slots cost together.
+        """Returns how many bytes of the arena these slots cost together.
 
         slots: number of slots, by size.
         """

@@ -19,7 +19,8 @@ from hotkv_server.residency.book.register import Residency
 
 
 class ResidencyPins:
-    """Pins entries for residencies (see the module).
+    """Pins entries (blocks and representations) for residencies, and marks the pinned entries for
+    the next server.
 
     counts: by entry number, how many times residencies pin the entry, uint32.
     """

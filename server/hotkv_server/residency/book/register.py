@@ -76,9 +76,9 @@ class ResidentGroup:
         return slots
 
     def rows(self, positions: Int64s) -> tuple[Int64s, BoolMask]:
-        """Finds the rows of positions. Returns for each position its row, and whether the row
-        exists. For a position without a row, returns the index at which its row would be inserted.
-        """
+        """Finds the rows of the blocks at these positions in the request. Returns for each position
+        its row, and whether the row exists. For a position without a row, returns the index at
+        which its row would be inserted."""
         rows = np.searchsorted(self.positions, positions)
         known = np.zeros(len(positions), np.bool_)
         inside = rows < len(self.positions)
@@ -213,7 +213,8 @@ class Residency:
 
     @property
     def weight(self) -> int:
-        """Returns an upper estimate of the bytes that the residency's lists use."""
+        """Returns an upper estimate of the bytes of memory that the lists of the residency's blocks
+        use."""
         return weight_of(self.asked)
 
     def pinned(self) -> Iterator[Entries]:
@@ -243,9 +244,9 @@ def sum_of_slots(groups: Mapping[int, ResidentGroup]) -> dict[int, int]:
 
 
 def weight_of(asked: Mapping[int, int]) -> int:
-    """Returns an upper estimate of the bytes that a residency's lists use.
+    """Returns an upper estimate of the bytes of memory that the lists of a residency's blocks use.
 
-    asked: number of blocks, by group.
+    asked: number of blocks to reserve, by group.
     """
     return RESIDENCY_BYTES + GROUP_BYTES * len(asked) + BLOCK_BYTES * sum(asked.values())
 
@@ -277,7 +278,8 @@ class ResidencyBook:
     """Finds residencies by id and by session. Bounds their number and memory for each owner.
 
     bound: counts the residencies of each owner.
-    memory: counts the bytes of the residencies' lists for each owner.
+    memory: counts, for each owner, the bytes of memory that the lists of the residencies' blocks
+        use.
     orphans: numbers of sessions that ended while the server drained. Their residencies stay.
     """
 
@@ -339,9 +341,9 @@ class ResidencyBook:
     def check_room(self, residency: Residency) -> None:
         """Checks a new residency against the bounds of its owner.
 
-        Raises RESIDENCY_TOO_LARGE if its lists would use more memory than any owner may have.
-        Raises OVERLOADED if the owner has too many residencies, or too little memory left for the
-        lists.
+        Raises RESIDENCY_TOO_LARGE if the lists of its blocks would use more memory than any owner
+        may have. Raises OVERLOADED if the owner has too many residencies, or too little memory left
+        for the lists.
         """
         self._check_memory(residency.owner, residency.weight, residency.weight)
         if not self.bound.room(residency.owner):
@@ -352,7 +354,8 @@ class ResidencyBook:
             )
 
     def check_growth(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
-        """Checks the memory that the lists of an open residency would use after it has grown.
+        """Checks the memory that the lists of an open residency's blocks would use after it has
+        grown.
 
         Raises RESIDENCY_TOO_LARGE if the lists would use more memory than any owner may have,
         OVERLOADED if the owner has too little memory left.
@@ -364,7 +367,7 @@ class ResidencyBook:
 
     def _check_memory(self, owner: str, weight: int, more: int) -> None:
         """Raises HotKVError unless an owner may use `more` additional bytes for the lists of a
-        residency.
+        residency's blocks.
 
         weight: bytes that these lists would then use in total.
         """

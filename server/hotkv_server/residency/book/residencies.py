@@ -49,8 +49,8 @@ PART_BLOCKS = 1 << 14
 
 
 class Residencies:
-    """Opens, extends and closes residencies (see the module). The constructor registers the object
-    as a `Pinner` of the core.
+    """Opens, extends and closes residencies, which keep the blocks of running requests pinned. The
+    constructor registers the object as a `Pinner` of the core.
 
     book: the residencies.
     bound: counts the bytes that are promised and pinned.

@@ -179,8 +179,9 @@ class Duel:
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
         """Records in all shadow caches that a request used some blocks, whether or not the real
-        cache has them. `keys`: the blocks, in chain order. Ends the epoch if it is over. Returns
-        True if the winner changed. `num_resident`: number of blocks in the real cache."""
+        cache has them. `keys`: the blocks, in chain order. Ends the scores' epoch (EPOCH_S) if its
+        time is over. Returns True if the winner changed. `num_resident`: number of blocks in the
+        real cache."""
         if not self._too_few <= num_resident < self._too_many:
             self._resample(num_resident)
         limit = max(1, round(num_resident * self.share))

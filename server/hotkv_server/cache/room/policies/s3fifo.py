@@ -1,8 +1,8 @@
 """S3-FIFO: two queues, from whose front blocks are evicted. New blocks enter the small queue, which
-gets a tenth of the room. A block at its front that was used at least USES_TO_STAY times moves to
-the main queue instead of being evicted. A block at the front of the main queue that was used moves
-to the end of the queue. A ghost is a record of a block that was evicted from the small queue; if a
-block with a ghost is stored again, it enters the main queue.
+gets a tenth of the room. A block at the front of the small queue that was used at least
+USES_TO_STAY times moves to the main queue instead of being evicted. A block at the front of the
+main queue that was used moves to the end of the queue. A ghost is a record of a block that was
+evicted from the small queue; if a block with a ghost is stored again, it enters the main queue.
 
 Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """

@@ -176,8 +176,8 @@ class ColdQueue:
     """Returns entries in order of eviction, the coldest first.
 
     members: function that returns which entries of a range of entry numbers belong to the queue.
-    state: the policy's 64 bits for each entry number, which change whenever the entry is used or
-        removed; 0 for an entry that the policy does not know.
+    state: 64 bits of the policy's state for each entry number, which change whenever the entry is
+        used or removed; 0 for an entry that the policy does not know.
     highest: the highest entry number to scan.
     heat: function that returns the heat of entries; the lowest heat is the coldest.
     """
@@ -377,8 +377,8 @@ class _Part:
 
 
 class DemotedEntries:
-    """Demoted entries in the order in which they were demoted. `state`, by entry number: the
-    policy's 64 bits for each entry, which change whenever the entry is used or removed."""
+    """Demoted entries in the order in which they were demoted. `state`: 64 bits of the policy's
+    state for each entry number, which change whenever the entry is used or removed."""
 
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state
@@ -414,8 +414,9 @@ class DemotedEntries:
             self._compact_next()
 
     def _compact_next(self) -> None:
-        """Compacts the next part: removes the entries of the part that are no longer valid
-        (`_valid`). Joins the part with the part before it if both together are small enough."""
+        """Compacts the next part of the demoted entries: removes the entries of the part that are
+        no longer valid (`_valid`). Joins the part with the part before it if both together are
+        small enough."""
         at = self._next if self._next < len(self._parts) else 0
         part = self._parts[at] = self._valid(self._parts[at])
         if at and len(self._parts[at - 1]) + len(part) <= PART_ENTRIES:
