@@ -23,9 +23,9 @@ from hotkv_server.node.session import LiveSession
 from hotkv_server.residency.book.residencies import Residencies
 
 Extended = tuple[Int64s, Int64s]
-"""Two arrays of slot offsets in the arena, in bytes, with an item per block: the offset of the
-block [n], -1 if the block is not pinned; and the offset of its representation (compact form of
-keys, for sparse attention) [n], -1 if the block has no pinned representation."""
+"""Two arrays of slot offsets in the arena, in bytes, with an item per block. First array: offset of
+the block; -1 if the block is not pinned. Second array: offset of its representation (compact form
+of keys, for sparse attention); -1 if the block has no pinned representation."""
 
 
 class ResidencyDesk:

@@ -361,8 +361,8 @@ def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) ->
 
 
 Ranked = tuple[Int64s, Int64s, Entries]
-"""Entries from cold to hot: a rank for each, which rises with its heat [n]; the bytes that the
-removal of the first 0 to n of them frees [n + 1]; the entries [n]."""
+"""Entries from cold to hot, as three arrays: a rank for each entry, which rises with its heat
+(`ranks_of`); the bytes that removing the first 0, 1, 2… of the entries frees; the entries."""
 
 
 def ranks_of(heat: NDArray[np.float64]) -> Int64s:
@@ -398,7 +398,7 @@ def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
 
 
 MayGo = Callable[[Entries], BoolMask]
-"""Function that returns which of the entries [n] may be evicted."""
+"""Function that returns a mask of the entries that may be evicted."""
 
 
 class Rebalancer:

@@ -24,7 +24,7 @@ bits of the key itself are not compared. About 2 of 1e9 keys that were not remov
 mistaken for removed keys."""
 
 Causes = NDArray[np.uint8]
-"""Values of `Cause` (why a block was removed), uint8 [n]."""
+"""Values of `Cause` (why a block was removed), uint8."""
 
 
 class RemovedKeys:

@@ -22,7 +22,7 @@ from hotkv_proto.blocks import NO_RETENTION, Retention
 Entries = NDArray[np.uint32]
 Keys = NDArray[np.uint64]
 Evictable = Callable[[Entries], NDArray[np.bool_]]
-"""Function that returns which of the entries [n] may be evicted."""
+"""Function that returns a mask of the entries that may be evicted."""
 
 
 class Policy(Protocol):

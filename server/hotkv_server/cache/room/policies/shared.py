@@ -153,7 +153,7 @@ SWEEP_ENTRIES = 1 << 17
 """Entry numbers that each part of a refill examines."""
 
 Heat = Callable[[Entries], NDArray[np.float64]]
-"""Function that returns the heat of entries [n]; the entry with the lowest heat is the coldest."""
+"""Function that returns the heat of each entry; the entry with the lowest heat is the coldest."""
 Members = Callable[[int, int], Entries]
 """Function with the arguments `first` and `stop`. It returns those entries that belong to a queue,
 among the entry numbers from `first` to `stop` - 1."""
