@@ -139,7 +139,8 @@ class Persistence:
 
     def turn(self) -> None:
         """Called at each turn of the timer: collects a part of the times of last use. After the
-        last part, begins to write them all. Never waits for a file."""
+        last part, begins to write all these times, and the key spaces if they have changed since
+        the last write. Never waits for a file."""
         if self._noting is not None and not self._noting.done():
             return
         if (used_s := self._notes.take(USE_PARTS)) is not None:

@@ -193,8 +193,8 @@ class Sessions:
             )
 
     async def declare(self, key_space: KeySpace) -> int:
-        """Registers a key space without opening a session, and saves it. Returns the number of the
-        key space.
+        """Registers a key space without opening a session, saves it, and asks shared tiers for its
+        epoch (number of flushes). Returns the number of the key space.
 
         Raises DRAINING, and the errors of `Catalog.register`.
         """

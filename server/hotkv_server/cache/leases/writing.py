@@ -677,9 +677,9 @@ class Stores:
         now_s: float,
     ) -> Entries:
         """Ends the run at position `at` of a store, and sets the run's results. If the copy
-        succeeded, marks the store's shard of each block as written, and publishes the blocks of
-        which all shards are written now. Otherwise marks the entries as aborted. Returns the
-        published entries.
+        succeeded, marks the store's shard of each block as written, publishes the blocks of which
+        all shards are written now, and pins them if the store names a residency. Otherwise marks
+        the entries as aborted. Returns the published entries.
 
         whole: the mask of all shards: bit n stands for shard n.
         sums: sums of the copied bytes of each block of the run, for check values; None if the copy

@@ -406,8 +406,8 @@ class ResidencyBook:
         self.settle_refusal(residency.engine_id, residency.residency_id)
 
     def begin_closing(self, residency: Residency) -> None:
-        """Frees the id of a residency that is about to close, so that a call may use the id
-        again."""
+        """Frees the id of a residency that is about to close, so that a call may use the id again.
+        Deletes the recorded refusal of the residency, if any."""
         del self._by_id[residency.engine_id, residency.residency_id]
         self.settle_refusal(residency.engine_id, residency.residency_id)
 
