@@ -38,7 +38,8 @@ class Census:
 
     num_blocks: ready blocks.
     pinned_bytes: bytes of the slots of pinned entries.
-    representation_bytes: bytes of the slots of representations in any state.
+    representation_bytes: bytes of the slots of representations (compact forms of blocks' keys, for
+        sparse attention) in any state.
     num_unverified: entries whose bytes must be compared with the check value before a load.
     blocks, representations: number of ready blocks and of ready representations of each key space,
         int64. The index is the key space's number modulo KEY_SPACE_ROWS.
@@ -97,7 +98,7 @@ STATES = {
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of the core. `max_entries`: largest number of entries, that is of blocks and
-    representations together."""
+    representations (compact forms of keys) together."""
 
     max_entries: int
     max_blocks_per_call: int
@@ -127,7 +128,8 @@ class RoomFigures:
     full_capacity_bytes: bytes that the tier can use once the whole arena has memory.
     used_bytes: bytes of slots that are reserved, ready or detached (flushed while pinned).
     pinned_bytes: bytes of the slots of pinned entries.
-    representation_bytes: bytes of the slots of representations.
+    representation_bytes: bytes of the slots of representations (compact forms of blocks' keys, for
+        sparse attention).
     num_blocks: number of ready blocks.
     num_unverified: number of entries whose bytes must be compared with the check value before a
         load.
@@ -148,8 +150,8 @@ class RoomFigures:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceFigures:
-    """A key space, its kinds of representations, and its numbers of ready blocks and
-    representations."""
+    """A key space, its kinds of representations (compact forms of blocks' keys, for sparse
+    attention), and its numbers of ready blocks and representations."""
 
     number: int
     key_space: KeySpace
@@ -166,7 +168,8 @@ class BlockFigures:
     state: reserved, ready or detached, as a `STATE_` number of `hotkv_proto.table`.
     depth: number of blocks before this block in its chain.
     last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if it is not ready.
-    representation_bytes: slot size of the block's representation; 0 without a representation.
+    representation_bytes: slot size of the block's representation (compact form of its keys); 0
+        without a representation.
     parent_words: hash of the block before this block in the chain. None if this block is the first,
         or if the block before it is not ready.
     """

@@ -426,8 +426,8 @@ def _publish(
     now_s: float,
     report: Restored,
 ) -> None:
-    """Makes restored blocks ready, then the representations whose block was restored. Drops all
-    other representations.
+    """Makes restored blocks ready, then the representations (compact forms of keys) whose block was
+    restored. Drops all other representations.
 
     old: all records of the old table, each a row of 18 uint32 words.
     came: positions in `old` of the records that have a new entry.
@@ -473,8 +473,8 @@ def _publish(
 def _linked(
     core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
 ) -> BoolMask:
-    """Returns which representations may be made ready: those whose block was restored, has the same
-    key space and hash, and names the representation in its record.
+    """Returns which representations (compact forms of keys) may be made ready: those whose block
+    was restored, has the same key space and hash, and names the representation in its record.
 
     kinds: positions in `old` of the representations.
     links: positions in `old` of the blocks that they name.

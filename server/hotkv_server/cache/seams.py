@@ -39,9 +39,9 @@ class StorePins(Protocol):
         block in its chain (prompt)."""
 
     def pin_linked(self, group_index: int, positions: Int64s) -> None:
-        """Pins the representations of the blocks of this group at `positions`. Skips a block
-        without a representation. `positions`: the number of blocks before each block in its chain
-        (prompt)."""
+        """Pins the representations (compact forms of keys) of the blocks of this group at
+        `positions`. Skips a block without a representation. `positions`: the number of blocks
+        before each block in its chain (prompt)."""
 
 
 class Pinner(Protocol):

@@ -47,7 +47,7 @@ in the state file together."""
 
 def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
     """Returns the approximate bytes of memory that the catalog uses for a key space with these
-    kinds of representations."""
+    kinds of representations (compact forms of blocks' keys, for sparse attention)."""
     names = [name for group in key_space.groups for name in group.layer_names]
     shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
     num_entries = 16 + len(names) + len(key_space.extra) + sum(4 + len(sizes) for sizes in shards)
@@ -114,9 +114,9 @@ class Catalog:
     def register(
         self, key_space: KeySpace, kinds: tuple[Representation, ...], now_s: float
     ) -> tuple[int, tuple[int, ...]]:
-        """Registers a key space and kinds of representations the first time they are seen. Returns
-        the number of the key space and the group index of each kind. Raises OVERLOADED if the
-        tenant's share of the catalog is used up (`share_out`)."""
+        """Registers a key space and kinds of representations (compact forms of keys) the first time
+        they are seen. Returns the number of the key space and the group index of each kind. Raises
+        OVERLOADED if the tenant's share of the catalog is used up (`share_out`)."""
         self._check(key_space, kinds)
         if not self._has_room(key_space, kinds):
             count = self._holding(key_space).count
@@ -414,7 +414,8 @@ class SessionBook:
 
         engine_id: id that all sessions of one engine share.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
-        representations: kinds of representations that the session will store or load.
+        representations: kinds of representations (compact forms of blocks' keys, for sparse
+            attention) that the session will store or load.
 
         Raises INVALID_FIELD if `engine_id` is empty, DRAINING while the server drains, and the
         errors of `Catalog.register`.

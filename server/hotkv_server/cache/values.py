@@ -64,7 +64,8 @@ serves no other call."""
 class CoreConfig:
     """Settings of the core. Times are in seconds. Shares are fractions of the arena, 0 to 1.
 
-    capacity: largest number of entries, that is of blocks and representations together.
+    capacity: largest number of entries, that is of blocks and representations (compact forms of
+        keys) together.
     unadmitted_share: largest share that read leases may pin while no load has begun under them.
     held_share: largest share that may be pinned because requests asked to retain their blocks.
     residency_share: largest share that residencies may reserve and pin.
@@ -199,7 +200,8 @@ class SessionRecord:
 
     number: the session's public number. The secret id that its client uses in calls is known only
         to the node.
-    representations: group index of each kind of representation that the session declares.
+    representations: group index of each kind of representation (compact form of a block's keys, for
+        sparse attention) that the session declares.
     """
 
     number: int
@@ -251,8 +253,8 @@ class Counters:
 class KeySpaceRecord:
     """A key space and its number in this server.
 
-    representations: kinds of representations that sessions have declared; their group indices start
-        at MAX_GROUPS.
+    representations: kinds of representations (compact forms of blocks' keys, for sparse attention)
+        that sessions have declared; their group indices start at MAX_GROUPS.
     num_flushes: number of flushes of the key space that have begun.
     """
 
@@ -262,8 +264,8 @@ class KeySpaceRecord:
     num_flushes: int = 0
 
     def has(self, group_index: int) -> bool:
-        """Returns True if the key space has a group, or a kind of representation, with this
-        index."""
+        """Returns True if the key space has a group, or a kind of representation (compact form of a
+        block's keys, for sparse attention), with this index."""
         return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(
             self.representations
         )
@@ -281,8 +283,8 @@ class KeySpaceRecord:
         return self.representations[group_index - MAX_GROUPS]
 
     def block_group(self, group_index: int) -> int:
-        """Returns the group of the blocks that have representations of the kind `group_index`. If
-        `group_index` is the index of a group, returns it unchanged."""
+        """Returns the group of the blocks that have representations (compact forms of keys) of the
+        kind `group_index`. If `group_index` is the index of a group, returns it unchanged."""
         return (
             group_index
             if group_index < MAX_GROUPS

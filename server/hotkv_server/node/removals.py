@@ -222,7 +222,7 @@ class Removals:
         self, key_space: KeySpace, representations: tuple[Representation, ...]
     ) -> None:
         """Forgets key spaces, with their blocks, until `key_space` can be registered with these
-        kinds of representations.
+        kinds of representations (compact forms of blocks' keys, for sparse attention).
 
         May forget too few key spaces, because at most MAX_FORGOTTEN are forgotten and the other key
         spaces may be in use. Registering `key_space` then raises OVERLOADED.

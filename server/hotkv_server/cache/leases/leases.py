@@ -211,8 +211,8 @@ class LeaseBook:
         return f"LeaseBook({len(self._by_key)} leases)"
 
     def next_number(self) -> int:
-        """Returns a number for a new lease, which no lease in the book has. It is below FIRST_MOVE:
-        the numbers from FIRST_MOVE on are for moves of blocks between tiers."""
+        """Returns a number for a new lease, which no lease of this object has. It is below
+        FIRST_MOVE: the numbers from FIRST_MOVE on are for moves of blocks between tiers."""
         while self._next_number in self._by_number or self._next_number == 0:
             self._next_number = (self._next_number + 1) % FIRST_MOVE
         number = self._next_number
@@ -315,8 +315,8 @@ class LeaseBook:
     def check_replaces(self, old: Lease | None, owner: str, weight: int) -> None:
         """Raises OVERLOADED unless the owner may have a new lease that replaces the lease `old`.
 
-        If copies run under `old`, it still counts against the owner's limits, because it stays in
-        the book until they end.
+        If copies run under `old`, it still counts against the owner's limits, because it is removed
+        only when they end.
 
         old: the lease to replace; None if the new lease replaces no lease.
         weight: bytes of memory that the new lease would use.
@@ -341,7 +341,7 @@ class LeaseBook:
 
     def expired(self, now_s: float) -> list[Lease]:
         """Returns the leases whose expiry time has passed. They may include released leases, which
-        stay in the book while copies run under them."""
+        are removed only when no copy runs under them."""
         if now_s < self._next_end_s:
             return []
         # Expired leases count too: an expired lease with running copies stays in the book.

@@ -106,8 +106,8 @@ class RetentionPins:
         )
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends the holds whose time is over. Each step of the iterator examines PART_ENTRIES entry
-        numbers. Any other method may be called between two steps."""
+        """Ends the holds (retention pins) that have expired. Each step of the iterator examines
+        PART_ENTRIES entry numbers. Any other method may be called between two steps."""
         if now_s < self._next_end_s:
             return
         soonest_s, self._next_new_end_s = np.inf, np.inf

@@ -304,7 +304,7 @@ class Reservations:
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
         """Returns the index's keys (uint64) of all blocks of the runs, run after run. A key is the
         block's hash, mixed with its key space and group (`BlockIndex.mixed_hashes`). Skips runs of
-        representations."""
+        representations (compact forms of blocks' keys, for sparse attention)."""
         index = self._books.space.index
         keys = [
             index.mixed_hashes(key_space_id, run.group_index, run.hashes)
@@ -322,8 +322,8 @@ class Reservations:
         now_s: float,
         retention: Retention,
     ) -> WriteLease:
-        """Returns a new write lease for the checked call `asked`. The lease is not in the lease
-        book yet. Raises OVERLOADED if the owner's leases would then use too much memory."""
+        """Returns a new write lease for the checked call `asked`. The caller adds the lease to the
+        `LeaseBook`. Raises OVERLOADED if the owner's leases would then use too much memory."""
         weight = asked.weight
         if asked.named is None:
             weight = self._check_weight(session, record, asked.runs)
@@ -452,9 +452,10 @@ class Reservations:
         wanted: Int64s,
         results: NDArray[np.uint8],
     ) -> Int64s:
-        """Selects the representations that may be reserved. `wanted`: positions in the run.
-        Returns those of the positions whose block is ready, or reserved under this lease. Sets
-        `results` to IN_FLIGHT at a position whose block is reserved under another lease."""
+        """Selects the representations (compact forms of blocks' keys, for sparse attention) that
+        may be reserved. `wanted`: positions in the run. Returns those of the positions whose block
+        is ready, or reserved under this lease. Sets `results` to IN_FLIGHT at a position whose
+        block is reserved under another lease."""
         index = self._books.space.index
         words = index.find(
             lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]
@@ -641,8 +642,8 @@ class Stores:
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that now have every shard
-        written, then their representations. Returns `BlockResult` values, an array for each run of
-        the call.
+        written, then their representations (compact forms of keys). Returns `BlockResult` values,
+        an array for each run of the call.
 
         succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
             dropped.
@@ -739,8 +740,9 @@ class Stores:
     def _publish_representations(
         self, lease: WriteLease, entries: Entries, checks: Sums
     ) -> BoolMask:
-        """Makes those representations ready whose blocks are ready, and marks the others as
-        aborted. All entries are of one kind. Returns a mask of the entries that became ready."""
+        """Makes those representations (compact forms of keys) ready whose blocks are ready, and
+        marks the others as aborted. All entries are of one kind. Returns a mask of the entries that
+        became ready."""
         if not len(entries):
             return np.empty(0, np.bool_)
         space = self._books.space

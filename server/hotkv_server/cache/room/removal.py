@@ -83,7 +83,8 @@ class Books:
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         """Returns the heat of each entry: entries with the lowest heat are evicted first. A
-        representation has the heat of its block."""
+        representation (compact form of a block's keys, for sparse attention) has the heat of its
+        block."""
         return self.policy.heat(self.representations.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
@@ -164,7 +165,8 @@ class Removal:
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
         """Evicts those of the given entries that are ready and not pinned. Returns how many it
         evicted. Adds an eviction notice for the evicted blocks, but not for the evicted
-        representations. `cause`: remembered as the reason of the removal (`causes`)."""
+        representations (compact forms of keys). `cause`: remembered as the reason of the removal
+        (`causes`)."""
         going = self.going(entries)
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone], cause)
@@ -408,8 +410,8 @@ class Rebalancer:
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
     entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the
     receiving size would otherwise evict, or if that size can't evict enough. A run is emptied as a
-    whole, so each of its slabs costs the heat of the run's hottest block. A representation has the
-    heat of its block.
+    whole, so each of its slabs costs the heat of the run's hottest block. A representation (compact
+    form of a block's keys, for sparse attention) has the heat of its block.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:

@@ -150,7 +150,7 @@ _NO_BOUND = np.iinfo(np.int64).max // 2
 class TenantBook:
     """Counts the bytes of slots that each tenant and each key space uses, and knows the tenants'
     shares: a guarantee, and a burst bound, which is the most bytes that the tenant may use. Methods
-    take a tenant as a number: its position in the book.
+    take a tenant's number, which is its position in this object's arrays.
 
     is_used: False if no shares are configured; then the whole arena counts as one tenant's.
     capacity_bytes: bytes of the arena that have memory.

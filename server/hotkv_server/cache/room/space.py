@@ -105,8 +105,8 @@ class Room:
     def may_keep_at(self, slot_bytes: int) -> bool:
         """Returns True if the policy may refuse a slot of this size to a new block, so that older
         blocks stay. False unless `may_keep` is True. False while the arena also has slots of other
-        sizes or representations, because those would then be evicted in place of blocks of this
-        size."""
+        sizes or representations (compact forms of keys), because those would then be evicted in
+        place of blocks of this size."""
         shares = self._books.representations.declared or self._pool.is_shared(aligned(slot_bytes))
         return self.may_keep and not shares
 
@@ -307,8 +307,8 @@ class Room:
     def _drop_representations(
         self, slot_bytes: int, missing: Callable[[], int], taker: int
     ) -> Parts[None]:
-        """Drops the representations of the coldest blocks until `missing` returns 0. The blocks
-        stay. Yields after each part.
+        """Drops the representations (compact forms of keys) of the coldest blocks until `missing`
+        returns 0. The blocks stay. Yields after each part.
 
         slot_bytes: drops only representations of this slot size; 0: of any size.
         missing: function that returns how many slots or entry numbers are still to be freed.

@@ -19,8 +19,8 @@ from hotkv_server.residency.book.register import Residency
 
 
 class ResidencyPins:
-    """Pins entries (blocks and representations) for residencies, and marks the pinned entries for
-    the next server.
+    """Pins entries (blocks, and their representations for sparse attention) for residencies, and
+    marks the pinned entries for the next server.
 
     counts: by entry number, how many times residencies pin the entry, uint32.
     """
