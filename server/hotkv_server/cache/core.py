@@ -376,8 +376,8 @@ class CacheCore(CacheBooks):
 
     def expire(self, now_s: float) -> Iterator[None]:
         """Ends the leases and retention pins that have expired. Also unpins the blocks that `Grace`
-        pins for clients of an earlier server, once the time for those clients is over. An expired
-        lease with running copies ends when the copies end."""
+        pins for clients of an earlier server, once the time for these clients (`residency_grace_s`)
+        is over. An expired lease with running copies ends when the copies end."""
         self.space.removal.now_s = now_s
         yield from self.retention_pins.expire(now_s)
         yield from self.grace.expire(now_s, self.is_read)
@@ -419,9 +419,8 @@ class CacheCore(CacheBooks):
     def evict(
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[tuple[int, int]]:
-        """Evicts, in parts, those of the named blocks that are ready and not pinned. Yields for
-        each part how many blocks it evicted, and how many stayed because they were pinned or
-        reserved."""
+        """Evicts, in parts, the named blocks that are ready and not pinned. Yields for each part
+        how many blocks it evicted, and how many stayed because they were pinned or reserved."""
         for entries in self._named_parts(key_space_id, group_index, hashes):
             dropped = self.space.removal.evict(entries, Cause.OPERATOR)
             yield dropped, len(entries) - dropped
@@ -429,7 +428,7 @@ class CacheCore(CacheBooks):
     def would_evict(
         self, key_space_id: int, group_index: int = 0, hashes: table.Words | None = None
     ) -> Iterator[tuple[int, int, int]]:
-        """Predicts what `evict` would do, or `evict_all` if `hashes` is None. Changes nothing.
+        """Predicts the result of `evict`, or of `evict_all` if `hashes` is None. Changes nothing.
         Works in parts. Yields for each part three numbers: blocks that would be evicted, blocks
         that would stay, and bytes that would become free.
 

@@ -456,13 +456,13 @@ F64s = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ArenaMap:
-    """A map of the arena, which is cut into n cells of equal size. A cell has some adjacent slabs,
-    each of which is free or lent to a slot size (`SlabPool`). Arrays have a value for each cell, in
-    order from the arena's start.
+    """A map of the arena, which is cut into cells of equal size. A cell consists of adjacent slabs,
+    each of which is free, lent to a slot size, or has no memory yet (`SlabPool`). Arrays have a
+    value for each cell, in order from the arena's start.
 
     slabs_per_cell: slabs in each cell; the last cell may have fewer.
-    slot_bytes: the slot size to which the cell's first lent slab is lent. FREE if no
-        slab of the cell is lent, ABSENT if no slab of the cell has memory.
+    slot_bytes: the slot size to which the cell's first lent slab is lent. FREE if no slab of the
+        cell is lent, ABSENT if no slab of the cell has memory.
     used_ratios: share of the cell's bytes that lie in slots in use, 0 to 1.
     idle_s: seconds since the last use of the cell's ready blocks, averaged on a logarithmic scale:
         expm1 of the mean of log1p(seconds), weighted by bytes. NaN if the cell has no ready block.

@@ -137,7 +137,7 @@ class Removals:
     async def would_evict(
         self, key_space_id: int, group_index: int = 0, hashes: NDArray[np.uint32] | None = None
     ) -> tuple[int, int, int]:
-        """Predicts what `evict` would do, or `evict_all` if `hashes` is None. Changes nothing.
+        """Predicts the result of `evict`, or of `evict_all` if `hashes` is None. Changes nothing.
         Returns three numbers: blocks that would be evicted, blocks that would stay, and bytes that
         would become free.
 

@@ -137,8 +137,9 @@ class WriteLease:
         return np.array_equal(keys, self.listed) or bool(np.isin(keys, self.listed).all())
 
     def add_sums(self, entries: Entries, sums: Sums) -> None:
-        """Records what a copy has written. `entries`: the entries written, each once. `sums`: for
-        each entry, the sum of the bytes that the copy has written to it."""
+        """Records the entries that a copy has written, and sums of the written bytes, for check
+        values. `entries`: the entries written, each once. `sums`: for each entry, the sum of the
+        bytes that the copy has written to it."""
         if not len(entries):
             return
         order = np.argsort(entries)

@@ -28,8 +28,8 @@ class RetentionPins:
     _next_end_s: no hold ends before this time.
 
     Arguments of the constructor: `share` is the largest share of the arena that may be held, 0 to
-    1. `budget` counts all pins that last long, those of residencies and leases too; None: only
-    `share` limits the holds.
+    1. `budget` bounds all pins that last long, including the pins of residencies and leases; None:
+    only `share` limits the holds.
     """
 
     def __init__(

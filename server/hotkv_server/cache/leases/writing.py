@@ -387,7 +387,7 @@ class Reservations:
         has_promise: bool,
         full: set[int],
     ) -> Entries:
-        """Reserves slots for those blocks of the run `runs[at]` that have no entry, as far as there
+        """Reserves slots for the blocks of the run `runs[at]` that have no entry, as far as there
         is room. Writes the new entry numbers into `words` and the outcome into `results`. Returns
         the new entries.
 
@@ -740,9 +740,9 @@ class Stores:
     def _publish_representations(
         self, lease: WriteLease, entries: Entries, checks: Sums
     ) -> BoolMask:
-        """Makes those representations (compact forms of keys) ready whose blocks are ready, and
-        marks the others as aborted. All entries are of one kind. Returns a mask of the entries that
-        became ready."""
+        """Makes the representations (compact forms of keys) ready whose blocks are ready, and marks
+        the other representations as aborted. All are of one kind. Returns a mask of the entries
+        that became ready."""
         if not len(entries):
             return np.empty(0, np.bool_)
         space = self._books.space

@@ -158,15 +158,14 @@ class Removal:
         return effects
 
     def going(self, entries: Entries) -> Entries:
-        """Returns those of the given entries that `evict` would evict: entries that are ready and
-        not pinned."""
+        """Returns the given entries that `evict` would evict: the entries that are ready and not
+        pinned."""
         return entries[self.index.evictable(entries)]
 
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
-        """Evicts those of the given entries that are ready and not pinned. Returns how many it
-        evicted. Adds an eviction notice for the evicted blocks, but not for the evicted
-        representations (compact forms of keys). `cause`: remembered as the reason of the removal
-        (`causes`)."""
+        """Evicts the given entries that are ready and not pinned. Returns how many it evicted. Adds
+        an eviction notice for the evicted blocks, but not for the evicted representations (compact
+        forms of keys). `cause`: remembered as the reason of the removal (`causes`)."""
         going = self.going(entries)
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone], cause)
