@@ -13,14 +13,15 @@ Integer = TypeVar("Integer", bound=np.integer[Any])
 
 
 def rows(hashes: Words, places: NDArray[np.int64]) -> Words:
-    """Returns the rows of `hashes` (words [n, 8]) at `places`, which are distinct and rising.
-    Returns `hashes` itself if `places` names every row."""
+    """Returns the hashes at the positions `places`, which are distinct and rising. `hashes`: a row
+    of eight uint32 words for each block hash. Returns `hashes` itself if `places` names every row.
+    """
     return hashes if len(places) == len(hashes) else hashes[places]
 
 
 def first_occurrences(hashes: Words) -> NDArray[np.int64]:
-    """Returns the indices [m] of the rows of words [n, 8] that differ from all earlier rows, in
-    rising order."""
+    """Returns the position of the first occurrence of each different hash, in rising order.
+    `hashes`: a row of eight uint32 words for each block hash."""
     prefixes = np.sort(hashes.view(np.uint64)[:, 0])
     if not (prefixes[1:] == prefixes[:-1]).any():
         return np.arange(len(hashes))

@@ -120,7 +120,8 @@ class CacheCore(CacheBooks):
 
         engine_id: id that all sessions of one engine share; they can use each other's leases.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
-        representations: kinds of representations that the session will store or load.
+        representations: kinds of representations (compact forms of blocks' keys, for sparse
+            attention) that the session will store or load.
         """
         self.space.removal.now_s = now_s
         return self.sessions.open(engine_id, role, key_space, now_s, representations)
@@ -150,8 +151,8 @@ class CacheCore(CacheBooks):
     # Lookup and uses
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns for each list of hashes a mask of the blocks that are ready. The answer is only a
-        hint: a lookup does not pin the blocks, and does not count as a use of them."""
+        """Returns for each list of block hashes a mask of the blocks that are ready. The answer is
+        only a hint: a lookup does not pin the blocks, and does not count as a use of them."""
         return self._uses.lookup(key_space_id, groups)
 
     def touch(
@@ -235,8 +236,8 @@ class CacheCore(CacheBooks):
 
         The first call under a lease id decides which blocks the lease owns; later calls join the
         lease. A call that joins and names other blocks is refused. Blocks are reserved before
-        representations, whatever the order of the runs. A representation is reserved only if its
-        block is ready or reserved under this lease.
+        representations (compact forms of keys), whatever the order of the runs. A representation is
+        reserved only if its block is ready or reserved under this lease.
 
         lease_id: id that the engine chooses for the write lease.
         ttl_s: lifetime of the lease in seconds; 0 for the default.
@@ -253,8 +254,8 @@ class CacheCore(CacheBooks):
 
     def release(self, session_number: int, lease_id: str) -> bool:
         """Ends a lease before it expires. If copies are running under the lease, it ends when the
-        copies end. Returns False if no engine has a lease with this id. Raises FOREIGN_LEASE if
-        another engine has a lease with this id, but not the session's engine."""
+        copies end. Returns False if no engine has a lease with this id. Raises FOREIGN_LEASE if the
+        session's engine has no lease with this id, but another engine has one."""
         session = self.sessions.record(session_number)
         lease = self.leases.get(session.engine_id, lease_id)
         if lease is None:
@@ -346,8 +347,8 @@ class CacheCore(CacheBooks):
         """Ends a store after its copy has finished. Makes the blocks ready of which every shard has
         been written. Returns `BlockResult` values, an array for each run of `begin_store`.
 
-        A representation whose block is not ready by now is dropped; the representation's result is
-        ABORTED.
+        A representation (compact form of a block's keys, for sparse attention) whose block is not
+        ready by now is dropped; the representation's result is ABORTED.
 
         succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
             dropped; their result is ABORTED.
@@ -359,8 +360,8 @@ class CacheCore(CacheBooks):
     def still_ready(
         self, key_space_id: int, runs: Sequence[Run], results: Sequence[NDArray[np.uint8]]
     ) -> tuple[NDArray[np.uint8], ...]:
-        """Returns the results of a store as they are now: ABORTED for blocks that it named STORED
-        or PRESENT and that were removed since."""
+        """Returns the results of a store as they are now: ABORTED in place of STORED and PRESENT
+        for blocks that were removed after the store had returned these results."""
         now = []
         for run, told in zip(runs, results, strict=True):
             words = self.space.index.find(key_space_id, run.group_index, run.hashes)
@@ -375,8 +376,8 @@ class CacheCore(CacheBooks):
 
     def expire(self, now_s: float) -> Iterator[None]:
         """Ends the leases and retention pins that have expired. Also unpins the blocks that `Grace`
-        pins for clients of an earlier server, once the time for those clients is over. An expired
-        lease with running copies ends when the copies end."""
+        pins for clients of an earlier server, once the time for these clients (`residency_grace_s`)
+        is over. An expired lease with running copies ends when the copies end."""
         self.space.removal.now_s = now_s
         yield from self.retention_pins.expire(now_s)
         yield from self.grace.expire(now_s, self.is_read)
@@ -406,8 +407,8 @@ class CacheCore(CacheBooks):
     def use(
         self, session_number: int, hash_list: HashList, now_s: float, retention: Retention
     ) -> Iterator[None]:
-        """Does the work of `touch` for one list, part by part. The first part records the use. If
-        `retention` asks for pins, each later part pins some of the blocks."""
+        """Does the work of `touch` for the blocks of `hash_list`, part by part. The first part
+        records the use. If `retention` asks for pins, each later part pins some of the blocks."""
         self.touch(session_number, [hash_list], now_s, replace(retention, pin=False))
         for start in range(0, len(hash_list.hashes) if retention.pin else 0, BLOCKS):
             yield
@@ -418,9 +419,8 @@ class CacheCore(CacheBooks):
     def evict(
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[tuple[int, int]]:
-        """Evicts, in parts, those of the named blocks that are ready and not pinned. Yields for
-        each part how many blocks it evicted, and how many stayed because they were pinned or
-        reserved."""
+        """Evicts, in parts, the named blocks that are ready and not pinned. Yields for each part
+        how many blocks it evicted, and how many stayed because they were pinned or reserved."""
         for entries in self._named_parts(key_space_id, group_index, hashes):
             dropped = self.space.removal.evict(entries, Cause.OPERATOR)
             yield dropped, len(entries) - dropped
@@ -428,12 +428,13 @@ class CacheCore(CacheBooks):
     def would_evict(
         self, key_space_id: int, group_index: int = 0, hashes: table.Words | None = None
     ) -> Iterator[tuple[int, int, int]]:
-        """Predicts what `evict` would do, or `evict_all` if `hashes` is None. Changes nothing.
+        """Predicts the result of `evict`, or of `evict_all` if `hashes` is None. Changes nothing.
         Works in parts. Yields for each part three numbers: blocks that would be evicted, blocks
         that would stay, and bytes that would become free.
 
         key_space_id: 0 for all key spaces, if `hashes` is None.
-        hashes: the blocks of the group `group_index` to evict, uint32 words [n, 8].
+        hashes: hashes of the blocks to evict, in the group `group_index`, each a row of eight
+            uint32 words. None: all blocks.
         """
         if hashes is not None:
             parts = self._named_parts(key_space_id, group_index, hashes)
@@ -569,7 +570,7 @@ class CacheCore(CacheBooks):
     # Notices and checks
 
     def is_read(self, entries: Entries) -> BoolMask:
-        """Returns which of the entries [n] clients may read directly in the arena, because a
+        """Returns a mask of the entries that clients may read directly in the arena, because a
         `Pinner` (residencies, for example) pins them."""
         found = np.zeros(len(entries), np.bool_)
         for pinner in self.pinners:
@@ -613,8 +614,8 @@ class CacheCore(CacheBooks):
 
 
 def _other_pins(core: CacheCore) -> Int64s:
-    """Returns the number of pins on each entry [capacity + 1] that neither leases nor retentions
-    hold: pins of `Grace`, of pinners and of tiers below."""
+    """Returns, by entry number, the number of pins that belong neither to a lease nor to a
+    retention pin: pins of `Grace`, of `Pinner` objects and of the tiers below host memory."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:
@@ -625,7 +626,8 @@ def _other_pins(core: CacheCore) -> Int64s:
 
 
 def _check_kinds(core: CacheCore) -> None:
-    """Raises AssertionError unless each representation belongs to the group of its block."""
+    """Raises AssertionError unless each representation (compact form of a block's keys, for sparse
+    attention) belongs to the group of its block."""
     for entry in core.space.representations.ready():
         (key_space_id, _), (kind, group), _ = core.space.index.keys(
             np.append(entry, core.space.representations.of(entry))

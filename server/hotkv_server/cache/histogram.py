@@ -44,7 +44,7 @@ class Histogram:
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
 
     def add_all(self, values: NDArray[np.float64]) -> None:
-        """Counts all values [n]."""
+        """Counts all values."""
         places = np.searchsorted(self.bounds, values)
         for at, count in enumerate(np.bincount(places, minlength=len(self.counts)).tolist()):
             self.counts[at] += count

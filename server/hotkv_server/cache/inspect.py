@@ -38,10 +38,11 @@ class Census:
 
     num_blocks: ready blocks.
     pinned_bytes: bytes of the slots of pinned entries.
-    representation_bytes: bytes of the slots of representations in any state.
+    representation_bytes: bytes of the slots of representations (compact forms of blocks' keys, for
+        sparse attention) in any state.
     num_unverified: entries whose bytes must be compared with the check value before a load.
     blocks, representations: number of ready blocks and of ready representations of each key space,
-        int64 by the row of the key space (KEY_SPACE_ROWS).
+        int64. The index is the key space's number modulo KEY_SPACE_ROWS.
     """
 
     num_blocks: int
@@ -97,7 +98,7 @@ STATES = {
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of the core. `max_entries`: largest number of entries, that is of blocks and
-    representations together."""
+    representations (compact forms of keys) together."""
 
     max_entries: int
     max_blocks_per_call: int
@@ -127,7 +128,8 @@ class RoomFigures:
     full_capacity_bytes: bytes that the tier can use once the whole arena has memory.
     used_bytes: bytes of slots that are reserved, ready or detached (flushed while pinned).
     pinned_bytes: bytes of the slots of pinned entries.
-    representation_bytes: bytes of the slots of representations.
+    representation_bytes: bytes of the slots of representations (compact forms of blocks' keys, for
+        sparse attention).
     num_blocks: number of ready blocks.
     num_unverified: number of entries whose bytes must be compared with the check value before a
         load.
@@ -148,8 +150,8 @@ class RoomFigures:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceFigures:
-    """A key space, its kinds of representations, and its numbers of ready blocks and
-    representations."""
+    """A key space, its kinds of representations (compact forms of blocks' keys, for sparse
+    attention), and its numbers of ready blocks and representations."""
 
     number: int
     key_space: KeySpace
@@ -162,11 +164,12 @@ class KeySpaceFigures:
 class BlockFigures:
     """The current state of a block.
 
-    hash_words: uint32 [8].
+    hash_words: hash of the block, eight uint32 words.
     state: reserved, ready or detached, as a `STATE_` number of `hotkv_proto.table`.
     depth: number of blocks before this block in its chain.
     last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if it is not ready.
-    representation_bytes: slot size of the block's representation; 0 without a representation.
+    representation_bytes: slot size of the block's representation (compact form of its keys); 0
+        without a representation.
     parent_words: hash of the block before this block in the chain. None if this block is the first,
         or if the block before it is not ready.
     """
@@ -187,11 +190,11 @@ class BlockFigures:
 class PromptBlocks:
     """The blocks of a prompt in one group, and the state of each block in the cache.
 
-    hashes: uint32 words [n, 8].
-    words: an entry word for each hash [n]: the entry number, with the high bit set while the entry
-        is reserved; 0 if the hash has no entry.
-    causes: `Cause` of each block's last removal [n], as far as it is remembered.
-    below: True for each block that is ready on the disk [n]; shared tiers are not asked.
+    hashes: each a row of eight uint32 words.
+    words: an entry word for each hash: the entry number, with the high bit set while the entry is
+        reserved; 0 if the hash has no entry.
+    causes: `Cause` of each block's last removal, as far as it is remembered.
+    below: True for each block that is ready on the disk; shared tiers are not asked.
     """
 
     hashes: Words
@@ -201,7 +204,8 @@ class PromptBlocks:
 
 
 def limits(core: CacheCore) -> Limits:
-    """Returns how many entries the core can have, and how many blocks a call may name, at most."""
+    """Returns the limits of the core: the most entries that it can have, and the most blocks that a
+    call may name."""
     return Limits(core.config.capacity, core.config.max_blocks_per_call)
 
 
@@ -328,7 +332,8 @@ class HashPrefix:
             raise ValueError("it has other characters than hexadecimal digits")
 
     def among(self, words: table.Words) -> BoolMask:
-        """Returns which of the hashes `words` [n, 8] begin with the digits."""
+        """Returns a mask of the hashes that begin with the digits of this prefix. `words`: eight
+        uint32 words for each hash."""
         digits = self.digits + "0" * (len(self.digits) % 2)
         wanted = np.frombuffer(bytes.fromhex(digits), np.uint8)
         mask = np.full(len(wanted), 0xFF, np.uint8)
@@ -404,7 +409,7 @@ def prompt_blocks(
     """Returns the state of a prompt's blocks in a group: whether each block is in host memory or on
     the disk, and why it was removed if it is in neither.
 
-    hashes: the blocks' hashes, uint32 words [n, 8].
+    hashes: the blocks' hashes, each a row of eight uint32 words.
     """
     below = np.zeros(len(hashes), np.bool_)
     for one in core.below:
@@ -451,13 +456,13 @@ F64s = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ArenaMap:
-    """A map of the arena, which is cut into n cells of equal size. A cell has some adjacent slabs,
-    each of which is free or lent to a slot size (`SlabPool`). Arrays have a value for each cell, in
-    order from the arena's start.
+    """A map of the arena, which is cut into cells of equal size. A cell consists of adjacent slabs,
+    each of which is free, lent to a slot size, or has no memory yet (`SlabPool`). Arrays have a
+    value for each cell, in order from the arena's start.
 
     slabs_per_cell: slabs in each cell; the last cell may have fewer.
-    slot_bytes: the slot size to which the cell's first lent slab is lent. FREE if no
-        slab of the cell is lent, ABSENT if no slab of the cell has memory.
+    slot_bytes: the slot size to which the cell's first lent slab is lent. FREE if no slab of the
+        cell is lent, ABSENT if no slab of the cell has memory.
     used_ratios: share of the cell's bytes that lie in slots in use, 0 to 1.
     idle_s: seconds since the last use of the cell's ready blocks, averaged on a logarithmic scale:
         expm1 of the mean of log1p(seconds), weighted by bytes. NaN if the cell has no ready block.
@@ -505,8 +510,8 @@ def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
 
 
 def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
-    """Examines MAP_PART_ENTRIES entry numbers, from `start` on. Returns the entries [n] among them
-    that have a slot, and a mask of the entries that are ready blocks."""
+    """Examines MAP_PART_ENTRIES entry numbers, from `start` on. Returns the entries among them that
+    have a slot, and a mask of the entries that are ready blocks."""
     words = space.index.table.records[
         start : min(start + MAP_PART_ENTRIES, space.index.num_numbers), table.W_GROUP_STATE
     ]
@@ -520,7 +525,7 @@ def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
 
 def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
     """Cuts the slots of entries into pieces, one for each slab that a slot touches. Returns for
-    each piece [m] the position of its entry in `entries`, its slab and its bytes."""
+    each piece the position of its entry in `entries`, its slab and its bytes."""
     slab_bytes = space.pool.slab_bytes
     starts = space.index.offsets(entries)
     ends = starts + space.index.slot_bytes(entries)
@@ -534,8 +539,9 @@ def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
 
 
 def _owners(owner: Int64s, slabs_per_cell: int) -> Int64s:
-    """Returns for each cell the slot size to which its first lent slab is lent. If no slab of the
-    cell is lent, returns FREE for the cell; ABSENT if no slab of the cell has memory.
+    """Returns for each cell of the arena map (some adjacent slabs) the slot size to which the
+    cell's first lent slab is lent. If no slab of the cell is lent, returns FREE for the cell;
+    ABSENT if no slab of the cell has memory.
 
     owner: slot size that each slab is lent to, FREE or ABSENT, as `SlabPool.slab_owner` returns it.
     slabs_per_cell: number of adjacent slabs that form a cell.

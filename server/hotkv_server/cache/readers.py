@@ -190,7 +190,7 @@ class Grace:
         return bool(len(self.entries)) or self._words.has_earlier_readers
 
     def among(self, entries: Entries) -> BoolMask:
-        """Returns which of the entries [n] this object pins."""
+        """Returns a mask of the entries that this object pins."""
         return self._held[entries]
 
     def begin(self, entries: Entries) -> None:
@@ -211,8 +211,8 @@ class Grace:
 
     def expire(self, now_s: float, is_read: Callable[[Entries], BoolMask]) -> Iterator[None]:
         """Unpins the entries of this object if `until_s` has passed; otherwise does nothing. Yields
-        after each part of the work. `is_read`: function that returns which entries [n] this
-        server's own readers may read; these entries stay marked."""
+        after each part of the work. `is_read`: function that returns which entries this server's
+        own readers may read; these entries stay marked."""
         if now_s < self.until_s or not self.is_on:
             return
         self.revoke()

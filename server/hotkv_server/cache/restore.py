@@ -68,7 +68,7 @@ def link_detached(
 ) -> None:
     """Adds detached entries (flushed while pinned) for records of the old table.
 
-    old: all records of the old table, uint32 words [n, 18].
+    old: all records of the old table, each a row of 18 uint32 words.
     rows: positions of the records in `old`.
     numbers: the number of each record's key space in this core.
     new_of: receives the new entry number of each record, by its position in `old`; stays 0 for a
@@ -95,8 +95,8 @@ def link_detached(
 def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
     """Pins the entries that clients of the old server may still read, until the grace (`Grace`)
     ends. If one of the entries was dropped, or a tenant uses more than its burst bound
-    (`TenantBook`), pins no entry, and revokes the validity words of those clients. Returns how many
-    entries are pinned, and True if there were such entries and they are not pinned.
+    (`TenantBook`), pins no entry, and revokes the validity words of those clients. Returns the
+    number of pinned entries, and True if the clients have lost their entries.
 
     entries: new entry number of each record of an entry that those clients may read (`kept_rows`);
         0 for a record that was dropped.
@@ -142,8 +142,8 @@ class BelowSpace:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Groups, slot sizes and offsets of some records of the old table: groups uint32 [n]; sizes and
-    offsets in bytes, int64 [n]."""
+    """Groups (uint32), slot sizes and slot offsets (int64, in bytes) of some records of the old
+    table."""
 
     groups: Entries
     sizes: Int64s
@@ -197,14 +197,14 @@ def restore(
     now_s: float,
     marks: NDArray[np.uint8] | None = None,
 ) -> Restored:
-    """Fills an empty core from the records [n, 18] of an old table. Returns the numbers of restored
-    and of dropped records.
+    """Fills an empty core from the records (each a row of 18 uint32 words) of an old table. Returns
+    the numbers of restored and of dropped records.
 
     key_spaces: number of each key space in this core, by its number in the old table. The core's
         catalog knows these key spaces, with their representations in the old order.
-    last_used_s: time of last use of each entry, float64 [n] by old entry number, in seconds of
-        `now_s`; nan for an entry without a saved time, for example because the entry was made after
-        the last save. None if no times were saved.
+    last_used_s: time of last use of each entry, float64 by old entry number, in seconds of `now_s`;
+        nan for an entry without a saved time, for example because the entry was made after the last
+        save. None if no times were saved.
     marks: by old entry number, 1 for entries that the old server's residencies had pinned. None if
         the old table has no marks.
     """
@@ -246,8 +246,9 @@ def restore(
 def restore_below(
     below: BelowSpace, old: Words, key_spaces: Mapping[int, int], now_s: float
 ) -> Restored:
-    """Fills the empty space of a tier below host memory from the records [n, 18] of the tier's old
-    table. Does not compare blocks with their check values; each later read of a block does.
+    """Fills the empty space of a tier below host memory from the records (each a row of 18 uint32
+    words) of the tier's old table. Does not compare blocks with their check values; each later read
+    of a block does.
 
     key_spaces: number of each key space in the core, by its number in the old table.
     """
@@ -288,8 +289,9 @@ def _kept(
 
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
-    """Returns for each key space number of the old table the number of the same key space in the
-    new core; 0 if the core does not have the key space. `key_spaces`: new number by old number."""
+    """Translates key space numbers of the old table (`old_numbers`) into the numbers that the same
+    key spaces have in the new core; 0 for a key space that the core does not have. `key_spaces`:
+    new number by old number."""
     known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
     if not len(known):
         return np.zeros(len(old_numbers), np.uint32)
@@ -307,7 +309,7 @@ def _by_kind(numbers: Entries, groups: Entries) -> Iterator[tuple[int, int, Int6
     """Groups entries by key space and group. Yields each pair (key space, group) that occurs, with
     the positions of its entries in rising order. Costs one sort, however many pairs there are.
 
-    numbers, groups: key space number and group index of each entry [n].
+    numbers, groups: key space number and group index of each entry.
     """
     if not len(numbers):
         return
@@ -346,10 +348,10 @@ def _well_shaped(
 
 
 def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
-    """Returns a mask of the records whose slots are apart from all others. It is False for a record
-    whose slot overlaps the slot of another record, or touches a slab in which a slot of another run
-    lies. (A run is a range of adjacent slabs with slots of one size.) If two records overlap, both
-    are False, because either may be wrong."""
+    """Returns a mask of the records whose slots do not conflict with the slot of another record. It
+    is False for a record whose slot overlaps the slot of another record, or touches a slab in which
+    a slot of another run lies. (A run is a range of adjacent slabs with slots of one size.) If two
+    records overlap, both are False, because either may be wrong."""
     offsets, sizes = shapes.offsets, shapes.sizes
     order = np.argsort(offsets)
     ends = np.maximum.accumulate((offsets + sizes)[order])
@@ -406,10 +408,10 @@ def _link_entries(
 
 
 def _heads_last(blocks: Int64s, now_s: float) -> list[tuple[Int64s, float]]:
-    """Splits blocks that are sorted by depth into parts of at most ADMIT_BLOCKS, the deepest first.
-    Returns each part with its time of last use: a second after the time of the part before it, and
-    `now_s` for the last part. So the first blocks of prompts count as used most recently, and are
-    evicted last."""
+    """Splits blocks, which are sorted by depth, into parts of at most ADMIT_BLOCKS, the deepest
+    first. Returns each part with the time of last use that its blocks get: `now_s` for the last
+    part, and a second less for each part before. So the first blocks of prompts count as used most
+    recently, and are evicted last."""
     num_parts = -(-len(blocks) // ADMIT_BLOCKS)
     parts = np.array_split(blocks, num_parts)[::-1] if num_parts else []
     return [(part, now_s - left) for left, part in zip(range(num_parts)[::-1], parts, strict=True)]
@@ -424,10 +426,10 @@ def _publish(
     now_s: float,
     report: Restored,
 ) -> None:
-    """Makes restored blocks ready, then the representations whose block was restored. Drops all
-    other representations.
+    """Makes restored blocks ready, then the representations (compact forms of keys) whose block was
+    restored. Drops all other representations.
 
-    old: all records of the old table [n, 18].
+    old: all records of the old table, each a row of 18 uint32 words.
     came: positions in `old` of the records that have a new entry.
     new_of: new entry number by position in `old`.
     last_used_s: time of last use by old entry number, in seconds of `now_s`; nan if unknown. None
@@ -471,8 +473,8 @@ def _publish(
 def _linked(
     core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
 ) -> BoolMask:
-    """Returns which representations may be made ready: those whose block was restored, has the same
-    key space and hash, and names the representation in its record.
+    """Returns which representations (compact forms of keys) may be made ready: those whose block
+    was restored, has the same key space and hash, and names the representation in its record.
 
     kinds: positions in `old` of the representations.
     links: positions in `old` of the blocks that they name.

@@ -35,13 +35,13 @@ class StorePins(Protocol):
     need not pin. The positions in a call are in rising order."""
 
     def pin(self, group_index: int, positions: Int64s, entries: Entries) -> None:
-        """Pins blocks that are ready and verified. `positions` [n]: the number of blocks before
-        each block in its chain (prompt)."""
+        """Pins blocks that are ready and verified. `positions`: the number of blocks before each
+        block in its chain (prompt)."""
 
     def pin_linked(self, group_index: int, positions: Int64s) -> None:
-        """Pins the representations of the blocks of this group at `positions`. Skips a block
-        without a representation. `positions` [n]: the number of blocks before each block in its
-        chain (prompt)."""
+        """Pins the representations (compact forms of keys) of the blocks of this group at
+        `positions`. Skips a block without a representation. `positions`: the number of blocks
+        before each block in its chain (prompt)."""
 
 
 class Pinner(Protocol):
@@ -61,13 +61,13 @@ class Pinner(Protocol):
         dropped."""
 
     def is_read(self, entries: Entries) -> BoolMask:
-        """Returns which of the entries [n] a client may read directly in the arena because this
+        """Returns a mask of the entries that a client may read directly in the arena because this
         pinner pins them. Such an entry stays marked (`ReaderMemory.marks`), so that the next server
         retains it."""
 
     def pins(self) -> Int64s:
-        """Returns for each entry the number of pins that this object holds on it [capacity + 1].
-        Takes time linear in the capacity."""
+        """Returns, by entry number, the number of pins that this object holds on the entry. Takes
+        time linear in the capacity."""
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
         """Raises AssertionError if the state of this object is inconsistent. Takes time linear in
@@ -113,12 +113,12 @@ class Below(Protocol):
         accept a block that it refused when the block was stored."""
 
     def offer_demoted(self, entries: Entries) -> BoolMask:
-        """Offers ready blocks of host memory for demotion to `space` (the disk). Returns a mask
-        [n]: True for each block that lies in `space` already or is being moved to it. All False if
-        there is no `space`."""
+        """Offers ready blocks of host memory for demotion to `space` (the disk). Returns a mask:
+        True for each block that lies in `space` already or is being moved to it. All False if there
+        is no `space`."""
 
     def find(self, key_space_id: int, listed: HashList) -> BoolMask:
-        """Returns which blocks of `listed` are ready in `space` (on the disk), as a mask."""
+        """Returns a mask of the blocks of `listed` that are ready in `space` (on the disk)."""
 
     def stopped(self, key_space_id: int) -> AbstractContextManager[None]:
         """Stops moves of the key space while the context is open: no move begins, and a move
@@ -133,8 +133,8 @@ class Below(Protocol):
         """Returns the entries in host memory that are reserved for blocks being promoted."""
 
     def pins(self) -> Int64s:
-        """Returns the number of pins that this object holds on each entry of host memory [capacity
-        + 1]."""
+        """Returns, by entry number of host memory, the number of pins that this object holds on the
+        entry."""
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the state of this object is inconsistent. Takes time linear in

@@ -47,7 +47,7 @@ in the state file together."""
 
 def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
     """Returns the approximate bytes of memory that the catalog uses for a key space with these
-    kinds of representations."""
+    kinds of representations (compact forms of blocks' keys, for sparse attention)."""
     names = [name for group in key_space.groups for name in group.layer_names]
     shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
     num_entries = 16 + len(names) + len(key_space.extra) + sum(4 + len(sizes) for sizes in shards)
@@ -114,9 +114,9 @@ class Catalog:
     def register(
         self, key_space: KeySpace, kinds: tuple[Representation, ...], now_s: float
     ) -> tuple[int, tuple[int, ...]]:
-        """Registers a key space and kinds of representations the first time they are seen. Returns
-        the number of the key space and the group index of each kind. Raises OVERLOADED if the
-        tenant's share of the catalog is used up (`share_out`)."""
+        """Registers a key space and kinds of representations (compact forms of keys) the first time
+        they are seen. Returns the number of the key space and the group index of each kind. Raises
+        OVERLOADED if the tenant's share of the catalog is used up (`share_out`)."""
         self._check(key_space, kinds)
         if not self._has_room(key_space, kinds):
             count = self._holding(key_space).count
@@ -167,8 +167,9 @@ class Catalog:
         tried: Container[int] = (),
     ) -> int:
         """Returns the number of the key space to forget, so that `key_space` can be registered with
-        the kinds of representations `kinds`; none of `tried`. Returns 0 if the tenant's share of
-        the catalog has room already, or if no other key space of the tenant may be forgotten.
+        the kinds of representations `kinds`. Never returns a number in `tried`. Returns 0 if the
+        tenant's share of the catalog has room already, or if no other key space of the tenant may
+        be forgotten.
 
         Raises HotKVError if forgetting key spaces can't help, for example because a block of
         `key_space` does not fit the arena.
@@ -329,8 +330,8 @@ class Catalog:
 
 
 def _check_holdings(catalog: Catalog) -> None:
-    """Raises AssertionError if two key spaces share a row (KEY_SPACE_ROWS), or if the catalog has
-    miscounted a tenant's key spaces or their memory."""
+    """Raises AssertionError if two key spaces have the same row (number modulo KEY_SPACE_ROWS) in
+    arrays, or if the catalog has miscounted a tenant's key spaces or their memory."""
     assert catalog._rows == {0, *(number % KEY_SPACE_ROWS for number in catalog.records)}, (
         "rows disagree"
     )
@@ -413,7 +414,8 @@ class SessionBook:
 
         engine_id: id that all sessions of one engine share.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
-        representations: kinds of representations that the session will store or load.
+        representations: kinds of representations (compact forms of blocks' keys, for sparse
+            attention) that the session will store or load.
 
         Raises INVALID_FIELD if `engine_id` is empty, DRAINING while the server drains, and the
         errors of `Catalog.register`.

@@ -64,7 +64,8 @@ serves no other call."""
 class CoreConfig:
     """Settings of the core. Times are in seconds. Shares are fractions of the arena, 0 to 1.
 
-    capacity: largest number of entries, that is of blocks and representations together.
+    capacity: largest number of entries, that is of blocks and representations (compact forms of
+        keys) together.
     unadmitted_share: largest share that read leases may pin while no load has begun under them.
     held_share: largest share that may be pinned because requests asked to retain their blocks.
     residency_share: largest share that residencies may reserve and pin.
@@ -97,7 +98,7 @@ class CoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class HashList:
-    """Block hashes of a group in chain order, as uint32 words [n, 8].
+    """Block hashes of a group in chain order, each a row of eight uint32 words.
 
     depths: for each block, the number of blocks before it in its sequence (prompt). None if the
         list begins with the first block of a sequence and has no gaps, or if the depths are not
@@ -113,8 +114,8 @@ class HashList:
 class Run:
     """A chain of consecutive blocks of a group.
 
-    hashes: uint32 words [n, 8].
-    parent: hash words [8] of the block before the first block; None if the run begins its sequence.
+    hashes: each a row of eight uint32 words.
+    parent: hash of the block before the first block; None if the run begins its sequence.
     depth: number of blocks that precede the first block in its sequence.
     """
 
@@ -126,7 +127,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LoadPositions:
-    """The blocks of one group that a load copies. `positions`: int64 [n], positions in the list of
+    """The blocks of one group that a load copies. `positions`: int64, positions in the list of
     hashes that the call for the read lease had for this group."""
 
     group_index: int
@@ -137,9 +138,9 @@ class LoadPositions:
 class SlotRun:
     """The blocks of one run that a transfer copies, and their slots in the arena.
 
-    positions: positions of the copied blocks in the run, int64 [m].
-    offsets: offsets of the blocks' slots in the arena, in bytes, int64 [m].
-    entries: the blocks' entry numbers, uint32 [m].
+    positions: positions of the copied blocks in the run, int64.
+    offsets: offsets of the blocks' slots in the arena, in bytes, int64.
+    entries: the blocks' entry numbers, uint32.
     """
 
     group_index: int
@@ -152,8 +153,8 @@ class SlotRun:
 class Reservation:
     """The result of `CacheCore.reserve`. Runs are in the order of the call.
 
-    results: for each run, its blocks' `BlockResult` values, uint8 [n].
-    entries: for each run, its blocks' entry numbers, uint32 [n]; 0 for a block without an entry.
+    results: for each run, its blocks' `BlockResult` values, uint8.
+    entries: for each run, its blocks' entry numbers, uint32; 0 for a block without an entry.
     ttl_s: remaining lifetime of the lease.
     """
 
@@ -163,8 +164,8 @@ class Reservation:
 
 
 class Cause(enum.IntEnum):
-    """Why a block was removed, or was not stored. NONE: nothing is remembered about the block: only
-    the causes of the last removals since the server's start are remembered."""
+    """Why a block was removed, or was not stored. NONE: no cause is known, because only the causes
+    of the last removals since the server's start are remembered."""
 
     NONE = 0
     ROOM = 1
@@ -186,7 +187,7 @@ class Cause(enum.IntEnum):
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
     """Blocks of one group that were evicted or flushed. The node reports them to the sessions of
-    the key space. `hashes`: uint32 words [n, 8]."""
+    the key space. `hashes`: each a row of eight uint32 words."""
 
     key_space_id: int
     group_index: int
@@ -199,7 +200,8 @@ class SessionRecord:
 
     number: the session's public number. The secret id that its client uses in calls is known only
         to the node.
-    representations: group index of each kind of representation that the session declares.
+    representations: group index of each kind of representation (compact form of a block's keys, for
+        sparse attention) that the session declares.
     """
 
     number: int
@@ -251,8 +253,8 @@ class Counters:
 class KeySpaceRecord:
     """A key space and its number in this server.
 
-    representations: kinds of representations that sessions have declared; their group indices start
-        at MAX_GROUPS.
+    representations: kinds of representations (compact forms of blocks' keys, for sparse attention)
+        that sessions have declared; their group indices start at MAX_GROUPS.
     num_flushes: number of flushes of the key space that have begun.
     """
 
@@ -262,8 +264,8 @@ class KeySpaceRecord:
     num_flushes: int = 0
 
     def has(self, group_index: int) -> bool:
-        """Returns True if the key space has a group, or a kind of representation, with this
-        index."""
+        """Returns True if the key space has a group, or a kind of representation (compact form of a
+        block's keys, for sparse attention), with this index."""
         return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(
             self.representations
         )
@@ -281,8 +283,8 @@ class KeySpaceRecord:
         return self.representations[group_index - MAX_GROUPS]
 
     def block_group(self, group_index: int) -> int:
-        """Returns the group of the blocks that have representations of the kind `group_index`. If
-        `group_index` is the index of a group, returns it unchanged."""
+        """Returns the group of the blocks that have representations (compact forms of keys) of the
+        kind `group_index`. If `group_index` is the index of a group, returns it unchanged."""
         return (
             group_index
             if group_index < MAX_GROUPS

@@ -129,7 +129,7 @@ def table_file_bytes(geometry: TableGeometry) -> int:
 
 def marks_of(mapping: NDArray[np.uint8], geometry: TableGeometry) -> Marks:
     """Returns the marks in the mapped file of a block table: by entry number, 1 for an entry that
-    clients may read in the arena, uint8 [capacity + 1]. All 0 if the file has no marks."""
+    clients may read in the arena, uint8. All 0 if the file has no marks."""
     start, end = _marks_offset_bytes(geometry), table_file_bytes(geometry)
     return mapping[start:end] if len(mapping) >= end else np.zeros(end - start, np.uint8)
 

@@ -40,8 +40,8 @@ NOTE_MAGIC: Final = b"HOTKVFI1"
 
 
 def read_note(path: Path, arena: FileMapping) -> int:
-    """Reads the note: how many bytes of this arena file an earlier server has filled. Returns 0 if
-    the note is missing or belongs to another file."""
+    """Reads the note, a small file beside the arena: how many bytes of this arena file an earlier
+    server has filled (prefaulted). Returns 0 if the note is missing or belongs to another file."""
     try:
         content = read_file(path, NOTE.size)
     except (OSError, ValueError):

@@ -64,7 +64,7 @@ mapping beyond the end of its file."""
 
 def _guard(address: int, num_bytes: int, on_fault: Callable[[], None]) -> None:
     """Guards a mapping. When a thread touches the mapping beyond the end of its file, `on_fault` is
-    called in that thread; it must replace the mapping by memory."""
+    called in that thread; it must replace the mapping by anonymous memory."""
     _guarded[address] = num_bytes, on_fault
 
 

@@ -56,11 +56,12 @@ class Filters:
         return f"Filters({dict(self._given)!r})"
 
     def text(self, name: str) -> str:
-        """Returns the text of the filter `name`; empty if it is not given."""
+        """Returns the value of the filter `name` as text; empty if it is not given."""
         return self._given.get(name, "")
 
     def whole(self, name: str, most: int) -> int:
-        """Returns the filter `name` as a whole number from 0 to `most`; 0 if it is not given."""
+        """Returns the value of the filter `name` as a whole number from 0 to `most`; 0 if it is not
+        given."""
         text = self.text(name) or "0"
         if not (text.isascii() and text.isdecimal()) or len(text) > 20 or int(text) > most:
             raise invalid(f"{name} is {text[:40]!r}; give a whole number, 0 to {most}")
@@ -72,7 +73,7 @@ class Filters:
         return self.whole("page_size", most) or default
 
     def seconds(self, name: str) -> float:
-        """Returns the filter `name` as seconds; 0 if it is not given."""
+        """Returns the value of the filter `name` in seconds; 0 if it is not given."""
         text = self.text(name) or "0"
         try:
             found = float(text)
@@ -121,7 +122,7 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """The part of the answer to `Lookups.find` about one tier.
+    """Which blocks of a call lie in one tier: one tier's part of the answer to `Lookups.find`.
 
     name: name of the tier.
     masks: for each list of the call, a mask of its blocks that lie in the tier.
@@ -226,11 +227,12 @@ class BlocksBelow(Protocol):
         """
 
     def trace(self, tracing: "Tracer") -> None:
-        """From this call on, makes spans (timed parts of a trace) for the tier reads and writes of
-        traced calls."""
+        """Starts tracing: from now on, the reads and writes of tiers for traced calls get spans
+        (timed parts of a trace)."""
 
     async def close(self) -> None:
-        """Begins no further move. Waits, for a bounded time, until the running moves end."""
+        """Stops moving blocks between tiers: begins no further move, and waits, for a bounded time,
+        until the running moves end."""
 
     def set_write_budget(self, bytes_per_day: int | None) -> None:
         """Sets how many bytes may be written to the disk in 24 hours; None: no limit."""
@@ -251,9 +253,9 @@ class BlocksBelow(Protocol):
         """
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns True if a call for a lease on these blocks must wait for tiers (`bring_up`): host
-        memory lacks some of the blocks, and a tier may have them, or they are being promoted from a
-        tier already."""
+        """Returns True if a call for a lease on these blocks must first wait for `bring_up`. That
+        is the case if host memory lacks some of the blocks, and a tier may have them or is being
+        read for them."""
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
         """Promotes blocks of `groups` from tiers into host memory, and pins these blocks there.
@@ -527,8 +529,8 @@ class Capability:
 
 
 def tell_all(capabilities: Sequence[Capability], tell: Callable[[Capability], None]) -> None:
-    """Calls `tell` with each capability, in order. If it raises for one, tells the others all the
-    same, and then raises its error."""
+    """Calls `tell` with each capability, in order. If a call raises, makes the remaining calls all
+    the same, and then raises the error."""
     with ExitStack() as telling:
         for one in reversed(capabilities):
             telling.callback(tell, one)

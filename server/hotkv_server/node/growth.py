@@ -40,9 +40,9 @@ class Growth:
         self._grown = asyncio.Event()
 
     async def await_room(self, key_space_id: int, runs: Sequence[Run]) -> bool:
-        """Waits, at most PATIENCE_S, until there is room for the new blocks of a store (the blocks
-        of `runs` that are not in host memory) without an eviction. Returns True if it waited, so
-        that other tasks have run meanwhile."""
+        """Waits, at most PATIENCE_S, until the new blocks of a store (the blocks of `runs` that are
+        not in host memory) have room without an eviction. Returns True if it waited, so that other
+        tasks have run meanwhile."""
         must_wait = not self._has_room(key_space_id, runs)
         if must_wait:
             with contextlib.suppress(asyncio.TimeoutError):

@@ -232,9 +232,8 @@ class Health:
 
     def note(self, where: str, error: BaseException) -> None:
         """Handles an unexpected exception that the caller has logged. If it is a failed assertion
-        of the cache or of a capability's book (modules BOOKS), sets `breach` and `broken`, which
-        ends the server. `where`: says in the message which part of the server raised the
-        exception."""
+        in code that holds the cache's state (modules BOOKS), sets `breach` and `broken`, which ends
+        the server. `where`: says in the message which part of the server raised the exception."""
         if not isinstance(error, AssertionError) or not is_of_the_books(error):
             return
         log.critical("an invariant broke in %s: %s; the server ends", where, error)
@@ -260,8 +259,8 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
 
 
 def is_of_the_books(error: BaseException) -> bool:
-    """Returns True if the exception passed through code of the cache, of the block table or of a
-    capability's book (modules BOOKS)."""
+    """Returns True if the exception passed through code that holds the cache's state: the core, the
+    block table, or the `book` package of a capability (modules BOOKS)."""
     return any(
         str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error)
     )

@@ -103,8 +103,8 @@ class Names:
             self._save()
 
     def engine(self, engine_id: str) -> str:
-        """Returns the name by which an engine is shown: its own name, with a number if needed, or
-        its id."""
+        """Returns the name by which an engine is shown: its own name, with a number if another
+        engine has the same name; its id if it has no name."""
         found = self._engines.get(engine_id)
         return (found.shown if found is not None else "") or engine_id
 
@@ -144,8 +144,8 @@ class Names:
         self._engines, self._models = engines, models
 
     def _save(self) -> None:
-        """Queues a write of the file. If a write is queued already, that write will include the
-        newest names."""
+        """Queues a write of the file of names. If a write is queued already, that write will
+        include the newest names."""
         if self._path is None:
             return
         # Copies, because another thread makes the file's text: the longest possible names have

@@ -195,7 +195,7 @@ class Node:
         ttl_s: float,
         retention: Retention = NO_RETENTION,
     ) -> tuple[list[NDArray[np.uint8]], float]:
-        """Reserves slots for those blocks of `runs` that are neither ready nor being stored, as far
+        """Reserves slots for the blocks of `runs` that are neither ready nor being stored, as far
         as room can be made. Evicts blocks to make room, and sends eviction notices. The work is
         done in slices, between which other tasks run.
 

@@ -42,7 +42,8 @@ pinned."""
 
 
 class MarkReader(Protocol):
-    """Tells whether the device of a session's engine has passed a mark.
+    """Finds out whether the device of a session's engine has passed a mark (a point in the device's
+    queue of work).
 
     kind: EVENTS if the marks are CUDA events, FLAGS if they are counters in words of memory.
     num_marks: number of events or words, which a mark names by its index.
@@ -68,8 +69,9 @@ class EventMarks:
     kind = OrderKind.EVENTS
 
     def __init__(self, runtime: DeviceRuntime, device: int, handles: Sequence[bytes]) -> None:
-        """Opens the events. If an event can't be opened, closes the events opened so far and raises
-        DeviceError. `device`: number of the GPU. `handles`: CUDA's IPC handles of the events."""
+        """Opens the CUDA events by which marks are read. If an event can't be opened, closes the
+        events opened so far and raises DeviceError. `device`: number of the GPU. `handles`: CUDA's
+        IPC handles of the events."""
         self.num_marks = len(handles)
         self._runtime = runtime
         self._lock = threading.Lock()
@@ -141,7 +143,8 @@ class DeviceWords:
     kind = OrderKind.FLAGS
 
     def __init__(self, devices: Devices, region: Region, num_words: int) -> None:
-        """Copies the words once, and blocks until they have been copied. Raises DeviceError."""
+        """Copies the device's words to host memory for the first time, and blocks until they have
+        been copied. Raises DeviceError."""
         self.num_marks = num_words
         self._devices = devices
         self._runtime = devices.runtime
@@ -200,7 +203,8 @@ class DeviceWords:
 
 @dataclass(frozen=True, slots=True)
 class SessionOrder:
-    """How the server finds out whether the device of a session's engine has passed a mark.
+    """How the server finds out whether the device of a session's engine has passed a mark (a point
+    in the device's queue of work).
 
     marks: reads the marks. None for the kind HOST: the engine itself waits for its device, and
         sends a transfer only after the device has passed the mark.
@@ -266,7 +270,8 @@ class MarkGate:
 
 
 def check_order(offer: DeviceOrder, layout: Layout) -> None:
-    """Raises ValueError, which names the field, if an engine's offer of marks is not valid.
+    """Raises ValueError, which names the field, if an engine's offer of marks is not valid. A mark
+    is a point in the queue of the engine's device.
 
     offer: the CUDA events, the words of memory, or both, from which marks can be read.
     layout: the engine's memory. Words must lie in one of its memory handles.

@@ -84,8 +84,8 @@ class UseNotes:
 
 
 class Persistence:
-    """Writes the key spaces and the blocks' times of last use. Its methods run on the event loop,
-    except `save_use`; a `Clerk` thread writes the files."""
+    """Writes the key spaces and the blocks' times of last use to files, for the next server. Its
+    methods run on the event loop, except `save_use`; a `Clerk` thread writes the files."""
 
     def __init__(self, core: CacheCore, memory: NodeMemory, clerk: Clerk) -> None:
         self._core = core
@@ -102,8 +102,8 @@ class Persistence:
         return f"Persistence(revision {self._saved} of {self._core.catalog.revision})"
 
     def start(self) -> None:
-        """Marks the key spaces that the core has now as written, because `take_over` has written
-        them."""
+        """Records that the state file has all key spaces that the core has now, because `take_over`
+        has written them."""
         self._saved = self._core.catalog.revision
 
     async def close(self) -> None:
@@ -112,7 +112,8 @@ class Persistence:
             await asyncio.wait(self._saves, timeout=CLOSE_S)
 
     async def save_state(self) -> None:
-        """Writes the key spaces if they have changed since the last write. Waits for the write."""
+        """Writes the key spaces to the state file if they have changed since the last write. Waits
+        for the write."""
         if self._saved != self._core.catalog.revision:
             await asyncio.shield(self._begin_save())
 
@@ -138,7 +139,8 @@ class Persistence:
 
     def turn(self) -> None:
         """Called at each turn of the timer: collects a part of the times of last use. After the
-        last part, begins to write them all. Never waits for a file."""
+        last part, begins to write all these times, and the key spaces if they have changed since
+        the last write. Never waits for a file."""
         if self._noting is not None and not self._noting.done():
             return
         if (used_s := self._notes.take(USE_PARTS)) is not None:

@@ -125,8 +125,8 @@ class Removals:
         self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]
     ) -> tuple[int, int]:
         """Evicts the blocks of a group with these hashes that are not pinned. Returns how many were
-        evicted, and how many stayed because they were pinned or reserved. `hashes`: uint32 words
-        [n, 8]."""
+        evicted, and how many stayed because they were pinned or reserved. `hashes`: each a row of
+        eight uint32 words."""
         return await self._evicted(self._core.evict(key_space_id, group_index, hashes))
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
@@ -137,12 +137,13 @@ class Removals:
     async def would_evict(
         self, key_space_id: int, group_index: int = 0, hashes: NDArray[np.uint32] | None = None
     ) -> tuple[int, int, int]:
-        """Predicts what `evict` would do, or `evict_all` if `hashes` is None. Changes nothing.
+        """Predicts the result of `evict`, or of `evict_all` if `hashes` is None. Changes nothing.
         Returns three numbers: blocks that would be evicted, blocks that would stay, and bytes that
         would become free.
 
         key_space_id: 0 for all key spaces, if `hashes` is None.
-        hashes: the blocks of the group `group_index` to evict, uint32 words [n, 8].
+        hashes: hashes of the blocks to evict, in the group `group_index`, each a row of eight
+            uint32 words. None: all blocks.
         """
         dropped = kept = num_bytes = 0
         async for counts, _ in slices(self._core.would_evict(key_space_id, group_index, hashes)):
@@ -221,7 +222,7 @@ class Removals:
         self, key_space: KeySpace, representations: tuple[Representation, ...]
     ) -> None:
         """Forgets key spaces, with their blocks, until `key_space` can be registered with these
-        kinds of representations.
+        kinds of representations (compact forms of blocks' keys, for sparse attention).
 
         May forget too few key spaces, because at most MAX_FORGOTTEN are forgotten and the other key
         spaces may be in use. Registering `key_space` then raises OVERLOADED.

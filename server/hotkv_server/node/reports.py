@@ -66,8 +66,8 @@ def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
 
 @dataclass(frozen=True, slots=True)
 class WatchedReport:
-    """A report, as the clients of the call WatchRequests receive it. `unix_time_s`: when the
-    request reached its engine."""
+    """An engine's report of a request, as the clients of the call WatchRequests receive it.
+    `unix_time_s`: when the request reached its engine."""
 
     key_space_id: int
     hash_bytes: int

@@ -106,8 +106,8 @@ class SessionMemory:
                 )
 
     def close(self) -> None:
-        """Closes and unmaps all memory. Blocks the calling thread: waits for a device if device
-        memory or marks are open, and for the kernel if the engine has died."""
+        """Unmaps and closes all memory of the session. Blocks the calling thread: waits for a
+        device if device memory or marks are open, and for the kernel if the engine has died."""
         self.order.close()
         while self.allocations:
             self.devices.close_memory(*self.allocations.pop())

@@ -43,7 +43,8 @@ class Sessions:
     save_state: function that saves new key spaces.
     meet: function that asks shared tiers for the epoch (number of flushes) of a key space.
     run_effects: function that carries out the effects of the core's decisions.
-    unread_ends: bounds the streams of ended sessions whose clients have not read the end.
+    unread_ends: bounds the number of streams that stay open after their session has ended, until
+        the client has read the end.
     """
 
     def __init__(
@@ -88,8 +89,8 @@ class Sessions:
         return session
 
     def owner(self, session: LiveSession) -> str:
-        """Returns the owner of an open session: the tenant or engine to which `FairBound` counts
-        what the session acquires."""
+        """Returns the owner of an open session: the tenant or engine for which `FairBound` counts
+        the session's leases and transfers."""
         return self._core.sessions.owner(session.record)
 
     async def open(
@@ -177,7 +178,8 @@ class Sessions:
         return session
 
     def _check_count(self, tenant: str, max_of_tenant: int) -> None:
-        """Raises OVERLOADED if no further session may open: in all, or of the tenant."""
+        """Raises OVERLOADED if no further session may open, because too many sessions are open: in
+        all, or of this tenant."""
         if len(self._open) >= MAX_SESSIONS:
             raise HotKVError(
                 Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first"
@@ -191,8 +193,8 @@ class Sessions:
             )
 
     async def declare(self, key_space: KeySpace) -> int:
-        """Registers a key space without opening a session, and saves it. Returns the number of the
-        key space.
+        """Registers a key space without opening a session, saves it, and asks shared tiers for its
+        epoch (number of flushes). Returns the number of the key space.
 
         Raises DRAINING, and the errors of `Catalog.register`.
         """

@@ -103,6 +103,7 @@ class LiveSurvey:
 
 
 def _raise(task: "asyncio.Task[None]") -> None:
-    """Raises the task's exception, so that the event loop's handler receives it."""
+    """Raises the exception of a survey's background task, so that the event loop's exception
+    handler receives it."""
     if not task.cancelled():
         task.result()

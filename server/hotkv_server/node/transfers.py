@@ -352,7 +352,7 @@ class Transfer:
             self._ended(Outcome.FAILED, CONDEMNED_MESSAGE)
 
     def _copied(self, outcome: Outcome, message: str) -> None:
-        """Handles the end of the copy job. Called on a copy thread."""
+        """Handles the end of the transfer's copy job. Called on a copy thread."""
         try:
             if self._after_copy is not None and outcome is Outcome.DONE:
                 self._after_copy()

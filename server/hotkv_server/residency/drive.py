@@ -23,13 +23,13 @@ from hotkv_server.node.session import LiveSession
 from hotkv_server.residency.book.residencies import Residencies
 
 Extended = tuple[Int64s, Int64s]
-"""Two arrays of slot offsets in the arena, in bytes, with an item per block: the offset of the
-block [n], -1 if the block is not pinned; and the offset of its representation (compact form of
-keys, for sparse attention) [n], -1 if the block has no pinned representation."""
+"""Two arrays of slot offsets in the arena, in bytes, with an item per block. First array: offset of
+the block; -1 if the block is not pinned. Second array: offset of its representation (compact form
+of keys, for sparse attention); -1 if the block has no pinned representation."""
 
 
 class ResidencyDesk:
-    """Opens, extends and closes residencies (see the module).
+    """Opens, extends and closes the residencies of a node, on its event loop.
 
     tell: called after blocks have been evicted, or condemned because their bytes do not match their
         check values. It executes the core's effects.
@@ -73,7 +73,7 @@ class ResidencyDesk:
         attention). Waits only if ready blocks must first be compared with their check values.
 
         first_position: position of the first block in the request; the other blocks follow it.
-        hashes: hashes of the blocks, uint32 words [n, 8].
+        hashes: hashes of the blocks, each a row of eight uint32 words.
         """
         waiting = self.residencies.begin_comparing(
             session.record, residency_id, group_index, hashes
@@ -105,8 +105,8 @@ class ResidencyDesk:
 
     async def close(self, session: LiveSession, residency_id: str) -> bool:
         """Closes a residency in parts; other tasks run between the parts. Returns False if the
-        residency is not open. If it was refused, the refusal is then forgotten, because its request
-        no longer waits for room."""
+        residency is not open. In that case, deletes the recorded refusal of this residency, because
+        its request no longer waits for room."""
         book = self.residencies.book
         residency = book.named(session.record, residency_id)
         if residency is None:

@@ -91,9 +91,9 @@ class Uses:
         self._books = books
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns which blocks are ready, a mask for each list. The answer is a hint, because a
-        lookup compares only 32 bits of each hash (`BlockIndex.probe`). Clients that map the table
-        compare the same bits."""
+        """Returns for each list of block hashes a mask of the blocks that are ready. The answer is
+        a hint, because a lookup compares only 32 bits of each hash (`BlockIndex.probe`). Clients
+        that map the table compare the same bits."""
         books = self._books
         check_named(
             books.catalog.record(key_space_id),

@@ -137,16 +137,17 @@ class WriteLease:
         return np.array_equal(keys, self.listed) or bool(np.isin(keys, self.listed).all())
 
     def add_sums(self, entries: Entries, sums: Sums) -> None:
-        """Records what a copy has written. `entries` [n]: the entries written, each once. `sums`
-        [n]: for each entry, the sum of the bytes that the copy has written to it."""
+        """Records the entries that a copy has written, and sums of the written bytes, for check
+        values. `entries`: the entries written, each once. `sums`: for each entry, the sum of the
+        bytes that the copy has written to it."""
         if not len(entries):
             return
         order = np.argsort(entries)
         self.parts.append((entries[order], sums[order]))
 
     def sums_of(self, entries: Entries) -> Sums:
-        """Returns for each entry [n] the sum of the bytes that all copies under the lease have
-        written to it."""
+        """Returns for each entry the sum of the bytes that all copies under the lease have written
+        to it."""
         total = np.zeros(len(entries), np.uint64)
         for written, sums in self.parts:
             at = np.minimum(np.searchsorted(written, entries), len(written) - 1)
@@ -211,8 +212,8 @@ class LeaseBook:
         return f"LeaseBook({len(self._by_key)} leases)"
 
     def next_number(self) -> int:
-        """Returns a number for a new lease that no lease in the book has. It is below FIRST_MOVE:
-        the numbers from FIRST_MOVE on are for moves of blocks between tiers."""
+        """Returns a number for a new lease, which no lease of this object has. It is below
+        FIRST_MOVE: the numbers from FIRST_MOVE on are for moves of blocks between tiers."""
         while self._next_number in self._by_number or self._next_number == 0:
             self._next_number = (self._next_number + 1) % FIRST_MOVE
         number = self._next_number
@@ -313,10 +314,14 @@ class LeaseBook:
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
 
     def check_replaces(self, old: Lease | None, owner: str, weight: int) -> None:
-        """Raises OVERLOADED unless the owner may have a new lease of `weight` bytes (memory that
-        the lease uses) once the lease `old` is released. If copies run under `old`, it still
-        counts, because it stays in the book until they end. `old`: None if the new lease replaces
-        no lease."""
+        """Raises OVERLOADED unless the owner may have a new lease that replaces the lease `old`.
+
+        If copies run under `old`, it still counts against the owner's limits, because it is removed
+        only when they end.
+
+        old: the lease to replace; None if the new lease replaces no lease.
+        weight: bytes of memory that the new lease would use.
+        """
         ends = old if old is not None and not old.num_copies else None
         if ends is not None:
             self.remove(ends)
@@ -337,7 +342,7 @@ class LeaseBook:
 
     def expired(self, now_s: float) -> list[Lease]:
         """Returns the leases whose expiry time has passed. They may include released leases, which
-        stay in the book while copies run under them."""
+        are removed only when no copy runs under them."""
         if now_s < self._next_end_s:
             return []
         # Expired leases count too: an expired lease with running copies stays in the book.
@@ -438,7 +443,8 @@ Transfer = LoadTransfer | StoreTransfer
 
 
 class TransferBook:
-    """All transfers in flight. `bound` limits how many transfers each owner has at a time."""
+    """All transfers in flight. `bound` limits how many transfers each owner (tenant or engine) has
+    at a time."""
 
     def __init__(self) -> None:
         self.bound = FairBound(MAX_TRANSFERS)
@@ -489,8 +495,9 @@ class TransferBook:
         self.bound.check(Counter(transfer.owner for transfer in self._transfers.values()))
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
-        """Returns the entries of this lease for which a store of the shard `shard_index` is in
-        flight; no entries if `lease` is None: such stores write nothing."""
+        """Returns the entries of this lease that are being written by stores of the shard
+        `shard_index`. Returns no entries if `lease` is None, because a store without a lease writes
+        nothing."""
         busy = [
             entries
             for t in self._transfers.values()

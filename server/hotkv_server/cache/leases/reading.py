@@ -111,8 +111,8 @@ class ReadLeases:
     ) -> tuple[list[tuple[int, Entries]], int]:
         """Chooses the entries that a new lease pins, within the tenant's budget for leases under
         which no load has begun (`CoreConfig.unadmitted_share`). Returns two values: for each list
-        its group index and an array of entries, and the bytes of all chosen entries together. An
-        array has 0 for a block that is not ready or that exceeds the budget."""
+        of `groups` its group index and an array of entries, and the bytes of all chosen entries
+        together. An array has 0 for a block that is not ready or that exceeds the budget."""
         index, tenants = self._books.space.index, self._books.space.tenants
         tenant = tenants.number(record.number)
         budget = int(
@@ -134,8 +134,9 @@ class ReadLeases:
         return pinned, total
 
     def _note_use(self, group_index: int, entries: Entries, now_s: float) -> None:
-        """Counts hits and misses of one list of a lease, and records a use of its pinned blocks.
-        `entries`: the entry of each block; 0 for a block that is not pinned."""
+        """Counts a new lease's hits and misses in one group, and records a use of the pinned
+        blocks. `entries`: the entry of each block that the call named; 0 for a block that is not
+        pinned."""
         counters, found = self._books.counters, entries[entries != 0]
         if group_index < MAX_GROUPS:
             self._books.space.touch(found, now_s)
@@ -191,8 +192,8 @@ class ReadLeases:
         """Raises AssertionError if pins or budgets disagree with the leases. Takes time linear in
         the capacity.
 
-        others: number of pins on each entry [capacity + 1] that neither leases nor retention pins
-            hold.
+        others: by entry number, the number of the entry's pins that belong neither to a lease nor
+            to a retention pin.
         """
         index, tenants = self._books.space.index, self._books.space.tenants
         pins = others.copy()

@@ -28,8 +28,8 @@ class RetentionPins:
     _next_end_s: no hold ends before this time.
 
     Arguments of the constructor: `share` is the largest share of the arena that may be held, 0 to
-    1. `budget` counts all pins that last long, those of residencies and leases too; None: only
-    `share` limits the holds.
+    1. `budget` bounds all pins that last long, including the pins of residencies and leases; None:
+    only `share` limits the holds.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class RetentionPins:
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes that may be held: a share of the part of the arena that has memory. Never
-        falls, because that part only grows."""
+        """Most bytes that may be held (pinned because requests asked for it): a share of the part
+        of the arena that has memory. Never falls, because that part only grows."""
         return int(self._share * self._tenants.capacity_bytes)
 
     def __len__(self) -> int:
@@ -92,11 +92,12 @@ class RetentionPins:
         self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + num_bytes
 
     def _tenants_of(self, entries: Entries) -> Int64s:
-        """Returns the tenant number of each entry [n]."""
+        """Returns the tenant number of each entry."""
         return self._tenants.of(self._index.key_spaces(entries))
 
     def _room_bytes(self, tenant: int) -> int:
-        """Returns how many more bytes may be held for a tenant; none if the number is negative."""
+        """Returns how many more bytes may be held (pinned because requests asked for it) for a
+        tenant; 0 or less if no more may be held."""
         bound = int(self._share * self._tenants.surely_bytes(tenant))
         return min(
             self.budget_bytes - self.held_bytes,
@@ -105,8 +106,8 @@ class RetentionPins:
         )
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends the holds whose time is over. Each step of the iterator examines PART_ENTRIES entry
-        numbers. Any other method may be called between two steps."""
+        """Ends the holds (retention pins) that have expired. Each step of the iterator examines
+        PART_ENTRIES entry numbers. Any other method may be called between two steps."""
         if now_s < self._next_end_s:
             return
         soonest_s, self._next_new_end_s = np.inf, np.inf
@@ -119,7 +120,8 @@ class RetentionPins:
         self._next_end_s = min(soonest_s, self._next_new_end_s)
 
     def let_go(self, entries: Entries) -> None:
-        """Ends the holds of these entries at once. Skips entries that are not held."""
+        """Ends the holds (retention pins) of these entries at once. Skips entries that are not
+        held."""
         if self._num_held:
             self._end(each_once(entries[self._until_s[entries] > 0]))
 
@@ -135,7 +137,8 @@ class RetentionPins:
             self._count(tenant, -int(np.count_nonzero(mine)), -int(sizes[mine].sum()))
 
     def entries(self) -> Entries:
-        """Returns all held entries in rising order. Takes time linear in the capacity."""
+        """Returns all held entries (pinned because requests asked for it) in rising order. Takes
+        time linear in the capacity."""
         return np.flatnonzero(self._until_s).astype(np.uint32)
 
     def check_invariants(self) -> None:

@@ -148,7 +148,7 @@ class Reservations:
         work. Returns the entries of the named blocks; None if other calls may have run between two
         parts, or if the key space lacks a group of `runs`.
 
-        beside: ready entries that are not evicted for the room either.
+        beside: ready entries that must not be evicted, in addition to the blocks of `runs`.
         has_promise: True if the room was reserved for a residency.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not.
@@ -268,7 +268,7 @@ class Reservations:
 
     def _check_runs(self, record: KeySpaceRecord, runs: list[Run]) -> None:
         """Raises HotKVError if a call may not name these runs: an unknown group, too many blocks,
-        or a bad depth."""
+        or an invalid depth (number of blocks before the run)."""
         check_named(
             record,
             [run.group_index for run in runs],
@@ -302,9 +302,9 @@ class Reservations:
         return lease
 
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
-        """Returns the index's keys of all blocks of the runs, uint64 [n], run after run. A key is
-        the block's hash, mixed with its key space and group (`BlockIndex.mixed_hashes`). Skips runs
-        of representations."""
+        """Returns the index's keys (uint64) of all blocks of the runs, run after run. A key is the
+        block's hash, mixed with its key space and group (`BlockIndex.mixed_hashes`). Skips runs of
+        representations (compact forms of blocks' keys, for sparse attention)."""
         index = self._books.space.index
         keys = [
             index.mixed_hashes(key_space_id, run.group_index, run.hashes)
@@ -322,8 +322,8 @@ class Reservations:
         now_s: float,
         retention: Retention,
     ) -> WriteLease:
-        """Returns a new write lease for the checked call `asked`. The lease is not in the lease
-        book yet. Raises OVERLOADED if the owner's leases would then use too much memory."""
+        """Returns a new write lease for the checked call `asked`. The caller adds the lease to the
+        `LeaseBook`. Raises OVERLOADED if the owner's leases would then use too much memory."""
         weight = asked.weight
         if asked.named is None:
             weight = self._check_weight(session, record, asked.runs)
@@ -387,7 +387,7 @@ class Reservations:
         has_promise: bool,
         full: set[int],
     ) -> Entries:
-        """Reserves slots for those blocks of the run `runs[at]` that have no entry, as far as there
+        """Reserves slots for the blocks of the run `runs[at]` that have no entry, as far as there
         is room. Writes the new entry numbers into `words` and the outcome into `results`. Returns
         the new entries.
 
@@ -452,9 +452,10 @@ class Reservations:
         wanted: Int64s,
         results: NDArray[np.uint8],
     ) -> Int64s:
-        """Selects the representations that may be reserved. `wanted`: positions in the run.
-        Returns those of the positions whose block is ready, or reserved under this lease. Sets
-        `results` to IN_FLIGHT at a position whose block is reserved under another lease."""
+        """Selects the representations (compact forms of blocks' keys, for sparse attention) that
+        may be reserved. `wanted`: positions in the run. Returns those of the positions whose block
+        is ready, or reserved under this lease. Sets `results` to IN_FLIGHT at a position whose
+        block is reserved under another lease."""
         index = self._books.space.index
         words = index.find(
             lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]
@@ -501,8 +502,9 @@ class Reservations:
 
 
 def _keep_at_s(retention: Retention, has_promise: bool, now_s: float) -> float | None:
-    """Returns the current time if the policy may refuse room to a call's blocks, so that older
-    blocks stay; None if it may not, because the call has reserved room or a retention."""
+    """Returns the argument `keep_at_s` for the eviction policy: the current time if the policy may
+    refuse to evict older blocks for the blocks of this call. Returns None if it may not, because
+    the call has reserved room (`has_promise`) or asks to retain its blocks."""
     return None if has_promise or retention != NO_RETENTION else now_s
 
 
@@ -621,8 +623,8 @@ class Stores:
     def _skip_done(
         self, shard_index: int, words: Entries, positions: Int64s, results: NDArray[np.uint8]
     ) -> None:
-        """Changes the `results` of reserved blocks that this store need not copy: to ABORTED if the
-        block's entry is aborted, to WRITTEN if the store's shard of the block is written already.
+        """Sets the `results` of reserved blocks that this store need not copy: ABORTED if the
+        block's entry is aborted, WRITTEN if the store's shard of the block is written already.
 
         words: the entry number of each block of the run.
         positions: positions in the run of the reserved blocks.
@@ -640,8 +642,8 @@ class Stores:
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that now have every shard
-        written, then their representations. Returns `BlockResult` values, an array for each run of
-        the call.
+        written, then their representations (compact forms of keys). Returns `BlockResult` values,
+        an array for each run of the call.
 
         succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
             dropped.
@@ -676,9 +678,9 @@ class Stores:
         now_s: float,
     ) -> Entries:
         """Ends the run at position `at` of a store, and sets the run's results. If the copy
-        succeeded, marks the store's shard of each block as written, and publishes the blocks of
-        which all shards are written now. Otherwise marks the entries as aborted. Returns the
-        published entries.
+        succeeded, marks the store's shard of each block as written, publishes the blocks of which
+        all shards are written now, and pins them if the store names a residency. Otherwise marks
+        the entries as aborted. Returns the published entries.
 
         whole: the mask of all shards: bit n stands for shard n.
         sums: sums of the copied bytes of each block of the run, for check values; None if the copy
@@ -738,8 +740,9 @@ class Stores:
     def _publish_representations(
         self, lease: WriteLease, entries: Entries, checks: Sums
     ) -> BoolMask:
-        """Makes those representations ready whose blocks are ready, and marks the others as
-        aborted. All entries are of one kind. Returns a mask of the entries that became ready."""
+        """Makes the representations (compact forms of keys) ready whose blocks are ready, and marks
+        the other representations as aborted. All are of one kind. Returns a mask of the entries
+        that became ready."""
         if not len(entries):
             return np.empty(0, np.bool_)
         space = self._books.space
@@ -778,11 +781,11 @@ class Stores:
 
 
 def _skip_busy(busy: Entries, reservation: Reservation, reserved: list[Int64s]) -> None:
-    """Sets the results of blocks that a store must not copy to IN_FLIGHT: of blocks that another
-    copy is writing, and of a block that the call names again.
+    """Sets the result IN_FLIGHT for blocks that a store must not write: blocks that another copy is
+    writing, and a block that the same call has named before.
 
     busy: entries that another copy writes.
-    reserved: for each run, the positions of the blocks that the store may copy.
+    reserved: for each run, the positions of the blocks that the store may write.
     """
     pairs = zip(reservation.entries, reserved, strict=True)
     entries = np.concatenate([busy, *(words[positions] for words, positions in pairs)])

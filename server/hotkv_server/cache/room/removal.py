@@ -32,8 +32,8 @@ result at the end. Any other method may be called between two parts."""
 
 
 def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T:
-    """Runs all parts of some long work at once and returns its result. `between`: called after each
-    part."""
+    """Runs a generator, which does long work in parts, to its end at once. Returns the generator's
+    result. `between`: called after each part."""
     while True:
         try:
             next(parts)
@@ -65,8 +65,8 @@ class Books:
         return f"Books({self.index!r}, {self.pool!r})"
 
     def free_slots(self, parts: list[Words]) -> None:
-        """Frees the slots of removed entries, given by the records that they had. Each array has
-        records of one key space and slot size (`BlockIndex.parts`)."""
+        """Frees the slots of removed entries. `parts`: the records that the entries had; each array
+        has records of one key space and slot size (`BlockIndex.parts`)."""
         for rows in parts:
             slot_bytes = int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN
             offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN
@@ -78,12 +78,13 @@ class Books:
         return self.index.limit - self.index.num_entries
 
     def owners(self, entries: Entries) -> Int64s:
-        """Returns the tenant number of each entry [n]."""
+        """Returns the tenant number of each entry."""
         return self.tenants.of(self.index.table.records[entries, table.W_KEY_SPACE])
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the heat of each entry [n]: entries with the lowest heat are evicted first. A
-        representation has the heat of its block."""
+        """Returns the heat of each entry: entries with the lowest heat are evicted first. A
+        representation (compact form of a block's keys, for sparse attention) has the heat of its
+        block."""
         return self.policy.heat(self.representations.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
@@ -157,14 +158,14 @@ class Removal:
         return effects
 
     def going(self, entries: Entries) -> Entries:
-        """Returns those of the given entries that `evict` would evict: entries that are ready and
-        not pinned."""
+        """Returns the given entries that `evict` would evict: the entries that are ready and not
+        pinned."""
         return entries[self.index.evictable(entries)]
 
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
-        """Evicts those of the given entries that are ready and not pinned. Returns how many it
-        evicted. Adds an eviction notice for the evicted blocks, but not for the evicted
-        representations. `cause`: remembered as the reason of the removal (`causes`)."""
+        """Evicts the given entries that are ready and not pinned. Returns how many it evicted. Adds
+        an eviction notice for the evicted blocks, but not for the evicted representations (compact
+        forms of keys). `cause`: remembered as the reason of the removal (`causes`)."""
         going = self.going(entries)
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone], cause)
@@ -240,8 +241,8 @@ class Removal:
                 self._books.free_slots(self.index.parts(rows))
 
     def causes(self, key_space_id: int, group_index: int, hashes: Words) -> Causes:
-        """Returns for each block [n] the `Cause` of its last removal; NONE if no removal of the
-        block is remembered."""
+        """Returns for each block the `Cause` of its last removal; NONE if no removal of the block
+        is remembered."""
         return self._removed.causes(self.index.mixed_hashes(key_space_id, group_index, hashes))
 
     def remember(self, keys: Keys, cause: Cause) -> None:
@@ -279,8 +280,8 @@ had a few hot blocks, no slab could be emptied. An evicted hot block is soon sto
 
 
 def dearest_in_windows(cost: NDArray[np.float64], length: int) -> NDArray[np.float64]:
-    """Returns the highest cost in each window (range of `length` adjacent slabs), [len(cost) -
-    length + 1]. `cost`: cost of emptying each slab."""
+    """Returns the highest cost in each window, in order of the windows' first slabs. A window is a
+    range of `length` adjacent slabs. `cost`: cost of emptying each slab."""
     highest, width = cost, 1
     while width < length:
         step = min(width, length - width)
@@ -331,10 +332,10 @@ def choose_windows(
 
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
-    """Returns the limits for `choose_windows`, which chooses the windows (ranges of adjacent slabs)
-    to empty for a slot size, the receiving size, that needs `num_slots` slots. The limits are
-    float64 [runs that these slots need]. The i-th window is emptied only if it costs less than
-    limit i. If it costs more, it is better to evict blocks of the receiving size.
+    """Returns the limits for `choose_windows`, which chooses windows (ranges of adjacent slabs) to
+    empty, so that a slot size, the receiving size, gets room for `num_slots` slots. There is a
+    limit for each window that these slots need. The i-th window is emptied only if it costs less
+    than limit i. If it costs more, it is better to evict blocks of the receiving size.
 
     own: heat of the coldest blocks of the receiving size, rising; the coldest block is evicted
         first. Each emptied window spares some of these blocks from eviction. If the windows before
@@ -361,12 +362,12 @@ def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) ->
 
 
 Ranked = tuple[Int64s, Int64s, Entries]
-"""Entries from cold to hot: a rank for each, which rises with its heat [n]; the bytes that the
-removal of the first 0 to n of them frees [n + 1]; the entries [n]."""
+"""Entries from cold to hot, as three arrays: a rank for each entry, which rises with its heat
+(`ranks_of`); the bytes that removing the first 0, 1, 2… of the entries frees; the entries."""
 
 
 def ranks_of(heat: NDArray[np.float64]) -> Int64s:
-    """Returns a rank for each heat [n], which rises with the heat."""
+    """Returns an integer for each heat. The integers sort in the same order as the heats."""
     bits = heat.view(np.int64)
     # The bits of negative numbers fall while the numbers rise.
     ranks: Int64s = bits ^ (bits >> 63 & np.iinfo(np.int64).max)
@@ -374,8 +375,9 @@ def ranks_of(heat: NDArray[np.float64]) -> Int64s:
 
 
 def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
-    """Finds the coldest entries of all parts that together free at most `most_bytes`. Yields an
-    empty array after each step of the search, then for each part an array of its found entries."""
+    """Finds the coldest entries of all `parts`, as many as together free at most `most_bytes`.
+    Yields an empty array after each step of the search, and at the end for each part an array of
+    the entries found in it."""
 
     def bytes_below(rank: int) -> int:
         return sum(int(sums[np.searchsorted(ranks, rank)]) for ranks, sums, _ in parts)
@@ -397,7 +399,7 @@ def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
 
 
 MayGo = Callable[[Entries], BoolMask]
-"""Function that returns which of the entries [n] may be evicted."""
+"""Function that returns a mask of the entries that may be evicted."""
 
 
 class Rebalancer:
@@ -407,8 +409,8 @@ class Rebalancer:
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
     entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the
     receiving size would otherwise evict, or if that size can't evict enough. A run is emptied as a
-    whole, so each of its slabs costs the heat of the run's hottest block. A representation has the
-    heat of its block.
+    whole, so each of its slabs costs the heat of the run's hottest block. A representation (compact
+    form of a block's keys, for sparse attention) has the heat of its block.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -588,9 +590,11 @@ class Rebalancer:
     def _hot_blocks(
         self, cost: NDArray[np.float64], own_heat: float, may_go: MayGo
     ) -> Parts[NDArray[np.float64]]:
-        """Returns for each slab the number of its blocks that are at least as hot as `own_heat`;
-        inf if that is more than `HOT_SHARE` of its blocks, or if its `cost` is inf. Yields after
-        each part. `own_heat`: heat of the coldest block of the size that needs the slabs."""
+        """Returns for each slab the number of blocks in its run (the slabs that are emptied
+        together) that are at least as hot as `own_heat`, or that may not be evicted. Returns inf
+        for a slab if these are more than `HOT_SHARE` of the run's blocks, or if the slab's `cost`
+        is inf. Yields after each part. `own_heat`: heat of the coldest block of the size that needs
+        the slabs."""
         num_slabs = self._pool.num_slabs
         hot, blocks = np.zeros(num_slabs, np.int64), np.zeros(num_slabs, np.int64)
         for live in self._books.walk():

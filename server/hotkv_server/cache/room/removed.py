@@ -24,7 +24,7 @@ bits of the key itself are not compared. About 2 of 1e9 keys that were not remov
 mistaken for removed keys."""
 
 Causes = NDArray[np.uint8]
-"""Values of `Cause` (why a block was removed), uint8 [n]."""
+"""Values of `Cause` (why a block was removed), uint8."""
 
 
 class RemovedKeys:
@@ -57,9 +57,9 @@ class RemovedKeys:
         self._causes[: len(last) - fitting] = cause
 
     def causes(self, keys: Keys) -> Causes:
-        """Returns the `Cause` of the last removal of each key [n]; `Cause.NONE` for a key that is
-        not remembered. Up to MAX_FRESH keys that are no longer in the ring may still be found: they
-        are in the sorted copy of the ring, which is made anew only after MAX_FRESH removals."""
+        """Returns the `Cause` of the last removal of each key; `Cause.NONE` for a key that is not
+        remembered. Up to MAX_FRESH keys that are no longer in the ring may still be found: they are
+        in the sorted copy of the ring, which is made anew only after MAX_FRESH removals."""
         if self._num_fresh > MAX_FRESH:
             # From the oldest to the newest.
             self._sorted = _sorted(
@@ -83,7 +83,7 @@ def _sorted(keys: Keys, causes: Causes) -> Keys:
 
 
 def _found(keys: Keys, packed: Keys) -> Causes:
-    """Returns the cause of the last removal of each key [n]; `Cause.NONE` for a key that is not in
+    """Returns the cause of the last removal of each key; `Cause.NONE` for a key that is not in
     `packed`. `packed`: sorted 64-bit values, each the upper bits of a removed key with its position
     and its cause in the low bits (`_sorted`); not empty."""
     last = packed[np.searchsorted(packed, keys | LOWER, side="right") - 1]

@@ -95,16 +95,17 @@ class BoundShare(FairBound):
         return f"BoundShare({self.total} of {self._unit} in {self._bound!r})"
 
     def room(self, owner: str) -> int:
-        """Returns how many more objects the owner may acquire in one call."""
+        """Returns how many more objects of this kind the owner may acquire in one call."""
         return self._bound.room(owner) // self._unit
 
     def take(self, owner: str, count: int) -> None:
-        """Acquires `count` objects for the owner, here and in the shared bound."""
+        """Acquires `count` objects for the owner: counts them here, and their units in the shared
+        bound."""
         self._bound.take(owner, count * self._unit)
         super().take(owner, count)
 
     def give(self, owner: str, count: int) -> None:
-        """Releases `count` of the owner's objects, here and in the shared bound."""
+        """Releases `count` of the owner's objects here, and their units in the shared bound."""
         super().give(owner, count)
         self._bound.give(owner, count * self._unit)
 
@@ -149,7 +150,7 @@ _NO_BOUND = np.iinfo(np.int64).max // 2
 class TenantBook:
     """Counts the bytes of slots that each tenant and each key space uses, and knows the tenants'
     shares: a guarantee, and a burst bound, which is the most bytes that the tenant may use. Methods
-    take a tenant as a number: its position in the book.
+    take a tenant's number, which is its position in this object's arrays.
 
     is_used: False if no shares are configured; then the whole arena counts as one tenant's.
     capacity_bytes: bytes of the arena that have memory.
@@ -228,7 +229,7 @@ class TenantBook:
         return int(self._of_key_space[key_space_id % KEY_SPACE_ROWS]) if self.is_used else 0
 
     def of(self, key_spaces: NDArray[np.uint32]) -> Int64s:
-        """Returns the tenant number of each key space id [n]."""
+        """Returns the tenant number of each key space id."""
         return self._of_key_space[key_spaces % KEY_SPACE_ROWS]
 
     def count(self, key_space_id: int, num_bytes: int) -> None:
@@ -282,12 +283,12 @@ class TenantBook:
         )
 
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Returns for each entry [n] whether it may be evicted for the tenant `taker` if no other
-        entry is evicted: the entry belongs to the taker, or the entry's tenant stays at or
-        above its guarantee.
+        """Returns for each entry whether it may be evicted for the tenant `taker` if no other entry
+        is evicted: the entry belongs to the taker, or the entry's tenant stays at or above its
+        guarantee.
 
-        owners: tenant number of each entry [n].
-        sizes: bytes that the eviction of each entry frees [n].
+        owners: tenant number of each entry.
+        sizes: bytes that the eviction of each entry frees.
         """
         allowed: BoolMask = (owners == taker) | (
             self.used[owners] - sizes >= self._guaranteed[owners]
@@ -299,11 +300,11 @@ class TenantBook:
         return int(self.used[tenant] - self._guaranteed[tenant])
 
     def within(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Returns which of the entries [n] may be evicted together for the tenant `taker`, in this
-        order, so that no other tenant falls below its guarantee.
+        """Returns a mask of the entries that may be evicted together for the tenant `taker`, in
+        this order, so that no other tenant falls below its guarantee.
 
-        owners: tenant number of each entry [n].
-        sizes: bytes that the eviction of each entry frees [n].
+        owners: tenant number of each entry.
+        sizes: bytes that the eviction of each entry frees.
         """
         allowed: BoolMask = owners == taker
         for owner in np.unique(owners[~allowed]).tolist():
@@ -318,9 +319,10 @@ class TenantBook:
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
-        """Returns how many of `count` slots to make room for in each step of `Room.make`. If only
-        some of the slots lie within the tenant's guarantee, there are two steps: first room for
-        these slots, then for all `count` slots. Otherwise there is one step."""
+        """Returns the steps in which `Room.make` makes room for `count` slots: for each step, how
+        many slots have room after it. If only some of the slots lie within the tenant's guarantee,
+        there are two steps: first these slots, then all `count` slots. Otherwise there is one step.
+        """
         claimed = (
             int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
         )
@@ -365,7 +367,8 @@ that stores find room."""
 
 def most_pinned(capacity_bytes: int) -> int:
     """Returns how many bytes may be pinned for long in an arena of `capacity_bytes`: by
-    residencies, holds and read leases without a load together (`PinBudget`)."""
+    residencies, by holds (pins that requests asked for) and by read leases without a load, together
+    (`PinBudget`)."""
     return capacity_bytes - capacity_bytes // STORE_SHARE
 
 
@@ -398,5 +401,7 @@ class PinBudget:
 
     @property
     def for_others(self) -> int:
-        """Bytes that holds (pins that requests asked for) and read leases may still pin."""
+        """Number of bytes that may still be pinned by read leases and by holds (pins that requests
+        asked for). While no residency has reserved or pinned room, this budget does not limit these
+        pins: the number is the size of the arena."""
         return self.for_residencies if self.resident_bytes else self._tenants.capacity_bytes

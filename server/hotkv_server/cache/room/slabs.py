@@ -82,7 +82,7 @@ class FreeSlots:
 
     def keep(self, is_kept: Callable[[Int64s], BoolMask]) -> None:
         """Drops the slots for which `is_kept` is False. The order stays the same. `is_kept`:
-        function that returns a mask for the offsets [n] of some slots."""
+        function that returns a mask for the offsets of some slots."""
         kept = []
         for chunk in self._chunks:
             mask = is_kept(chunk)
@@ -123,8 +123,8 @@ class SlabFloors:
         return f"SlabFloors({self._slots}, {self.shortfall} slabs short)"
 
     def add(self, slot_bytes: int, num_slots: int) -> None:
-        """Raises the floor of a slot size (a multiple of SLOT_ALIGN) by `num_slots` slots; lowers
-        the floor if `num_slots` is negative."""
+        """Raises the floor (number of promised slots) of a slot size by `num_slots` slots; lowers
+        it if `num_slots` is negative. The slot size is a multiple of SLOT_ALIGN."""
         if not num_slots:
             return
         assert slot_bytes % SLOT_ALIGN == 0, "floors are of aligned sizes"
@@ -349,9 +349,9 @@ class _SlabClass:
 
 
 def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
-    """Lists items that lie in several places: place i has `counts[i]` items. Returns two arrays
-    int64 [counts.sum()]: the place of each item, and the item's number among the items of that
-    place. Counts (2, 1) give places (0, 0, 1) and numbers (0, 1, 0)."""
+    """Lists items that lie in several places: place i has `counts[i]` items. Returns two int64
+    arrays with a value for each item: its place, and its number among the items of that place.
+    Counts (2, 1) give places (0, 0, 1) and numbers (0, 1, 0)."""
     places = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
     return places, nth

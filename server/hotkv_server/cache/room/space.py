@@ -105,8 +105,8 @@ class Room:
     def may_keep_at(self, slot_bytes: int) -> bool:
         """Returns True if the policy may refuse a slot of this size to a new block, so that older
         blocks stay. False unless `may_keep` is True. False while the arena also has slots of other
-        sizes or representations, because those would then be evicted in place of blocks of this
-        size."""
+        sizes or representations (compact forms of keys), because those would then be evicted in
+        place of blocks of this size."""
         shares = self._books.representations.declared or self._pool.is_shared(aligned(slot_bytes))
         return self.may_keep and not shares
 
@@ -152,9 +152,12 @@ class Room:
         self, taker: int, size: int, count: int, beside_bytes: int, keep_at_s: float | None
     ) -> Parts[int]:
         """Returns how many of `count` more slots the tenant `taker` may have within its burst bound
-        (the most bytes that it may use), beside `beside_bytes` more bytes. Evicts the tenant's own
-        coldest blocks first, as far as the bound requires that. Yields after each part. For
-        `keep_at_s` see `make`."""
+        (the most bytes that it may use). Evicts the tenant's own coldest blocks first, as far as
+        the bound requires that. Yields after each part.
+
+        beside_bytes: bytes that the tenant needs within the bound in addition to these slots.
+        keep_at_s: see `make`.
+        """
         tenants = self._tenants
         if not tenants.is_used:
             return count
@@ -197,8 +200,10 @@ class Room:
 
     def _compare(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
         """Compares the slabs of other sizes with the blocks of this size, and empties slabs that
-        are colder. Does nothing unless this size is due for a comparison (REBALANCE_SHARE). Yields
-        after each part. `taker`: number of the tenant that needs the slots.
+        are colder. Does nothing unless a comparison is due: if the size had none before, if the
+        last one made enough room, or if the size has lacked 1/64 of the arena (REBALANCE_SHARE)
+        since the last one. Yields after each part. `taker`: number of the tenant that needs the
+        slots.
 
         A comparison is slow, because it examines every entry. Therefore it makes room for 1/64 of
         the arena at once.
@@ -218,9 +223,9 @@ class Room:
         self._pressure_bytes[slot_bytes] = pressure_bytes
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
-        """Returns whose blocks may be evicted for `more_bytes` more bytes of the tenant `taker`, in
-        the order in which to try these groups of blocks: the next group is tried if evicting the
-        groups before it was not enough."""
+        """Returns which blocks may be evicted to give the tenant `taker` `more_bytes` more bytes:
+        groups of blocks, in order. A group is used only if evicting the groups before it was not
+        enough."""
         return (
             (Payers.OTHERS, Payers.ALL, Payers.ANYBODY)
             if self._tenants.may_claim(taker, more_bytes)
@@ -271,8 +276,8 @@ class Room:
 
         slot_bytes: slot size of the blocks; 0 for any size.
         missing: function that returns how many slots or entry numbers are still to be freed.
-        may_pay: function that takes tenant numbers [n], and returns a mask of the tenants whose
-            blocks may be evicted. Ignored without tenants.
+        may_pay: function that takes tenant numbers, and returns a mask of the tenants whose blocks
+            may be evicted. Ignored without tenants.
         keep_at_s: the current time, if the policy may refuse to evict blocks that it expects to be
             used soon; None if it may not.
         """
@@ -302,8 +307,8 @@ class Room:
     def _drop_representations(
         self, slot_bytes: int, missing: Callable[[], int], taker: int
     ) -> Parts[None]:
-        """Drops the representations of the coldest blocks until `missing` returns 0. The blocks
-        stay. Yields after each part.
+        """Drops the representations (compact forms of keys) of the coldest blocks until `missing`
+        returns 0. The blocks stay. Yields after each part.
 
         slot_bytes: drops only representations of this slot size; 0: of any size.
         missing: function that returns how many slots or entry numbers are still to be freed.
@@ -386,9 +391,9 @@ class Space:
     """All slots of a tier and the entries that own them: inserts entries, makes them ready, records
     their uses, and makes room for them.
 
-    origins: by entry number [capacity + 1], the number (from 1) of the tier below from which a
-        ready block was promoted. 0 for a block that an engine stored. Set to 0 when the first hit
-        of a promoted block has been credited to the tier.
+    origins: by entry number, the number (from 1) of the tier below from which a ready block was
+        promoted. 0 for a block that an engine stored. Set to 0 when the first hit of a promoted
+        block has been credited to the tier.
 
     Arguments of the constructor: `policy` decides which blocks are evicted. `shares` are the
     tenants' shares, by tenant name; without shares, the whole tier counts as one tenant's.
@@ -435,7 +440,8 @@ class Space:
 
     def needs_room(self, slot_bytes: int, count: int) -> bool:
         """Returns False if `make_room` need not be called for `count` slots, because the slots are
-        free and no tenants are configured."""
+        free and no tenants are configured. In that case does the rest of the work of `make_room`
+        itself: tells the policy whether it may hold entries back."""
         if self.tenants.is_used or not self.has_room(slot_bytes, count):
             return True
         self.policy.allow_keeping(self.room.may_keep_at(slot_bytes))
@@ -519,7 +525,7 @@ class Space:
         """Makes reserved entries ready and records a use of each. The entries are in chain order.
 
         retention: the wish of the request to retain the blocks, for the eviction policy.
-        checks: the entries' check values, uint64 [n]; all 0 if not given.
+        checks: the entries' check values, uint64; all 0 if not given.
         keys: the entries' keys from `BlockIndex.mixed`; computed if not given.
         """
         keys = self.index.mixed(entries) if keys is None else keys

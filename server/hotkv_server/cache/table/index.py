@@ -32,7 +32,8 @@ class BlockIndex:
         load: the entry came from an old table, or its bytes did not match and a lease still pins
         it.
 
-    `_salts` [group, row of the key space]: salts that are mixed into hashes.
+    `_salts`: salts that are mixed into hashes, by group and by key space (its number modulo
+    KEY_SPACE_ROWS).
     """
 
     def __init__(self, block_table: BlockTable) -> None:
@@ -75,8 +76,9 @@ class BlockIndex:
         return int(self._salts[group_index, key_space_id % KEY_SPACE_ROWS])
 
     def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Returns an entry word for each hash [n]: the entry number, with the high bit set while
-        the entry is reserved; 0 if the hash has no entry. `hashes`: words [n, 8]."""
+        """Returns an entry word for each hash: the entry number, with the high bit set while the
+        entry is reserved; 0 if the hash has no entry. `hashes`: each a row of eight uint32 words.
+        """
         return self.table.find(
             hashes, self._salt(key_space_id, group_index), key_space_id, group_index
         )[0]
@@ -100,7 +102,7 @@ class BlockIndex:
         """Adds reserved entries for keys that have no entry, in order, until the index is full.
         Returns the numbers of the new entries.
 
-        offsets, depths: of each key, int64 [n]: the offset of its slot in bytes, and the number of
+        offsets, depths: of each key, int64: the offset of its slot in bytes, and the number of
             blocks before it in its chain.
         lease_number: number of the write lease, or of the move between tiers, that owns the
             entries.
@@ -133,9 +135,9 @@ class BlockIndex:
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
         """Adds the bit `mark` to each reserved entry's mask of written shards, and returns the
-        masks [n]. Bit n stands for shard n, the part of a block from one rank; with `mark` 0, the
-        masks do not change. While an entry is reserved, its record stores the mask in the upper
-        half of the check value."""
+        masks. Bit n stands for shard n, the part of a block from one rank; with `mark` 0, the masks
+        do not change. While an entry is reserved, its record stores the mask in the upper half of
+        the check value."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
@@ -160,8 +162,8 @@ class BlockIndex:
         return self.parts(rows)
 
     def parts(self, rows: Words) -> list[Words]:
-        """Splits records [n, 18] into arrays in which all records have the same key space, group
-        and slot size."""
+        """Splits records (each a row of 18 uint32 words) into arrays in which all records have the
+        same key space, group and slot size."""
         if not len(rows) or self._kernels.is_uniform(rows):
             return [rows] if len(rows) else []
         owners = rows[:, [table.W_KEY_SPACE, table.W_GROUP_STATE, table.W_SIZE]] & np.array(
@@ -209,8 +211,8 @@ class BlockIndex:
         assert good, "pin given back twice"
 
     def evictable(self, entries: Entries, slot_bytes: int = 0) -> NDArray[np.bool_]:
-        """Returns which entries [n] are ready and not pinned. If `slot_bytes` is given, they must
-        also have that slot size."""
+        """Returns a mask of the entries that are ready and not pinned. If `slot_bytes` is given,
+        they must also have that slot size."""
         out = np.empty(len(entries), np.bool_)
         self._kernels.evictable(
             self.table.records, self.pins, entries, slot_bytes // SLOT_ALIGN, out
@@ -250,13 +252,13 @@ class BlockIndex:
         return self.table.records[first:upto, table.W_GROUP_STATE] >> np.uint32(16)
 
     def is_ready(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which entries [n] are ready."""
+        """Returns a mask of the entries that are ready."""
         ready: NDArray[np.bool_] = self._states_of(entries) == table.STATE_READY
         return ready
 
     def can_be_read(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which entries [n] are ready or detached (removed from the table while pinned).
-        Their slots hold whole blocks, except slots of entries that `Removal.forsake` has
+        """Returns a mask of the entries that are ready or detached (removed from the table while
+        pinned). Their slots hold whole blocks, except slots of entries that `Removal.forsake` has
         detached."""
         states = self._states_of(entries)
         mask: BoolMask = (states == table.STATE_READY) | (states == table.STATE_DETACHED)
@@ -270,7 +272,8 @@ class BlockIndex:
         self, key_space_id: int = 0, first: int = 0, end: int | None = None
     ) -> Entries:
         """Returns the entries with numbers from `first` to `end` - 1 that are ready blocks, not
-        representations. `key_space_id`: 0 for all key spaces. `end`: None for no upper bound."""
+        representations (compact forms of keys). `key_space_id`: 0 for all key spaces. `end`: None
+        for no upper bound."""
         upto = self._next_unused if end is None else min(end, self._next_unused)
         records = self.table.records[first:upto]
         states = records[:, table.W_GROUP_STATE]
@@ -281,7 +284,7 @@ class BlockIndex:
         return (first + np.flatnonzero(mask)).astype(np.uint32)
 
     def keys(self, entries: Entries) -> tuple[NDArray[np.uint32], NDArray[np.uint32], Words]:
-        """Returns key space ids [n], group indices [n] and hash words [n, 8] of entries."""
+        """Returns key space ids, group indices and hashes (eight uint32 words each) of entries."""
         rows = self.table.records[entries]
         return (
             rows[:, table.W_KEY_SPACE],
@@ -290,20 +293,20 @@ class BlockIndex:
         )
 
     def key_spaces(self, entries: Entries) -> NDArray[np.uint32]:
-        """Returns the key space ids [n] of entries."""
+        """Returns the key space ids of entries."""
         key_spaces: NDArray[np.uint32] = self.table.records[entries, table.W_KEY_SPACE]
         return key_spaces
 
     def mixed(self, entries: Entries) -> Keys:
-        """Returns the keys by which the table finds entries, uint64 [n]. A key is computed from the
-        block's hash and the salt of its key space and group."""
+        """Returns the keys (uint64) by which the table finds these entries. A key is computed from
+        the block's hash and the salt of its key space and group."""
         out = np.empty(len(entries), np.uint64)
         self._kernels.mixed_keys(self.table.records, self._salts, entries, out)
         return out
 
     def mixed_hashes(self, key_space_id: int, group_index: int, hashes: Words) -> Keys:
-        """Returns the keys, uint64 [n], by which the table would find blocks with these hashes [n,
-        8], whether or not the index has the blocks. `mixed` returns the same keys for entries."""
+        """Returns the keys (uint64) by which the table would find blocks with these hashes, whether
+        or not the index has the blocks. `mixed` returns the same keys for entries."""
         return table.mix(hashes, self._salt(key_space_id, group_index))
 
     def check_invariants(self) -> None:
@@ -381,8 +384,8 @@ class Chains:
         return f"Chains({self._index!r})"
 
     def set_parents(self, entries: Entries, parents: Entries) -> None:
-        """Links each entry of `entries` with the entry before it in its chain (prompt). `parents`
-        [n]: the entries before them; 0 for no entry."""
+        """Links each entry of `entries` with the entry before it in its chain (prompt). `parents`:
+        the entries before them; 0 for no entry."""
         self._records[entries, table.W_PARENT] = parents
 
     def link(
@@ -392,9 +395,9 @@ class Chains:
         this call are linked again, because the block before them may have been evicted and stored
         under another entry number.
 
-        words: entry words [n] of the chain's blocks; 0 for a block without an entry.
-        parent: hash [8] of the block before these blocks; None if the first of these blocks begins
-            the chain.
+        words: entry words of the chain's blocks; 0 for a block without an entry.
+        parent: hash of the block before these blocks; None if the first of these blocks begins the
+            chain.
         """
         first = np.uint32(0)
         if parent is not None:
@@ -406,8 +409,8 @@ class Chains:
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
         """Returns the end of a chain, in chain order: at most `most` ready entries, then the entry
-        of the block with the hash `last` [8]. The ready entries are the entries before this block
-        in its chain, as `ancestors` finds them. Returns an empty array if the block is not ready or
+        of the block with the hash `last`. The ready entries are the entries before this block in
+        its chain, as `ancestors` finds them. Returns an empty array if the block is not ready or
         `last` is None."""
         if last is None:
             return np.empty(0, np.uint32)
@@ -443,13 +446,14 @@ FreeSlots = Callable[[list[Words]], None]
 
 def blocks_first(groups: list[int]) -> list[int]:
     """Returns the positions 0 to len(`groups`) - 1 in another order: first the positions with a
-    group of blocks, then the positions with a group of representations. `groups`: the group index
-    of each run of a call."""
+    group of blocks, then the positions with a group of representations (compact forms of keys).
+    `groups`: the group index of each run of a call."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 
 class Representations:
-    """The representations in an index, each linked with its block.
+    """The representations (compact forms of blocks' keys, for sparse attention) in an index, each
+    linked with its block.
 
     declared: True once a session has declared a kind of representation. While it is False, methods
         skip the work for representations.
@@ -465,7 +469,8 @@ class Representations:
         return f"Representations({len(self.ready())} ready)"
 
     def declare(self, key_space_id: int, group_index: int, salt: int) -> None:
-        """Registers a kind of representation of a key space.
+        """Registers a kind of representation (compact form of a block's keys, for sparse attention)
+        of a key space.
 
         group_index: the index of the kind, MAX_GROUPS or higher.
         salt: number that is mixed into the hashes of blocks to make the keys of their
@@ -475,7 +480,7 @@ class Representations:
         self.declared = True
 
     def among(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which of the entries [n] are representations."""
+        """Returns a mask of the entries that are representations."""
         if not self.declared:
             return np.zeros(len(entries), np.bool_)
         are: NDArray[np.bool_] = (
@@ -484,45 +489,46 @@ class Representations:
         return are
 
     def ready(self) -> Entries:
-        """Returns the entries of all representations that are ready. Takes time linear in the
-        capacity."""
+        """Returns the entries of all representations (compact forms of keys) that are ready. Takes
+        time linear in the capacity."""
         entries = np.flatnonzero(self._index.states() == table.STATE_READY).astype(np.uint32)
         return entries[self.among(entries)]
 
     def of(self, entries: Entries) -> Entries:
-        """Returns for each ready block [n] the entry of its representation; 0 without a
-        representation."""
+        """Returns for each ready block the entry of its representation (compact form of its keys);
+        0 for a block without a representation."""
         linked: Entries = self._records[entries, table.W_REPRESENTATION]
         return linked
 
     def bytes_with(self, entries: Entries) -> Int64s:
-        """Returns for each entry [n] how many bytes of slots its removal would free: its own slot,
-        and for a block also the slot of its representation."""
+        """Returns for each entry how many bytes of slots its removal would free: its own slot, and
+        for a block also the slot of its representation (compact form of its keys)."""
         sizes = self._index.slot_bytes(entries)
         if self.declared:
             sizes += np.where(self.among(entries), 0, self._index.slot_bytes(self.of(entries)))
         return sizes
 
     def blocks_of(self, entries: Entries) -> Entries:
-        """Returns for each entry [n] the entry whose heat decides when it is evicted: for a ready
-        representation the entry of its block, otherwise the entry itself."""
+        """Returns for each entry the entry whose heat decides when it is evicted: for a ready
+        representation (compact form of a block's keys) the entry of its block, otherwise the entry
+        itself."""
         if not self.declared:
             return entries
         blocks = self._records[entries, table.W_REPRESENTATION]
         return np.where(self.among(entries) & (blocks != 0), blocks, entries)
 
     def linked(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which of the entries [n] are representations that are linked with a ready
-        block."""
+        """Returns a mask of the entries that are representations (compact forms of keys) and are
+        linked with a ready block."""
         are: NDArray[np.bool_] = self.among(entries) & (
             self._records[entries, table.W_REPRESENTATION] != 0
         )
         return are
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
-        """Makes reserved representations ready, each for a ready block, and removes the blocks'
-        former representations. `checks`: the representations' check values, uint64 [n]; all 0 if
-        not given."""
+        """Makes reserved representations (compact forms of keys) ready, each for a ready block, and
+        removes the blocks' former representations. `checks`: the representations' check values,
+        uint64; all 0 if not given."""
         former = self.of(blocks)
         self._remove(former[former != 0])
         self._index.publish(
@@ -534,8 +540,8 @@ class Representations:
         self._records[entries, table.W_REPRESENTATION] = blocks
 
     def follow(self, parts: Sequence[Words]) -> None:
-        """Removes the representations of blocks that were just removed. `parts`: the records that
-        the blocks had."""
+        """Removes the representations (compact forms of keys) of blocks that were just removed.
+        `parts`: the records that the blocks had."""
         for rows in parts if self.declared else ():
             linked = rows[:, table.W_REPRESENTATION]
             self._remove(linked[linked != 0])
@@ -554,8 +560,8 @@ class Representations:
         self._index.detach(entries[is_pinned])
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a link between a block and its representation is not mutual or
-        joins different keys. Takes time linear in the capacity."""
+        """Raises AssertionError if a link between a block and its representation (compact form of
+        its keys) is not mutual or joins different keys. Takes time linear in the capacity."""
         live = np.flatnonzero(self._index.states()).astype(np.uint32)
         is_ready = self._index.states()[live] == table.STATE_READY
         links = self._records[live, table.W_REPRESENTATION]

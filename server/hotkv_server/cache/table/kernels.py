@@ -101,7 +101,7 @@ def count_slots(
 ) -> int:  # fmt: skip
     """Adds `change` to the number of used slots of a run, once for each slot of `offsets` that lies
     in the run. Returns the number of runs whose count reached 0, and writes their first slabs to
-    the front of `emptied` [offsets].
+    the front of `emptied`, which is as long as `offsets`.
 
     Returns -1, with nothing changed, if a slot lies in a slab that is not lent to `slot_bytes`.
     Returns -2 if a count fell below 0.
@@ -143,8 +143,9 @@ def plan_runs(
     a new run.
 
     Returns the number of pieces (ranges of slabs) that were chosen, and the number of slots in
-    them. Unless `plan` [pieces, 3] is empty, writes three numbers for each piece to its front: the
-    first slab of the piece's run, the first slab of the piece, and the piece's number of slabs.
+    them. Unless `plan` is empty, also writes a row of three numbers for each piece to the front of
+    `plan`: the first slab of the piece's run, the first slab of the piece, and the piece's number
+    of slabs.
 
     owner: slot size that each slab is lent to; -1 for a free slab.
     head: first slab of each slab's run.
@@ -281,8 +282,8 @@ def insert(
     Returns how many entries were added, the new head of the list of free numbers, and the first
     number that was never used.
 
-    hashes, offsets, depths: of each key: hash words [n, 8], offset of its slot in bytes, and number
-        of blocks before it in its chain.
+    hashes, offsets, depths: of each key: hashes (eight uint32 words each), offset of its slot in
+        bytes, and number of blocks before it in its chain.
     salt: number that is mixed into the hashes to make keys.
     lease: number of the write lease, or of the move between tiers, that owns the entries.
     size: slot size in units of SLOT_ALIGN.
@@ -367,8 +368,8 @@ def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
     cache=True,
 )
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
-    """Makes reserved entries ready and writes their check values (`checks`, uint64 [n]). Skips
-    entries that are not in the table. Returns how many entries became ready."""
+    """Makes reserved entries ready and writes their check values (`checks`, uint64). Skips entries
+    that are not in the table. Returns how many entries became ready."""
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:

@@ -11,7 +11,7 @@ Always true:
   bytes that the other tenant's residencies take if these are more.
 - For the promises of each slot size, enough slabs are reserved (`SlabPool.floors`). So the server
   can make room for every promise by evicting unpinned blocks.
-- A slot counts with its part of the unused end of its slab.
+- The bytes of a slot include its share of the unused end of its slab.
 
 New room is promised only within `PinBudget` too. This budget also counts the bytes that leases pin,
 and the bytes that hints of requests pin.
@@ -47,7 +47,7 @@ def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
 def slots_of(sizes: Int64s) -> dict[int, int]:
     """Counts slots by their size.
 
-    sizes: size of each slot in bytes [n].
+    sizes: size of each slot in bytes.
     """
     if not len(sizes):
         return {}
@@ -97,7 +97,7 @@ class ResidencyBound:
         return slot_cost(slot_bytes, self._slab_bytes)
 
     def costs(self, slots: Mapping[int, int]) -> int:
-        """Returns how many bytes of the arena slots cost together.
+        """Returns how many bytes of the arena these slots cost together.
 
         slots: number of slots, by size.
         """
@@ -116,7 +116,7 @@ class ResidencyBound:
     def pin(self, tenant: int, sizes: Int64s, sign: int = 1) -> None:
         """Counts slots as pinned for a tenant.
 
-        sizes: size of each slot in bytes [n].
+        sizes: size of each slot in bytes.
         sign: -1 subtracts the slots instead.
         """
         slots = slots_of(sizes)

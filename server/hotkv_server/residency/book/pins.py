@@ -19,7 +19,8 @@ from hotkv_server.residency.book.register import Residency
 
 
 class ResidencyPins:
-    """Pins entries for residencies (see the module).
+    """Pins entries (blocks, and their representations for sparse attention) for residencies, and
+    marks the pinned entries for the next server.
 
     counts: by entry number, how many times residencies pin the entry, uint32.
     """
@@ -60,8 +61,8 @@ class ResidencyPins:
         Skips a position that already has a block. Does nothing if the residency is closing or lacks
         the group.
 
-        positions: positions of the blocks in the request, increasing [n].
-        entries: the entries of the blocks, which are ready and verified [n].
+        positions: positions of the blocks in the request, increasing.
+        entries: the entries of the blocks, which are ready and verified.
         """
         group = residency.groups.get(group_index)
         if group is None or residency.is_closing or not len(positions):
@@ -139,8 +140,8 @@ class ResidencyPins:
         self._space.removal.reap(entries)
 
     def all(self) -> Int64s:
-        """Returns the number of pins that this object has on each entry [capacity + 1]. Takes time
-        linear in capacity."""
+        """Returns, by entry number, the number of pins that this object has on the entry. Takes
+        time linear in capacity."""
         pins = self.counts.astype(np.int64)
         for entries in self._held:
             np.add.at(pins, entries, 1)

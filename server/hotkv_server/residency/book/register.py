@@ -44,9 +44,9 @@ class ResidentGroup:
     kinds: group indexes of the kinds of representations (compact forms of keys, for sparse
         attention) to pin.
     kind_bytes: slot size of a representation, the same for all `kinds`; 0 without kinds.
-    positions: position of each row's block in the request, int64 [n], increasing.
-    entries: entry number of each row's block, uint32 [n].
-    linked: entry number of the representation that is pinned with each row's block, uint32 [n]; 0:
+    positions: position of each row's block in the request, int64, increasing.
+    entries: entry number of each row's block, uint32.
+    linked: entry number of the representation that is pinned with each row's block, uint32; 0:
         none.
     num_linked: number of rows with a pinned representation.
     """
@@ -76,9 +76,9 @@ class ResidentGroup:
         return slots
 
     def rows(self, positions: Int64s) -> tuple[Int64s, BoolMask]:
-        """Finds the rows of positions [n]. Returns for each position its row, and whether the row
-        exists. For a position without a row, returns the index at which its row would be
-        inserted."""
+        """Finds the rows of the blocks at these positions in the request. Returns for each position
+        its row, and whether the row exists. For a position without a row, returns the index at
+        which its row would be inserted."""
         rows = np.searchsorted(self.positions, positions)
         known = np.zeros(len(positions), np.bool_)
         inside = rows < len(self.positions)
@@ -86,8 +86,8 @@ class ResidentGroup:
         return rows, known
 
     def linked_at(self, positions: Int64s) -> Entries:
-        """Returns for each position [n] the entry of the representation (compact form of keys) that
-        is pinned with its block; 0 if no representation is pinned."""
+        """Returns for each position the entry of the representation (compact form of keys) that is
+        pinned with its block; 0 if no representation is pinned."""
         rows, known = self.rows(positions)
         found = np.zeros(len(positions), np.uint32)
         found[known] = self.linked[rows[known]]
@@ -107,8 +107,8 @@ class ResidentGroup:
         """Records the pinned representations of blocks that had no representation (compact form of
         keys) yet.
 
-        rows: rows of the blocks [n].
-        linked: entry of each block's representation [n].
+        rows: rows of the blocks.
+        linked: entry of each block's representation.
         """
         self.linked[rows] = linked
         self.num_linked += len(rows)
@@ -213,7 +213,8 @@ class Residency:
 
     @property
     def weight(self) -> int:
-        """Returns an upper estimate of the bytes that the residency's lists use."""
+        """Returns an upper estimate of the bytes of memory that the lists of the residency's blocks
+        use."""
         return weight_of(self.asked)
 
     def pinned(self) -> Iterator[Entries]:
@@ -243,9 +244,9 @@ def sum_of_slots(groups: Mapping[int, ResidentGroup]) -> dict[int, int]:
 
 
 def weight_of(asked: Mapping[int, int]) -> int:
-    """Returns an upper estimate of the bytes that a residency's lists use.
+    """Returns an upper estimate of the bytes of memory that the lists of a residency's blocks use.
 
-    asked: number of blocks, by group.
+    asked: number of blocks to reserve, by group.
     """
     return RESIDENCY_BYTES + GROUP_BYTES * len(asked) + BLOCK_BYTES * sum(asked.values())
 
@@ -277,7 +278,8 @@ class ResidencyBook:
     """Finds residencies by id and by session. Bounds their number and memory for each owner.
 
     bound: counts the residencies of each owner.
-    memory: counts the bytes of the residencies' lists for each owner.
+    memory: counts, for each owner, the bytes of memory that the lists of the residencies' blocks
+        use.
     orphans: numbers of sessions that ended while the server drained. Their residencies stay.
     """
 
@@ -339,9 +341,9 @@ class ResidencyBook:
     def check_room(self, residency: Residency) -> None:
         """Checks a new residency against the bounds of its owner.
 
-        Raises RESIDENCY_TOO_LARGE if its lists would use more memory than any owner may have.
-        Raises OVERLOADED if the owner has too many residencies, or too little memory left for the
-        lists.
+        Raises RESIDENCY_TOO_LARGE if the lists of its blocks would use more memory than any owner
+        may have. Raises OVERLOADED if the owner has too many residencies, or too little memory left
+        for the lists.
         """
         self._check_memory(residency.owner, residency.weight, residency.weight)
         if not self.bound.room(residency.owner):
@@ -352,7 +354,8 @@ class ResidencyBook:
             )
 
     def check_growth(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
-        """Checks the memory that the lists of an open residency would use after it has grown.
+        """Checks the memory that the lists of an open residency's blocks would use after it has
+        grown.
 
         Raises RESIDENCY_TOO_LARGE if the lists would use more memory than any owner may have,
         OVERLOADED if the owner has too little memory left.
@@ -364,7 +367,7 @@ class ResidencyBook:
 
     def _check_memory(self, owner: str, weight: int, more: int) -> None:
         """Raises HotKVError unless an owner may use `more` additional bytes for the lists of a
-        residency.
+        residency's blocks.
 
         weight: bytes that these lists would then use in total.
         """
@@ -403,8 +406,8 @@ class ResidencyBook:
         self.settle_refusal(residency.engine_id, residency.residency_id)
 
     def begin_closing(self, residency: Residency) -> None:
-        """Frees the id of a residency that is about to close, so that a call may use the id
-        again."""
+        """Frees the id of a residency that is about to close, so that a call may use the id again.
+        Deletes the recorded refusal of the residency, if any."""
         del self._by_id[residency.engine_id, residency.residency_id]
         self.settle_refusal(residency.engine_id, residency.residency_id)
 

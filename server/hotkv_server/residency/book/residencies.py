@@ -49,8 +49,8 @@ PART_BLOCKS = 1 << 14
 
 
 class Residencies:
-    """Opens, extends and closes residencies (see the module). The constructor registers the object
-    as a `Pinner` of the core.
+    """Opens, extends and closes residencies, which keep the blocks of running requests pinned. The
+    constructor registers the object as a `Pinner` of the core.
 
     book: the residencies.
     bound: counts the bytes that are promised and pinned.
@@ -189,15 +189,15 @@ class Residencies:
         """Pins the blocks of `hashes` that are ready and verified, with their representations
         (compact forms of keys, for sparse attention).
 
-        Returns the slot offset of each block in the arena [n]; -1 if the block is not pinned, or if
-        its bytes are not verified yet. A block that the residency already pins keeps its offset,
-        even if it has been flushed since.
+        Returns the slot offset of each block in the arena; -1 if the block is not pinned, or if its
+        bytes are not verified yet. A block that the residency already pins keeps its offset, even
+        if it has been flushed since.
 
         Raises HotKVError: DUPLICATE_ID if the residency has another block at a position,
         UNKNOWN_RESIDENCY, INVALID_FIELD or TOO_LARGE.
 
         first_position: position of the first block in the request; the other blocks follow it.
-        hashes: hashes of the blocks, uint32 words [n, 8].
+        hashes: hashes of the blocks, each a row of eight uint32 words.
         """
         session = self._sessions.record(session_number)
         _check_position(first_position, len(hashes))

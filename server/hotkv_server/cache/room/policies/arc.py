@@ -21,7 +21,7 @@ ONCE, AGAIN = 1, 2
 class ARC(StampedPolicy):
     """The ARC policy; the module docstring describes it.
 
-    _list: the list of each entry: ONCE, AGAIN, or 0 for an unknown entry; uint8 [capacity + 1].
+    _list: the list of each entry: ONCE, AGAIN, or 0 for an unknown entry; uint8 by entry number.
     _target: number of blocks that the list ONCE should hold.
     """
 

@@ -119,8 +119,8 @@ CONTENDERS = (
 
 
 class Duel:
-    """Compares contenders (settings of the formula) by the hits of their shadow caches, which hold
-    keys without bytes. All shadow caches see the same sample of keys.
+    """Compares contenders (settings of the formula of `Contender`) by the hits of their shadow
+    caches, which hold keys without bytes. All shadow caches see the same sample of keys.
 
     share: share of keys that are in the sample.
     current: position of the winner in `contenders`.
@@ -173,14 +173,15 @@ class Duel:
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """Hits of each contender's shadow cache until the end of the last epoch (EPOCH_S); hits of
-        older epochs count less."""
+        """The score of each contender: the hits of its shadow cache, counted up to the end of the
+        last epoch (EPOCH_S); hits of older epochs count less."""
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
         """Records in all shadow caches that a request used some blocks, whether or not the real
-        cache has them. `keys`: the blocks, in chain order. Ends the epoch if it is over. Returns
-        True if the winner changed. `num_resident`: number of blocks in the real cache."""
+        cache has them. `keys`: the blocks, in chain order. Ends the scores' epoch (EPOCH_S) if its
+        time is over. Returns True if the winner changed. `num_resident`: number of blocks in the
+        real cache."""
         if not self._too_few <= num_resident < self._too_many:
             self._resample(num_resident)
         limit = max(1, round(num_resident * self.share))
@@ -215,9 +216,9 @@ class Duel:
         return self.current != before
 
     def _worth(self) -> NDArray[np.float64]:
-        """Returns the scores [contenders] by which the winner is chosen. The score of a contender
-        with a `hold_s` is divided by HOLD_MARGIN; it is -inf while the policy may not hold blocks
-        back (`allow_holding`)."""
+        """Returns for each contender the score by which the winner is chosen. The score of a
+        contender with a `hold_s` is divided by HOLD_MARGIN; it is -inf while the policy may not
+        hold blocks back (`allow_holding`)."""
         holding = self._scores / HOLD_MARGIN if self._may_hold else -np.inf
         return np.where(self._rules[:, 3] > 0, holding, self._scores)
 
@@ -243,8 +244,8 @@ class Duel:
         self._thin_out()
 
     def _thin_out(self) -> None:
-        """Removes keys that are no longer in the sample, because `share` has fallen, from all
-        shadow caches."""
+        """Removes from all shadow caches the keys that are no longer in the sample, because `share`
+        has fallen."""
         left_out = (
             (spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))
         ) | (self._keys == 0)
@@ -316,7 +317,7 @@ its chain. So among blocks with equal uses, the last block of a chain is evicted
 class Hotness:
     """The hotness policy; the module docstring has the formula.
 
-    The arrays have a value for each entry number [capacity + 1]. A tick is 1/TICKS_PER_S seconds.
+    The arrays have a value for each entry number. A tick is 1/TICKS_PER_S seconds.
 
     _used: time of the last use, uint32, in ticks since the first use of any entry; the end of the
         entry's time to live if that is later. 0 for an entry that the policy does not know.

@@ -46,8 +46,8 @@ def _tag(mixed: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _fetch(tags: Any, values: Any, ages: Any, keys: Any, i: Any) -> None:
-    """Prefetches the bucket of the key AHEAD places after key `i`, because the table of ghosts is
-    far larger than the processor's cache."""
+    """Prefetches the bucket of the key that comes AHEAD places after key `i` in `keys`. The reason:
+    the table of ghosts (records of evicted blocks) is far larger than the processor's cache."""
     if i + AHEAD < keys.shape[0]:
         bucket = _bucket(_spread(keys[i + AHEAD]), tags.shape[0])
         prefetch(tags, bucket)
@@ -77,8 +77,8 @@ def use(
     memory: Any,
     depth_step: Any,
 ) -> None:
-    """Records a use of each entry: c = log2(2^(c - age/memory) + 2^weight_log2). Times are in
-    ticks.
+    """Records a use of each entry: sets c, the log2 of its number of uses, to log2(2^(c -
+    age/memory) + 2^weight_log2). The age is the time since the last use. Times are in ticks.
 
     The entries are in chain order. A block counts as used at least as often as the blocks after it
     in the chain, plus `depth_step` per block, even if its own uses were forgotten. If `weight_log2`
@@ -282,9 +282,9 @@ def _raise(
     now_s: Any,
     lift: Any,
 ) -> None:
-    """Sets the heat of sampled keys of `asked` in all shadow caches that hold them. The new heat is
-    the heat of a key that is used at `now_s`, plus `lift`. The other arguments are arrays of
-    `hotness.Duel`.
+    """Sets the heat of sampled keys of `asked` in all shadow caches (simulated caches of keys
+    without bytes) that hold them. The new heat is the heat of a key that is used at `now_s`, plus
+    `lift`. The other arguments are arrays of `hotness.Duel`.
 
     asked: keys of the blocks of a request, from the first block on.
     threshold: a key is sampled if the low 32 bits of its mixed key (`_spread`) are less than this.
@@ -337,9 +337,8 @@ def observe(
     now_s: time of the use, in seconds. The other arguments are arrays of `hotness.Duel`.
 
     A key is not stored if another key of the same call would have to be evicted for it. The real
-    cache does the same: it stores a request's blocks from the first on, until no room is left. A
-    key is not stored either if a key would have to be evicted for it that was used within the
-    contender's `hold_s`.
+    cache does the same: it stores a request's blocks from the first on, until no room is left. Nor
+    is a key stored if the key to evict for it was used within the contender's `hold_s`.
     """
     num_contenders = rules.shape[0]
     for c in range(num_contenders):

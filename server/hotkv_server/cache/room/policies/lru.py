@@ -1,5 +1,5 @@
-"""The policy `LRU` (least recently used); and what other policies share with it: `Stamps`, the time
-stamps of entries, and `StampedPolicy`, their base class."""
+"""The policy `LRU` (least recently used), and two classes that other policies use too: `Stamps`,
+the time stamps of entries, and `StampedPolicy`, the base class of policies with such stamps."""
 
 from collections.abc import Iterator
 

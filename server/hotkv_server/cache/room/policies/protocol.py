@@ -22,16 +22,15 @@ from hotkv_proto.blocks import NO_RETENTION, Retention
 Entries = NDArray[np.uint32]
 Keys = NDArray[np.uint64]
 Evictable = Callable[[Entries], NDArray[np.bool_]]
-"""Function that returns which of the entries [n] may be evicted."""
+"""Function that returns a mask of the entries that may be evicted."""
 
 
 class Policy(Protocol):
     """Orders entries for eviction.
 
-    Arguments of several methods: `keys` uint64 [n] are the keys of `entries` uint32 [n].
-    `retention` is the request's wish to retain the blocks: to count a use as 2^`priority` uses, and
-    to count the blocks as in use for `ttl_s` seconds. A policy may ignore it. `now_s` is the
-    current time.
+    Arguments of several methods: `keys` (uint64) are the keys of `entries` (uint32). `retention` is
+    the request's wish to retain the blocks: to count a use as 2^`priority` uses, and to count the
+    blocks as in use for `ttl_s` seconds. A policy may ignore it. `now_s` is the current time.
     """
 
     def admit(

@@ -1,8 +1,8 @@
 """S3-FIFO: two queues, from whose front blocks are evicted. New blocks enter the small queue, which
-gets a tenth of the room. A block at its front that was used at least USES_TO_STAY times moves to
-the main queue instead of being evicted. A block at the front of the main queue that was used moves
-to the end of the queue. A ghost is a record of a block that was evicted from the small queue; if a
-block with a ghost is stored again, it enters the main queue.
+gets a tenth of the room. A block at the front of the small queue that was used at least
+USES_TO_STAY times moves to the main queue instead of being evicted. A block at the front of the
+main queue that was used moves to the end of the queue. A ghost is a record of a block that was
+evicted from the small queue; if a block with a ghost is stored again, it enters the main queue.
 
 Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
@@ -29,8 +29,8 @@ class S3FIFO(StampedPolicy):
     """The S3-FIFO policy; the module docstring describes it. `last_used_s` returns when entries
     entered their queue, because this policy does not store the time of later uses.
 
-    _queue_of: the queue of each entry: SMALL, MAIN, or 0 for an unknown entry; uint8 [capacity +
-        1].
+    _queue_of: the queue of each entry: SMALL, MAIN, or 0 for an unknown entry; uint8 by entry
+        number.
     _uses: uses of each entry since `victims` last considered it, at most MAX_USES.
     """
 
@@ -117,7 +117,7 @@ class S3FIFO(StampedPolicy):
 
     def _stay(self, entries: Entries, number: int) -> None:
         """Moves entries to the end of the main queue instead of evicting them; their order stays.
-        `number`: the queue that they were in."""
+        `number`: the queue that the entries were in, SMALL or MAIN."""
         self._uses[entries] = 0 if number == SMALL else self._uses[entries] - 1
         self._num[number] -= len(entries)
         self._num[MAIN] += len(entries)

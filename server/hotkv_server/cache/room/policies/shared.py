@@ -44,11 +44,11 @@ class GhostTable:
     """The newest `num_ghosts` ghosts: records of evicted blocks by key, each with a 64-bit value
     that the policy chooses.
 
-    tags: uint32 [buckets, WAYS]: 31 bits of each ghost's mixed key (`spread`), and the lowest bit
-        set; 0 for an empty place.
-    values: uint64 [buckets, WAYS].
+    tags: uint32, a row for each bucket, with WAYS places: 31 bits of each ghost's mixed key
+        (`spread`), and the lowest bit set; 0 for an empty place.
+    values: uint64, value of the ghost in each place.
 
-    `_ages` [buckets, WAYS]: running number of each ghost; higher is newer, 0 for an empty place.
+    `_ages`: running number of the ghost in each place; higher is newer, 0 for an empty place.
     `is_lasting`: True if ghosts never expire, and are dropped only when their bucket is full.
     """
 
@@ -83,8 +83,8 @@ class GhostTable:
         return gone[:num_gone]
 
     def take(self, keys: Keys) -> tuple[NDArray[np.bool_], Values]:
-        """Removes the ghosts of these keys. Returns for each key [n] whether it had a ghost, and
-        the ghost's value."""
+        """Removes the ghosts of these keys. Returns for each key whether it had a ghost, and the
+        ghost's value."""
         found, values = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.uint64)
         self._kernels.take(
             self.tags,
@@ -105,8 +105,8 @@ class GhostTable:
         self._ages[gone] = 0
 
     def put_back(self, places: NDArray[np.int64], tags: NDArray[np.uint32]) -> None:
-        """Adds ghosts of an earlier table, which was saved, as the oldest ghosts. Ignores places
-        that this table does not have.
+        """Adds ghosts that were saved from an earlier table; they become the oldest ghosts. Ignores
+        places that this table does not have.
 
         places: positions of the ghosts in the flattened array `tags`.
         tags: the tags of the ghosts.
@@ -116,9 +116,9 @@ class GhostTable:
         self._ages.reshape(-1)[places[known]] = 1
 
     def _begin_anew(self) -> None:
-        """Subtracts a constant from all ages, so that they stay below 2^32; runs once per four
-        thousand million ghosts. Expired ghosts get the age of an empty place; if ghosts last, they
-        become the oldest ghosts instead."""
+        """Subtracts a constant from the ages of all ghosts, so that they stay below 2^32. Runs once
+        per about 2^32 new ghosts. Expired ghosts become empty places, or the oldest ghosts if
+        ghosts never expire (`is_lasting`)."""
         base = self._next_age - self.num_ghosts - 1
         oldest = (self.tags != 0) & self._is_lasting
         self._ages[:] = np.where(self._ages > base, self._ages - np.uint32(base), oldest)
@@ -153,7 +153,7 @@ SWEEP_ENTRIES = 1 << 17
 """Entry numbers that each part of a refill examines."""
 
 Heat = Callable[[Entries], NDArray[np.float64]]
-"""Function that returns the heat of entries [n]; the entry with the lowest heat is the coldest."""
+"""Function that returns the heat of each entry; the entry with the lowest heat is the coldest."""
 Members = Callable[[int, int], Entries]
 """Function with the arguments `first` and `stop`. It returns those entries that belong to a queue,
 among the entry numbers from `first` to `stop` - 1."""
@@ -176,8 +176,8 @@ class ColdQueue:
     """Returns entries in order of eviction, the coldest first.
 
     members: function that returns which entries of a range of entry numbers belong to the queue.
-    state: the policy's 64 bits for each entry number [capacity + 1], which change whenever the
-        entry is used or removed; 0 for an entry that the policy does not know.
+    state: 64 bits of the policy's state for each entry number, which change whenever the entry is
+        used or removed; 0 for an entry that the policy does not know.
     highest: the highest entry number to scan.
     heat: function that returns the heat of entries; the lowest heat is the coldest.
     """
@@ -279,9 +279,9 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """Selects, for a refill that needs `count` entries, from one part of the entries. Returns
-        how many of `entries` count as scanned, and evictable entries: all of them, or only the
-        coldest, but at least as many as the refill may queue (`_kept`)."""
+        """Selects candidates for a refill from one part of the entries: all evictable entries, or
+        only the coldest of them if these are enough for `count` entries. Returns the number of
+        entries that the part adds to the refill's count of scanned entries, and the candidates."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
             # Check hotter entries only if too few of the colder entries may be evicted.
@@ -355,8 +355,8 @@ pile up."""
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some demoted entries [n], at most PART_ENTRIES. `states` and `numbers`: the state and the
-    running number of each entry when it was added."""
+    """Some demoted entries, at most PART_ENTRIES. `states` and `numbers`: the state and the running
+    number of each entry when it was added."""
 
     entries: Entries
     states: NDArray[np.uint64]
@@ -377,8 +377,8 @@ class _Part:
 
 
 class DemotedEntries:
-    """Demoted entries in the order in which they were demoted. `state` [capacity + 1]: the policy's
-    64 bits for each entry, which change whenever the entry is used or removed."""
+    """Demoted entries in the order in which they were demoted. `state`: 64 bits of the policy's
+    state for each entry number, which change whenever the entry is used or removed."""
 
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state
@@ -414,8 +414,9 @@ class DemotedEntries:
             self._compact_next()
 
     def _compact_next(self) -> None:
-        """Compacts the next part: removes the entries of the part that are no longer valid
-        (`_valid`). Joins the part with the part before it if both together are small enough."""
+        """Compacts the next part of the demoted entries: removes the entries of the part that are
+        no longer valid (`_valid`). Joins the part with the part before it if both together are
+        small enough."""
         at = self._next if self._next < len(self._parts) else 0
         part = self._parts[at] = self._valid(self._parts[at])
         if at and len(self._parts[at - 1]) + len(part) <= PART_ENTRIES:
