@@ -150,7 +150,8 @@ class AxesEstimate:
         return f"AxesEstimate({list(self._keys_HD.shape)}, {self.num_tokens} tokens)"
 
     def add(self, keys_NHD: F32, queries_NQD: F32) -> None:
-        """Adds the keys and queries of the same N tokens, float32.
+        """Adds the keys and queries of the same tokens, float32 [tokens, KV heads, channels] and
+        [tokens, query heads, channels].
 
         Ignores tokens with values that are not finite. Raises INVALID_FIELD if the shapes do not
         fit.
@@ -209,8 +210,8 @@ class AxesEstimate:
             )
 
     def axes(self, min_tokens: int = MIN_TOKENS) -> tuple[F32, Axes] | None:
-        """Returns the centre float32 [H, D] and the axes; None if fewer than `min_tokens` tokens
-        were added."""
+        """Returns the centre float32 [KV heads, channels] and the axes; None if fewer than
+        `min_tokens` tokens were added."""
         if self.num_tokens < min_tokens:
             return None
         mean_HD = self._keys_HD / self.num_tokens

@@ -110,7 +110,7 @@ TOKEN_FORMATS = tuple(name for name, form in FORMATS.items() if form.bits)
 class LayerCentre:
     """The calibration of a layer.
 
-    mu: float32 [H, D], the centre: the mean key of each head.
+    mu: float32 [KV heads, channels], the centre: the mean key of each head.
     bias: for each measured token format, by its name: by how much scores with this centre
         overestimate the log mass of a block, in nats.
     axes: principal axes of the keys, which mix2 needs; None if they were not calibrated.
@@ -152,7 +152,8 @@ class Centres:
         return f"Centres({self.model!r}, {len(self.layers)} layers, {self.num_tokens} tokens)"
 
     def mu(self, layer: int) -> F32 | None:
-        """Returns the centre of a layer's keys, float32 [H, D]; None if the centre is 0."""
+        """Returns the centre of a layer's keys, float32 [KV heads, channels]; None if the centre is
+        0."""
         found = self.layers.get(layer)
         return None if found is None else found.mu
 

@@ -91,8 +91,9 @@ class Always:
     """The attention mass of the always kept blocks (sinks, recent window, partial block). Either
     the caller knows the mass, or the kernel computes it from the blocks' keys in `pages`.
 
-    log_mass: float32 [Q]. Without pages, the log mass of these blocks. With pages, a log mass that
-        is added to the blocks' log mass, such as that of learned sinks; -inf adds no mass.
+    log_mass: float32 [query heads]. Without pages, the log mass of these blocks. With pages, a log
+        mass that is added to the blocks' log mass, such as that of learned sinks; -inf adds no
+        mass.
     pages: uint8 [pages, H, bytes], a layer's keys in the order that `score_kernels.page_log_mass`
         describes; may be empty.
     blocks: int32, indices in `pages` of the always kept blocks.
@@ -107,7 +108,8 @@ class Always:
 
     @staticmethod
     def known(log_mass: F32) -> "Always":
-        """Makes the value for always kept blocks whose log mass, float32 [Q], is known."""
+        """Makes the value for always kept blocks whose log mass, float32 [query heads], is
+        known."""
         return Always(log_mass, _NO_PAGES, _NO_BLOCKS, (0,) * 5)
 
 
@@ -153,7 +155,7 @@ def decode(
     Raises INVALID_FIELD if a row is outside the pool, IndexError if a block of `always` is outside
     the pages. The hot set is then unchanged. The shapes of the arrays are not checked.
 
-    query_QD: float32 [Q, D], after positional encoding.
+    query_QD: float32 [query heads, channels], after positional encoding.
     rows_C: int32, for each block of the context, the row of its representation (compact form of its
         keys) in the scorer's pool; ignored for always kept blocks.
     budget_blocks: number of blocks to select, including the always kept blocks.

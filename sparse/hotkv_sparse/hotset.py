@@ -418,8 +418,8 @@ class HotSet:
     def stepped(self, map_2M: I32 | None) -> HotMap:
         """Completes a step after a kernel has changed the tables of `for_kernels`. Returns the map.
 
-        map_2M: the kernel's new map, int32 [2, M]: blocks in ascending order, and their slots. None
-            if the map has not changed.
+        map_2M: the kernel's new map, int32 [2, blocks of the map]: the blocks in ascending order,
+            and their slots. None if the map has not changed.
         """
         self.clock += 1
         return self._map if map_2M is None else self._publish(map_2M)

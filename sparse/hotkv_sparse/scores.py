@@ -38,8 +38,8 @@ class Query:
     codes: int8 [Q, P * C], the quantised query; P is 1 for token formats.
     offsets: int32 [Q, P], added to each product of bytes. They compensate for the offsets of the
         bytes that represent keys: `LEVEL_OFFSET`, or in mix2 `axes.offsets_of`.
-    factor: float32 [Q], by which a product of bytes is multiplied to get nats.
-    shift: float32 [Q], added to every score: q · mu * scale, minus the bias.
+    factor: float32 [query heads], by which a product of bytes is multiplied to get nats.
+    shift: float32 [query heads], added to every score: q · mu * scale, minus the bias.
     """
 
     form: Format
@@ -58,8 +58,8 @@ def prepare(
     bias: float | None = None,
     axes: Axes | None = None,
 ) -> Query:
-    """Prepares a float32 query [Q, D] (after RoPE), so that it can score representations (compact
-    forms of blocks' keys) in format `name`.
+    """Prepares a float32 query [query heads, channels] (after RoPE), so that it can score
+    representations (compact forms of blocks' keys) in format `name`.
 
     Raises INVALID_FIELD if the shapes do not fit. The rounding to int8 loses less than 1 % of the
     norm of a rotated query, far less than the codes of the keys lose.
@@ -127,7 +127,7 @@ def _prepare_by_axes(
     axes: Axes | None,
 ) -> tuple[F32, I32]:
     """Quantises a query for mix2: writes its codes to `codes_QC`. Returns the value that code 127
-    of each head stands for, float32 [Q], and `Query.offsets`, int32 [Q, 1].
+    of each head stands for, float32 [query heads], and `Query.offsets`, int32 [Q, 1].
 
     Raises INVALID_FIELD if the axes are missing or do not fit the query.
 

@@ -444,8 +444,8 @@ class Names:
         return sorted(name for name, is_abstract in found.items() if is_abstract)
 
     def callers(self, cls: Found, name: str) -> list[str]:
-        """Returns the names of the methods in a class's own body that call a method called
-        `name`, of whatever object."""
+        """Returns the names of the methods in a class's own body that call a method with this name,
+        on any object."""
         if cls.node not in self._calls:
             self._calls[cls.node] = {
                 method: {

@@ -258,9 +258,9 @@ def draft_model(vllm_config: Any) -> Any | None:
 
 
 def plugin_classes() -> dict[str, str]:
-    """Returns the names of the model classes that plugins have registered, by architecture. All
-    count, because a plugin can replace a class of vLLM, and vLLM builds models from such classes: a
-    multimodal model from a text model, a drafter beside the model.
+    """Returns the names of the model classes that plugins have registered, by architecture.
+    Includes classes of other models than the engine's, because its model may contain them: a
+    multimodal model contains a text model, and a drafter has a model of its own.
 
     Source: `_ModelRegistry.register_model` in vLLM 0.32.
     """

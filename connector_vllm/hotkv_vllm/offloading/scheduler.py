@@ -168,8 +168,8 @@ class DoorScheduler:
         self._open_agreed(self._config.startup_wait_s, OPENING_S)
 
     def _open_agreed(self, wait_s: float, opening_s: float = 0.0) -> None:
-        """Opens the first session. If the system refuses it a thread or a file, the next step calls
-        this method again."""
+        """Opens the first session. If the operating system refuses the session a thread or a file,
+        the next step calls this method again."""
         space, self._agreed = self._agreed, None
         assert space is not None
         try:
@@ -442,15 +442,16 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def end_step(self) -> None:
-        """If the engine has nothing to compute and promotions are in progress, waits up to
-        IDLE_WAIT_S until one of them has ended."""
+        """Waits up to IDLE_WAIT_S until a promotion has ended, if promotions are in progress and
+        the engine has nothing to compute."""
         if self._tier.transfers is not None and self._is_idle:
             self._tier.transfers.wait_for_end(IDLE_WAIT_S)
 
     def _adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported. If they differ from the present weights,
-        opens a session for the key space of the new weights. If the system refuses the session a
-        thread or a file, the check stays open, and the next step calls this method again.
+        opens a session for the key space of the new weights. If the operating system refuses the
+        session a thread or a file, the check of the weights stays open, and the next step calls
+        this method again.
 
         identity: identifies the weights by their content.
         """

@@ -131,7 +131,7 @@ class HotKVTier(SecondaryTierManager):
         on the device, because these blocks must not be stored. It sets it to True at the next reset
         that leaves no blocks there.
     model_names: names by which requests address the model.
-    is_held: True while the tier must look up and store no chunk. The connector sets it.
+    is_held: True while the tier must neither look up nor store chunks. The connector sets it.
     makes_wait: a function that returns True while every lookup must be answered "ask again".
     """
 
@@ -398,12 +398,12 @@ class HotKVTier(SecondaryTierManager):
     def _probe(
         self, session: CacheSession, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
-        """Looks up all chunks of the request, and `key`, in the block table. Also sends a lookup to
-        the server if there is no block table, or if the server has tiers below host memory and the
-        request has no promotion yet. Sends no second lookup about the same chunks if there is a
-        block table, or after a promotion. The request does not wait for the answer to a second
-        lookup. Chunks that an answer named stay ready, because they may be in a tier.
-        """
+        """Looks up all chunks of the request, and `key`. Uses the block table if there is one; then
+        also sends a lookup to the server if the server has tiers below host memory, but only once
+        and before the request's first promotion. Without a block table, sends a lookup, and sends
+        it again in later calls until the first promotion. The request waits only for the answer to
+        its first lookup. Chunks that an answer named as ready stay ready, because they may be in a
+        tier below host memory."""
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
         by_group = self._by_group(keys if key in ends else [*keys, key])
@@ -664,7 +664,8 @@ class HotKVTier(SecondaryTierManager):
     # ---------------------------------------------------------------------------------------- names
 
     def _by_group(self, keys: Iterable[OffloadKey]) -> dict[int, list[OffloadKey]]:
-        """Returns the keys by hotkv's index of their group, in the given order."""
+        """Groups keys of chunks by hotkv's index of their KV cache group. Keeps the order of the
+        keys."""
         found: dict[int, list[OffloadKey]] = {}
         for key in keys:
             found.setdefault(self._group_of[get_offload_group_idx(key)], []).append(key)

@@ -135,8 +135,8 @@ def block_mass(
     """Returns each block's exact share of the attention mass, averaged over the query heads,
     float64 [C]. The shares add up to 1.
 
-    keys_of: takes block ids, and returns the unpacked keys of these blocks, float32 [n, tokens of a
-        block, H, D].
+    keys_of: takes ids of blocks, and returns these blocks' unpacked keys, float32
+        [blocks, tokens, KV heads, channels].
     query_QD: the query vectors of the row's token.
     blocks_C: ids of the context's blocks.
     scale: the factor of the layer's attention scores.
@@ -163,8 +163,8 @@ def measure(
 ) -> Recall:
     """Returns how good a row's selection is, compared with exact attention over its whole context.
 
-    keys_of: takes block ids, and returns the unpacked keys of these blocks, float32 [n, tokens of a
-        block, H, D].
+    keys_of: takes ids of blocks, and returns these blocks' unpacked keys, float32
+        [blocks, tokens, KV heads, channels].
     query_QD: the query vectors of the row's token.
     blocks_C: ids of the context's blocks.
     scale: the factor of the layer's attention scores.

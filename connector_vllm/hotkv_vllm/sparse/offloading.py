@@ -100,7 +100,7 @@ class SparseOffloadingManager:
         All shares are estimates, because the keys are not available here.
 
         block_hashes: the hashes of the context's blocks.
-        query: the step's query, float32 [Q, D].
+        query: the step's query, float32 [query heads, channels].
         layer_idx: number of the layer; its representations are scored.
         """
         rows = self._ready_prefix(block_hashes)
@@ -191,7 +191,7 @@ class HostPages(Protocol):
     def read(self, layer_idx: int, blocks: I32) -> U8:
         """Returns a copy of the layer's pages of `blocks`, uint8 [n, page bytes].
 
-        blocks: ids of host blocks whose pages of the layer were stored before [n].
+        blocks: ids of host blocks, [n]. Their pages of the layer must have been stored before.
         """
         ...
 
@@ -537,8 +537,8 @@ class SparseOffloadingHandler:
         of a sequence that are in hot slots of a layer).
     host: the pages of all blocks, in host memory.
     hot: the hot slots, uint8 [layers, slots, page bytes].
-    keys_of: takes pages, uint8 [n, page bytes], and returns the unpacked keys in them, float32
-        [n, T, H, D].
+    keys_of: takes pages, uint8 [n, page bytes], and returns the unpacked keys in these pages,
+        float32 [n, tokens, KV heads, channels].
     """
 
     def __init__(
@@ -641,7 +641,7 @@ class SparseOffloadingHandler:
         loads at most `max_correction_blocks` blocks.
 
         attn_metadata: the host blocks and the length of the whole context.
-        query: the step's query, float32 [Q, D].
+        query: the step's query, float32 [query heads, channels].
         """
         sequence_id, table, seq_len = (
             attn_metadata.sequence_id,
@@ -686,9 +686,9 @@ class SparseOffloadingHandler:
         )
 
     def _always_log_mass(self, metadata: DecodeMetadata, layer_idx: int, query: F32) -> F32:
-        """Returns the exact log of the attention mass, float32 [Q], of the blocks that are always
-        attended. Reads their keys from hot slots, or from host memory if they are not in a hot
-        slot."""
+        """Returns the exact log of the attention mass, float32 [query heads], of the blocks that
+        are always attended. Reads their keys from hot slots, or from host memory if they are not in
+        a hot slot."""
         hot, block_tokens = (
             self._states[metadata.sequence_id, layer_idx].hot,
             self._layers[layer_idx].block_tokens,
@@ -707,7 +707,8 @@ class SparseOffloadingHandler:
         return exact_log_mass(query, keys_RHD[: len(keys_RHD) - excess])
 
     def _host_keys(self, layer_idx: int, blocks: I32) -> F32:
-        """Returns the unpacked keys of host blocks in a layer, float32 [n, T, H, D]."""
+        """Returns the unpacked keys of host blocks in one layer, float32
+        [blocks, tokens, KV heads, channels]."""
         return self._keys_of(self._read(layer_idx, blocks))
 
     def _read(self, layer_idx: int, blocks: I32) -> U8:

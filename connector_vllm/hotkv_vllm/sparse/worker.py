@@ -282,7 +282,7 @@ class SparseWorker:
             the step's plan.
         batch: returns the step's batch; called when the plan is made.
         query_of: takes the index of a token in the batch, and returns the token's query in this
-            layer, float32 [Q, D].
+            layer, float32 [query heads, channels].
         """
         if self.is_off or self._faults.rests(layer.name, self._num_steps):
             return None

@@ -69,7 +69,7 @@ class NamedRow(NamedTuple):
 
     @property
     def word(self) -> np.int32:
-        """Returns the number that stands for this value in device memory: 2 * state + is_sparse.
+        """Returns the number that stands for this decision in device memory: 2 * state + is_sparse.
         (NO_ROW stands for a row that the host has not named.)"""
         return np.int32(2 * self.state + self.is_sparse)
 
