@@ -260,8 +260,8 @@ class _Bounds(SpanProcessor):
             self._export.shutdown()
 
     def within(self, call: Callable[[], object]) -> bool:
-        """Runs a call on the helper thread and waits for its end, for CLOSE_S at most: a collector
-        may hang. Returns False if the call takes longer."""
+        """Runs a call on the helper thread, and waits for its end for at most CLOSE_S, because a
+        collector may hang. Returns False if the call takes longer."""
         is_done = threading.Event()
         self._asked.put((call, is_done))
         return self._is_closed or is_done.wait(CLOSE_S)

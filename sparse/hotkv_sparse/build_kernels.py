@@ -376,8 +376,8 @@ def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, o
 
 @numba.njit(nogil=True, cache=True)
 def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
-    """Copies the channels y [T, D] of the sixteen tokens from `first` on to lanes [>= D, 16]. Each
-    column receives a token. Columns from `valid` on become 0."""
+    """Copies the channels y [T, D] of sixteen tokens, beginning with token `first`, to lanes
+    [>= D, 16]: a token to each column. Columns from `valid` on become 0."""
     for channel in range(y.shape[1]):
         for lane in range(16):
             lanes[channel, lane] = y[first + lane, channel] if lane < valid else np.float32(0)

@@ -57,8 +57,8 @@ class ResidentSpec(FullAttentionSpec):
 
     sink_blocks: number of a context's first blocks (sinks), which stay on the device.
     recent_tokens: length of the recent window, which stays on the device.
-    keeps_tokens: most tokens at the end of a context that are on the device: the recent window,
-        tokens in flight, and tokens whose store has not ended.
+    keeps_tokens: the most tokens at the end of a context that the device may hold: the recent
+        window, tokens in flight, and tokens whose store has not ended.
     hot_blocks: number of hot slots (device blocks for selected blocks) of a request.
     sparse_from_tokens: a context below this length attends to all its blocks, so they all stay on
         the device.
@@ -91,7 +91,7 @@ class ResidentSpec(FullAttentionSpec):
 
     @property
     def whole_blocks(self) -> int:
-        """Returns the greatest length, in blocks, at which a whole request stays on the device."""
+        """Returns the length, in blocks, up to which a request has all its blocks on the device."""
         window = _blocks(self.keeps_tokens, self.block_size) + 1
         short = _blocks(self.sparse_from_tokens, self.block_size) + 1
         return max(self.sink_blocks + window, short)
@@ -366,7 +366,8 @@ class ResidentManager(FullAttentionManager):
 
     @property
     def promised_blocks(self) -> int:
-        """Returns how many more blocks admitted requests need until their prompts are computed."""
+        """Returns how many more blocks the admitted requests need together until their prompts are
+        computed."""
         return sum(self._promised(name, self._is_moved(name)) for name in self.req_to_blocks)
 
     def _promised(self, request_id: str, is_moved: bool) -> int:
@@ -694,7 +695,9 @@ class DevicePool:
 
     def _first_needs(self, has_room: Callable[[str], bool]) -> int | None:
         """Returns the fewest free blocks with which vLLM would admit the first waiting request.
-        Returns None if no request waits, or if vLLM may not run more requests."""
+        Returns 0 if this request holds blocks already, because its further blocks count as promised
+        (`promised_blocks`). Returns None if no request waits, or if vLLM may not run more
+        requests."""
         spec, scheduler = self.spec, self._scheduler
         assert spec is not None
         if len(scheduler.running) >= scheduler.max_num_active_reqs:
@@ -760,7 +763,7 @@ class DevicePool:
 
     def num_freed(self, request_id: str) -> int:
         """Returns the position at which the request's freed blocks end; they begin after the sinks
-        (first blocks). 0 if no block was freed. Only with residency."""
+        (first blocks). 0 if no block was freed. Must be called only in an engine with residency."""
         assert self._manager is not None
         return self._manager.freed_blocks.get(request_id, 0)
 

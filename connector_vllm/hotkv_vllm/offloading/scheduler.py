@@ -349,8 +349,9 @@ class DoorScheduler:
         finished request were computed, unless the request was aborted. With asynchronous scheduling
         a request may also end after vLLM has preempted it and freed its blocks.
 
-        With the limit, vLLM does not store window chunks behind the last whole chunk of full
-        attention of an aborted prompt. No hit needs them: hits end with a chunk of full attention.
+        In an aborted prompt, this also prevents stores of sliding-window chunks behind the last
+        whole chunk of full attention. No hit needs these chunks, because every hit ends with a
+        chunk of full attention.
         """
         steps.limit_stores(offloading, request.request_id, steps.written_tokens(request))
 

@@ -352,7 +352,7 @@ class ResidencyPages:
                 self._unstage(block)
 
     def _forget(self, block: int) -> None:
-        """Forgets a host block's names, and where its pages are."""
+        """Forgets the names of a host block (`name`), and where its pages are."""
         self._names.pop(block, None)
         self._offsets.pop(block, None)
         self._unstage(block)
@@ -378,7 +378,9 @@ class ResidencyPages:
             names[sequence_id] = place, block_hash
 
     def _last_name(self, block: int) -> tuple[str, int, bytes]:
-        """Returns the sequence for which the block is stored, its position there, and its hash."""
+        """Returns the name (`name`) under which a host block is stored: a sequence, the block's
+        position there, and its hash. If several sequences have named the block, returns the latest
+        name."""
         sequence_id, (place, block_hash) = next(reversed(self._names[block].items()))
         return sequence_id, place, block_hash
 

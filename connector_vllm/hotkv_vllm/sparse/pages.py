@@ -25,8 +25,8 @@ _LANES = 16
 class KeyPages:
     """Reads the pages of a layer.
 
-    `pages` is a tensor [B, H, T, 2 * D]. A page contains, for each head, first the keys, arranged
-    as `packing` says, then the values.
+    `pages` is a tensor [blocks, KV heads, tokens, 2 * channels]. A page contains, for each head,
+    first the keys, arranged as `packing` says, then the values.
 
     page_bytes: bytes of a page: keys and values of all heads.
     """
@@ -104,8 +104,8 @@ class KeyPages:
         )
 
     def _view(self) -> U8:
-        """Returns a view of the pages as uint8 [B, H, bytes]. Makes a new view if the tensor's
-        memory has moved since the last call."""
+        """Returns a view of the pages as uint8 [blocks, KV heads, bytes]. Makes a new view if the
+        tensor's memory has moved since the last call."""
         if self._address != self._pages.data_ptr():
             self._address = self._pages.data_ptr()
             self._bytes = (

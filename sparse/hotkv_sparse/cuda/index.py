@@ -129,13 +129,13 @@ class IndexShape:
 
     @property
     def tile_bytes(self) -> int:
-        """Returns the size of a tile in bytes. A tile is the prepared queries of 8 heads, in the
-        order that `score_tokens` reads."""
+        """Returns the size in bytes of a tile: the prepared queries of 8 heads, in the order in
+        which the kernel `score_tokens` reads them."""
         return self.line_groups * (4 if self.form.bits == 2 else 8) * 128
 
     def level_words(self) -> tuple[int, int]:
-        """Returns two words for kernels: the levels of the codes 0 to 3, and the levels of the
-        codes 4 to 7. Each level is a signed byte."""
+        """Returns the levels of the format's codes (the integers that the codes stand for) for
+        kernels, as two 32-bit words of four signed bytes each: codes 0 to 3, and codes 4 to 7."""
         levels = np.zeros(8, np.int8)
         levels[: len(self.form.levels)] = self.form.levels
         low, high = levels.view(np.uint32)
@@ -176,8 +176,9 @@ class Index:
 
     @functools.cached_property
     def _levels(self) -> Array:
-        """Returns an array with the levels, followed by the thresholds halfway between adjacent
-        levels in units of the key's rms."""
+        """Returns an array with the levels of the format's codes (the integers that the codes stand
+        for), followed by the thresholds between adjacent levels. A threshold is the mean of two
+        levels, in units of the key's rms."""
         levels = np.array(self.shape.form.levels, np.float64)
         thresholds = (levels[1:] + levels[:-1]) / 2.0 / self.shape.form.level_unit
         return upload(self._device, np.concatenate([levels, thresholds]).astype(np.float32))

@@ -120,8 +120,8 @@ class CudaSelector:
     def build(
         self, pages: Array | None, rows: Array, num_blocks: int, addresses: Array | None = None
     ) -> None:
-        """Builds the representations (compact forms of keys) of blocks from the layer's keys.
-        `Index.build` explains the arguments. Its work is queued on the stream."""
+        """Builds the representations (compact forms of keys) of blocks from the layer's keys. The
+        work is queued on the stream. `Index.build` explains the arguments."""
         self.index.build(self._keys, pages, rows, num_blocks, addresses=addresses)
 
     def step(self, query: Queries, scale: float | None = None) -> None:
