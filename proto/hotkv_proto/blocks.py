@@ -253,7 +253,7 @@ class ResidencyOpened:
 
 
 class Flushed(int):
-    """The number of blocks that a flush has dropped, as an int.
+    """The result of a flush: an int, which is the number of dropped blocks.
 
     pending_tiers: names of the tiers that have not answered the flush. The server flushes such a
         tier as soon as it answers. Until then other nodes may load from this tier blocks that were

@@ -45,7 +45,8 @@ def measured_bias(
     scale: float | None = None,
     axes: Axes | None = None,
 ) -> float:
-    """Measures by how much a token format overestimates a block's log mass, in nats.
+    """Measures by how much a token format overestimates the log mass of a block (the log of its
+    attention mass), in nats.
 
     The result is the mean of (estimated - exact) log mass over blocks of 16 tokens and query heads,
     weighted by the exact mass. If no block has mass, the result is the format's own bias. Sinks and
@@ -112,7 +113,7 @@ class LayerCentre:
 
     mu: float32 [KV heads, channels], the centre: the mean key of each head.
     bias: for each measured token format, by its name: by how much scores with this centre
-        overestimate the log mass of a block, in nats.
+        overestimate the log of a block's attention mass, in nats.
     axes: principal axes of the keys, which mix2 needs; None if they were not calibrated.
     """
 
@@ -158,8 +159,8 @@ class Centres:
         return None if found is None else found.mu
 
     def bias(self, layer: int, name: str) -> float | None:
-        """Returns by how much scores in format `name` overestimate a block's log mass in this
-        layer, in nats. None if the bias was not measured."""
+        """Returns by how much scores in format `name` overestimate the log of a block's attention
+        mass in this layer, in nats; None if the bias was not measured."""
         found = self.layers.get(layer)
         return None if found is None else found.bias.get(name)
 

@@ -91,9 +91,9 @@ class Always:
     """The attention mass of the always kept blocks (sinks, recent window, partial block). Either
     the caller knows the mass, or the kernel computes it from the blocks' keys in `pages`.
 
-    log_mass: float32 [query heads]. Without pages, the log mass of these blocks. With pages, a log
-        mass that is added to the blocks' log mass, such as that of learned sinks; -inf adds no
-        mass.
+    log_mass: float32 [query heads]. Without pages, the log of the attention mass of these blocks.
+        With pages, the log of a mass that is added to the blocks' mass, such as that of learned
+        sinks; -inf adds no mass.
     pages: uint8 [pages, H, bytes], a layer's keys in the order that `score_kernels.page_log_mass`
         describes; may be empty.
     blocks: int32, indices in `pages` of the always kept blocks.
@@ -108,8 +108,8 @@ class Always:
 
     @staticmethod
     def known(log_mass: F32) -> "Always":
-        """Makes the value for always kept blocks whose log mass, float32 [query heads], is
-        known."""
+        """Makes the value for always kept blocks whose log mass (log of the attention mass, float32
+        [query heads]) is known."""
         return Always(log_mass, _NO_PAGES, _NO_BLOCKS, (0,) * 5)
 
 

@@ -389,7 +389,7 @@ class HotSet:
     # --------------------------------------------------------------------------------------- tables
 
     def _add_blocks(self, num_blocks: int) -> None:
-        """Enlarges the tables by block for at least `num_blocks` blocks."""
+        """Enlarges the tables that are indexed by block to at least `num_blocks` entries."""
         if num_blocks <= len(self.slot_of):
             return
         more = max(num_blocks, 2 * len(self.slot_of)) - len(self.slot_of)

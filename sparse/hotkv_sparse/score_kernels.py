@@ -694,8 +694,8 @@ def page_log_mass(
     query: Any,
     out: Any,
 ) -> None:
-    """Computes the exact log mass of the blocks `rows`, out [Q]: the logsumexp of q . k over their
-    first `num_tokens` > 0 tokens.
+    """Computes the exact log of the attention mass of the blocks `rows`, out [Q]: the logsumexp of
+    q . k over their first `num_tokens` > 0 tokens.
 
     pages: [B, H, bytes], the keys of each block and head, in runs of `run` tokens. The order within
         a run is [D / pair][run][pair].

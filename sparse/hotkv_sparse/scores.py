@@ -66,8 +66,8 @@ def prepare(
 
     mu_HD: the centre with which the representations were built; None: 0.
     scale: scale of attention; None: 1 / sqrt(D).
-    bias: by how much scores overestimate a block's log mass with this centre, in nats. It is
-        subtracted from scores. None: the format's bias.
+    bias: by how much scores overestimate the log of a block's attention mass with this centre, in
+        nats. It is subtracted from scores. None: the format's bias.
     axes: the principal axes with which the representations were built; required for mix2.
     """
     form = formats.format_named(name)

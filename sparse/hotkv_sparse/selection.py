@@ -153,8 +153,8 @@ def choose(
     All query heads count equally, because each KV head has the same number of query heads.
 
     scores_QS: float32 [Q, S], a score for each candidate of `where`.
-    always_log_mass_Q: float32 [query heads], exact log mass of the always kept blocks; -inf if
-        there are no such blocks.
+    always_log_mass_Q: float32 [query heads], exact log of the attention mass of the always kept
+        blocks; -inf if there are no such blocks.
     adaptive_p: share of the attention mass to reach, together with the always kept blocks. Chooses
         only as many of the heaviest candidates as this share needs, within the budget. None:
         chooses the whole budget.
@@ -233,8 +233,8 @@ class Source:
 
     pool: uint8 [B, H, N], a row for each block.
     mu: float32 [KV heads, channels], the centre with which the representations were built; None: 0.
-    bias: by how much scores with this centre overestimate log mass, in nats; None: the format's
-        bias.
+    bias: by how much scores with this centre overestimate the log of a block's attention mass, in
+        nats; None: the format's bias.
     axes: the principal axes with which the representations were built; None if the format has no
         axes.
     """
@@ -266,8 +266,8 @@ def select_layer(
         scorer.
     rows_C: int32, for each block of the context, the row of its representation in the sources'
         pools; ignored for always kept blocks.
-    always_log_mass_Q: float32 [query heads], exact log mass of the always kept blocks
-        (`exact_log_mass`).
+    always_log_mass_Q: float32 [query heads], exact log of the attention mass of the always kept
+        blocks (`exact_log_mass`).
     context_tokens: tokens of the context.
     scale: scale of attention; None: 1 / sqrt(D).
     """
@@ -322,8 +322,8 @@ def estimated_log_mass(
 
 
 def exact_log_mass(query_QD: F32, keys_RHD: F32, scale: float | None = None) -> F32:
-    """Returns the exact log mass of tokens: the logsumexp of q · k * scale over the R tokens,
-    float32 [query heads]; -inf without keys.
+    """Returns the exact log of the attention mass of tokens: the logsumexp of q · k * scale over
+    the R tokens, float32 [query heads]; -inf without keys.
 
     keys_RHD: float32 [R, H, D], the keys of the tokens.
     """

@@ -128,7 +128,8 @@ def decode_step(
     always: indices in `pages` of the always kept blocks.
     packing: number of tokens in `always` (0: do not use the pages), tokens of a block, then `run`,
         `pair` and `kind` of `page_log_mass`.
-    beside: float32 [Q], log mass that is added to the log mass of `always`.
+    beside: float32 [Q], log of an attention mass that is added to the mass of `always`, such as
+        that of learned sinks.
     selected: bool [>= count], output: True for each selected block.
     blocks, weights: [n], output: the selection; n is the number of blocks to select.
     arriving: slots that the previous step named for prefetch; all of them are written.

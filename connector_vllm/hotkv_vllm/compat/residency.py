@@ -108,15 +108,16 @@ class ResidentSpec(FullAttentionSpec):
         return self.whole_blocks + self.hot_blocks
 
     def gap(self, hit_tokens: int) -> range:
-        """Returns the positions of a hit's blocks between the sinks and the recent window, which
-        need not be on the device; empty if the hit is short enough to be wholly on the device."""
+        """Returns the positions of a hit's blocks between the sinks (first blocks) and the recent
+        window. These blocks need not be on the device. The range is empty if the hit is short
+        enough to be wholly on the device."""
         if _blocks(hit_tokens, self.block_size) <= self.whole_blocks:
             return range(0)
         return range(self.sink_blocks, (hit_tokens - self.recent_tokens) // self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Returns the bytes that a request of the longest context needs in this layer's part of the
-        pool. vLLM checks at its start that the pool is large enough."""
+        """Returns the bytes that a request of the longest context needs in this layer's part of
+        vLLM's block pool. At the engine's start vLLM checks that the pool is large enough."""
         return self.device_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     @classmethod
@@ -220,8 +221,8 @@ class ResidentManager(FullAttentionManager):
     # -------------------------------------------------------------------------------- allocation
 
     def needs(self, request_id: str, num_tokens: int) -> int:
-        """Returns how many blocks a running request must allocate to grow to `num_tokens`, hot
-        slots included."""
+        """Returns how many blocks a running request must allocate to grow to `num_tokens`,
+        including hot slots (device blocks for selected blocks)."""
         held = len(self.req_to_blocks.get(request_id, ()))
         lacks = max(0, _blocks(num_tokens, self.block_size) - held)
         return lacks + self._missing_hot(request_id, num_tokens)
@@ -237,10 +238,10 @@ class ResidentManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Overrides vLLM's method: returns how many blocks must be allocated for the request. These
-        are only the blocks that stay on the device, and the hot slots. If the request must get no
-        block now, because it has lost blocks or the server has no room for it, returns more blocks
-        than the pool has."""
+        """Overrides vLLM's method: returns how many blocks must be allocated for the request.
+        Counts only the blocks that stay on the device, and the hot slots (device blocks for
+        selected blocks). If the request must get no block now, because it has lost blocks or the
+        server has no room for it, returns more blocks than the pool has."""
         if request_id in self.lost:
             # No allocation succeeds, so the scheduler preempts the request and computes it anew.
             return int(self.block_pool.num_gpu_blocks) + 1
@@ -288,8 +289,9 @@ class ResidentManager(FullAttentionManager):
             self._begins_moved.add(request_id)
 
     def room_for(self, request_id: str, is_hit: bool) -> int:
-        """Returns how many blocks of the pool a new request may use to begin wholly on the device:
-        the free blocks, minus the blocks that admitted requests still need for their prompts.
+        """Returns how many blocks of vLLM's block pool a new request may use to begin wholly on the
+        device: the free blocks, minus the blocks that admitted requests still need for their
+        prompts.
 
         is_hit: True for a request with a hit. Then the blocks that other waiting requests need are
             subtracted too. If they were not, the request might soon be moved off the device to make
@@ -306,8 +308,8 @@ class ResidentManager(FullAttentionManager):
 
     def _gap(self, request_id: str, computed_tokens: int) -> range:
         """Returns the positions of a hit's blocks that are neither allocated nor loaded: the blocks
-        between the sinks and the recent window that the server has pinned for the request. A new
-        request holds no blocks, because it has no hit in vLLM's own prefix cache.
+        between the sinks (first blocks) and the recent window that the server has pinned for the
+        request. A new request holds no blocks, because it has no hit in vLLM's own prefix cache.
 
         computed_tokens: length of the hit.
         """
@@ -323,9 +325,10 @@ class ResidentManager(FullAttentionManager):
         num_external_computed_tokens: int,
         record_for_zeroing: bool = True,
     ) -> None:
-        """Overrides vLLM's method: allocates the blocks of a hit. Only the sinks and the recent
-        window get blocks of the pool; the block table has null blocks between them. vLLM has just
-        called `get_num_blocks_to_allocate` for the request, and the pool has as many blocks."""
+        """Overrides vLLM's method: allocates the blocks of a hit. Only the sinks (first blocks) and
+        the recent window get blocks of vLLM's pool; the block table has null blocks between them.
+        vLLM has just called `get_num_blocks_to_allocate` for the request, and the pool has as many
+        blocks."""
         total = num_local_computed_tokens + num_external_computed_tokens
         blocks, gap = self.req_to_blocks[request_id], self._counted_gap
         if gap:
@@ -377,7 +380,7 @@ class ResidentManager(FullAttentionManager):
         return max(0, needed - len(self.req_to_blocks[request_id]))
 
     def relief(self, request_id: str, processed_tokens: int, stored_tokens: int) -> Relief:
-        """Returns how many blocks the pool gains if the request is moved off the device.
+        """Returns how many blocks vLLM's block pool gains if the request is moved off the device.
 
         processed_tokens: number of the request's tokens whose computation has ended.
         stored_tokens: number of the request's leading tokens that the server has pinned.
@@ -425,8 +428,8 @@ class ResidentManager(FullAttentionManager):
 
     def _freeable(self, request_id: str, processed_tokens: int, stored_tokens: int) -> range:
         """Returns the positions of the request's blocks that can be freed now. They begin after the
-        sinks and the blocks freed earlier. They end before the recent window, and before the first
-        block that the server has not pinned.
+        sinks (first blocks) and the blocks freed earlier. They end before the recent window, and
+        before the first block that the server has not pinned.
 
         processed_tokens: number of the request's tokens whose computation has ended.
         stored_tokens: number of the request's leading tokens that the server has pinned.
@@ -642,7 +645,7 @@ class DevicePool:
     def stays_whole(self, request: Any) -> bool:
         """Returns True if the request may have all its blocks on the device although it can outgrow
         the device. This is possible only with `residency = "auto"`: if the request was not moved
-        off the device and its present blocks fit in the pool."""
+        off the device and its present blocks fit in vLLM's block pool."""
         spec = self.spec
         if spec is None or not spec.begins_whole or self._is_moved(request.request_id):
             return False
@@ -652,8 +655,8 @@ class DevicePool:
         return self._manager is not None and request_id in self._manager.moved
 
     def has_room_for(self, request: Any) -> bool:
-        """Returns True if the pool has room now for all blocks of a new request with a hit, so that
-        the request can begin wholly on the device."""
+        """Returns True if vLLM's block pool has room now for all blocks of a new request with a
+        hit, so that the request can begin wholly on the device."""
         spec, manager = self.spec, self._manager
         if spec is None or manager is None or not self.stays_whole(request):
             return False
@@ -719,8 +722,8 @@ class DevicePool:
         return [request.request_id for request in self._scheduler.running]
 
     def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
-        """Returns how many blocks the pool gains if the request is moved off the device; None if
-        the request has no blocks or was moved already.
+        """Returns how many blocks vLLM's block pool gains if the request is moved off the device;
+        None if the request has no blocks or was moved already.
 
         stored_tokens: number of leading tokens that the server has pinned.
         """

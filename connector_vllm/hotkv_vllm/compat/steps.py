@@ -183,9 +183,10 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
 def withdraw_states(
     state: Any, written: Collection[int], block_sizes: Sequence[int], offloading: Any = None
 ) -> None:
-    """Removes, from the recurrent states that vLLM offers for storing in a step, each state whose
-    block the step may overwrite because vLLM has just reallocated it. Also removes each state
-    behind the tokens that vLLM's offloading may store of its request (`limit_stores`).
+    """Removes states that must not be stored from the recurrent states that vLLM offers for storing
+    in a step: a state whose block the step may overwrite, because vLLM has just reallocated the
+    block; and a state behind the tokens of its request that vLLM's offloading may store
+    (`limit_stores`).
 
     state: the step's `KVConnectorBlockState`.
     written: ids of the blocks that vLLM has newly allocated. A new request's own states are among
@@ -193,8 +194,8 @@ def withdraw_states(
     block_sizes: tokens of a block, per vLLM group.
     offloading: vLLM's `OffloadingConnectorScheduler`, if it may store the states.
 
-    Source: vLLM 0.32 and 0.33. A state that accepted drafts have completed is offered when the next
-    step is planned. That step may have freed the state's block and given it to another request. A
+    Source: vLLM 0.32 and 0.33. A state that accepted drafts have completed is offered only when the
+    next step is planned. By then vLLM may have reallocated the state's block to another request. A
     state inside a block is a copy that the step makes, and vLLM keeps the copy's block. vLLM's
     offloading asserts that such a state is within the limit, and takes a limit of 0 for no limit.
     """

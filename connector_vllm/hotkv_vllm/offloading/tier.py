@@ -602,8 +602,9 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Blocks until no job is in progress, so that the server accesses no row. Prevents
-        promotions in the next HELD_STEPS steps. vLLM calls this method in a reset."""
+        """Blocks until no job is in progress, so that the server accesses no row. Also prevents
+        promotions in the next HELD_STEPS steps, because the workers may still copy into rows that
+        are freed. vLLM calls this method in a reset."""
         self._held_until_step = self._step + HELD_STEPS
         if self._transfers is not None:
             self._transfers.drain()

@@ -162,7 +162,7 @@ class StepPlan:
     shared by the layers of the group.
 
     key: vLLM's metadata object of the step, from which the plan was made.
-    rows: the rows that attend sparsely.
+    rows: the rows (requests) that attend sparsely.
     complete: for each row with a long context, the ids of its complete blocks. These blocks need
         representations (compact forms of keys, by which blocks are selected).
     lacking: indices of the layers that lack representations of some of these blocks.
@@ -183,8 +183,8 @@ class StepPlan:
     written: Mapping[int, I32] = field(default_factory=dict)
 
     def rewritten_with(self, tables: Mapping[int, I32], block_tokens: int) -> Rewrite:
-        """Returns the block tables and lengths of the whole batch: for the rows in `tables` the
-        given tables, for all other rows vLLM's.
+        """Returns the block tables and lengths of the whole batch: the tables in `tables` for their
+        rows (requests), and vLLM's tables for all other rows.
 
         tables: by row, the table that replaces vLLM's. If it is the same object as in the layer
             before, it is not copied again.

@@ -114,7 +114,7 @@ class LayerCounters:
 @dataclass(frozen=True, slots=True)
 class Recall:
     """The quality of a selection of n blocks, compared with exact attention. Both figures count all
-    blocks that the row attends to, not only the n selected blocks.
+    blocks that the row (request) attends to, not only the n selected blocks.
 
     recall: of the n blocks with the most attention mass, the share that the row attends to.
     mass: the share of the row's attention mass in the blocks that the row attends to.
@@ -132,8 +132,8 @@ def block_mass(
     block_tokens: int,
     scale: float,
 ) -> npt.NDArray[np.float64]:
-    """Returns each block's exact share of the attention mass, averaged over the query heads,
-    float64 [C]. The shares add up to 1.
+    """Returns each block's exact share of the attention mass in a row's (request's) context,
+    averaged over the query heads, float64 [blocks]. The shares add up to 1.
 
     keys_of: takes ids of blocks, and returns these blocks' unpacked keys, float32
         [blocks, tokens, KV heads, channels].
@@ -161,7 +161,8 @@ def measure(
     scale: float,
     attended: Attended,
 ) -> Recall:
-    """Returns how good a row's selection is, compared with exact attention over its whole context.
+    """Returns how good the selection of blocks for a row (request) is, compared with exact
+    attention over its whole context.
 
     keys_of: takes ids of blocks, and returns these blocks' unpacked keys, float32
         [blocks, tokens, KV heads, channels].

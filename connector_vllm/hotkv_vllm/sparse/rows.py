@@ -123,10 +123,10 @@ class RowNames:
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
-        """Returns True if a row with a single token is to attend sparsely: the request decodes and
-        has a long context. On CUDA the request must also be resident (`ResidentOnly`). In a step
-        that may be replayed from a CUDA graph, also returns True for each request with blocks only
-        in host memory.
+        """Returns True if a request with a single token in the step is to attend sparsely: it
+        decodes and has a long context. On CUDA the request must also be resident (`ResidentOnly`).
+        In a step that may be replayed from a CUDA graph, also returns True for each request with
+        blocks only in host memory.
 
         is_replayed: True if vLLM may replay a CUDA graph for the step.
         """

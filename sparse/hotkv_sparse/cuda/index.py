@@ -147,7 +147,8 @@ class Index:
 
     pool: uint8 [R, row_bytes], a row per block.
     mu_HD: the centre, which is subtracted from keys before they are encoded; None: 0.
-    bias: by how much scores overestimate a block's log mass, in nats; None: the format's bias.
+    bias: by how much scores overestimate the log of a block's attention mass, in nats; None: the
+        format's bias.
     """
 
     def __init__(
