@@ -104,8 +104,8 @@ class TableGeometry:
 
     @staticmethod
     def unpack(data: bytes | memoryview, file_bytes: int) -> "TableGeometry":
-        """Reads a header. Raises ValueError if the header has another format, or if its sizes do
-        not fit into `file_bytes`."""
+        """Reads the header of a table file. Raises ValueError if the header has another format, or
+        if its sizes do not fit into `file_bytes`."""
         if len(data) < HEADER.size:
             raise ValueError(
                 f"block table has a header of {len(data)} bytes; it needs {HEADER.size}"
@@ -210,7 +210,8 @@ class BlockTable:
 
 
 def is_ready(words: Words) -> NDArray[np.bool_]:
-    """Returns a mask of the entry words that belong to ready entries."""
+    """Returns a mask of the entry words (results of lookups) that belong to ready blocks. False for
+    a miss, and for a block that is only reserved."""
     ready: NDArray[np.bool_] = (words != 0) & (words < RESERVED_FLAG)
     return ready
 

@@ -278,7 +278,7 @@ class _Bounds(SpanProcessor):
 
 
 class _Answers(threading.local):
-    """The outcome of the batch that the current thread exports.
+    """The outcome of the batch of spans that the current thread exports.
 
     num_refused: number of spans of the batch that the collector refused.
     said: the first message of the SDK or the collector about the batch; empty without a message.

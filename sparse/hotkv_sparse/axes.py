@@ -309,7 +309,7 @@ def half_steps(axes: Axes) -> F32:
 
 def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F32:
     """Returns the keys or queries that the tokens would have `shifts_N` positions later, by RoPE;
-    float32 [N, X, D].
+    float32 [tokens, heads, channels].
 
     x_NXD: keys or queries of N tokens, after RoPE.
     frequencies_F: RoPE's frequencies in radians per token. RoPE turns channel i together with

@@ -67,7 +67,7 @@ FREE, MAPPED, LOADING, READY, CANCELLED = (int(state) for state in SlotState)
 
 @dataclass(frozen=True, slots=True)
 class HotMap:
-    """The blocks to which a step may attend. Read-only.
+    """The map of a hot set: the blocks on the device to which a step may attend. Read-only.
 
     version: grows with every change of the map.
     blocks: int32, positions of the blocks in the context, ascending.
@@ -565,7 +565,7 @@ class AdaptiveCapacity:
     sets: float = USUAL_SETS
 
     def observe(self, selected_blocks: int, left_blocks: int) -> int:
-        """Updates the estimate after a step, and returns the new capacity.
+        """Adapts the capacity to the step that has just ended, and returns the new capacity.
 
         selected_blocks: number of blocks that the step selected.
         left_blocks: number of missing blocks that the step could not load (the length of

@@ -323,9 +323,9 @@ def estimated_log_mass(
 
 def exact_log_mass(query_QD: F32, keys_RHD: F32, scale: float | None = None) -> F32:
     """Returns the exact log of the attention mass of tokens: the logsumexp of q · k * scale over
-    the R tokens, float32 [query heads]; -inf without keys.
+    the tokens, float32 [query heads]; -inf without keys.
 
-    keys_RHD: float32 [R, H, D], the keys of the tokens.
+    keys_RHD: float32 [tokens, KV heads, channels], the keys of the tokens.
     """
     num_heads, head_size = query_QD.shape
     num_tokens, kv_heads, _ = keys_RHD.shape

@@ -122,7 +122,7 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         metadata: CPUAttentionMetadata,
     ) -> None:
         """Passes the step's keys and queries to `worker.first_prompt`, which calibrates the layer
-        once it has seen enough of them."""
+        once it has recorded enough tokens."""
         batch = _batch(metadata)
         num_tokens = int(batch.starts[-1])
         keys, queries = (

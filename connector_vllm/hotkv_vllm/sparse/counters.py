@@ -61,7 +61,7 @@ class LayerCounters:
     def add_step(
         self, index: int, attended: Attended, context_blocks: int, page_bytes: int
     ) -> None:
-        """Counts a selection: the choice of blocks for one row of a step in one layer.
+        """Counts a selection: the choice of blocks for one row (request) of a step in one layer.
 
         index: index of the layer.
         attended: the result of the selection.

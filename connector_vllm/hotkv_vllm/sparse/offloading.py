@@ -216,7 +216,7 @@ class HostPages(Protocol):
 class ArrayPages:
     """Holds pages in an array of this process.
 
-    pages: uint8 [L, blocks, page bytes], contiguous.
+    pages: uint8 [layers, blocks, page bytes], contiguous.
     copy_method: how pages are copied. `memcpy`: one copy for each sequence of pages that is
         contiguous on both sides. `batch`: one call of numpy for all pages. `kernel` and `auto`: the
         compiled loop of `PageCopier`.
@@ -298,7 +298,7 @@ class ResidencyPages:
     provided their page of the block. Pages are read from the mapped arena, without a call. A read
     raises HotKVError if the server no longer pins the block.
 
-    memory: staging memory in which blocks wait for their store, uint8 [L, S, page bytes].
+    memory: staging memory in which blocks wait for their store, uint8 [layers, blocks, page bytes].
         `session` must have registered it.
     layers: the indices of the layers, in the order of `memory`. A slot of the server has the pages
         in the same order.

@@ -124,8 +124,8 @@ class _Sequence:
     selected: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     def selected_of(self, num_blocks: int) -> npt.NDArray[np.bool_]:
-        """Returns `selected`. First enlarges it if it is too short for a context of
-        `num_blocks`."""
+        """Returns `selected`, the mask over the blocks of the context. First enlarges it if it is
+        too short for a context of `num_blocks`."""
         if num_blocks > len(self.selected):
             self.selected = np.concatenate([self.selected, np.zeros(max(num_blocks, 64), np.bool_)])
         return self.selected

@@ -112,8 +112,8 @@ class IndexShape:
 
     @property
     def row_bytes(self) -> int:
-        """Returns the size of a row in bytes: H * N rounded up to a multiple of 32, the size of a
-        sector of device memory."""
+        """Returns the size of a row in bytes: KV heads * bytes of a head (`head_bytes`), rounded up
+        to a multiple of 32, the size of a sector of device memory."""
         return -(-self.kv_heads * self.head_bytes // 32) * 32
 
     @property

@@ -254,10 +254,10 @@ class CudaSelector:
     ) -> None:
         """Computes attention over the hot set (the blocks on the device), with a simple kernel.
 
-        out: float32 [R, Q, D], output: the attention; None: not computed.
+        out: float32 [sequences, query heads, channels], output: the attention; None: not computed.
         scale: scale of attention; None: 1 / sqrt(D).
-        log_mass: float32 [R, Q], output: the log of the attention mass of the attended blocks;
-            None: not computed.
+        log_mass: float32 [sequences, query heads], output: the log of the attention mass of the
+            attended blocks; None: not computed.
         always: True: attend only to the always kept blocks (sinks, recent window).
         """
         work, shape, keys, hot = self._workspace, self._workspace.shape, self._keys, self.hot
