@@ -276,7 +276,8 @@ def _kind(value: Any) -> ActionType:
 
 
 def _target(payload: Mapping[Any, Any]) -> Target:
-    """Reads the target from `payload.target`, or from `payload` if it has no `target`."""
+    """Reads the target of an action (the blocks to which it applies) from `payload.target`, or from
+    `payload` if it has no `target`."""
     given = payload.get("target", _UNSET)
     where, fields = ("payload", payload) if given is _UNSET else ("payload.target", given)
     if given is not _UNSET and not isinstance(given, Mapping):

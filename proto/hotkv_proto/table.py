@@ -210,8 +210,8 @@ class BlockTable:
 
 
 def is_ready(words: Words) -> NDArray[np.bool_]:
-    """Returns a mask of the entry words (results of lookups) that belong to ready blocks. False for
-    a miss, and for a block that is only reserved."""
+    """Returns a mask of the entry words (results of lookups) that belong to ready entries. False
+    for a miss, and for an entry that is only reserved."""
     ready: NDArray[np.bool_] = (words != 0) & (words < RESERVED_FLAG)
     return ready
 

@@ -73,14 +73,14 @@ def run_channels(head_size: int) -> tuple[int, int]:
 class Axes:
     """The axes of a layer. Raises INVALID_FIELD if the axes can't be used.
 
-    into: float32 [H, D, D]. A key k of head h with the centre mu has the channels y = (k - mu) @
-        into[h], the coded channels first.
-    rms: float32 [H, R], measured by the calibration: rms of the channels with 4-bit codes and rms
-        of the channels with 2-bit codes.
-    weights: float32 [H, D, C]. For a query q, w = q @ weights[h] is the change of the score if a
-        coded channel changes by half a step of its quantisation. A key with codes c [C] and scale
-        sigma has the score q · (k - mu) ≈ sigma * sum(w * (2 * c - offsets)), with `offsets` from
-        `offsets_of`.
+    into: float32 [KV heads, channels, channels]. A key k of head h with the centre mu has the
+        channels y = (k - mu) @ into[h], the coded channels first.
+    rms: float32 [KV heads, 2], measured by the calibration: rms of the channels with 4-bit codes
+        and rms of the channels with 2-bit codes.
+    weights: float32 [KV heads, channels, coded channels]. For a query q, w = q @ weights[h] is the
+        change of the score if a coded channel changes by half a step of its quantisation. A key
+        with codes c and scale sigma has the score q · (k - mu) ≈ sigma * sum(w * (2 * c -
+        offsets)), with `offsets` from `offsets_of`.
     """
 
     into: F32

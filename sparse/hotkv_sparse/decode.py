@@ -94,8 +94,8 @@ class Always:
     log_mass: float32 [query heads]. Without pages, the log of the attention mass of these blocks.
         With pages, the log of a mass that is added to the blocks' mass, such as that of learned
         sinks; -inf adds no mass.
-    pages: uint8 [pages, H, bytes], a layer's keys in the order that `score_kernels.page_log_mass`
-        describes; may be empty.
+    pages: uint8 [pages, KV heads, bytes], a layer's keys in the order that
+        `score_kernels.page_log_mass` describes; may be empty.
     blocks: int32, indices in `pages` of the always kept blocks.
     packing: number of tokens in `blocks` (0: do not use the pages), tokens of a block, then `run`,
         `pair` and `kind` of `page_log_mass`.

@@ -35,9 +35,10 @@ class Query:
     """A step's query, prepared for a format. It is quantised to int8 so that the largest channel of
     each head becomes 127.
 
-    codes: int8 [Q, P * C], the quantised query; P is 1 for token formats.
-    offsets: int32 [Q, P], added to each product of bytes. They compensate for the offsets of the
-        bytes that represent keys: `LEVEL_OFFSET`, or in mix2 `axes.offsets_of`.
+    codes: int8 [query heads, parts * padded channels], the quantised query; a token format has one
+        part.
+    offsets: int32 [query heads, parts], added to each product of bytes. They compensate for the
+        offsets of the bytes that represent keys: `LEVEL_OFFSET`, or in mix2 `axes.offsets_of`.
     factor: float32 [query heads], by which a product of bytes is multiplied to get nats.
     shift: float32 [query heads], added to every score: q · mu * scale, minus the bias.
     """
@@ -178,8 +179,8 @@ def check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
 
 
 def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
-    """Returns the scores float32 [Q, S] of blocks whose representations (compact forms of keys) are
-    in a pool.
+    """Returns the scores, float32 [query heads, blocks], of blocks whose representations (compact
+    forms of keys) are in a pool.
 
     In a token format the score of a block is logsumexp_i((sigma_i q~ · z_i + q · mu) * scale) -
     bias over its tokens i, with the rotated query q~ and a token's levels z and scale sigma
@@ -191,7 +192,7 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     the GIL.
 
     packed_BHN: the pool: any array whose last axis is contiguous, such as a view of a mapped arena.
-    rows_S: int32 [S], rows of the blocks to score; None: all rows, in order.
+    rows_S: int32, rows of the blocks to score; None: all rows, in order.
     """
     rows_S = (
         np.arange(len(packed_BHN), dtype=np.int32)

@@ -152,7 +152,7 @@ def choose(
     S, Z_h = logaddexp(L_h, logsumexp_b S_hb), and L_h from `always_log_mass_Q` (docs/sparse.md).
     All query heads count equally, because each KV head has the same number of query heads.
 
-    scores_QS: float32 [Q, S], a score for each candidate of `where`.
+    scores_QS: float32 [query heads, candidates], a score for each candidate of `where`.
     always_log_mass_Q: float32 [query heads], exact log of the attention mass of the always kept
         blocks; -inf if there are no such blocks.
     adaptive_p: share of the attention mass to reach, together with the always kept blocks. Chooses
@@ -195,7 +195,7 @@ def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt
     """Returns the indices of the heaviest blocks, ascending: as many blocks as are needed for the
     sum of their weights and `always_mass` to reach `p`, but at least `floor_blocks`.
 
-    weights: float32 [S], share of the attention mass of each candidate.
+    weights: float32 [candidates], share of the attention mass of each candidate.
     always_mass: share of the attention mass of the always kept blocks.
     """
     order = np.argsort(-weights, kind="stable")
@@ -231,7 +231,7 @@ def top(weights_S: F32, count: int) -> I32:
 class Source:
     """The representations (compact forms of blocks' keys) of a layer in one format.
 
-    pool: uint8 [B, H, N], a row for each block.
+    pool: uint8 [blocks, KV heads, bytes], a row for each block.
     mu: float32 [KV heads, channels], the centre with which the representations were built; None: 0.
     bias: by how much scores with this centre overestimate the log of a block's attention mass, in
         nats; None: the format's bias.

@@ -328,7 +328,7 @@ class ResidentManager(FullAttentionManager):
         """Overrides vLLM's method: allocates the blocks of a hit. Only the sinks (first blocks) and
         the recent window get blocks of vLLM's pool; the block table has null blocks between them.
         vLLM has just called `get_num_blocks_to_allocate` for the request, and the pool has as many
-        blocks."""
+        free blocks as that method returned."""
         total = num_local_computed_tokens + num_external_computed_tokens
         blocks, gap = self.req_to_blocks[request_id], self._counted_gap
         if gap:
@@ -349,8 +349,8 @@ class ResidentManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """Overrides vLLM's method: before the new blocks, also allocates the hot slots (device
-        blocks for selected blocks) that the request still needs."""
+        """Overrides vLLM's method: first allocates the hot slots (device blocks for selected
+        blocks) that the request still needs, then the new blocks."""
         if request_id in self._begins_moved:
             self._begins_moved.discard(request_id)
             self.moved.add(request_id)

@@ -128,8 +128,9 @@ class SparseRank:
 
     @hook(nothing, is_part=True)
     def opened(self) -> None:
-        """Called when the rank's session was opened. On CUDA, makes the server's arena readable for
-        the device now, because CUDA may refuse to register memory once vLLM captures graphs."""
+        """Makes the server's arena readable for a CUDA device, now that the rank's session was
+        opened. Does it this early because CUDA may refuse to register memory once vLLM captures
+        graphs."""
         if self.cuda is not None and not self.cuda.map_arena():
             logger.warning(
                 "hotkv: the device can't read the server's arena yet; the first request that "

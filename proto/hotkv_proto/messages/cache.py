@@ -79,7 +79,7 @@ def read_hashes(field: str, packed: bytes, hash_bytes: int) -> Words:
     """Reads packed hashes as uint32 words [hashes, 8]. Raises INVALID_HASH if the length is not a
     multiple of `hash_bytes`.
 
-    field: name of the field in the error.
+    field: path of the field in its message, for errors.
     """
     if len(packed) % hash_bytes:
         raise HotKVError(

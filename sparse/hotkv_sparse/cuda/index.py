@@ -106,8 +106,8 @@ class IndexShape:
 
     @property
     def head_bytes(self) -> int:
-        """Returns N, the size in bytes of the representation (compact form of the keys) of a block
-        and head."""
+        """Returns the size in bytes of the representation (compact form of the keys) of one block
+        in one KV head."""
         return formats.head_bytes(self.name, self.block_tokens, self.head_size)
 
     @property
@@ -145,7 +145,7 @@ class IndexShape:
 class Index:
     """The representations (compact forms of blocks' keys) of a layer in device memory.
 
-    pool: uint8 [R, row_bytes], a row per block.
+    pool: uint8 [rows, row_bytes], a row per block.
     mu_HD: the centre, which is subtracted from keys before they are encoded; None: 0.
     bias: by how much scores overestimate the log of a block's attention mass, in nats; None: the
         format's bias.

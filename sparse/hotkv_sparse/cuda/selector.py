@@ -35,7 +35,7 @@ _ITEMS_PER_WARP = 8
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """A step's queries in device memory, [R, Q, D].
+    """A step's queries in device memory, [sequences, query heads, channels].
 
     data: a tensor, or the address of the first query.
     sequence_stride, head_stride: distances in elements. Channels are contiguous.
@@ -55,10 +55,10 @@ class CudaSelector:
     hot: the layer's hot sets (the blocks on the device to which a step attends).
 
     A step writes its selection to these arrays:
-    blocks: int32 [R, S], the selected blocks of each sequence.
-    chosen: float32 [R, S], the weights of `blocks`; inf for always kept blocks.
-    numbers: int32 [R], number of selected blocks.
-    mass: float32 [R], estimated share of the attention mass of the selected blocks.
+    blocks: int32 [sequences, most selected blocks], the selected blocks of each sequence.
+    chosen: float32, same shape, the weights of `blocks`; inf for always kept blocks.
+    numbers: int32 [sequences], number of selected blocks.
+    mass: float32 [sequences], estimated share of the attention mass of the selected blocks.
     """
 
     def __init__(
