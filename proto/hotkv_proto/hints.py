@@ -38,7 +38,7 @@ Kind = TypeVar("Kind", bound=enum.Enum)
 
 
 class ActionType(enum.Enum):
-    """The kind of an action.
+    """The kind of an action on blocks, which a router requests by a hint.
 
     retain: evict the blocks later than other blocks.
     pin: do not evict the blocks for a time.
@@ -60,7 +60,7 @@ this request's own blocks or its user session."""
 
 
 class Status(enum.Enum):
-    """The outcome of an action.
+    """The outcome of an action on blocks, which a router has requested by a hint.
 
     accepted: done for all blocks.
     clipped: done for some of the blocks, or with reduced values.

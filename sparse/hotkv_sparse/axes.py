@@ -244,9 +244,9 @@ class AxesEstimate:
 
 
 def _mixing(head_size: int) -> F64:
-    """Returns an orthonormal matrix, float64 [D, D]. It mixes channels with 4-bit codes only with
-    each other, and channels with 2-bit codes likewise, so that the values of all mixed channels of
-    a kind have about the same magnitude."""
+    """Returns an orthonormal matrix, float64 [channels, channels]. It mixes channels with 4-bit
+    codes only with each other, and channels with 2-bit codes likewise, so that the values of all
+    mixed channels of a kind have about the same magnitude."""
     matrix, first = np.eye(head_size), 0
     for count in run_channels(head_size):
         run = slice(first, first + count)
@@ -257,7 +257,7 @@ def _mixing(head_size: int) -> F64:
 
 
 def _whitened_axes(moment_DD: F64, covariance_DD: F64) -> F64:
-    """Returns the matrix A U, float64 [D, D].
+    """Returns the matrix A U, float64 [channels, channels].
 
     A is the matrix square root of the queries' second moment. The columns of U are the principal
     axes of A · covariance · A, strongest first.
@@ -279,7 +279,8 @@ def _refuse(problem: str) -> HotKVError:
 
 
 def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
-    """Returns the channels y of keys minus their centre along the axes, float32 [H, B, T, D]."""
+    """Returns the channels y of keys minus their centre along the axes, float32
+    [KV heads, blocks, tokens, channels]."""
     num_blocks, block_tokens, kv_heads, head_size = keys_BTHD.shape
     x_HSD = (keys_BTHD - mu_HD).transpose(2, 0, 1, 3).reshape(kv_heads, -1, head_size)
     y_HSD = np.asarray(x_HSD @ axes.into, np.float32)
@@ -287,8 +288,8 @@ def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
 
 
 def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
-    """Returns the offset of each coded channel, int32 [C]. A code c stands for the value 2 c -
-    offset, in half steps of the quantisation."""
+    """Returns the offset of each coded channel, int32. A code c stands for the value 2 c - offset,
+    in half steps of the quantisation."""
     fine, coarse = formats.num_lines(head_size)
     return np.repeat(
         np.array(NUM_LEVELS, np.int32) - 1, (fine * FINE_CHANNELS, coarse * COARSE_CHANNELS)
@@ -296,8 +297,8 @@ def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
 
 
 def half_steps(axes: Axes) -> F32:
-    """Returns half a quantisation step of each coded channel, float32 [H, C], for a token whose
-    channels have the usual rms (gain 1)."""
+    """Returns half a quantisation step of each coded channel, float32 [KV heads, coded channels],
+    for a token whose channels have the usual rms (gain 1)."""
     head_size = axes.into.shape[1]
     fine, coarse = formats.num_lines(head_size)
     steps = axes.rms * np.array(STEPS, np.float32) / np.float32(2.0)
@@ -325,8 +326,8 @@ def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F3
 
 
 def places(positions_N: npt.NDArray[np.int64], context_tokens: int, turn: int) -> F64:
-    """Returns a new position for each token, float64 [N], whole numbers. The positions are evenly
-    spread over a context of `context_tokens`.
+    """Returns a new position for each token, float64 [tokens], whole numbers. The positions are
+    evenly spread over a context of `context_tokens`.
 
     The order of the new positions is unrelated to the order of the tokens.
 

@@ -161,7 +161,7 @@ def decode(
     budget_blocks: number of blocks to select, including the always kept blocks.
     max_loads: most candidates that the step may add to the map.
     arriving: int32, `Decoded.ahead` of the previous step. The caller has filled all these slots.
-    selected: bool [>= C], output: True for each selected block.
+    selected: bool [at least the blocks of the context], output: True for each selected block.
     """
     where, num_slots = hot.span, hot.num_slots
     num = where.num_always + min(max(budget_blocks - where.num_always, 0), where.last - where.first)

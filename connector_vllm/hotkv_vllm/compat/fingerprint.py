@@ -349,7 +349,7 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Returns the fields of a config object by name, without the harmless fields."""
+    """Returns the fields of a config object by name, without the fields that `HARMLESS` lists."""
     # Fields that vLLM declares but never sets have no value, and are left out.
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     return _counted(value, {name: getattr(value, name) for name in names})

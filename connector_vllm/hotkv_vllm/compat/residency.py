@@ -817,7 +817,8 @@ class DevicePool:
 
     def requests_of(self, blocks: Set[int]) -> list[str]:
         """Returns the requests that hold one of these blocks. A block may have been reallocated to
-        another request since a worker reported it; then that request is recomputed too."""
+        another request since a worker reported it as lost; then the other request is recomputed
+        too."""
         tables = {} if self._manager is None else self._manager.req_to_blocks
         return [
             request_id

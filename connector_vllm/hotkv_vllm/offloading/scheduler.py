@@ -262,8 +262,8 @@ class DoorScheduler:
         return max(0, device_hit_tokens + external_tokens - begin)
 
     def _share_nothing(self, *_: Any) -> None:
-        """Stops all lookups and stores of the tier until vLLM has emptied its caches. The fallback
-        of those hooks that keep wrong KV out of the caches."""
+        """Stops all lookups and stores of the tier until vLLM has emptied its caches. Called if a
+        hook raises that keeps wrong KV out of the server and the primary tier."""
         self._tier.is_held = True
         self._is_clean = False
 
@@ -374,8 +374,8 @@ class DoorScheduler:
         return self._weights.order() if self._space is not None else None
 
     def _hold(self, *_: Any, **__: Any) -> int:
-        """Stops all lookups and stores of the tier until the ranks have reported their weights. The
-        fallback of `begin_step` and `update`, which process the ranks' reports about weights."""
+        """Stops all lookups and stores of the tier until the ranks have reported their weights.
+        Called if `begin_step` or `update` raises, which process these reports."""
         self._tier.is_held = True
         self._weights.suspect()
         # The step may compute blocks before the next check begins.
@@ -524,8 +524,8 @@ class DoorScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def _reset_broke(self, *_: Any, **__: Any) -> bool:
-        """Stops all lookups and stores of the tier until a later reset succeeds. The fallback of
-        `reset`."""
+        """Stops all lookups and stores of the tier until a later reset succeeds. Called if `reset`
+        raises."""
         self._share_nothing()
         if self._reset is not None:
             self._reset.hold()

@@ -484,9 +484,9 @@ class SwapSpec:
     """The copies between host memory and hot slots for a sequence in a layer. Copy i is between
     host block `blocks[i]` and hot slot `slots[i]`.
 
-    positions: position of each block in the context, int32 [n].
-    blocks: id of each host block, int32 [n].
-    slots: index of each hot slot, int32 [n].
+    positions: position of each block in the context, int32 [copies].
+    blocks: id of each host block, int32 [copies].
+    slots: index of each hot slot, int32 [copies].
     is_load: True copies to the hot slots, False to host memory.
     """
 

@@ -351,7 +351,8 @@ def lease_response(
 
 
 def read_lease_grant(lease_id: str, message: cache_pb2.AcquireLeaseResponse) -> LeaseGrant:
-    """Reads a grant. Raises ValueError if the bytes of its offsets are not a multiple of 8."""
+    """Reads the answer that grants a lease. Raises ValueError if the bytes of its offsets are not a
+    multiple of 8."""
     offsets = tuple(fields.int64s(group.offsets) for group in message.offsets)
     return LeaseGrant(lease_id, read_masks(message.groups), message.ttl_ms / 1000, offsets)
 

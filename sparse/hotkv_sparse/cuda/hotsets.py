@@ -58,7 +58,8 @@ class CudaHotSets:
     slots: int32 [rows, hot slots], the hot slots of the same blocks, numbered from 0 in each
         sequence.
     lengths: int32 [rows], number of tokens in the blocks of `table`.
-    counts: int32 [rows, 8], counts of the last step. The columns are LOADED and the names after it.
+    counts: int32 [rows, 8], counts of the last step. The indices of the columns are LOADED and the
+        constants after it.
     loads: int32 [rows, 2, most loads], the blocks that the last step loaded, and their slots.
     victims: int32 [rows, hot slots], the blocks that the last step evicted.
     prefetch: int32 [rows, max_prefetch], selected blocks that the last step did not load, heaviest

@@ -183,8 +183,8 @@ class Workspace:
         return batch.table, stride, residents.freed, np.int32(residents.num_sinks)
 
     def begin_batch(self, batch: EngineBatch) -> None:
-        """Begins a step with an engine's batch, in a workspace with `residents`. The batch takes
-        the first rows."""
+        """Begins a step with an engine's batch, in a workspace with `residents`. The batch occupies
+        the first rows of the workspace."""
         assert self.residents is not None, "a workspace without an engine"
         self.residents.find(batch, self.rows, self.state_of)
         # Plans all rows: a CUDA graph that was captured with more rows must find the other rows
