@@ -26,7 +26,7 @@ from hotkv_vllm.sparse.batch import Batch, SparseLayer
 F32 = npt.NDArray[np.float32]
 Calibrated = Callable[[int, F32, Axes], None]
 """A function that receives the calibration of a layer: the layer's index, its centre (mean keys,
-float32 [H, D]), and its axes."""
+float32 [KV heads, channels]), and its axes."""
 ENOUGH_TOKENS = 2048
 
 

@@ -36,7 +36,8 @@ F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 KeysOf = Callable[[I32], F32]
-"""A function that returns the unpacked keys, float32 [B, T, H, D], of blocks (ids, int32 [B])."""
+"""A function that takes ids of blocks (int32), and returns these blocks' unpacked keys, float32
+[blocks, tokens, KV heads, channels]."""
 
 BUILD_BLOCKS = 64
 """Representations (compact forms of keys) are built for this many blocks at a time, to limit the

@@ -230,8 +230,8 @@ class RankLoads:
         return Ended(load, num_bytes)
 
     def watch(self, now_s: float) -> None:
-        """Cancels the loads whose deadline has passed. Sets the deadline of each load whose mark
-        (point in the device's queue) the device has passed since the last call."""
+        """Cancels the loads whose deadline has passed. Sets the deadline of each sent load whose
+        mark (point in the device's queue) the device has passed since the last call."""
         for load in self._active.values():
             if load.answer is None or load.cancelled_s is not None:
                 continue
@@ -257,9 +257,9 @@ class RankLoads:
         )
 
     def give_up(self, transfer_ids: Iterable[str]) -> None:
-        """Queues loads to be reported as failed although the server has not ended them. Called for
-        the loads whose blocks the scheduler holds back from vLLM's pool, so that their requests
-        need not wait for the server.
+        """Cancels loads, and queues them to be reported as failed although the server has not ended
+        them. Called for the loads whose blocks the scheduler holds back from vLLM's pool, so that
+        their requests need not wait for the server.
 
         transfer_ids: ids of these loads' transfers.
         """

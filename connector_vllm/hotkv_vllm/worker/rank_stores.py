@@ -171,9 +171,9 @@ class RankStores:
         self._take_back(waiting)
 
     def _take_back(self, stores: list[ActiveStore]) -> bool:
-        """Revokes stores, and waits until they have ended, so that their blocks may be overwritten.
-        Returns True if the server has ended all of them in time. Otherwise replaces the session and
-        returns False.
+        """Revokes stores (cancels them at the server), and waits until they have ended, so that
+        their blocks may be overwritten. Returns True if the server has ended all of them in time.
+        Otherwise replaces the session and returns False.
 
         A store's deadline is `store_timeout_s` after its begin. The wait ends FENCE_GRACE_S after
         the latest deadline of these stores.
