@@ -180,7 +180,8 @@ class Traces:
         return None
 
     def start(self, name: str, parent: trace.Span, kind: SpanKind, began_ns: int = 0) -> Span:
-        """Begins a child of the span `parent`.
+        """Begins a child of the span `parent`, or the first span of a trace if `parent` is
+        INVALID_SPAN.
 
         kind: OpenTelemetry's kind of the child, such as SERVER.
         began_ns: time at which the child began, in nanoseconds since 1970; 0: now.

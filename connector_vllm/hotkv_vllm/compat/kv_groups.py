@@ -177,8 +177,9 @@ def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...
 
 
 def doubtful_tokens(vllm_config: Any, tokens_per_block: Sequence[int]) -> int | None:
-    """Returns how many tokens may have wrong KV when a request with streamed input begins a later
-    turn: the tokens just before this turn. Returns None if no token may have wrong KV.
+    """Returns how many of the last computed tokens may have wrong KV when a request with streamed
+    input begins a later turn; 0 if only a recurrent state may be wrong. Returns None if a later
+    turn begins with right KV.
 
     tokens_per_block: the result of `group_block_tokens`.
 

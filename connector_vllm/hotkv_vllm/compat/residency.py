@@ -380,7 +380,8 @@ class ResidentManager(FullAttentionManager):
         return max(0, needed - len(self.req_to_blocks[request_id]))
 
     def relief(self, request_id: str, processed_tokens: int, stored_tokens: int) -> Relief:
-        """Returns how many blocks vLLM's block pool gains if the request is moved off the device.
+        """Returns how many blocks vLLM's block pool gains if the request is moved off the device,
+        and how many blocks fewer the request then needs for its prompt.
 
         processed_tokens: number of the request's tokens whose computation has ended.
         stored_tokens: number of the request's leading tokens that the server has pinned.
@@ -722,8 +723,9 @@ class DevicePool:
         return [request.request_id for request in self._scheduler.running]
 
     def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
-        """Returns how many blocks vLLM's block pool gains if the request is moved off the device;
-        None if the request has no blocks or was moved already.
+        """Returns how many blocks vLLM's block pool gains if the request is moved off the device,
+        and how many blocks fewer the request then needs for its prompt. Returns None if the request
+        has no blocks or was moved already.
 
         stored_tokens: number of leading tokens that the server has pinned.
         """

@@ -398,12 +398,12 @@ class HotKVTier(SecondaryTierManager):
     def _probe(
         self, session: CacheSession, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
-        """Looks up all chunks of the request, and `key`. Uses the block table if there is one; then
-        also sends a lookup to the server if the server has tiers below host memory, but only once
-        and before the request's first promotion. Without a block table, sends a lookup, and sends
-        it again in later calls until the first promotion. The request waits only for the answer to
-        its first lookup. Chunks that an answer named as ready stay ready, because they may be in a
-        tier below host memory."""
+        """Looks up all chunks of the request, and `key`, in the block table if there is one. Also
+        sends a lookup to the server if there is no block table, or if the server has tiers below
+        host memory and the request has no promotion yet. Sends another lookup about the same chunks
+        only without a block table and before the first promotion; the request does not wait for its
+        answer. Chunks that an answer named as ready stay ready, because they may be in a tier below
+        host memory."""
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
         by_group = self._by_group(keys if key in ends else [*keys, key])
@@ -510,7 +510,8 @@ class HotKVTier(SecondaryTierManager):
         context: ReqContext,
         known: RequestInTier,
     ) -> list[BlockRun]:
-        """Returns the chunks in `rows` that the server lacks, as runs of consecutive chunks.
+        """Returns the chunks in `rows` that the block table lacks, as runs of consecutive chunks.
+        Without a block table, returns all chunks in `rows`.
 
         rows: by key, the chunk's row in the primary tier. vLLM gives the keys in any order; this
             method orders them by their positions in the prompt.
