@@ -486,8 +486,8 @@ class HotSet:
         used. Changes no table.
 
         Takes free slots as long as the map is below its capacity, then the slots of evicted blocks.
-        Returns fewer than `count` slots if too few blocks may be evicted. Returns more evicted
-        blocks than slots if the capacity was lowered below the size of the map.
+        If too few blocks may be evicted, evicts none, and returns only the free slots. Returns more
+        evicted blocks than slots if the capacity was lowered below the size of the map.
         """
         growth = self.capacity_blocks - self._num_mapped
         free = NO_BLOCKS
