@@ -38,7 +38,7 @@ class BlockRun:
     """Consecutive blocks of a context in a group, to store or to reserve.
 
     hashes: hash of each block.
-    block_ids: ids of the blocks in engine memory, int32 [n]; empty if the call only reserves.
+    block_ids: ids of the blocks in engine memory, int32 [blocks]; empty if the call only reserves.
     parent_hash: hash of the block before the first block; empty if the first block begins the
         context.
     depth: position of the first block in the context, in blocks.
@@ -88,9 +88,9 @@ class LoadRun:
     """Blocks of a group to load under a read lease.
 
     lease_positions: position of each block in the list of this group's hashes with which the lease
-        was acquired, int32 [n].
+        was acquired, int32 [blocks].
     block_ids: for each block, the id of the block in engine memory that receives its bytes, int32
-        [n].
+        [blocks].
     """
 
     group_index: int
@@ -253,7 +253,7 @@ class ResidencyOpened:
 
 
 class Flushed(int):
-    """The number of blocks that a flush has dropped, as an int.
+    """The result of a flush: an int, which is the number of dropped blocks.
 
     pending_tiers: names of the tiers that have not answered the flush. The server flushes such a
         tier as soon as it answers. Until then other nodes may load from this tier blocks that were

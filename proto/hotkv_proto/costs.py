@@ -12,8 +12,8 @@ def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
     """Splits the cost of transfers into a fixed part and a part that grows with the size. Returns
     the fixed seconds of a transfer, and the seconds per unit of size.
 
-    sizes: sizes of the measured transfers [n].
-    seconds: durations of these transfers [n].
+    sizes: size of each measured transfer.
+    seconds: duration of each of these transfers.
 
     The results are a least-squares fit, and at least 0. If the fixed part would be negative, the
     whole cost counts as cost per unit. If the cost does not grow with the size, the whole cost

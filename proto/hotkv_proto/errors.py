@@ -93,8 +93,11 @@ def invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 
 
 def check_most(most: int, count: int, what: str, advice: str = "") -> None:
-    """Raises TOO_LARGE if `count` exceeds `most`. `what`: start of the error message, with {} in
-    place of the count. `advice`: end of the message."""
+    """Raises TOO_LARGE if `count` exceeds `most`.
+
+    what: start of the error message, with {} in place of the count.
+    advice: end of the error message.
+    """
     if count > most:
         raise HotKVError(
             Reason.TOO_LARGE, f"{what.format(count)}; at most {most} are accepted{advice}"

@@ -82,7 +82,8 @@ class GroupSpec:
 
     @property
     def slot_bytes(self) -> int:
-        """Returns the size of a slot in bytes: the sum of all shards."""
+        """Returns the bytes that a block takes in a slot of the server: the sum over all shards
+        (parts of the ranks)."""
         return sum(self.shard_bytes)
 
     def first_needed_token(self, hit_tokens: int) -> int:

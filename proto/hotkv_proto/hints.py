@@ -38,7 +38,7 @@ Kind = TypeVar("Kind", bound=enum.Enum)
 
 
 class ActionType(enum.Enum):
-    """The kind of an action.
+    """The kind of an action on blocks, which a router requests by a hint.
 
     retain: evict the blocks later than other blocks.
     pin: do not evict the blocks for a time.
@@ -60,7 +60,7 @@ this request's own blocks or its user session."""
 
 
 class Status(enum.Enum):
-    """The outcome of an action.
+    """The outcome of an action on blocks, which a router has requested by a hint.
 
     accepted: done for all blocks.
     clipped: done for some of the blocks, or with reduced values.
@@ -276,7 +276,8 @@ def _kind(value: Any) -> ActionType:
 
 
 def _target(payload: Mapping[Any, Any]) -> Target:
-    """Reads the target from `payload.target`, or from `payload` if it has no `target`."""
+    """Reads the target of an action (the blocks to which it applies) from `payload.target`, or from
+    `payload` if it has no `target`."""
     given = payload.get("target", _UNSET)
     where, fields = ("payload", payload) if given is _UNSET else ("payload.target", given)
     if given is not _UNSET and not isinstance(given, Mapping):

@@ -206,7 +206,7 @@ def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
     each hash into `out`; 0 for a miss. `hotkv_proto.table` defines tags and entry words.
 
     buckets: the table's buckets, uint32 [num_buckets, 16].
-    prefixes: the first 8 bytes of each hash, uint64 [n].
+    prefixes: the first 8 bytes of each hash, uint64 [hashes].
     salt: the number that `hotkv_proto.table` mixes into all hashes of this key space and group.
     """
     num_buckets = buckets.shape[0]
@@ -278,11 +278,11 @@ def find(
 
     buckets, records: the table's buckets and records, uint32 [num_buckets, 16] and [capacity + 1,
         RECORD_WORDS].
-    hashes: uint32 words [n, 8].
+    hashes: uint32 words [hashes, 8].
     salt: the number that `hotkv_proto.table` mixes into all hashes of this key space and group.
     key_space, group: numbers that the records of the blocks must have.
-    out_records: receives the record of each block that was found [n, RECORD_WORDS]; with 0 rows no
-        records are copied.
+    out_records: receives the record of each block that was found [hashes, RECORD_WORDS]; with 0
+        rows no records are copied.
     """
     num_buckets = buckets.shape[0]
     capacity = records.shape[0]
@@ -402,12 +402,13 @@ def copy_blocks(
 
     engine_base, arena_base: addresses at which this process has mapped the engine memory and the
         arena.
-    block_ids: id of each block in engine memory [n].
-    slot_offsets: start of each block's slot in the arena [n].
-    bases: for each run (contiguous bytes) of a block [r], its offset in engine memory for block 0.
-    strides: bytes in engine memory from each run to the same run of the next block [r].
-    places: offset of each run in the slot [r].
-    num_bytes: length of each run [r].
+    block_ids: id of each block in engine memory [blocks].
+    slot_offsets: start of each block's slot in the arena [blocks].
+    bases: for each run (contiguous bytes) of a block [runs], its offset in engine memory for block
+        0.
+    strides: bytes in engine memory from each run to the same run of the next block [runs].
+    places: offset of each run in the slot [runs].
+    num_bytes: length of each run [runs].
     to_engine: True copies from slots to engine memory, False from engine memory to slots.
     streaming: use stores that bypass the caches, for amounts that do not fit into the caches.
 

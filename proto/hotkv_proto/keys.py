@@ -64,7 +64,8 @@ class Representation:
 
     @property
     def slot_bytes(self) -> int:
-        """Returns the size of a slot in bytes: the sum of all shards."""
+        """Returns the bytes that a block's representation takes in a slot of the server: the sum
+        over all shards (parts of the ranks)."""
         return sum(self.shard_bytes)
 
 

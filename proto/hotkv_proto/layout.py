@@ -134,8 +134,8 @@ class Recipe:
     def copy_runs(self, block_ids: Int64s, slot_offsets: Int64s) -> CopyRuns:
         """Returns the runs (contiguous bytes) to copy for these blocks, block by block.
 
-        block_ids: id of each block in engine memory [n].
-        slot_offsets: start of each block's slot in the arena [n].
+        block_ids: id of each block in engine memory [blocks].
+        slot_offsets: start of each block's slot in the arena [blocks].
         """
         engine = block_ids[:, None] * self.strides[None, :] + self.bases[None, :]
         slot = slot_offsets[:, None] + self.slot_offsets[None, :]

@@ -46,7 +46,7 @@ def _number(path: Path) -> int:
 
 
 def _field(path: Path, name: str, unit: int) -> int:
-    """Reads a file with a name and a number on each line. Returns the number beside `name`,
+    """Reads a file with a name and a number on each line. Returns the number on the line of `name`,
     multiplied by `unit`; NO_LIMIT if the name is missing or the file can't be read."""
     try:
         rows = (line.split() for line in path.read_text().splitlines())

@@ -66,7 +66,8 @@ class DeviceMark:
 
 
 def has_reached(word: int, value: int) -> bool:
-    """Returns whether a uint32 word has reached `value`. The word counts up and wraps.
+    """Returns whether a uint32 word has reached `value`. The word counts up, and begins again at 0
+    after its largest value.
 
     Source: the cyclic comparison of CU_STREAM_WAIT_VALUE_GEQ in the CUDA driver API,
     `(int32_t)(*addr - value) >= 0`.

@@ -140,7 +140,8 @@ Hashes_co = TypeVar("Hashes_co", covariant=True)
 class RequestReport(Generic[Hashes_co]):
     """A request that the engine has scheduled.
 
-    hashes: block hashes of the prompt, one for each full hash block, from the first block on.
+    hashes: block hashes of the prompt, one for each full hash block (the tokens of one block hash),
+        from the first block on.
     device_hit_tokens: tokens that hit in the engine's own device cache, or in vLLM's CPU tier.
     hit_tokens: `device_hit_tokens`, plus the tokens that hit in hotkv.
     age_s: time since the request reached the engine.
@@ -172,8 +173,8 @@ class EndedRequest(Generic[Hashes_co]):
     """A request that has ended. Engines report it only if the request names a user session or has
     hints.
 
-    hashes: block hashes of prompt and answer, one for each full hash block, from the first block
-        on.
+    hashes: block hashes of prompt and answer, one for each full hash block (the tokens of one block
+        hash), from the first block on.
     session_id: id that the router has given to the user's session; empty without an id.
     hints: the hints of the request's `RequestReport`, without the rejections.
     """

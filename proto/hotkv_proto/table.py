@@ -104,8 +104,8 @@ class TableGeometry:
 
     @staticmethod
     def unpack(data: bytes | memoryview, file_bytes: int) -> "TableGeometry":
-        """Reads a header. Raises ValueError if the header has another format, or if its sizes do
-        not fit into `file_bytes`."""
+        """Reads the header of a table file. Raises ValueError if the header has another format, or
+        if its sizes do not fit into `file_bytes`."""
         if len(data) < HEADER.size:
             raise ValueError(
                 f"block table has a header of {len(data)} bytes; it needs {HEADER.size}"
@@ -157,10 +157,10 @@ class BlockTable:
         )
 
     def probe(self, prefixes: NDArray[np.uint64], salt: int) -> Words:
-        """Looks up hashes by their tags (32 bits) only. Returns entry words [n]: 0 for a miss, with
-        the high bit set for a block that is reserved but not ready.
+        """Looks up hashes by their tags (32 bits) only. Returns an entry word for each hash: 0 for
+        a miss, with the high bit set for a block that is reserved but not ready.
 
-        prefixes: the first 8 bytes of each hash, uint64 [n].
+        prefixes: the first 8 bytes of each hash, uint64 [hashes].
         salt: the salt of the key space and group (`KeySpace.group_salt`).
 
         The probability of a false hit among n hashes is below n · 2^-29.
@@ -172,8 +172,8 @@ class BlockTable:
         return out
 
     def ready(self, packed: bytes, hash_bytes: int, salt: int) -> NDArray[np.bool_]:
-        """Returns a mask of the blocks that are ready [n], as a hint. Takes microseconds for a
-        thousand hashes.
+        """Returns a mask of the blocks that are ready, as a hint. Takes microseconds for a thousand
+        hashes.
 
         packed: the blocks' hashes, joined; each has `hash_bytes` bytes.
         salt: the salt of the key space and group (`KeySpace.group_salt`).
@@ -183,10 +183,10 @@ class BlockTable:
     def find(
         self, hashes: Words, salt: int, key_space: int, group: int, *, with_records: bool = False
     ) -> tuple[Words, Words]:
-        """Looks up blocks by key space, group and whole hash. Returns entry words [n] (0 for a
-        miss) and the records of the blocks [n, 18].
+        """Looks up blocks by key space, group and whole hash. Returns an entry word for each hash
+        (0 for a miss), and the records of the blocks [hashes, 18].
 
-        hashes: words [n, 8] from `hash_words`.
+        hashes: words [hashes, 8] from `hash_words`.
         salt: the salt of the key space and group (`KeySpace.group_salt`).
         key_space, group: the numbers by which the server's records name them.
         with_records: False returns no records [0, 18]. With True, the row of a miss is undefined.
@@ -210,14 +210,15 @@ class BlockTable:
 
 
 def is_ready(words: Words) -> NDArray[np.bool_]:
-    """Returns a mask of the entry words that belong to ready entries."""
+    """Returns a mask of the entry words (results of lookups) that belong to ready entries. False
+    for a miss, and for an entry that is only reserved."""
     ready: NDArray[np.bool_] = (words != 0) & (words < RESERVED_FLAG)
     return ready
 
 
 def hash_prefixes(packed: bytes, hash_bytes: int) -> NDArray[np.uint64]:
-    """Returns the first 8 bytes of each packed hash as uint64 [n]; without a copy if `hash_bytes`
-    is a multiple of 8."""
+    """Returns the first 8 bytes of each packed hash as uint64 [hashes]; without a copy if
+    `hash_bytes` is a multiple of 8."""
     if hash_bytes % 8 == 0:
         return np.frombuffer(packed, np.uint64)[:: hash_bytes // 8]
     rows = np.frombuffer(packed, np.uint8).reshape(-1, hash_bytes)
@@ -225,7 +226,7 @@ def hash_prefixes(packed: bytes, hash_bytes: int) -> NDArray[np.uint64]:
 
 
 def hash_words(packed: bytes, hash_bytes: int) -> Words:
-    """Converts packed hashes to zero-padded words [n, 8]."""
+    """Converts packed hashes to zero-padded uint32 words [hashes, 8]."""
     if hash_bytes == 32:
         return np.frombuffer(packed, np.uint32).reshape(-1, 8)
     rows = np.frombuffer(packed, np.uint8).reshape(-1, hash_bytes)
@@ -235,23 +236,23 @@ def hash_words(packed: bytes, hash_bytes: int) -> Words:
 
 
 def mix(hashes: Words, salt: int) -> NDArray[np.uint64]:
-    """Returns the mixed 64-bit key of each hash [n]. Its upper 32 bits choose the home bucket, its
+    """Returns the mixed 64-bit key of each hash. Its upper 32 bits choose the home bucket, its
     lower 32 bits are the tag.
 
-    hashes: words [n, 8].
+    hashes: uint32 words [hashes, 8].
     salt: the salt of the hashes' key space and group.
     """
     return mix_prefixes(hashes.view(np.uint64)[:, 0], salt)
 
 
 def mix_prefixes(prefixes: NDArray[np.uint64], salt: int) -> NDArray[np.uint64]:
-    """Returns the mixed 64-bit key of each hash [n], as `mix` does, from the first 8 bytes of each
-    hash."""
+    """Returns the mixed 64-bit key of each hash, as `mix` does, given only the hash's first 8
+    bytes."""
     return (prefixes ^ np.uint64(salt)) * _MULTIPLIER
 
 
 def home_buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int64]:
-    """Returns the home bucket of each mixed key [n]."""
+    """Returns the index of the home bucket of each mixed key."""
     return (((mixed >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)).astype(np.int64)
 
 

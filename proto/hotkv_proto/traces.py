@@ -180,7 +180,8 @@ class Traces:
         return None
 
     def start(self, name: str, parent: trace.Span, kind: SpanKind, began_ns: int = 0) -> Span:
-        """Begins a child of the span `parent`.
+        """Begins a child of the span `parent`, or the first span of a trace if `parent` is
+        INVALID_SPAN.
 
         kind: OpenTelemetry's kind of the child, such as SERVER.
         began_ns: time at which the child began, in nanoseconds since 1970; 0: now.
@@ -260,8 +261,8 @@ class _Bounds(SpanProcessor):
             self._export.shutdown()
 
     def within(self, call: Callable[[], object]) -> bool:
-        """Runs a call on the helper thread and waits for its end, for CLOSE_S at most: a collector
-        may hang. Returns False if the call takes longer."""
+        """Runs a call on the helper thread, and waits for its end for at most CLOSE_S, because a
+        collector may hang. Returns False if the call takes longer."""
         is_done = threading.Event()
         self._asked.put((call, is_done))
         return self._is_closed or is_done.wait(CLOSE_S)
@@ -278,7 +279,7 @@ class _Bounds(SpanProcessor):
 
 
 class _Answers(threading.local):
-    """The outcome of the batch that the current thread exports.
+    """The outcome of the batch of spans that the current thread exports.
 
     num_refused: number of spans of the batch that the collector refused.
     said: the first message of the SDK or the collector about the batch; empty without a message.

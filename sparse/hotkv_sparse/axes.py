@@ -73,14 +73,14 @@ def run_channels(head_size: int) -> tuple[int, int]:
 class Axes:
     """The axes of a layer. Raises INVALID_FIELD if the axes can't be used.
 
-    into: float32 [H, D, D]. A key k of head h with the centre mu has the channels y = (k - mu) @
-        into[h], the coded channels first.
-    rms: float32 [H, R], measured by the calibration: rms of the channels with 4-bit codes and rms
-        of the channels with 2-bit codes.
-    weights: float32 [H, D, C]. For a query q, w = q @ weights[h] is the change of the score if a
-        coded channel changes by half a step of its quantisation. A key with codes c [C] and scale
-        sigma has the score q · (k - mu) ≈ sigma * sum(w * (2 * c - offsets)), with `offsets` from
-        `offsets_of`.
+    into: float32 [KV heads, channels, channels]. A key k of head h with the centre mu has the
+        channels y = (k - mu) @ into[h], the coded channels first.
+    rms: float32 [KV heads, 2], measured by the calibration: rms of the channels with 4-bit codes
+        and rms of the channels with 2-bit codes.
+    weights: float32 [KV heads, channels, coded channels]. For a query q, w = q @ weights[h] is the
+        change of the score if a coded channel changes by half a step of its quantisation. A key
+        with codes c and scale sigma has the score q · (k - mu) ≈ sigma * sum(w * (2 * c -
+        offsets)), with `offsets` from `offsets_of`.
     """
 
     into: F32
@@ -150,7 +150,8 @@ class AxesEstimate:
         return f"AxesEstimate({list(self._keys_HD.shape)}, {self.num_tokens} tokens)"
 
     def add(self, keys_NHD: F32, queries_NQD: F32) -> None:
-        """Adds the keys and queries of the same N tokens, float32.
+        """Adds the keys and queries of the same tokens, float32 [tokens, KV heads, channels] and
+        [tokens, query heads, channels].
 
         Ignores tokens with values that are not finite. Raises INVALID_FIELD if the shapes do not
         fit.
@@ -209,8 +210,8 @@ class AxesEstimate:
             )
 
     def axes(self, min_tokens: int = MIN_TOKENS) -> tuple[F32, Axes] | None:
-        """Returns the centre float32 [H, D] and the axes; None if fewer than `min_tokens` tokens
-        were added."""
+        """Returns the centre float32 [KV heads, channels] and the axes; None if fewer than
+        `min_tokens` tokens were added."""
         if self.num_tokens < min_tokens:
             return None
         mean_HD = self._keys_HD / self.num_tokens
@@ -243,9 +244,9 @@ class AxesEstimate:
 
 
 def _mixing(head_size: int) -> F64:
-    """Returns an orthonormal matrix, float64 [D, D]. It mixes channels with 4-bit codes only with
-    each other, and channels with 2-bit codes likewise, so that the values of all mixed channels of
-    a kind have about the same magnitude."""
+    """Returns an orthonormal matrix, float64 [channels, channels]. It mixes channels with 4-bit
+    codes only with each other, and channels with 2-bit codes likewise, so that the values of all
+    mixed channels of a kind have about the same magnitude."""
     matrix, first = np.eye(head_size), 0
     for count in run_channels(head_size):
         run = slice(first, first + count)
@@ -256,7 +257,7 @@ def _mixing(head_size: int) -> F64:
 
 
 def _whitened_axes(moment_DD: F64, covariance_DD: F64) -> F64:
-    """Returns the matrix A U, float64 [D, D].
+    """Returns the matrix A U, float64 [channels, channels].
 
     A is the matrix square root of the queries' second moment. The columns of U are the principal
     axes of A · covariance · A, strongest first.
@@ -278,7 +279,8 @@ def _refuse(problem: str) -> HotKVError:
 
 
 def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
-    """Returns the channels y of keys minus their centre along the axes, float32 [H, B, T, D]."""
+    """Returns the channels y of keys minus their centre along the axes, float32
+    [KV heads, blocks, tokens, channels]."""
     num_blocks, block_tokens, kv_heads, head_size = keys_BTHD.shape
     x_HSD = (keys_BTHD - mu_HD).transpose(2, 0, 1, 3).reshape(kv_heads, -1, head_size)
     y_HSD = np.asarray(x_HSD @ axes.into, np.float32)
@@ -286,8 +288,8 @@ def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
 
 
 def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
-    """Returns the offset of each coded channel, int32 [C]. A code c stands for the value 2 c -
-    offset, in half steps of the quantisation."""
+    """Returns the offset of each coded channel, int32. A code c stands for the value 2 c - offset,
+    in half steps of the quantisation."""
     fine, coarse = formats.num_lines(head_size)
     return np.repeat(
         np.array(NUM_LEVELS, np.int32) - 1, (fine * FINE_CHANNELS, coarse * COARSE_CHANNELS)
@@ -295,8 +297,8 @@ def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
 
 
 def half_steps(axes: Axes) -> F32:
-    """Returns half a quantisation step of each coded channel, float32 [H, C], for a token whose
-    channels have the usual rms (gain 1)."""
+    """Returns half a quantisation step of each coded channel, float32 [KV heads, coded channels],
+    for a token whose channels have the usual rms (gain 1)."""
     head_size = axes.into.shape[1]
     fine, coarse = formats.num_lines(head_size)
     steps = axes.rms * np.array(STEPS, np.float32) / np.float32(2.0)
@@ -308,7 +310,7 @@ def half_steps(axes: Axes) -> F32:
 
 def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F32:
     """Returns the keys or queries that the tokens would have `shifts_N` positions later, by RoPE;
-    float32 [N, X, D].
+    float32 [tokens, heads, channels].
 
     x_NXD: keys or queries of N tokens, after RoPE.
     frequencies_F: RoPE's frequencies in radians per token. RoPE turns channel i together with
@@ -324,8 +326,8 @@ def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F3
 
 
 def places(positions_N: npt.NDArray[np.int64], context_tokens: int, turn: int) -> F64:
-    """Returns a new position for each token, float64 [N], whole numbers. The positions are evenly
-    spread over a context of `context_tokens`.
+    """Returns a new position for each token, float64 [tokens], whole numbers. The positions are
+    evenly spread over a context of `context_tokens`.
 
     The order of the new positions is unrelated to the order of the tokens.
 

@@ -211,7 +211,7 @@ def build_tokens(
     out: Any,
 ) -> None:
     """Builds representations (compact forms of blocks' keys) in the token format of `bits`: out
-    uint8 [B, H, N] from keys [B, T, H, D].
+    uint8 [blocks, KV heads, bytes] from keys [blocks, tokens, KV heads, channels].
 
     factors, starts, sizes: the passes of the rotation, from `rotation.factors` and
         `rotation.pass_arrays`.
@@ -332,8 +332,8 @@ def prepare(
     cache=True,
 )
 def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, out: Any) -> None:
-    """Builds representations (compact forms of blocks' keys) in a summary format: out uint8 [B, H,
-    N] from keys [B, T, H, D].
+    """Builds representations (compact forms of blocks' keys) in a summary format: out uint8
+    [blocks, KV heads, bytes] from keys [blocks, tokens, KV heads, channels].
 
     kind: the format, 0: quest; 1: mean (`Format.kind`).
     channels: number of channels, including padding.
@@ -376,8 +376,8 @@ def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, o
 
 @numba.njit(nogil=True, cache=True)
 def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
-    """Copies the channels y [T, D] of the sixteen tokens from `first` on to lanes [>= D, 16]. Each
-    column receives a token. Columns from `valid` on become 0."""
+    """Copies the channels y [T, D] of sixteen tokens, beginning with token `first`, to lanes
+    [>= D, 16]: a token to each column. Columns from `valid` on become 0."""
     for channel in range(y.shape[1]):
         for lane in range(16):
             lanes[channel, lane] = y[first + lane, channel] if lane < valid else np.float32(0)

@@ -45,7 +45,8 @@ def measured_bias(
     scale: float | None = None,
     axes: Axes | None = None,
 ) -> float:
-    """Measures by how much a token format overestimates a block's log mass, in nats.
+    """Measures by how much a token format overestimates the log mass of a block (the log of its
+    attention mass), in nats.
 
     The result is the mean of (estimated - exact) log mass over blocks of 16 tokens and query heads,
     weighted by the exact mass. If no block has mass, the result is the format's own bias. Sinks and
@@ -110,9 +111,9 @@ TOKEN_FORMATS = tuple(name for name, form in FORMATS.items() if form.bits)
 class LayerCentre:
     """The calibration of a layer.
 
-    mu: float32 [H, D], the centre: the mean key of each head.
+    mu: float32 [KV heads, channels], the centre: the mean key of each head.
     bias: for each measured token format, by its name: by how much scores with this centre
-        overestimate the log mass of a block, in nats.
+        overestimate the log of a block's attention mass, in nats.
     axes: principal axes of the keys, which mix2 needs; None if they were not calibrated.
     """
 
@@ -152,13 +153,14 @@ class Centres:
         return f"Centres({self.model!r}, {len(self.layers)} layers, {self.num_tokens} tokens)"
 
     def mu(self, layer: int) -> F32 | None:
-        """Returns the centre of a layer's keys, float32 [H, D]; None if the centre is 0."""
+        """Returns the centre of a layer's keys, float32 [KV heads, channels]; None if the centre is
+        0."""
         found = self.layers.get(layer)
         return None if found is None else found.mu
 
     def bias(self, layer: int, name: str) -> float | None:
-        """Returns by how much scores in format `name` overestimate a block's log mass in this
-        layer, in nats. None if the bias was not measured."""
+        """Returns by how much scores in format `name` overestimate the log of a block's attention
+        mass in this layer, in nats; None if the bias was not measured."""
         found = self.layers.get(layer)
         return None if found is None else found.bias.get(name)
 

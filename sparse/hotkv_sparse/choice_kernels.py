@@ -306,14 +306,14 @@ def choose(
     blocks: Any,
     weights: Any,
 ) -> tuple[Any, Any]:
-    """Computes the share of the attention mass that each candidate block has, from scores [Q, S],
-    and chooses the candidates with the largest shares.
+    """Computes the share of the attention mass that each candidate block has, from scores
+    [query heads, candidates], and chooses the candidates with the largest shares.
 
-    Writes the selection to blocks [n] and weights [n]. The candidates are the S blocks from `first`
-    on. The blocks before and after the candidates, up to `count`, are always kept and get the
-    weight inf. Returns the share of the always kept blocks, and the share of the chosen candidates.
+    Writes the selection to `blocks` and `weights`. The candidates are the blocks from `first` on.
+    The blocks before and after the candidates, up to `count`, are always kept and get the weight
+    inf. Returns the share of the always kept blocks, and the share of the chosen candidates.
 
-    always_log_mass: float32 [Q], log of the attention mass of the always kept blocks.
+    always_log_mass: float32 [query heads], log of the attention mass of the always kept blocks.
     """
     num_heads, num = scores.shape
     room, runs = weights.shape[0] - (count - num), num // 16 + 1

@@ -91,10 +91,11 @@ class Always:
     """The attention mass of the always kept blocks (sinks, recent window, partial block). Either
     the caller knows the mass, or the kernel computes it from the blocks' keys in `pages`.
 
-    log_mass: float32 [Q]. Without pages, the log mass of these blocks. With pages, a log mass that
-        is added to the blocks' log mass, such as that of learned sinks; -inf adds no mass.
-    pages: uint8 [pages, H, bytes], a layer's keys in the order that `score_kernels.page_log_mass`
-        describes; may be empty.
+    log_mass: float32 [query heads]. Without pages, the log of the attention mass of these blocks.
+        With pages, the log of a mass that is added to the blocks' mass, such as that of learned
+        sinks; -inf adds no mass.
+    pages: uint8 [pages, KV heads, bytes], a layer's keys in the order that
+        `score_kernels.page_log_mass` describes; may be empty.
     blocks: int32, indices in `pages` of the always kept blocks.
     packing: number of tokens in `blocks` (0: do not use the pages), tokens of a block, then `run`,
         `pair` and `kind` of `page_log_mass`.
@@ -107,7 +108,8 @@ class Always:
 
     @staticmethod
     def known(log_mass: F32) -> "Always":
-        """Makes the value for always kept blocks whose log mass, float32 [Q], is known."""
+        """Makes the value for always kept blocks whose log mass (log of the attention mass, float32
+        [query heads]) is known."""
         return Always(log_mass, _NO_PAGES, _NO_BLOCKS, (0,) * 5)
 
 
@@ -153,13 +155,13 @@ def decode(
     Raises INVALID_FIELD if a row is outside the pool, IndexError if a block of `always` is outside
     the pages. The hot set is then unchanged. The shapes of the arrays are not checked.
 
-    query_QD: float32 [Q, D], after positional encoding.
+    query_QD: float32 [query heads, channels], after positional encoding.
     rows_C: int32, for each block of the context, the row of its representation (compact form of its
         keys) in the scorer's pool; ignored for always kept blocks.
     budget_blocks: number of blocks to select, including the always kept blocks.
     max_loads: most candidates that the step may add to the map.
     arriving: int32, `Decoded.ahead` of the previous step. The caller has filled all these slots.
-    selected: bool [>= C], output: True for each selected block.
+    selected: bool [at least the blocks of the context], output: True for each selected block.
     """
     where, num_slots = hot.span, hot.num_slots
     num = where.num_always + min(max(budget_blocks - where.num_always, 0), where.last - where.first)

@@ -58,7 +58,8 @@ class Format:
     bits: bits of a code; 0 for summary formats.
     levels: for each code, the integer that it stands for, ascending.
     level_unit: the integer level that stands for a rotated channel as large as the key's rms.
-    bias: by how much scores without a centre overestimate the log mass of a block, in nats.
+    bias: by how much scores without a centre overestimate the log of a block's attention mass, in
+        nats.
     parts: number of vectors of a summary format; 0 for token formats.
     by_axes: whether codes are along principal axes (mix2). Then `bits` is the mean over channels,
         and `levels` is empty.

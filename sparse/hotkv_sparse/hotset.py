@@ -67,7 +67,7 @@ FREE, MAPPED, LOADING, READY, CANCELLED = (int(state) for state in SlotState)
 
 @dataclass(frozen=True, slots=True)
 class HotMap:
-    """The blocks to which a step may attend. Read-only.
+    """The map of a hot set: the blocks on the device to which a step may attend. Read-only.
 
     version: grows with every change of the map.
     blocks: int32, positions of the blocks in the context, ascending.
@@ -389,7 +389,7 @@ class HotSet:
     # --------------------------------------------------------------------------------------- tables
 
     def _add_blocks(self, num_blocks: int) -> None:
-        """Enlarges the tables by block for at least `num_blocks` blocks."""
+        """Enlarges the tables that are indexed by block to at least `num_blocks` entries."""
         if num_blocks <= len(self.slot_of):
             return
         more = max(num_blocks, 2 * len(self.slot_of)) - len(self.slot_of)
@@ -418,8 +418,8 @@ class HotSet:
     def stepped(self, map_2M: I32 | None) -> HotMap:
         """Completes a step after a kernel has changed the tables of `for_kernels`. Returns the map.
 
-        map_2M: the kernel's new map, int32 [2, M]: blocks in ascending order, and their slots. None
-            if the map has not changed.
+        map_2M: the kernel's new map, int32 [2, blocks of the map]: the blocks in ascending order,
+            and their slots. None if the map has not changed.
         """
         self.clock += 1
         return self._map if map_2M is None else self._publish(map_2M)
@@ -486,8 +486,8 @@ class HotSet:
         used. Changes no table.
 
         Takes free slots as long as the map is below its capacity, then the slots of evicted blocks.
-        Returns fewer than `count` slots if too few blocks may be evicted. Returns more evicted
-        blocks than slots if the capacity was lowered below the size of the map.
+        If too few blocks may be evicted, evicts none, and returns only the free slots. Returns more
+        evicted blocks than slots if the capacity was lowered below the size of the map.
         """
         growth = self.capacity_blocks - self._num_mapped
         free = NO_BLOCKS
@@ -565,7 +565,7 @@ class AdaptiveCapacity:
     sets: float = USUAL_SETS
 
     def observe(self, selected_blocks: int, left_blocks: int) -> int:
-        """Updates the estimate after a step, and returns the new capacity.
+        """Adapts the capacity to the step that has just ended, and returns the new capacity.
 
         selected_blocks: number of blocks that the step selected.
         left_blocks: number of missing blocks that the step could not load (the length of

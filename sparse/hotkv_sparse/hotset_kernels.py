@@ -231,7 +231,8 @@ def _missing(
 
 @numba.njit(nogil=True, cache=True)
 def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, maps: Any) -> Any:
-    """Writes the new map to maps [2, M]: its blocks, ascending, and their slots. Returns M.
+    """Writes the new map to `maps`: its blocks, ascending, and their slots. Returns the number of
+    its blocks.
 
     The new map consists of the blocks of the old map whose slot in `slot_of` still has the state
     MAPPED in `state`, and the first `num_joined` blocks of `joined`.

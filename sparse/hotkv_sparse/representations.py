@@ -64,8 +64,8 @@ def build(
     out: U8 | None = None,
     axes: Axes | None = None,
 ) -> U8:
-    """Builds the representations of blocks in format `name` from the blocks' keys, float32 [B, T,
-    H, D]. Returns uint8 [B, H, N].
+    """Builds the representations of blocks in format `name` from the blocks' keys, float32
+    [blocks, tokens, KV heads, channels]. Returns uint8 [blocks, KV heads, bytes].
 
     A token format subtracts the centre (x = k − mu) and rotates x to y. For each channel it stores
     the code whose level is nearest to y / rms(y), and for each token the scale sigma = |y|² / (y ·

@@ -27,12 +27,12 @@ def passes(head_size: int) -> tuple[tuple[int, int], ...]:
 
 @functools.cache
 def signs(head_size: int) -> npt.NDArray[np.float32]:
-    """Returns the signs of each pass, 1 or -1, float32 [passes, D].
+    """Returns the signs of each pass of the rotation, 1 or -1, float32 [passes, channels].
 
     The signs come, pass by pass, from the bits of SHA-256("hotkv-signs-1" ‖ counter), with the
     counter as little-endian uint32 from 0 on. The lowest bit of a byte comes first; 1 means -1.
-    Each pass has a sign for all D channels. Signs of channels that the pass does not cover are not
-    used.
+    Each pass has a sign for every channel of a head. Signs of channels that the pass does not cover
+    are not used.
     """
     num_bits = len(passes(head_size)) * head_size
     stream = b"".join(
@@ -47,7 +47,8 @@ def signs(head_size: int) -> npt.NDArray[np.float32]:
 
 @functools.cache
 def factors(head_size: int) -> npt.NDArray[np.float32]:
-    """Returns the factors by which each pass multiplies its channels, float32 [passes, D].
+    """Returns the factors by which each pass of the rotation multiplies its channels, float32
+    [passes, channels].
 
     A factor is the channel's sign divided by the square root of the pass's number of channels. The
     division makes the Hadamard matrix orthonormal.
@@ -61,13 +62,14 @@ def factors(head_size: int) -> npt.NDArray[np.float32]:
 @functools.cache
 def pass_arrays(head_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Returns two arrays, int64 [passes] each: the first channel and the number of channels of each
-    pass."""
+    pass of the rotation."""
     starts, sizes = np.array(passes(head_size), np.int64).T.copy()
     return starts, sizes
 
 
 def rotate(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Returns a rotated copy of float32 [..., D]. Inner products and norms are preserved."""
+    """Returns a rotated copy of vectors, float32 [..., channels]. Inner products and norms are
+    preserved."""
     y = np.array(x, np.float32, order="C")
     head_size = y.shape[-1]
     for (start, size), factor in zip(passes(head_size), factors(head_size), strict=True):

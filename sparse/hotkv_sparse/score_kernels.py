@@ -531,7 +531,7 @@ def score_tokens(
     """Computes the scores of blocks in a token format, out [Q, len(rows)]: the logsumexp over the
     tokens of packed[row], plus `shift` [Q].
 
-    packed: uint8 [B, H, N], the representations (compact forms of blocks' keys).
+    packed: uint8 [blocks, KV heads, bytes], the representations (compact forms of blocks' keys).
     rows: int32, the rows of `packed` to score.
     run_bytes: bytes of a run of 16 tokens.
     bits: the bits of the format's codes, or `AXES_KERNEL` for mix2.
@@ -600,7 +600,7 @@ def score_parts(
     """Computes the scores of blocks in a summary format, out [Q, len(rows)]: the score of
     packed[row], plus `shift` [Q].
 
-    packed: uint8 [B, H, N], the representations (compact forms of blocks' keys).
+    packed: uint8 [blocks, KV heads, bytes], the representations (compact forms of blocks' keys).
     rows: int32, the rows of `packed` to score.
     num_parts: P, the number of vectors per block and head.
     query: int8 [Q, P * C].
@@ -694,11 +694,11 @@ def page_log_mass(
     query: Any,
     out: Any,
 ) -> None:
-    """Computes the exact log mass of the blocks `rows`, out [Q]: the logsumexp of q . k over their
-    first `num_tokens` > 0 tokens.
+    """Computes the exact log of the attention mass of the blocks `rows`, out [Q]: the logsumexp of
+    q . k over their first `num_tokens` > 0 tokens.
 
-    pages: [B, H, bytes], the keys of each block and head, in runs of `run` tokens. The order within
-        a run is [D / pair][run][pair].
+    pages: [blocks, KV heads, bytes], the keys of each block and head, in runs of `run` tokens. The
+        order within a run is [D / pair][run][pair].
     rows: int32, indices of the blocks in `pages`; each block has `block_tokens` tokens.
     kind: type of the keys, 0: bfloat16, 1: float16, 2: float32.
     query: [Q, D], multiplied by the scale of attention and by log2(e).

@@ -35,11 +35,12 @@ class Query:
     """A step's query, prepared for a format. It is quantised to int8 so that the largest channel of
     each head becomes 127.
 
-    codes: int8 [Q, P * C], the quantised query; P is 1 for token formats.
-    offsets: int32 [Q, P], added to each product of bytes. They compensate for the offsets of the
-        bytes that represent keys: `LEVEL_OFFSET`, or in mix2 `axes.offsets_of`.
-    factor: float32 [Q], by which a product of bytes is multiplied to get nats.
-    shift: float32 [Q], added to every score: q · mu * scale, minus the bias.
+    codes: int8 [query heads, parts * padded channels], the quantised query; a token format has one
+        part.
+    offsets: int32 [query heads, parts], added to each product of bytes. They compensate for the
+        offsets of the bytes that represent keys: `LEVEL_OFFSET`, or in mix2 `axes.offsets_of`.
+    factor: float32 [query heads], by which a product of bytes is multiplied to get nats.
+    shift: float32 [query heads], added to every score: q · mu * scale, minus the bias.
     """
 
     form: Format
@@ -58,16 +59,16 @@ def prepare(
     bias: float | None = None,
     axes: Axes | None = None,
 ) -> Query:
-    """Prepares a float32 query [Q, D] (after RoPE), so that it can score representations (compact
-    forms of blocks' keys) in format `name`.
+    """Prepares a float32 query [query heads, channels] (after RoPE), so that it can score
+    representations (compact forms of blocks' keys) in format `name`.
 
     Raises INVALID_FIELD if the shapes do not fit. The rounding to int8 loses less than 1 % of the
     norm of a rotated query, far less than the codes of the keys lose.
 
     mu_HD: the centre with which the representations were built; None: 0.
     scale: scale of attention; None: 1 / sqrt(D).
-    bias: by how much scores overestimate a block's log mass with this centre, in nats. It is
-        subtracted from scores. None: the format's bias.
+    bias: by how much scores overestimate the log of a block's attention mass with this centre, in
+        nats. It is subtracted from scores. None: the format's bias.
     axes: the principal axes with which the representations were built; required for mix2.
     """
     form = formats.format_named(name)
@@ -127,7 +128,7 @@ def _prepare_by_axes(
     axes: Axes | None,
 ) -> tuple[F32, I32]:
     """Quantises a query for mix2: writes its codes to `codes_QC`. Returns the value that code 127
-    of each head stands for, float32 [Q], and `Query.offsets`, int32 [Q, 1].
+    of each head stands for, float32 [query heads], and `Query.offsets`, int32 [Q, 1].
 
     Raises INVALID_FIELD if the axes are missing or do not fit the query.
 
@@ -178,8 +179,8 @@ def check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
 
 
 def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
-    """Returns the scores float32 [Q, S] of blocks whose representations (compact forms of keys) are
-    in a pool.
+    """Returns the scores, float32 [query heads, blocks], of blocks whose representations (compact
+    forms of keys) are in a pool.
 
     In a token format the score of a block is logsumexp_i((sigma_i q~ · z_i + q · mu) * scale) -
     bias over its tokens i, with the rotated query q~ and a token's levels z and scale sigma
@@ -191,7 +192,7 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     the GIL.
 
     packed_BHN: the pool: any array whose last axis is contiguous, such as a view of a mapped arena.
-    rows_S: int32 [S], rows of the blocks to score; None: all rows, in order.
+    rows_S: int32, rows of the blocks to score; None: all rows, in order.
     """
     rows_S = (
         np.arange(len(packed_BHN), dtype=np.int32)

@@ -92,7 +92,7 @@ class Selection:
 
 def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
     """Returns for each query head the log of the total attention mass of the scored blocks and the
-    always kept blocks; float32 [Q]. The result is finite even if all masses are zero."""
+    always kept blocks; float32 [query heads]. The result is finite even if all masses are zero."""
     everything = np.concatenate([scores_QS, always_log_mass_Q[:, None]], axis=1)
     peak = np.maximum(everything.max(axis=1), np.float32(-1e30))
     total: F32 = (
@@ -152,9 +152,9 @@ def choose(
     S, Z_h = logaddexp(L_h, logsumexp_b S_hb), and L_h from `always_log_mass_Q` (docs/sparse.md).
     All query heads count equally, because each KV head has the same number of query heads.
 
-    scores_QS: float32 [Q, S], a score for each candidate of `where`.
-    always_log_mass_Q: float32 [Q], exact log mass of the always kept blocks; -inf if there are no
-        such blocks.
+    scores_QS: float32 [query heads, candidates], a score for each candidate of `where`.
+    always_log_mass_Q: float32 [query heads], exact log of the attention mass of the always kept
+        blocks; -inf if there are no such blocks.
     adaptive_p: share of the attention mass to reach, together with the always kept blocks. Chooses
         only as many of the heaviest candidates as this share needs, within the budget. None:
         chooses the whole budget.
@@ -195,7 +195,7 @@ def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt
     """Returns the indices of the heaviest blocks, ascending: as many blocks as are needed for the
     sum of their weights and `always_mass` to reach `p`, but at least `floor_blocks`.
 
-    weights: float32 [S], share of the attention mass of each candidate.
+    weights: float32 [candidates], share of the attention mass of each candidate.
     always_mass: share of the attention mass of the always kept blocks.
     """
     order = np.argsort(-weights, kind="stable")
@@ -231,10 +231,10 @@ def top(weights_S: F32, count: int) -> I32:
 class Source:
     """The representations (compact forms of blocks' keys) of a layer in one format.
 
-    pool: uint8 [B, H, N], a row for each block.
-    mu: float32 [H, D], the centre with which the representations were built; None: 0.
-    bias: by how much scores with this centre overestimate log mass, in nats; None: the format's
-        bias.
+    pool: uint8 [blocks, KV heads, bytes], a row for each block.
+    mu: float32 [KV heads, channels], the centre with which the representations were built; None: 0.
+    bias: by how much scores with this centre overestimate the log of a block's attention mass, in
+        nats; None: the format's bias.
     axes: the principal axes with which the representations were built; None if the format has no
         axes.
     """
@@ -261,12 +261,13 @@ def select_layer(
 
     Raises INVALID_FIELD if a source is missing or the layer is dense.
 
-    query_QD: float32 [Q, D], after positional encoding.
+    query_QD: float32 [query heads, channels], after positional encoding.
     sources: the layer's representations (compact forms of blocks' keys), by the name of their
         scorer.
     rows_C: int32, for each block of the context, the row of its representation in the sources'
         pools; ignored for always kept blocks.
-    always_log_mass_Q: float32 [Q], exact log mass of the always kept blocks (`exact_log_mass`).
+    always_log_mass_Q: float32 [query heads], exact log of the attention mass of the always kept
+        blocks (`exact_log_mass`).
     context_tokens: tokens of the context.
     scale: scale of attention; None: 1 / sqrt(D).
     """
@@ -309,7 +310,7 @@ def estimated_log_mass(
     query_QD: F32, sources: Mapping[str, Source], rows: I32, scale: float | None = None
 ) -> F32:
     """Estimates the log of the attention mass of blocks by the first scorer in `sources`, float32
-    [Q]; -inf without blocks.
+    [query heads]; -inf without blocks.
 
     rows: the rows of the blocks' representations in the sources' pools.
     """
@@ -321,10 +322,10 @@ def estimated_log_mass(
 
 
 def exact_log_mass(query_QD: F32, keys_RHD: F32, scale: float | None = None) -> F32:
-    """Returns the exact log mass of tokens: the logsumexp of q · k * scale over the R tokens,
-    float32 [Q]; -inf without keys.
+    """Returns the exact log of the attention mass of tokens: the logsumexp of q · k * scale over
+    the tokens, float32 [query heads]; -inf without keys.
 
-    keys_RHD: float32 [R, H, D], the keys of the tokens.
+    keys_RHD: float32 [tokens, KV heads, channels], the keys of the tokens.
     """
     num_heads, head_size = query_QD.shape
     num_tokens, kv_heads, _ = keys_RHD.shape

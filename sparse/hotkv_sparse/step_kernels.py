@@ -122,13 +122,15 @@ def decode_step(
     form: five numbers of the format: number of its kernel (0: a summary format), P, kind of a
         summary format, C, bytes of a run.
     units: scale of attention, `level_unit` of the format, bias.
-    pool: uint8 [B, H, N], the layer's representations (compact forms of blocks' keys).
+    pool: uint8 [blocks, KV heads, bytes], the layer's representations (compact forms of blocks'
+        keys).
     rows: for each block of the context, its row in `pool`.
-    pages: uint8 [blocks, H, bytes], the layer's keys.
+    pages: uint8 [blocks, KV heads, bytes], the layer's keys.
     always: indices in `pages` of the always kept blocks.
     packing: number of tokens in `always` (0: do not use the pages), tokens of a block, then `run`,
         `pair` and `kind` of `page_log_mass`.
-    beside: float32 [Q], log mass that is added to the log mass of `always`.
+    beside: float32 [Q], log of an attention mass that is added to the mass of `always`, such as
+        that of learned sinks.
     selected: bool [>= count], output: True for each selected block.
     blocks, weights: [n], output: the selection; n is the number of blocks to select.
     arriving: slots that the previous step named for prefetch; all of them are written.

@@ -1,7 +1,7 @@
-"""Contains the connector's code that reads vLLM beyond vLLM's public base classes, and so may have
-to change with vLLM's version.
+"""Contains the connector's code that uses more of vLLM than its public base classes. This code may
+have to change when vLLM changes.
 
-Only five modules outside this package read vLLM in this way: `worker.layout`,
+Only five modules outside this package use vLLM in this way: `worker.layout`,
 `identity.weights_watch`, `identity.adapter_watch`, `sparse.backend` and `residency.cuda_backend`.
 Each module lists the attributes of vLLM that it reads. `tools/check_vllm_api.py` compares them with
 the sources of every supported version.

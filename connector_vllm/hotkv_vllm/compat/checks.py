@@ -45,8 +45,8 @@ def check_ranks(vllm_config: Any) -> None:
 
 
 def check_pooling(vllm_config: Any) -> None:
-    """Raises ConfigError if the engine would end at its first request, because it has any KV
-    connector.
+    """Raises ConfigError for a pooling model that the V1 runner runs with pipeline parallelism.
+    With any KV connector such an engine would crash at its first request.
 
     Source: `KVOutputAggregator.aggregate` in vLLM 0.32 and 0.33 needs an output of each rank. With
     pooling, the V1 runner returns an output in the last pipeline stage only.
@@ -177,10 +177,10 @@ def publishes_events(vllm_config: Any) -> bool:
 
 
 def preferred_layout(vllm_config: Any) -> str | None:
-    """Returns the KV cache layout that hotkv prefers, as vLLM names it. On CUDA this is a layout in
-    which the pages of a block in all layers are contiguous. With residency it is a layout in which
-    the pages of all blocks in a layer are contiguous, as residency's kernels need. None on other
-    platforms. Raises ConfigError."""
+    """Returns the KV cache layout that hotkv prefers, as vLLM names it; None on platforms other
+    than CUDA. In the layout, all layers' pages of a block are contiguous. With residency all
+    blocks' pages of a layer are contiguous instead, because residency's kernels need this. Raises
+    ConfigError if a setting is wrong."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():

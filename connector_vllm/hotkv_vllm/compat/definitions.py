@@ -444,8 +444,8 @@ class Names:
         return sorted(name for name, is_abstract in found.items() if is_abstract)
 
     def callers(self, cls: Found, name: str) -> list[str]:
-        """Returns the names of the methods in a class's own body that call a method called
-        `name`, of whatever object."""
+        """Returns the names of the methods in a class's own body that call a method with this name,
+        on any object."""
         if cls.node not in self._calls:
             self._calls[cls.node] = {
                 method: {
@@ -633,8 +633,8 @@ def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Cal
 
 def cannot_take(call: Call, parameters: ast.arguments, *, has_self: bool) -> str:
     """Returns why a call does not fit a function: the function does not accept the call, or would
-    assign its positional arguments to other parameters than `call.positional` names. Empty if the
-    call fits.
+    assign its positional arguments to other parameters than those that `call.positional` lists.
+    Empty if the call fits.
 
     parameters: the parameters of the function.
     has_self: True if the first parameter is `self` or `cls`, so that the call does not pass it.

@@ -1,8 +1,9 @@
 """Converts the server's events about blocks to vLLM's event classes.
 
-Media have the same names as in the events that the server itself publishes: CPU is host memory,
-STORAGE is a tier below host memory. STORAGE has the locality LOCAL for the server's disk, and
-REMOTE for a store that several nodes share. The field `ownership` is the name of this shared store.
+Storage media have the same names as in the events that the server itself publishes: CPU is host
+memory, STORAGE is a tier below host memory. STORAGE has the locality LOCAL for the server's disk,
+and REMOTE for a store that several nodes share. The field `ownership` is the name of this shared
+store.
 """
 
 from typing import Any
@@ -27,9 +28,9 @@ KINDS = {
 
 
 def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
-    """Returns vLLM's event for consecutive blocks that became ready.
+    """Converts the server's event that consecutive blocks became ready to vLLM's event.
 
-    group: the group of the blocks.
+    group: the KV cache group of the blocks.
     run: the server's event.
     """
     medium, locality = MEDIA[run.medium]
@@ -54,9 +55,9 @@ def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
 
 
 def removed(group: CacheGroup, gone: BlocksRemoved) -> BlockRemoved:
-    """Returns vLLM's event for blocks that were removed.
+    """Converts the server's event that blocks were removed to vLLM's event.
 
-    group: the group of the blocks.
+    group: the KV cache group of the blocks.
     gone: the server's event.
     """
     medium, locality = MEDIA[gone.medium]

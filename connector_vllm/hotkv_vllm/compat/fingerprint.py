@@ -258,9 +258,9 @@ def draft_model(vllm_config: Any) -> Any | None:
 
 
 def plugin_classes() -> dict[str, str]:
-    """Returns the names of the model classes that plugins have registered, by architecture. All
-    count, because a plugin can replace a class of vLLM, and vLLM builds models from such classes: a
-    multimodal model from a text model, a drafter beside the model.
+    """Returns the names of the model classes that plugins have registered, by architecture.
+    Includes classes of other models than the engine's, because its model may contain them: a
+    multimodal model contains a text model, and a drafter has a model of its own.
 
     Source: `_ModelRegistry.register_model` in vLLM 0.32.
     """
@@ -349,7 +349,7 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Returns the fields of a config object by name, without the harmless fields."""
+    """Returns the fields of a config object by name, without the fields that `HARMLESS` lists."""
     # Fields that vLLM declares but never sets have no value, and are left out.
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     return _counted(value, {name: getattr(value, name) for name in names})

@@ -154,18 +154,18 @@ def _drops_last_block(vllm_config: Any) -> bool:
 def unfinished_tokens(vllm_config: Any) -> int:
     """Returns how many of a request's last computed tokens have KV that the next step may change.
 
-    Source: `KVCacheCoordinator.get_num_cacheable_tokens` in vLLM 0.32. Of a drafter with several
-    MTP modules, the last module reads this many tokens further ahead than the first module. The
-    next step computes these tokens again, with the tokens that were accepted after them.
+    Source: `KVCacheCoordinator.get_num_cacheable_tokens` in vLLM 0.32. If a drafter has several MTP
+    modules, the last module reads this many tokens further ahead than the first. The next step
+    computes these tokens again, with the tokens that were accepted after them.
     """
     return max(0, int(vllm_config.num_prefill_lookahead_tokens) - 1)
 
 
 def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Returns the number of tokens of a block, per vLLM group; 0 for a group of recurrent states,
-    and for a group that prefix caching can't use. In such a group a token's position does not tell
-    whether the token's block is written: the blocks need not be in the order of the tokens, or
-    vLLM allocates new blocks for the tokens of a hit."""
+    """Returns the number of tokens of a block, per vLLM group. Returns 0 for a group of recurrent
+    states, and for a group that prefix caching can't use. In these two kinds of groups one can't
+    tell from a token's position whether a step writes its block: blocks need not be in the order of
+    the tokens, or vLLM allocates new blocks for the tokens of a hit."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return tuple(
         0
@@ -177,10 +177,11 @@ def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...
 
 
 def doubtful_tokens(vllm_config: Any, tokens_per_block: Sequence[int]) -> int | None:
-    """Returns how many tokens before a later turn of streamed input may have wrong KV; None if a
-    later turn begins with right KV.
+    """Returns how many of the last computed tokens may have wrong KV when a request with streamed
+    input begins a later turn; 0 if only a recurrent state may be wrong. Returns None if a later
+    turn begins with right KV.
 
-    tokens_per_block: as `group_block_tokens` returns them.
+    tokens_per_block: the result of `group_block_tokens`.
 
     Source: `Scheduler._update_request_as_session` and `_handle_stopped_request` in vLLM 0.32.
     Without asynchronous scheduling, drafts that were accepted behind the token that stops a turn

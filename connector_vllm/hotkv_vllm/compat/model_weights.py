@@ -229,9 +229,10 @@ def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def weights_identity(vllm_config: Any) -> str:
-    """Returns the identity of the engine's weights, of all `_models`. A model is identified by its
-    commit, by the digest of its files, or (if its weights are random) by a digest of its config and
-    the seed. Python code and scales from elsewhere than the model are identified too.
+    """Returns the identity of the weights of all the engine's models (`_models`). A model is
+    identified by its commit, by the digest of its files, or (if its weights are random) by a digest
+    of its config and the seed. Python code and scales from elsewhere than the model are identified
+    too.
 
     Raises Unsupported if the weights can't be identified, OSError if files can't be read.
     """

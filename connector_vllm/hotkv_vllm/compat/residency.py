@@ -57,8 +57,8 @@ class ResidentSpec(FullAttentionSpec):
 
     sink_blocks: number of a context's first blocks (sinks), which stay on the device.
     recent_tokens: length of the recent window, which stays on the device.
-    keeps_tokens: most tokens at the end of a context that are on the device: the recent window,
-        tokens in flight, and tokens whose store has not ended.
+    keeps_tokens: the most tokens at the end of a context that the device may hold: the recent
+        window, tokens in flight, and tokens whose store has not ended.
     hot_blocks: number of hot slots (device blocks for selected blocks) of a request.
     sparse_from_tokens: a context below this length attends to all its blocks, so they all stay on
         the device.
@@ -91,7 +91,7 @@ class ResidentSpec(FullAttentionSpec):
 
     @property
     def whole_blocks(self) -> int:
-        """Returns the greatest length, in blocks, at which a whole request stays on the device."""
+        """Returns the length, in blocks, up to which a request has all its blocks on the device."""
         window = _blocks(self.keeps_tokens, self.block_size) + 1
         short = _blocks(self.sparse_from_tokens, self.block_size) + 1
         return max(self.sink_blocks + window, short)
@@ -108,15 +108,16 @@ class ResidentSpec(FullAttentionSpec):
         return self.whole_blocks + self.hot_blocks
 
     def gap(self, hit_tokens: int) -> range:
-        """Returns the positions of a hit's blocks between the sinks and the recent window, which
-        need not be on the device; empty if the hit is short enough to be wholly on the device."""
+        """Returns the positions of a hit's blocks between the sinks (first blocks) and the recent
+        window. These blocks need not be on the device. The range is empty if the hit is short
+        enough to be wholly on the device."""
         if _blocks(hit_tokens, self.block_size) <= self.whole_blocks:
             return range(0)
         return range(self.sink_blocks, (hit_tokens - self.recent_tokens) // self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Returns the bytes that a request of the longest context needs in this layer's part of the
-        pool. vLLM checks at its start that the pool is large enough."""
+        """Returns the bytes that a request of the longest context needs in this layer's part of
+        vLLM's block pool. At the engine's start vLLM checks that the pool is large enough."""
         return self.device_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     @classmethod
@@ -220,8 +221,8 @@ class ResidentManager(FullAttentionManager):
     # -------------------------------------------------------------------------------- allocation
 
     def needs(self, request_id: str, num_tokens: int) -> int:
-        """Returns how many blocks a running request must allocate to grow to `num_tokens`, hot
-        slots included."""
+        """Returns how many blocks a running request must allocate to grow to `num_tokens`,
+        including hot slots (device blocks for selected blocks)."""
         held = len(self.req_to_blocks.get(request_id, ()))
         lacks = max(0, _blocks(num_tokens, self.block_size) - held)
         return lacks + self._missing_hot(request_id, num_tokens)
@@ -237,10 +238,10 @@ class ResidentManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Overrides vLLM's method: returns how many blocks must be allocated for the request. These
-        are only the blocks that stay on the device, and the hot slots. If the request must get no
-        block now, because it has lost blocks or the server has no room for it, returns more blocks
-        than the pool has."""
+        """Overrides vLLM's method: returns how many blocks must be allocated for the request.
+        Counts only the blocks that stay on the device, and the hot slots (device blocks for
+        selected blocks). If the request must get no block now, because it has lost blocks or the
+        server has no room for it, returns more blocks than the pool has."""
         if request_id in self.lost:
             # No allocation succeeds, so the scheduler preempts the request and computes it anew.
             return int(self.block_pool.num_gpu_blocks) + 1
@@ -288,8 +289,9 @@ class ResidentManager(FullAttentionManager):
             self._begins_moved.add(request_id)
 
     def room_for(self, request_id: str, is_hit: bool) -> int:
-        """Returns how many blocks of the pool a new request may use to begin wholly on the device:
-        the free blocks, minus the blocks that admitted requests still need for their prompts.
+        """Returns how many blocks of vLLM's block pool a new request may use to begin wholly on the
+        device: the free blocks, minus the blocks that admitted requests still need for their
+        prompts.
 
         is_hit: True for a request with a hit. Then the blocks that other waiting requests need are
             subtracted too. If they were not, the request might soon be moved off the device to make
@@ -306,8 +308,8 @@ class ResidentManager(FullAttentionManager):
 
     def _gap(self, request_id: str, computed_tokens: int) -> range:
         """Returns the positions of a hit's blocks that are neither allocated nor loaded: the blocks
-        between the sinks and the recent window that the server has pinned for the request. A new
-        request holds no blocks, because it has no hit in vLLM's own prefix cache.
+        between the sinks (first blocks) and the recent window that the server has pinned for the
+        request. A new request holds no blocks, because it has no hit in vLLM's own prefix cache.
 
         computed_tokens: length of the hit.
         """
@@ -323,9 +325,10 @@ class ResidentManager(FullAttentionManager):
         num_external_computed_tokens: int,
         record_for_zeroing: bool = True,
     ) -> None:
-        """Overrides vLLM's method: allocates the blocks of a hit. Only the sinks and the recent
-        window get blocks of the pool; the block table has null blocks between them. vLLM has just
-        called `get_num_blocks_to_allocate` for the request, and the pool has as many blocks."""
+        """Overrides vLLM's method: allocates the blocks of a hit. Only the sinks (first blocks) and
+        the recent window get blocks of vLLM's pool; the block table has null blocks between them.
+        vLLM has just called `get_num_blocks_to_allocate` for the request, and the pool has as many
+        free blocks as that method returned."""
         total = num_local_computed_tokens + num_external_computed_tokens
         blocks, gap = self.req_to_blocks[request_id], self._counted_gap
         if gap:
@@ -346,8 +349,8 @@ class ResidentManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """Overrides vLLM's method: before the new blocks, also allocates the hot slots (device
-        blocks for selected blocks) that the request still needs."""
+        """Overrides vLLM's method: first allocates the hot slots (device blocks for selected
+        blocks) that the request still needs, then the new blocks."""
         if request_id in self._begins_moved:
             self._begins_moved.discard(request_id)
             self.moved.add(request_id)
@@ -366,7 +369,8 @@ class ResidentManager(FullAttentionManager):
 
     @property
     def promised_blocks(self) -> int:
-        """Returns how many more blocks admitted requests need until their prompts are computed."""
+        """Returns how many more blocks the admitted requests need together until their prompts are
+        computed."""
         return sum(self._promised(name, self._is_moved(name)) for name in self.req_to_blocks)
 
     def _promised(self, request_id: str, is_moved: bool) -> int:
@@ -376,7 +380,8 @@ class ResidentManager(FullAttentionManager):
         return max(0, needed - len(self.req_to_blocks[request_id]))
 
     def relief(self, request_id: str, processed_tokens: int, stored_tokens: int) -> Relief:
-        """Returns how many blocks the pool gains if the request is moved off the device.
+        """Returns how many blocks vLLM's block pool gains if the request is moved off the device,
+        and how many blocks fewer the request then needs for its prompt.
 
         processed_tokens: number of the request's tokens whose computation has ended.
         stored_tokens: number of the request's leading tokens that the server has pinned.
@@ -424,8 +429,8 @@ class ResidentManager(FullAttentionManager):
 
     def _freeable(self, request_id: str, processed_tokens: int, stored_tokens: int) -> range:
         """Returns the positions of the request's blocks that can be freed now. They begin after the
-        sinks and the blocks freed earlier. They end before the recent window, and before the first
-        block that the server has not pinned.
+        sinks (first blocks) and the blocks freed earlier. They end before the recent window, and
+        before the first block that the server has not pinned.
 
         processed_tokens: number of the request's tokens whose computation has ended.
         stored_tokens: number of the request's leading tokens that the server has pinned.
@@ -641,7 +646,7 @@ class DevicePool:
     def stays_whole(self, request: Any) -> bool:
         """Returns True if the request may have all its blocks on the device although it can outgrow
         the device. This is possible only with `residency = "auto"`: if the request was not moved
-        off the device and its present blocks fit in the pool."""
+        off the device and its present blocks fit in vLLM's block pool."""
         spec = self.spec
         if spec is None or not spec.begins_whole or self._is_moved(request.request_id):
             return False
@@ -651,8 +656,8 @@ class DevicePool:
         return self._manager is not None and request_id in self._manager.moved
 
     def has_room_for(self, request: Any) -> bool:
-        """Returns True if the pool has room now for all blocks of a new request with a hit, so that
-        the request can begin wholly on the device."""
+        """Returns True if vLLM's block pool has room now for all blocks of a new request with a
+        hit, so that the request can begin wholly on the device."""
         spec, manager = self.spec, self._manager
         if spec is None or manager is None or not self.stays_whole(request):
             return False
@@ -694,7 +699,9 @@ class DevicePool:
 
     def _first_needs(self, has_room: Callable[[str], bool]) -> int | None:
         """Returns the fewest free blocks with which vLLM would admit the first waiting request.
-        Returns None if no request waits, or if vLLM may not run more requests."""
+        Returns 0 if this request holds blocks already, because its further blocks count as promised
+        (`promised_blocks`). Returns None if no request waits, or if vLLM may not run more
+        requests."""
         spec, scheduler = self.spec, self._scheduler
         assert spec is not None
         if len(scheduler.running) >= scheduler.max_num_active_reqs:
@@ -716,8 +723,9 @@ class DevicePool:
         return [request.request_id for request in self._scheduler.running]
 
     def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
-        """Returns how many blocks the pool gains if the request is moved off the device; None if
-        the request has no blocks or was moved already.
+        """Returns how many blocks vLLM's block pool gains if the request is moved off the device,
+        and how many blocks fewer the request then needs for its prompt. Returns None if the request
+        has no blocks or was moved already.
 
         stored_tokens: number of leading tokens that the server has pinned.
         """
@@ -760,7 +768,7 @@ class DevicePool:
 
     def num_freed(self, request_id: str) -> int:
         """Returns the position at which the request's freed blocks end; they begin after the sinks
-        (first blocks). 0 if no block was freed. Only with residency."""
+        (first blocks). 0 if no block was freed. Must be called only in an engine with residency."""
         assert self._manager is not None
         return self._manager.freed_blocks.get(request_id, 0)
 
@@ -811,7 +819,8 @@ class DevicePool:
 
     def requests_of(self, blocks: Set[int]) -> list[str]:
         """Returns the requests that hold one of these blocks. A block may have been reallocated to
-        another request since a worker reported it; then that request is recomputed too."""
+        another request since a worker reported it as lost; then the other request is recomputed
+        too."""
         tables = {} if self._manager is None else self._manager.req_to_blocks
         return [
             request_id

@@ -204,8 +204,8 @@ def full_attention_layers(vllm_config: Any, kv_cache_config: Any) -> tuple[Atten
 
 
 def _is_plain(impl: Any) -> bool:
-    """Returns True if a layer is a decoder's layer that attends to all earlier tokens, has its own
-    keys, and does not use ALiBi.
+    """Returns True if a layer can attend sparsely: it is a decoder's layer, attends to all earlier
+    tokens, has its own keys, and does not use ALiBi.
 
     impl: vLLM's object that computes the layer's attention.
     """
@@ -219,7 +219,7 @@ def _is_plain(impl: Any) -> bool:
 
 def rope_frequencies(head_size: int) -> npt.NDArray[np.float64] | None:
     """Returns the frequencies with which RoPE rotates the channels of a head, in radians per token,
-    float64 [F]. Channels i and i + F rotate together.
+    float64 [F]: F is the number of channel pairs that rotate, and channels i and i + F are a pair.
 
     The frequencies are read from the tables of the model's rotary modules, so they are right with
     any scaling of RoPE. Returns None if they can't be determined: no rotary module has this head

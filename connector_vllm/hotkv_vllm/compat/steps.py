@@ -165,14 +165,14 @@ class WholeSet(set[int]):
 
 
 def tell_written(offloading: Any, written: Collection[int]) -> None:
-    """Replaces the record in which vLLM's offloading notes the blocks that a step writes. Must be
-    called before vLLM's offloading plans the stores of the step.
+    """Sets the blocks that a step writes, in place of vLLM's own record of them. Must be called
+    before vLLM's offloading plans the stores of the step.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     written: ids of the blocks that vLLM has newly allocated; without blocks that it reuses.
 
     Source: vLLM 0.32 and 0.33. Their own record is wrong: it contains the blocks of a new request's
-    prefix hit, although the step does not write them. vLLM takes every block of the record for
+    prefix hit, although the step does not write them. vLLM treats every block in the record as
     reallocated. So it drops these blocks from the windows of another request with the same prefix,
     and stores a chunk of several blocks without these blocks, or with other blocks in their places.
     The record of 0.32 also lacks blocks that another connector of a MultiConnector loads into.
@@ -183,9 +183,10 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
 def withdraw_states(
     state: Any, written: Collection[int], block_sizes: Sequence[int], offloading: Any = None
 ) -> None:
-    """Removes, from the recurrent states that vLLM offers for storing in a step, each state whose
-    block the step may overwrite because vLLM has just reallocated it. Also removes each state
-    behind the tokens that vLLM's offloading may store of its request (`limit_stores`).
+    """Removes states that must not be stored from the recurrent states that vLLM offers for storing
+    in a step: a state whose block the step may overwrite, because vLLM has just reallocated the
+    block; and a state behind the tokens of its request that vLLM's offloading may store
+    (`limit_stores`).
 
     state: the step's `KVConnectorBlockState`.
     written: ids of the blocks that vLLM has newly allocated. A new request's own states are among
@@ -193,8 +194,8 @@ def withdraw_states(
     block_sizes: tokens of a block, per vLLM group.
     offloading: vLLM's `OffloadingConnectorScheduler`, if it may store the states.
 
-    Source: vLLM 0.32 and 0.33. A state that accepted drafts have completed is offered when the next
-    step is planned. That step may have freed the state's block and given it to another request. A
+    Source: vLLM 0.32 and 0.33. A state that accepted drafts have completed is offered only when the
+    next step is planned. By then vLLM may have reallocated the state's block to another request. A
     state inside a block is a copy that the step makes, and vLLM keeps the copy's block. vLLM's
     offloading asserts that such a state is within the limit, and takes a limit of 0 for no limit.
     """
@@ -237,14 +238,15 @@ def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]
 
 
 def without_loading(scheduler_output: Any, offloading: Any) -> Any:
-    """Returns a copy of a step's `SchedulerOutput` whose preempted requests are only those whose
-    load does not begin in this step.
+    """Returns a copy of a step's `SchedulerOutput` in which no preempted request has a load that
+    begins in this step: such requests are removed from `preempted_req_ids`.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
     Source: vLLM 0.32 (0.33 no longer) asserts that preempted requests have no load. But a reset may
-    preempt running requests and keep vLLM's CPU tier, and the next step may begin their loads. vLLM
-    names preempted requests to end their stores; a request with a store in progress begins no load.
+    preempt running requests and keep vLLM's CPU tier, and the next step may begin their loads. The
+    removal does no harm: vLLM lists preempted requests only to end their stores, and a request with
+    a store in progress begins no load.
     """
     loading = {job.req_id for job in offloading._current_batch_load_jobs.values()}
     preempted = scheduler_output.preempted_req_ids - loading
@@ -252,9 +254,8 @@ def without_loading(scheduler_output: Any, offloading: Any) -> Any:
 
 
 def before_stores(offloading: Any, then: Callable[[Any], None]) -> None:
-    """Makes vLLM's offloading call `then` in each step, with the step's `SchedulerOutput`. The call
-    comes after the offloading has recorded the blocks of all requests, and before it plans the
-    step's stores.
+    """Makes vLLM's offloading call `then` in each step, with the step's `SchedulerOutput`. It calls
+    `then` after it has recorded the blocks of all requests, and before it plans the step's stores.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     """
@@ -268,9 +269,9 @@ def before_stores(offloading: Any, then: Callable[[Any], None]) -> None:
 
 
 def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
-    """Prevents vLLM's offloading from storing chunks that lack a needed block, and from storing
-    blocks in the places of other blocks. A hit that ends in a chunk of several blocks may need only
-    some of them; if one of these is missing, the chunk must not be stored.
+    """Prevents vLLM's offloading from storing a chunk that lacks a needed block, and from storing a
+    block at another block's place in the chunk. A hit that ends in a chunk of several blocks may
+    need only some of them; if one of these is missing, the chunk must not be stored.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
@@ -325,7 +326,10 @@ def _leave_out_holes(group: Any, ids: list[int], first_chunk: int, unit: int) ->
 
 
 def _first_needed_token(spec: Any, hit_tokens: int) -> int:
-    """Returns the first token whose KV a layer of this spec needs to continue at `hit_tokens`."""
+    """Returns the first token whose KV a layer needs to compute the tokens after a hit.
+
+    spec: the layer's KV cache spec, with a sliding window or a chunk.
+    """
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return hit_tokens // spec.attention_chunk_size * spec.attention_chunk_size
     return int(hit_tokens - (spec.sliding_window - 1 + spec.extra_retained_tokens))

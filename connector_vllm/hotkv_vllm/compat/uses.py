@@ -202,9 +202,10 @@ def backends(names: Names, enum: str) -> set[str]:
 
 
 def differences(source: Readable, door: str, uses: Uses) -> list[str]:
-    """Compares the list with the sources of a version of vLLM. Returns a line of text for each
-    difference: a use of the door whose form in the sources is not listed, a KV cache spec class or
-    an attention backend that is not listed. Raises SyntaxError if a source file can't be parsed.
+    """Compares the list `uses.json` with the sources of a version of vLLM. Returns a line of text
+    for each difference: an API that the door uses and whose form in the sources is not listed, or a
+    KV cache spec class or attention backend that is not listed. Raises SyntaxError if a source file
+    can't be parsed.
 
     source: the sources of that version.
     door: one of hotkv's two connectors, `own` or `offloading`.
@@ -216,11 +217,11 @@ def differences(source: Readable, door: str, uses: Uses) -> list[str]:
 
 
 def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[str, None]:
-    """Returns a line of text for each changed use of vLLM's API: a use whose definition in the
-    sources (its signature, for example) is not among the listed forms. The lines are the keys of
-    the result, in the order of the list.
+    """Compares the API that a door uses with the sources of a version of vLLM. For each definition
+    whose form (its signature, for example) is not listed in `uses`, the result has a line of text
+    as a key, in the order of the list.
 
-    door: one of hotkv's two connectors; its uses are compared.
+    door: one of hotkv's two connectors, `own` or `offloading`.
     names: finds definitions in the sources, by parsing only parts of files. If a definition is not
         among the listed forms, this function looks it up again by parsing whole files.
     """
@@ -236,8 +237,8 @@ def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[
 
 
 def unknown_kinds(names: Names, uses: Uses) -> dict[str, None]:
-    """Returns a line of text for each KV cache spec class and attention backend that is not listed.
-    The lines are the keys of the result."""
+    """Finds the KV cache spec classes and attention backends in vLLM's sources that are not listed
+    in `uses`. The result has a line of text for each as a key."""
     found: dict[str, None] = {}
     for name in sorted(spec_classes(names) - uses.specs):
         found[f"{name} is a KV cache spec that nobody has looked at"] = None
@@ -248,8 +249,8 @@ def unknown_kinds(names: Names, uses: Uses) -> dict[str, None]:
 
 
 def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None]) -> str:
-    """Returns an empty text if a name of vLLM has one of the listed forms. Otherwise returns how it
-    differs from the last listed form."""
+    """Compares a name in vLLM's sources with the forms that it had in the tested versions. Returns
+    an empty text if it has one of these forms, otherwise how it differs from the last of them."""
     problems = [_differs_from(names, module, name, form) for form in forms]
     return next(one for one in reversed(problems) if one) if all(problems) else ""
 
@@ -291,8 +292,8 @@ def _differs_from(names: Names, module: str, name: str, form: Form | None) -> st
 
 
 def _refuses(names: Names, name: str, found: Found, form: Form) -> str:
-    """Returns why a class or function does not accept one of the form's calls; empty if it accepts
-    all of them."""
+    """Returns why a class or function of vLLM does not accept one of hotkv's calls (`form.calls`);
+    empty if it accepts all of them."""
     if not form.calls:
         return ""
     if isinstance(found.node, FunctionDef):

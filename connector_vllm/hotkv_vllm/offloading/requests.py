@@ -33,7 +33,8 @@ with the number of the KV cache group."""
 
 
 def group_of(key: Key) -> bytes:
-    """Returns the part of a key that is the number of the KV cache group."""
+    """Returns the number of the KV cache group, as bytes: the last four bytes of a chunk's key
+    (vLLM's `OffloadKey`)."""
     return key[-4:]
 
 

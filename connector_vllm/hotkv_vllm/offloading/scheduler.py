@@ -168,8 +168,8 @@ class DoorScheduler:
         self._open_agreed(self._config.startup_wait_s, OPENING_S)
 
     def _open_agreed(self, wait_s: float, opening_s: float = 0.0) -> None:
-        """Opens the first session. If the system refuses it a thread or a file, the next step calls
-        this method again."""
+        """Opens the first session. If the operating system refuses the session a thread or a file,
+        the next step calls this method again."""
         space, self._agreed = self._agreed, None
         assert space is not None
         try:
@@ -262,8 +262,8 @@ class DoorScheduler:
         return max(0, device_hit_tokens + external_tokens - begin)
 
     def _share_nothing(self, *_: Any) -> None:
-        """Stops all lookups and stores of the tier until vLLM has emptied its caches. The fallback
-        of those hooks that keep wrong KV out of the caches."""
+        """Stops all lookups and stores of the tier until vLLM has emptied its caches. Called if a
+        hook raises that keeps wrong KV out of the server and the primary tier."""
         self._tier.is_held = True
         self._is_clean = False
 
@@ -349,8 +349,9 @@ class DoorScheduler:
         finished request were computed, unless the request was aborted. With asynchronous scheduling
         a request may also end after vLLM has preempted it and freed its blocks.
 
-        With the limit, vLLM does not store window chunks behind the last whole chunk of full
-        attention of an aborted prompt. No hit needs them: hits end with a chunk of full attention.
+        In an aborted prompt, this also prevents stores of sliding-window chunks behind the last
+        whole chunk of full attention. No hit needs these chunks, because every hit ends with a
+        chunk of full attention.
         """
         steps.limit_stores(offloading, request.request_id, steps.written_tokens(request))
 
@@ -373,8 +374,8 @@ class DoorScheduler:
         return self._weights.order() if self._space is not None else None
 
     def _hold(self, *_: Any, **__: Any) -> int:
-        """Stops all lookups and stores of the tier until the ranks have reported their weights. The
-        fallback of `begin_step` and `update`, which process the ranks' reports about weights."""
+        """Stops all lookups and stores of the tier until the ranks have reported their weights.
+        Called if `begin_step` or `update` raises, which process these reports."""
         self._tier.is_held = True
         self._weights.suspect()
         # The step may compute blocks before the next check begins.
@@ -442,15 +443,16 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def end_step(self) -> None:
-        """If the engine has nothing to compute and promotions are in progress, waits up to
-        IDLE_WAIT_S until one of them has ended."""
+        """Waits up to IDLE_WAIT_S until a promotion has ended, if promotions are in progress and
+        the engine has nothing to compute."""
         if self._tier.transfers is not None and self._is_idle:
             self._tier.transfers.wait_for_end(IDLE_WAIT_S)
 
     def _adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported. If they differ from the present weights,
-        opens a session for the key space of the new weights. If the system refuses the session a
-        thread or a file, the check stays open, and the next step calls this method again.
+        opens a session for the key space of the new weights. If the operating system refuses the
+        session a thread or a file, the check of the weights stays open, and the next step calls
+        this method again.
 
         identity: identifies the weights by their content.
         """
@@ -522,8 +524,8 @@ class DoorScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def _reset_broke(self, *_: Any, **__: Any) -> bool:
-        """Stops all lookups and stores of the tier until a later reset succeeds. The fallback of
-        `reset`."""
+        """Stops all lookups and stores of the tier until a later reset succeeds. Called if `reset`
+        raises."""
         self._share_nothing()
         if self._reset is not None:
             self._reset.hold()

@@ -131,7 +131,7 @@ class HotKVTier(SecondaryTierManager):
         on the device, because these blocks must not be stored. It sets it to True at the next reset
         that leaves no blocks there.
     model_names: names by which requests address the model.
-    is_held: True while the tier must look up and store no chunk. The connector sets it.
+    is_held: True while the tier must neither look up nor store chunks. The connector sets it.
     makes_wait: a function that returns True while every lookup must be answered "ask again".
     """
 
@@ -398,12 +398,12 @@ class HotKVTier(SecondaryTierManager):
     def _probe(
         self, session: CacheSession, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
-        """Looks up all chunks of the request, and `key`, in the block table. Also sends a lookup to
-        the server if there is no block table, or if the server has tiers below host memory and the
-        request has no promotion yet. Sends no second lookup about the same chunks if there is a
-        block table, or after a promotion. The request does not wait for the answer to a second
-        lookup. Chunks that an answer named stay ready, because they may be in a tier.
-        """
+        """Looks up all chunks of the request, and `key`, in the block table if there is one. Also
+        sends a lookup to the server if there is no block table, or if the server has tiers below
+        host memory and the request has no promotion yet. Sends another lookup about the same chunks
+        only without a block table and before the first promotion; the request does not wait for its
+        answer. Chunks that an answer named as ready stay ready, because they may be in a tier below
+        host memory."""
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
         by_group = self._by_group(keys if key in ends else [*keys, key])
@@ -510,7 +510,8 @@ class HotKVTier(SecondaryTierManager):
         context: ReqContext,
         known: RequestInTier,
     ) -> list[BlockRun]:
-        """Returns the chunks in `rows` that the server lacks, as runs of consecutive chunks.
+        """Returns the chunks in `rows` that the block table lacks, as runs of consecutive chunks.
+        Without a block table, returns all chunks in `rows`.
 
         rows: by key, the chunk's row in the primary tier. vLLM gives the keys in any order; this
             method orders them by their positions in the prompt.
@@ -602,8 +603,9 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Blocks until no job is in progress, so that the server accesses no row. Prevents
-        promotions in the next HELD_STEPS steps. vLLM calls this method in a reset."""
+        """Blocks until no job is in progress, so that the server accesses no row. Also prevents
+        promotions in the next HELD_STEPS steps, because the workers may still copy into rows that
+        are freed. vLLM calls this method in a reset."""
         self._held_until_step = self._step + HELD_STEPS
         if self._transfers is not None:
             self._transfers.drain()
@@ -664,7 +666,8 @@ class HotKVTier(SecondaryTierManager):
     # ---------------------------------------------------------------------------------------- names
 
     def _by_group(self, keys: Iterable[OffloadKey]) -> dict[int, list[OffloadKey]]:
-        """Returns the keys by hotkv's index of their group, in the given order."""
+        """Groups keys of chunks by hotkv's index of their KV cache group. Keeps the order of the
+        keys."""
         found: dict[int, list[OffloadKey]] = {}
         for key in keys:
             found.setdefault(self._group_of[get_offload_group_idx(key)], []).append(key)

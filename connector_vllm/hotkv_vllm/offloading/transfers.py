@@ -59,7 +59,7 @@ class GroupRows:
     group_index: hotkv's index of the group.
     keys: vLLM's key of each chunk, in any order.
     hashes: the hash of each chunk in the server.
-    rows: the row of each chunk, int32 [n].
+    rows: the row of each chunk, int32 [chunks].
     """
 
     group_index: int
@@ -285,8 +285,8 @@ class Transfers:
 
 
 def _then(future: "Future[Any]", done: Callable[[Any], None], failed: Callable[[], None]) -> None:
-    """When the future is resolved, calls `done` with its result. Calls `failed` if the future has
-    no result, or if `done` raises."""
+    """Calls `done` with the future's result once the future is resolved. Calls `failed` instead if
+    the future holds an exception, and also if `done` raises."""
 
     def ended(future: "Future[Any]") -> None:
         try:

@@ -59,7 +59,7 @@ class HotAttentionBackend(CPUAttentionBackend):
 
 class HotAttentionImpl(CPUAttentionBackendImpl):
     """The attention of one layer. Until `attach` is called, it is vLLM's own. Afterwards the
-    attached worker decides which blocks its decode rows attend to."""
+    attached worker decides which blocks each decoding request of a batch attends to."""
 
     _sparse: "tuple[SparseWorker, SparseLayer] | None" = None
 
@@ -122,7 +122,7 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         metadata: CPUAttentionMetadata,
     ) -> None:
         """Passes the step's keys and queries to `worker.first_prompt`, which calibrates the layer
-        once it has seen enough of them."""
+        once it has recorded enough tokens."""
         batch = _batch(metadata)
         num_tokens = int(batch.starts[-1])
         keys, queries = (
@@ -140,8 +140,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         metadata: CPUAttentionMetadata,
     ) -> tuple[CPUAttentionMetadata, torch.Tensor | None] | None:
         """Returns vLLM's metadata with the worker's block tables, and the pages to which the tables
-        refer (None: the layer's own pages). Returns None if all rows attend to their whole context
-        in the layer's own pages, so that vLLM's own metadata is right."""
+        refer (None: the layer's own pages). Returns None if all rows (requests) attend to their
+        whole context in the layer's own pages, so that vLLM's own metadata is right."""
         if (
             not isinstance(metadata.causal, bool)
             or not metadata.causal

@@ -30,7 +30,7 @@ class SparseLayer:
     group: number of its KV cache group in vLLM.
     scale: the factor of its attention scores.
     pages: reads the keys in the layer's pages.
-    sink_logits: the learned sinks of its softmax, float32 [Q]; None without sinks.
+    sink_logits: the learned sinks of its softmax, float32 [query heads]; None without sinks.
     """
 
     name: str
@@ -42,7 +42,10 @@ class SparseLayer:
     sink_logits: F32 | None = None
 
     def keys_of(self, blocks: I32) -> F32:
-        """Returns the keys of `blocks` (ids, int32 [B]), unpacked, float32 [B, T, H, D]."""
+        """Returns the unpacked keys of blocks, float32 [blocks, tokens, KV heads, channels].
+
+        blocks: ids of the blocks, int32.
+        """
         return self.pages.keys_of(blocks)
 
 
@@ -50,12 +53,12 @@ class SparseLayer:
 class Batch:
     """A step's batch from vLLM's metadata, as numpy views.
 
-    starts: index of each row's first token in the batch, and the number of tokens at the end,
-        [R + 1].
-    seq_lens: length of each row's context, [R].
-    tables: block table of each row, [R, ≥ C].
-    written_slots: vLLM's slot (block id * T + place in the block) of each token that the step has
-        written; negative slots are padding.
+    starts: index of each row's first token in the batch, and at the end the number of all tokens,
+        [rows + 1].
+    seq_lens: length of each row's context, [rows].
+    tables: block table of each row, [rows, at least the blocks of its context].
+    written_slots: vLLM's slot (block id * tokens of a block + place in the block) of each token
+        that the step has written; negative slots are padding.
     """
 
     starts: I32
@@ -141,8 +144,8 @@ class Rewrite:
     """Block tables and lengths that replace vLLM's for the whole batch in a layer. The next layer
     of the group overwrites these arrays.
 
-    tables: int32 [R, width].
-    seq_lens: int32 [R].
+    tables: int32 [rows, width].
+    seq_lens: int32 [rows].
     made: vLLM's metadata that the backend has built with these arrays; None before that.
     pages: the tensor to whose pages the tables refer; None for the layer's own pages.
     """
@@ -159,7 +162,7 @@ class StepPlan:
     shared by the layers of the group.
 
     key: vLLM's metadata object of the step, from which the plan was made.
-    rows: the rows that attend sparsely.
+    rows: the rows (requests) that attend sparsely.
     complete: for each row with a long context, the ids of its complete blocks. These blocks need
         representations (compact forms of keys, by which blocks are selected).
     lacking: indices of the layers that lack representations of some of these blocks.
@@ -180,8 +183,8 @@ class StepPlan:
     written: Mapping[int, I32] = field(default_factory=dict)
 
     def rewritten_with(self, tables: Mapping[int, I32], block_tokens: int) -> Rewrite:
-        """Returns the block tables and lengths of the whole batch: for the rows in `tables` the
-        given tables, for all other rows vLLM's.
+        """Returns the block tables and lengths of the whole batch: the tables in `tables` for their
+        rows (requests), and vLLM's tables for all other rows.
 
         tables: by row, the table that replaces vLLM's. If it is the same object as in the layer
             before, it is not copied again.

@@ -101,8 +101,8 @@ class Recorder:
 
     def take(self) -> tuple[F32, F32, list[int]]:
         """Returns the recorded context, and clears the record. The result has the context's keys,
-        float32 [S, H, D], the recorded queries, float32 [N, Q, D], and the queries' positions in
-        the context."""
+        float32 [tokens, KV heads, channels], the recorded queries, float32
+        [sampled tokens, query heads, channels], and the queries' positions in the context."""
         keys: F32 = torch.cat(self.keys).float().numpy()
         queries: F32 = torch.stack(self.queries).numpy()
         positions = self.positions

@@ -61,7 +61,7 @@ class LayerCounters:
     def add_step(
         self, index: int, attended: Attended, context_blocks: int, page_bytes: int
     ) -> None:
-        """Counts a selection: the choice of blocks for one row of a step in one layer.
+        """Counts a selection: the choice of blocks for one row (request) of a step in one layer.
 
         index: index of the layer.
         attended: the result of the selection.
@@ -114,7 +114,7 @@ class LayerCounters:
 @dataclass(frozen=True, slots=True)
 class Recall:
     """The quality of a selection of n blocks, compared with exact attention. Both figures count all
-    blocks that the row attends to, not only the n selected blocks.
+    blocks that the row (request) attends to, not only the n selected blocks.
 
     recall: of the n blocks with the most attention mass, the share that the row attends to.
     mass: the share of the row's attention mass in the blocks that the row attends to.
@@ -132,11 +132,11 @@ def block_mass(
     block_tokens: int,
     scale: float,
 ) -> npt.NDArray[np.float64]:
-    """Returns each block's exact share of the attention mass, averaged over the query heads,
-    float64 [C]. The shares add up to 1.
+    """Returns each block's exact share of the attention mass in a row's (request's) context,
+    averaged over the query heads, float64 [blocks]. The shares add up to 1.
 
-    keys_of: takes block ids, and returns the unpacked keys of these blocks, float32 [n, tokens of a
-        block, H, D].
+    keys_of: takes ids of blocks, and returns these blocks' unpacked keys, float32
+        [blocks, tokens, KV heads, channels].
     query_QD: the query vectors of the row's token.
     blocks_C: ids of the context's blocks.
     scale: the factor of the layer's attention scores.
@@ -161,10 +161,11 @@ def measure(
     scale: float,
     attended: Attended,
 ) -> Recall:
-    """Returns how good a row's selection is, compared with exact attention over its whole context.
+    """Returns how good the selection of blocks for a row (request) is, compared with exact
+    attention over its whole context.
 
-    keys_of: takes block ids, and returns the unpacked keys of these blocks, float32 [n, tokens of a
-        block, H, D].
+    keys_of: takes ids of blocks, and returns these blocks' unpacked keys, float32
+        [blocks, tokens, KV heads, channels].
     query_QD: the query vectors of the row's token.
     blocks_C: ids of the context's blocks.
     scale: the factor of the layer's attention scores.

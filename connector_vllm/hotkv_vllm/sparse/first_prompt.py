@@ -26,7 +26,7 @@ from hotkv_vllm.sparse.batch import Batch, SparseLayer
 F32 = npt.NDArray[np.float32]
 Calibrated = Callable[[int, F32, Axes], None]
 """A function that receives the calibration of a layer: the layer's index, its centre (mean keys,
-float32 [H, D]), and its axes."""
+float32 [KV heads, channels]), and its axes."""
 ENOUGH_TOKENS = 2048
 
 
@@ -34,7 +34,8 @@ ENOUGH_TOKENS = 2048
 class Turning:
     """How a model's RoPE rotates keys by their position.
 
-    frequencies: float64 [F], radians per token, by which the channels i and i + F rotate together.
+    frequencies: float64 [F], radians per token. The channels i and i + F of a head are rotated
+        together, by frequencies[i].
     context_tokens: the longest context.
     """
 
@@ -47,11 +48,11 @@ NO_TURNING = Turning(np.empty(0), 1)
 
 
 class FirstPrompt:
-    """Records keys and queries of layers until a layer has seen enough tokens, and then calibrates
-    it.
+    """Records the keys and queries of each layer until the layer has seen enough tokens, and then
+    calibrates the layer.
 
     waiting: by index of a layer that is not calibrated yet: its record.
-    shapes: by index of a layer to calibrate: (H, D).
+    shapes: by index of a layer to calibrate: (number of KV heads, number of channels).
     turning: how the model's RoPE rotates keys.
     then: called with the calibration of each layer: the layer's index, its centre (mean keys) and
         its axes.

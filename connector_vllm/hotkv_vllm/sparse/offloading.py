@@ -100,7 +100,7 @@ class SparseOffloadingManager:
         All shares are estimates, because the keys are not available here.
 
         block_hashes: the hashes of the context's blocks.
-        query: the step's query, float32 [Q, D].
+        query: the step's query, float32 [query heads, channels].
         layer_idx: number of the layer; its representations are scored.
         """
         rows = self._ready_prefix(block_hashes)
@@ -191,7 +191,7 @@ class HostPages(Protocol):
     def read(self, layer_idx: int, blocks: I32) -> U8:
         """Returns a copy of the layer's pages of `blocks`, uint8 [n, page bytes].
 
-        blocks: ids of host blocks whose pages of the layer were stored before [n].
+        blocks: ids of host blocks, [n]. Their pages of the layer must have been stored before.
         """
         ...
 
@@ -216,7 +216,7 @@ class HostPages(Protocol):
 class ArrayPages:
     """Holds pages in an array of this process.
 
-    pages: uint8 [L, blocks, page bytes], contiguous.
+    pages: uint8 [layers, blocks, page bytes], contiguous.
     copy_method: how pages are copied. `memcpy`: one copy for each sequence of pages that is
         contiguous on both sides. `batch`: one call of numpy for all pages. `kernel` and `auto`: the
         compiled loop of `PageCopier`.
@@ -298,7 +298,7 @@ class ResidencyPages:
     provided their page of the block. Pages are read from the mapped arena, without a call. A read
     raises HotKVError if the server no longer pins the block.
 
-    memory: staging memory in which blocks wait for their store, uint8 [L, S, page bytes].
+    memory: staging memory in which blocks wait for their store, uint8 [layers, blocks, page bytes].
         `session` must have registered it.
     layers: the indices of the layers, in the order of `memory`. A slot of the server has the pages
         in the same order.
@@ -352,7 +352,7 @@ class ResidencyPages:
                 self._unstage(block)
 
     def _forget(self, block: int) -> None:
-        """Forgets a host block's names, and where its pages are."""
+        """Forgets the names of a host block (`name`), and where its pages are."""
         self._names.pop(block, None)
         self._offsets.pop(block, None)
         self._unstage(block)
@@ -378,7 +378,9 @@ class ResidencyPages:
             names[sequence_id] = place, block_hash
 
     def _last_name(self, block: int) -> tuple[str, int, bytes]:
-        """Returns the sequence for which the block is stored, its position there, and its hash."""
+        """Returns the name (`name`) under which a host block is stored: a sequence, the block's
+        position there, and its hash. If several sequences have named the block, returns the latest
+        name."""
         sequence_id, (place, block_hash) = next(reversed(self._names[block].items()))
         return sequence_id, place, block_hash
 
@@ -482,9 +484,9 @@ class SwapSpec:
     """The copies between host memory and hot slots for a sequence in a layer. Copy i is between
     host block `blocks[i]` and hot slot `slots[i]`.
 
-    positions: position of each block in the context, int32 [n].
-    blocks: id of each host block, int32 [n].
-    slots: index of each hot slot, int32 [n].
+    positions: position of each block in the context, int32 [copies].
+    blocks: id of each host block, int32 [copies].
+    slots: index of each hot slot, int32 [copies].
     is_load: True copies to the hot slots, False to host memory.
     """
 
@@ -537,8 +539,8 @@ class SparseOffloadingHandler:
         of a sequence that are in hot slots of a layer).
     host: the pages of all blocks, in host memory.
     hot: the hot slots, uint8 [layers, slots, page bytes].
-    keys_of: takes pages, uint8 [n, page bytes], and returns the unpacked keys in them, float32
-        [n, T, H, D].
+    keys_of: takes pages, uint8 [n, page bytes], and returns the unpacked keys in these pages,
+        float32 [n, tokens, KV heads, channels].
     """
 
     def __init__(
@@ -641,7 +643,7 @@ class SparseOffloadingHandler:
         loads at most `max_correction_blocks` blocks.
 
         attn_metadata: the host blocks and the length of the whole context.
-        query: the step's query, float32 [Q, D].
+        query: the step's query, float32 [query heads, channels].
         """
         sequence_id, table, seq_len = (
             attn_metadata.sequence_id,
@@ -686,9 +688,9 @@ class SparseOffloadingHandler:
         )
 
     def _always_log_mass(self, metadata: DecodeMetadata, layer_idx: int, query: F32) -> F32:
-        """Returns the exact log of the attention mass, float32 [Q], of the blocks that are always
-        attended. Reads their keys from hot slots, or from host memory if they are not in a hot
-        slot."""
+        """Returns the exact log of the attention mass, float32 [query heads], of the blocks that
+        are always attended. Reads their keys from hot slots, or from host memory if they are not in
+        a hot slot."""
         hot, block_tokens = (
             self._states[metadata.sequence_id, layer_idx].hot,
             self._layers[layer_idx].block_tokens,
@@ -707,7 +709,8 @@ class SparseOffloadingHandler:
         return exact_log_mass(query, keys_RHD[: len(keys_RHD) - excess])
 
     def _host_keys(self, layer_idx: int, blocks: I32) -> F32:
-        """Returns the unpacked keys of host blocks in a layer, float32 [n, T, H, D]."""
+        """Returns the unpacked keys of host blocks in one layer, float32
+        [blocks, tokens, KV heads, channels]."""
         return self._keys_of(self._read(layer_idx, blocks))
 
     def _read(self, layer_idx: int, blocks: I32) -> U8:

@@ -25,8 +25,8 @@ _LANES = 16
 class KeyPages:
     """Reads the pages of a layer.
 
-    `pages` is a tensor [B, H, T, 2 * D]. A page contains, for each head, first the keys, arranged
-    as `packing` says, then the values.
+    `pages` is a tensor [blocks, KV heads, tokens, 2 * channels]. A page contains, for each head,
+    first the keys, arranged as `packing` says, then the values.
 
     page_bytes: bytes of a page: keys and values of all heads.
     """
@@ -55,13 +55,14 @@ class KeyPages:
         return KeyPages(pages, self._packing)
 
     def keys_of(self, blocks: I32) -> F32:
-        """Returns the unpacked keys of `blocks` (ids, int32 [n]), float32 [n, T, H, D]."""
+        """Returns the unpacked keys of `blocks` (ids, int32 [n]), float32
+        [n, tokens, KV heads, channels]."""
         keys: F32 = unpacked_keys(self._pages, torch.from_numpy(blocks), self._packing).numpy()
         return keys
 
     def log_mass(self, query_QD: F32, blocks: I32, num_tokens: int, scale: float) -> F32:
-        """Returns the log of the attention mass of some tokens, float32 [Q]: for each query head,
-        the logsumexp of q · k * scale over these tokens; -inf without tokens.
+        """Returns the log of the attention mass of some tokens, float32 [query heads]: for each
+        query head, the logsumexp of q · k * scale over these tokens; -inf without tokens.
 
         blocks: ids of the blocks with the tokens, int32, in order.
         num_tokens: number of tokens, from the first token of the first block on.
@@ -89,7 +90,7 @@ class KeyPages:
 
         blocks: ids of the blocks with these tokens, int32, in order.
         num_tokens: number of tokens, from the first token of the first block on.
-        sink_logits: the layer's learned sinks, float32 [Q]; None without sinks.
+        sink_logits: the layer's learned sinks, float32 [query heads]; None without sinks.
         """
         log_mass = sink_logits
         if log_mass is None:
@@ -103,8 +104,8 @@ class KeyPages:
         )
 
     def _view(self) -> U8:
-        """Returns a view of the pages as uint8 [B, H, bytes]. Makes a new view if the tensor's
-        memory has moved since the last call."""
+        """Returns a view of the pages as uint8 [blocks, KV heads, bytes]. Makes a new view if the
+        tensor's memory has moved since the last call."""
         if self._address != self._pages.data_ptr():
             self._address = self._pages.data_ptr()
             self._bytes = (

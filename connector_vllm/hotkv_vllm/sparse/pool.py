@@ -36,7 +36,8 @@ F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 KeysOf = Callable[[I32], F32]
-"""A function that returns the unpacked keys, float32 [B, T, H, D], of blocks (ids, int32 [B])."""
+"""A function that takes ids of blocks (int32), and returns these blocks' unpacked keys, float32
+[blocks, tokens, KV heads, channels]."""
 
 BUILD_BLOCKS = 64
 """Representations (compact forms of keys) are built for this many blocks at a time, to limit the
@@ -48,8 +49,8 @@ class LayerShape:
     """Shape and formats of a layer's representations (compact forms of keys).
 
     formats: names of the formats in which each block is represented.
-    mu: float32 [H, D], the mean key of each head (the centre). Formats that code each token
-        subtract the centre from the keys first. None means a centre of zero.
+    mu: float32 [KV heads, channels], the mean key of each head (the centre). Formats that code each
+        token subtract the centre from the keys first. None means a centre of zero.
     biases: by format name, by how much the format overestimates the log of a block's attention mass
         if this centre is used. A format that is not listed has its default bias.
     axes: the principal axes of keys that some formats (`mix2`) need; None until the engine has
@@ -157,7 +158,7 @@ class BlockReprManager:
         """Sets a layer's centre and axes. Marks all its representations (compact forms of keys) as
         not built, so that they are built with this centre and these axes.
 
-        mu: the mean key of each head, float32 [H, D].
+        mu: the mean key of each head, float32 [KV heads, channels].
         axes: the principal axes of the layer's keys.
         """
         shape = replace(self._layers[layer_idx], mu=mu, biases={}, axes=axes)

@@ -54,7 +54,8 @@ class SparseRank:
         edge: HookEdge,
         arena_of: Callable[[], Arena | None] = lambda: None,
     ) -> None:
-        """arena_of: returns the server's arena that this process maps; None without an arena."""
+        """arena_of: a function that returns the server's arena, mapped into this process; it
+        returns None without an arena."""
         self.edge = edge
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -127,8 +128,9 @@ class SparseRank:
 
     @hook(nothing, is_part=True)
     def opened(self) -> None:
-        """Called when the rank's session was opened. On CUDA, makes the server's arena readable for
-        the device now, because CUDA may refuse to register memory once vLLM captures graphs."""
+        """Makes the server's arena readable for a CUDA device, now that the rank's session was
+        opened. Does it this early because CUDA may refuse to register memory once vLLM captures
+        graphs."""
         if self.cuda is not None and not self.cuda.map_arena():
             logger.warning(
                 "hotkv: the device can't read the server's arena yet; the first request that "
@@ -175,16 +177,16 @@ class SparseRank:
         return set()
 
     def take_lost(self) -> set[int]:
-        """Returns the id of the first block of each request that has lost blocks in host memory
-        since the last call. Empty without residency."""
+        """Returns the requests that have lost blocks in host memory since the last call, each as
+        the id of its first device block. Empty without residency."""
         if self.cuda is not None:
             return self.cuda.take_lost()
         worker = self.worker
         return worker.residents.take_lost() if isinstance(worker, ResidentWorker) else set()
 
     def lost_broke(self) -> set[int]:
-        """Returns the id of the first block of each request that has blocks only in host memory.
-        Used if `take_lost` raised: all these requests then count as lost."""
+        """Returns all requests that have blocks only in host memory, each as the id of its first
+        device block. Used if `take_lost` raised: all these requests then count as lost."""
         if self.cuda is not None:
             return self.cuda.all_away()
         worker = self.worker

@@ -36,8 +36,8 @@ class SparseRows:
 
 @dataclass(frozen=True, slots=True)
 class ResidentOnly:
-    """Limits which rows may attend sparsely on CUDA, where only resident requests can attend
-    sparsely.
+    """Limits which rows may attend sparsely on CUDA: only rows of resident requests, whose old
+    blocks may be only in the server's memory.
 
     outgrows: takes a request id, and returns True if the request is resident.
     has_away: takes a request id, and returns True if some blocks of the request are only in host
@@ -53,8 +53,8 @@ class ResidentOnly:
 
 
 class RowNames:
-    """Decides, on the scheduler side, which rows of each step attend sparsely. Holds vLLM's objects
-    of all running requests."""
+    """Decides, on the scheduler side, which rows (requests) of each step attend sparsely. Holds
+    vLLM's objects of all running requests."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class RowNames:
     ) -> None:
         """groups: for each KV cache group of full attention, its number in vLLM and the tokens of a
             block.
-        limits: limits which rows may attend sparsely, on CUDA; None in a CPU engine, where all rows
-            may.
+        limits: limits which rows (requests) may attend sparsely, on CUDA; None in a CPU engine,
+            where all rows may.
         """
         self._min_tokens = config.min_context_tokens
         self._groups = tuple(groups)
@@ -89,10 +89,10 @@ class RowNames:
         return self._requests.get(request_id)
 
     def of_step(self, scheduler_output: Any) -> SparseRows:
-        """Returns the rows of a step that attend sparsely, and the requests that have ended since
-        the step before. The first call for a step decides; later calls for the same step, or for a
-        copy of it, return the same result. The first call must come before vLLM adds the step's
-        tokens to the requests' `num_computed_tokens`.
+        """Returns the rows (requests) of a step that attend sparsely, and the requests that have
+        ended since the step before. The first call for a step decides; later calls for the same
+        step, or for a copy of it, return the same result. The first call must come before vLLM adds
+        the step's tokens to the requests' `num_computed_tokens`.
 
         scheduler_output: vLLM's `SchedulerOutput` of the step.
         """
@@ -123,10 +123,10 @@ class RowNames:
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
-        """Returns True if a row with a single token is to attend sparsely: the request decodes and
-        has a long context. On CUDA the request must also be resident (`ResidentOnly`). In a step
-        that may be replayed from a CUDA graph, also returns True for each request with blocks only
-        in host memory.
+        """Returns True if a request with a single token in the step is to attend sparsely: it
+        decodes and has a long context. On CUDA the request must also be resident (`ResidentOnly`).
+        In a step that may be replayed from a CUDA graph, also returns True for each request with
+        blocks only in host memory.
 
         is_replayed: True if vLLM may replay a CUDA graph for the step.
         """
@@ -149,8 +149,8 @@ def announce(engine_id: str, names: RowNames) -> None:
 
 
 def sparse_rows(engine_id: str, scheduler_output: Any) -> SparseRows | None:
-    """Returns the rows of a step that attend sparsely, as decided by the engine's hotkv connector
-    that has sparse decode configured (`announce`). Returns None if the engine has no such
+    """Returns the rows (requests) of a step that attend sparsely, as decided by the engine's hotkv
+    connector that has sparse decode configured (`announce`). Returns None if the engine has no such
     connector."""
     names = _NAMES_OF.get(engine_id)
     return None if names is None else names.of_step(scheduler_output)

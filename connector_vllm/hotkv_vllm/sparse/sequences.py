@@ -235,7 +235,7 @@ class SparseSequences:
     # --------------------------------------------------------------------------------------- server
 
     def _notice_stream(self) -> None:
-        """After a reconnect, makes all sequences due for creation again, because the server has
+        """Makes all sequences due for creation again after a reconnect, because the server has
         ended them."""
         if self._stream == self._streams.number:
             return

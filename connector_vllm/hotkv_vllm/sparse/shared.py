@@ -123,8 +123,8 @@ def _name(layers: Sequence[SparseLayer]) -> str:
 
 def _version(layers: Sequence[SparseLayer], centres: Centres | None) -> int:
     """Returns a hash of 63 bits over the layers' numbers, their formats, and the centres and axes
-    that determine the meaning of their bytes. All ranks get the same result, because the hash
-    covers the centres of all heads."""
+    that determine the meaning of the representations' bytes. All ranks get the same result, because
+    the hash covers the centres of all heads."""
     parts = []
     for layer in layers:
         mu = centres.mu(layer.index) if centres is not None else None

@@ -124,8 +124,8 @@ class _Sequence:
     selected: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     def selected_of(self, num_blocks: int) -> npt.NDArray[np.bool_]:
-        """Returns `selected`. First enlarges it if it is too short for a context of
-        `num_blocks`."""
+        """Returns `selected`, the mask over the blocks of the context. First enlarges it if it is
+        too short for a context of `num_blocks`."""
         if num_blocks > len(self.selected):
             self.selected = np.concatenate([self.selected, np.zeros(max(num_blocks, 64), np.bool_)])
         return self.selected
@@ -187,9 +187,9 @@ class SparseWorker:
         self._sequences.pop(request_id, None)
 
     def start_over(self) -> None:
-        """Handles a step for which it is not known which rows are sparse and which blocks the step
-        writes. All rows of the step attend to everything. Discards all hot sets and representations
-        (compact forms of keys).
+        """Handles a step for which it is not known which rows (requests) are sparse and which
+        blocks the step writes. All its rows attend to everything. Discards all hot sets and
+        representations (compact forms of keys).
         """
         self._request_of, self._plans, self._sequences = {}, {}, {}
         self.representations.forget_all()
@@ -282,7 +282,7 @@ class SparseWorker:
             the step's plan.
         batch: returns the step's batch; called when the plan is made.
         query_of: takes the index of a token in the batch, and returns the token's query in this
-            layer, float32 [Q, D].
+            layer, float32 [query heads, channels].
         """
         if self.is_off or self._faults.rests(layer.name, self._num_steps):
             return None
@@ -308,8 +308,8 @@ class SparseWorker:
 
     @staticmethod
     def _leaves_out(row: SparseRow, blocks: I32) -> bool:
-        """Returns True if the blocks at these positions are not the row's whole context, so that
-        the row's block table must be rewritten.
+        """Returns True if the blocks at these positions are not the whole context of the row
+        (request), so that its block table must be rewritten.
 
         blocks: positions of the blocks that the row attends to.
         """
@@ -357,7 +357,8 @@ class SparseWorker:
         return plan
 
     def _named(self, written_block: int, num_queries: int) -> str | None:
-        """Returns the id of the request of a row that attends sparsely; None for other rows.
+        """Returns the request id of a row of the batch if the scheduler has listed the row as
+        sparse; None otherwise.
 
         written_block: id of the row's last block, which the step writes.
         num_queries: number of tokens that the step computes for the row.
@@ -365,13 +366,13 @@ class SparseWorker:
         return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if a step may choose as many blocks as the row's whole context has, so that
-        no blocks need to be chosen."""
+        """Returns True if a step may choose as many blocks as the whole context of the row
+        (request) has, so that no blocks need to be chosen."""
         return row.budget_blocks >= len(row.blocks_C)
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:
-        """Selects the blocks that the row attends to in the layer. Returns their positions in the
-        context, ascending.
+        """Selects the blocks that the row (request) attends to in the layer. Returns their
+        positions in the context, ascending.
 
         query_of: takes the index of a token in the batch, and returns the token's query.
         """
@@ -400,7 +401,8 @@ class SparseWorker:
         own: LayerSequence,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
-        """Selects blocks with the row's query and updates its hot set in the layer.
+        """Selects blocks with the query of the row (request), and updates the row's hot set in the
+        layer.
 
         own: the row's hot set in the layer.
         selected: a mask over the blocks of the context. The method sets it to True for the selected

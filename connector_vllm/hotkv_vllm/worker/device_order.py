@@ -53,8 +53,8 @@ class MarkEvent(Protocol):
 
 
 class Words(Protocol):
-    """uint32 words in device memory. The device writes them and the server reads them. They are
-    zero at first.
+    """uint32 words in device memory, by which the server tests marks: the device writes them and
+    the server reads them. They are zero at first.
 
     handle: names the words' memory to the server.
     fds: file descriptors to send with the handle, by name.
@@ -167,8 +167,8 @@ class Marks:
             logger.info("hotkv: no words on this device that the server could read: %s", error)
 
     def beside(self, memory: ExportedMemory) -> ExportedMemory:
-        """Returns a copy of `memory` to which the memory of the words is added, because the server
-        must map the words too."""
+        """Returns a copy of `memory` to which the device memory of the flag words is added, because
+        the server must map these words to test marks."""
         if self._words is None:
             return memory
         layout = replace(memory.layout, handles=(*memory.layout.handles, self._words.handle))

@@ -154,12 +154,13 @@ class RankLoads:
 
     @property
     def answers(self) -> "list[Future[TransferResult] | None]":
-        """Returns the futures of all active loads; None for a load that was not sent."""
+        """Returns the future of each active load; None in place of the future if the load was not
+        sent."""
         return [load.answer for load in self._active.values()]
 
     def make_void(self) -> None:
-        """Cancels all active loads. They count as failed however they end, because the engine
-        discards its memory or its weights may have changed."""
+        """Cancels all active loads, and makes them count as failed however they end, because the
+        engine discards its memory or its weights may have changed."""
         for load in self._active.values():
             load.is_void = True
             self._end_early(load)
@@ -229,8 +230,8 @@ class RankLoads:
         return Ended(load, num_bytes)
 
     def watch(self, now_s: float) -> None:
-        """Cancels the loads whose deadline has passed. Sets the deadline of each load whose mark
-        (point in the device's queue) the device has passed since the last call."""
+        """Cancels the loads whose deadline has passed. Sets the deadline of each sent load whose
+        mark (point in the device's queue) the device has passed since the last call."""
         for load in self._active.values():
             if load.answer is None or load.cancelled_s is not None:
                 continue
@@ -256,9 +257,9 @@ class RankLoads:
         )
 
     def give_up(self, transfer_ids: Iterable[str]) -> None:
-        """Queues loads to be reported as failed although the server has not ended them. Called for
-        the loads whose blocks the scheduler holds back from vLLM's pool, so that their requests
-        need not wait for the server.
+        """Cancels loads, and queues them to be reported as failed although the server has not ended
+        them. Called for the loads whose blocks the scheduler holds back from vLLM's pool, so that
+        their requests need not wait for the server.
 
         transfer_ids: ids of these loads' transfers.
         """
@@ -276,8 +277,9 @@ class RankLoads:
             del self._active[load.job.request_id]
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
-        """Returns the ids of the transfers that can't write to this rank's memory any more (out of
-        `transfer_ids`), and the hung loads that have ended since the last call.
+        """Returns those of `transfer_ids` whose transfers can't write to this rank's memory any
+        more, and the hung loads (reported as failed before they had ended) that have ended since
+        the last call.
 
         transfer_ids: ids of the loads whose blocks the scheduler holds back from vLLM's pool.
         """

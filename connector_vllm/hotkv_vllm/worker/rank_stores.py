@@ -140,7 +140,7 @@ class RankStores:
         """Ends the stores whose blocks the step overwrites. Waits for stores that may be copying
         (the device has passed their mark) at most `flush_timeout_s`, and then revokes them. Revokes
         a store at once if the device has not passed its mark, or if the scheduler has already
-        revoked it by the fence page.
+        revoked it in the fence (a shared page).
 
         store_ids: ids of the stores that the step's message lists; stores that have ended are
             ignored.
@@ -171,9 +171,9 @@ class RankStores:
         self._take_back(waiting)
 
     def _take_back(self, stores: list[ActiveStore]) -> bool:
-        """Revokes stores, and waits until they have ended, so that their blocks may be overwritten.
-        Returns True if the server has ended all of them in time. Otherwise replaces the session and
-        returns False.
+        """Revokes stores (cancels them at the server), and waits until they have ended, so that
+        their blocks may be overwritten. Returns True if the server has ended all of them in time.
+        Otherwise replaces the session and returns False.
 
         A store's deadline is `store_timeout_s` after its begin. The wait ends FENCE_GRACE_S after
         the latest deadline of these stores.

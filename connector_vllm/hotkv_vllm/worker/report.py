@@ -90,7 +90,7 @@ class RankReport:
     @hook(nothing, is_part=True)
     def _state_report(self, loads: RankLoads) -> None:
         """Sets the states in the report: overdue and settled loads (see `HotKVWorkerMetadata`), the
-        session, and the weights."""
+        session, and the weights. Also adds the times of loads that were given up."""
         report = self._next
         report.overdue_loads = ()
         report.settled_loads = {}

@@ -76,10 +76,10 @@ def unpack(packed: bytes, hash_bytes: int) -> list[bytes]:
 
 
 def read_hashes(field: str, packed: bytes, hash_bytes: int) -> Words:
-    """Reads packed hashes as words [n, 8]. Raises INVALID_HASH if the length is not a multiple of
-    `hash_bytes`.
+    """Reads packed hashes as uint32 words [hashes, 8]. Raises INVALID_HASH if the length is not a
+    multiple of `hash_bytes`.
 
-    field: name of the field in the error.
+    field: path of the field in its message, for errors.
     """
     if len(packed) % hash_bytes:
         raise HotKVError(
@@ -91,7 +91,7 @@ def read_hashes(field: str, packed: bytes, hash_bytes: int) -> Words:
 
 
 def packed_words(words: Words, hash_bytes: int) -> bytes:
-    """Joins hashes that are words, uint32 [n, 8], for the wire. Each hash is cut to
+    """Joins hashes that are words, uint32 [hashes, 8], for the wire. Each hash is cut to
     `hash_bytes`."""
     return np.ascontiguousarray(words).view(np.uint8).reshape(-1, 32)[:, :hash_bytes].tobytes()
 
@@ -142,8 +142,8 @@ def read_runs(
     """Yields the group index, hashes, parent and depth of each run (consecutive blocks of a group).
     Raises TOO_LARGE for too many runs or blocks, INVALID_HASH for a hash of a wrong length.
 
-    The hashes are words [n, 8]. The parent is the hash of the block before the run, words [8]; None
-    if the run begins its context. The depth is the number of blocks before the run.
+    The hashes are uint32 words [blocks, 8]. The parent is the hash of the block before the run,
+    words [8]; None if the run begins its context. The depth is the number of blocks before the run.
     """
     fields.check_lists("runs", messages)
     num_blocks = sum(len(m.hashes) for m in messages) // hash_bytes
@@ -335,7 +335,10 @@ def read_masks(messages: Iterable[cache_pb2.GroupFlags]) -> tuple[BoolMask, ...]
 def lease_response(
     asked: Sequence[cache_pb2.GroupHashes], value: LeaseGrant
 ) -> cache_pb2.AcquireLeaseResponse:
-    """Makes the answer that grants a lease. `asked`: the lists of hashes in the request."""
+    """Makes the answer that grants a lease.
+
+    asked: the lists of hashes in the request.
+    """
     offsets = zip(asked, value.offsets, strict=True) if value.offsets else ()
     return cache_pb2.AcquireLeaseResponse(
         groups=flag_messages(asked, value.pinned),
@@ -348,7 +351,8 @@ def lease_response(
 
 
 def read_lease_grant(lease_id: str, message: cache_pb2.AcquireLeaseResponse) -> LeaseGrant:
-    """Reads a grant. Raises ValueError if the bytes of its offsets are not a multiple of 8."""
+    """Reads the answer that grants a lease. Raises ValueError if the bytes of its offsets are not a
+    multiple of 8."""
     offsets = tuple(fields.int64s(group.offsets) for group in message.offsets)
     return LeaseGrant(lease_id, read_masks(message.groups), message.ttl_ms / 1000, offsets)
 

@@ -79,7 +79,7 @@ def packed_int32s(values: ArrayLike) -> bytes:
 
 
 def int32s(field: str, packed: bytes) -> NDArray[np.int64]:
-    """Unpacks little-endian int32 as int64 [n]. Raises INVALID_FIELD if the length is not a
+    """Unpacks little-endian int32 to an int64 array. Raises INVALID_FIELD if the length is not a
     multiple of 4."""
     if len(packed) % 4:
         raise invalid(f"{field} has {len(packed)} bytes; packed int32 take 4 each")
@@ -87,7 +87,8 @@ def int32s(field: str, packed: bytes) -> NDArray[np.int64]:
 
 
 def int64s(packed: bytes) -> NDArray[np.int64]:
-    """Unpacks little-endian int64 [n]. Raises ValueError if the length is not a multiple of 8."""
+    """Unpacks little-endian int64 to an array. Raises ValueError if the length is not a multiple of
+    8."""
     return np.frombuffer(packed, "<i8").astype(np.int64)
 
 
@@ -97,8 +98,8 @@ def packed_float32s(values: NDArray[np.float32]) -> bytes:
 
 
 def float32s(field: str, packed: bytes) -> NDArray[np.float32]:
-    """Unpacks little-endian float32 [n]. Raises INVALID_FIELD if the length is not a multiple of
-    4."""
+    """Unpacks little-endian float32 to an array. Raises INVALID_FIELD if the length is not a
+    multiple of 4."""
     if len(packed) % 4:
         raise invalid(f"{field} has {len(packed)} bytes; packed float32 take 4 each")
     return np.frombuffer(packed, "<f4").astype(np.float32)

@@ -71,8 +71,11 @@ def read_reports(
 
 
 def _said(reason: int, known: Set[Miss], otherwise: Miss) -> Miss:
-    """Returns the reason of a miss that has this number if it is in `known`, the reasons that
-    engines may report there; otherwise `otherwise`."""
+    """Converts the number of a miss reason in an engine's report to a `Miss`. Returns `otherwise`
+    if the number is not in `known`.
+
+    known: the reasons that engines may state in this field.
+    """
     return Miss(reason) if reason in known else otherwise
 
 

@@ -52,15 +52,17 @@ class CudaHotSets:
 
     fragments: the pieces of a block that `correct` copies from the arena to a page of the cache.
     page_bytes: distance between two pages of the layer's cache.
-    table: int32 [R, K], the block table for attention: the pages of each row's hot set, with the
-        last block of the context at the end. In a workspace with `Residents` (the tables for
-        contexts beyond device memory), all layers share one `table` and one `lengths`.
-    slots: int32 [R, K], the hot slots of the same blocks, numbered from 0 in each sequence.
-    lengths: int32 [R], number of tokens in the blocks of `table`.
-    counts: int32 [R, 8], counts of the last step. The columns are LOADED and the names after it.
-    loads: int32 [R, 2, L], the blocks that the last step loaded, and their slots.
-    victims: int32 [R, K], the blocks that the last step evicted.
-    prefetch: int32 [R, max_prefetch], selected blocks that the last step did not load, heaviest
+    table: int32 [rows, hot slots], the block table for attention: the pages of each row's hot set,
+        with the last block of the context at the end. In a workspace with `Residents` (the tables
+        for contexts beyond device memory), all layers share one `table` and one `lengths`.
+    slots: int32 [rows, hot slots], the hot slots of the same blocks, numbered from 0 in each
+        sequence.
+    lengths: int32 [rows], number of tokens in the blocks of `table`.
+    counts: int32 [rows, 8], counts of the last step. The indices of the columns are LOADED and the
+        constants after it.
+    loads: int32 [rows, 2, most loads], the blocks that the last step loaded, and their slots.
+    victims: int32 [rows, hot slots], the blocks that the last step evicted.
+    prefetch: int32 [rows, max_prefetch], selected blocks that the last step did not load, heaviest
         first.
     """
 
@@ -176,9 +178,9 @@ class CudaHotSets:
 
         `workspace.faults[1]` counts blocks that had no copy in the arena.
 
-        blocks: int32 [R, S], the selected blocks of each row.
-        weights: float32 [R, S], the selected blocks' weights; inf for always kept blocks.
-        numbers: int32 [R], number of selected blocks of each row.
+        blocks: int32 [rows, most selected blocks], the selected blocks of each row.
+        weights: float32, same shape, the selected blocks' weights; inf for always kept blocks.
+        numbers: int32 [rows], number of selected blocks of each row.
         """
         work, shape, config = self._workspace, self._workspace.shape, self._workspace.config
         size, slots = np.int32(shape.max_blocks), np.int32(shape.num_slots)

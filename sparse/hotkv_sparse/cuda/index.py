@@ -106,14 +106,14 @@ class IndexShape:
 
     @property
     def head_bytes(self) -> int:
-        """Returns N, the size in bytes of the representation (compact form of the keys) of a block
-        and head."""
+        """Returns the size in bytes of the representation (compact form of the keys) of one block
+        in one KV head."""
         return formats.head_bytes(self.name, self.block_tokens, self.head_size)
 
     @property
     def row_bytes(self) -> int:
-        """Returns the size of a row in bytes: H * N rounded up to a multiple of 32, the size of a
-        sector of device memory."""
+        """Returns the size of a row in bytes: KV heads * bytes of a head (`head_bytes`), rounded up
+        to a multiple of 32, the size of a sector of device memory."""
         return -(-self.kv_heads * self.head_bytes // 32) * 32
 
     @property
@@ -129,13 +129,13 @@ class IndexShape:
 
     @property
     def tile_bytes(self) -> int:
-        """Returns the size of a tile in bytes. A tile is the prepared queries of 8 heads, in the
-        order that `score_tokens` reads."""
+        """Returns the size in bytes of a tile: the prepared queries of 8 heads, in the order in
+        which the kernel `score_tokens` reads them."""
         return self.line_groups * (4 if self.form.bits == 2 else 8) * 128
 
     def level_words(self) -> tuple[int, int]:
-        """Returns two words for kernels: the levels of the codes 0 to 3, and the levels of the
-        codes 4 to 7. Each level is a signed byte."""
+        """Returns the levels of the format's codes (the integers that the codes stand for) for
+        kernels, as two 32-bit words of four signed bytes each: codes 0 to 3, and codes 4 to 7."""
         levels = np.zeros(8, np.int8)
         levels[: len(self.form.levels)] = self.form.levels
         low, high = levels.view(np.uint32)
@@ -145,9 +145,10 @@ class IndexShape:
 class Index:
     """The representations (compact forms of blocks' keys) of a layer in device memory.
 
-    pool: uint8 [R, row_bytes], a row per block.
+    pool: uint8 [rows, row_bytes], a row per block.
     mu_HD: the centre, which is subtracted from keys before they are encoded; None: 0.
-    bias: by how much scores overestimate a block's log mass, in nats; None: the format's bias.
+    bias: by how much scores overestimate the log of a block's attention mass, in nats; None: the
+        format's bias.
     """
 
     def __init__(
@@ -176,8 +177,9 @@ class Index:
 
     @functools.cached_property
     def _levels(self) -> Array:
-        """Returns an array with the levels, followed by the thresholds halfway between adjacent
-        levels in units of the key's rms."""
+        """Returns an array with the levels of the format's codes (the integers that the codes stand
+        for), followed by the thresholds between adjacent levels. A threshold is the mean of two
+        levels, in units of the key's rms."""
         levels = np.array(self.shape.form.levels, np.float64)
         thresholds = (levels[1:] + levels[:-1]) / 2.0 / self.shape.form.level_unit
         return upload(self._device, np.concatenate([levels, thresholds]).astype(np.float32))

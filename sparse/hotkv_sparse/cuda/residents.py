@@ -41,9 +41,10 @@ PIECES = 2
 class EngineBatch:
     """The engine's batch of a step, in device memory.
 
-    context_tokens: int32 [R], tokens in the context of each row, including the step's tokens.
-    starts: int32 [R + 1], index of each row's first query among the step's tokens.
-    table: int32 [R, ≥ B], the engine's block table: the page of each block of a row.
+    context_tokens: int32 [rows], tokens in the context of each row, including the step's tokens.
+    starts: int32 [rows + 1], index of each row's first query among the step's tokens.
+    table: int32 [rows, at least the blocks of a row], the engine's block table: the page of each
+        block of a row.
     table_stride: number of elements between two rows of `table`.
     num_rows, num_tokens: rows and tokens of the step.
     """
@@ -69,7 +70,7 @@ class NamedRow(NamedTuple):
 
     @property
     def word(self) -> np.int32:
-        """Returns the number that stands for this value in device memory: 2 * state + is_sparse.
+        """Returns the number that stands for this decision in device memory: 2 * state + is_sparse.
         (NO_ROW stands for a row that the host has not named.)"""
         return np.int32(2 * self.state + self.is_sparse)
 
@@ -93,11 +94,11 @@ class Residents:
 
     Methods queue work on the device's stream.
 
-    table: int32 [R, B], contiguous, the block table for attention. In each layer, rows that attend
-        sparsely are replaced; the other rows are copies of the engine's rows.
-    lengths: int32 [R], number of tokens in the blocks of each row of `table`.
-    own_of: int32 [R], output of `find`: the state of each batch row; -1 without a state.
-    addresses, found_rows: [B], output of `locate_keys` for one state and layer.
+    table: int32 [rows, blocks], contiguous, the block table for attention. In each layer, rows that
+        attend sparsely are replaced; the other rows are copies of the engine's rows.
+    lengths: int32 [rows], number of tokens in the blocks of each row of `table`.
+    own_of: int32 [rows], output of `find`: the state of each batch row; -1 without a state.
+    addresses, found_rows: [blocks], output of `locate_keys` for one state and layer.
     """
 
     def __init__(
@@ -113,7 +114,10 @@ class Residents:
     ) -> None:
         """Allocates the tables on the device.
 
-        num_rows, num_states, max_blocks, num_pages: the sizes R, S, B and P (see the module).
+        num_rows: most rows of a batch.
+        num_states: number of states (requests that the tables can hold).
+        max_blocks: most blocks of a sequence.
+        num_pages: number of pages of the engine's pool.
         max_tokens: most tokens of a step, over all rows.
         """
         self.device, self.config = device, config
@@ -156,8 +160,8 @@ class Residents:
         self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def give_back(self, state: int, num_freed: int) -> None:
-        """Marks the state's blocks [sinks, `num_freed`) as away (only in host memory). The caller
-        must already have written the addresses of these blocks."""
+        """Marks the state's blocks at the positions [sinks, `num_freed`) as away (only in host
+        memory). The caller must already have written the addresses of these blocks."""
         if num_freed != self._freed[state]:
             self._freed[state] = num_freed
             self.device.write(self.freed, (state,), self._freed[state : state + 1])
@@ -188,12 +192,13 @@ class Residents:
     # --------------------------------------------------------------------------------- in a step
 
     def find(self, batch: EngineBatch, rows: Array, state_of: Array) -> None:
-        """Finds the state of each row of the batch. Writes the state to `own_of`. For rows that
-        attend sparsely, writes it also to `state_of`, which the kernels of sparse attention read.
+        """Finds the state (index of a request in the tables) of each row of the batch. Writes the
+        state to `own_of`. For rows that attend sparsely, writes it also to `state_of`, which the
+        kernels of sparse attention read.
 
-        rows: int32 [S, B], for each block of a state, the row of its representation (compact form
-            of its keys) in the pools.
-        state_of: int32 [R], output.
+        rows: int32 [states, blocks], for each block of a state, the row of its representation
+            (compact form of its keys) in the pools.
+        state_of: int32 [rows], output.
         """
         if batch.num_rows > self.num_rows:
             raise HotKVError(

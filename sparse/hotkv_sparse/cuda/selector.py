@@ -35,7 +35,7 @@ _ITEMS_PER_WARP = 8
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """A step's queries in device memory, [R, Q, D].
+    """A step's queries in device memory, [sequences, query heads, channels].
 
     data: a tensor, or the address of the first query.
     sequence_stride, head_stride: distances in elements. Channels are contiguous.
@@ -55,10 +55,10 @@ class CudaSelector:
     hot: the layer's hot sets (the blocks on the device to which a step attends).
 
     A step writes its selection to these arrays:
-    blocks: int32 [R, S], the selected blocks of each sequence.
-    chosen: float32 [R, S], the weights of `blocks`; inf for always kept blocks.
-    numbers: int32 [R], number of selected blocks.
-    mass: float32 [R], estimated share of the attention mass of the selected blocks.
+    blocks: int32 [sequences, most selected blocks], the selected blocks of each sequence.
+    chosen: float32, same shape, the weights of `blocks`; inf for always kept blocks.
+    numbers: int32 [sequences], number of selected blocks.
+    mass: float32 [sequences], estimated share of the attention mass of the selected blocks.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class CudaSelector:
     def build(
         self, pages: Array | None, rows: Array, num_blocks: int, addresses: Array | None = None
     ) -> None:
-        """Builds the representations (compact forms of keys) of blocks from the layer's keys.
-        `Index.build` explains the arguments. Its work is queued on the stream."""
+        """Builds the representations (compact forms of keys) of blocks from the layer's keys. The
+        work is queued on the stream. `Index.build` explains the arguments."""
         self.index.build(self._keys, pages, rows, num_blocks, addresses=addresses)
 
     def step(self, query: Queries, scale: float | None = None) -> None:
@@ -254,10 +254,10 @@ class CudaSelector:
     ) -> None:
         """Computes attention over the hot set (the blocks on the device), with a simple kernel.
 
-        out: float32 [R, Q, D], output: the attention; None: not computed.
+        out: float32 [sequences, query heads, channels], output: the attention; None: not computed.
         scale: scale of attention; None: 1 / sqrt(D).
-        log_mass: float32 [R, Q], output: the log of the attention mass of the attended blocks;
-            None: not computed.
+        log_mass: float32 [sequences, query heads], output: the log of the attention mass of the
+            attended blocks; None: not computed.
         always: True: attend only to the always kept blocks (sinks, recent window).
         """
         work, shape, keys, hot = self._workspace, self._workspace.shape, self._keys, self.hot

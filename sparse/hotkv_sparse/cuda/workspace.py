@@ -75,10 +75,10 @@ class StepShape:
 class Workspace:
     """Device memory that all layers of a step share (see the module).
 
-    pages: int32 [S, K], the page of the engine's cache for each hot slot of a state, in all layers;
-        at first the numbers 0, 1, ….
-    state_of: int32 [R], the state of each row; -1 for a row without a state; at first the numbers
-        0, 1, ….
+    pages: int32 [states, hot slots], the page of the engine's cache for each hot slot of a state,
+        in all layers; at first the numbers 0, 1, ….
+    state_of: int32 [rows], the state of each row; -1 for a row without a state; at first the
+        numbers 0, 1, ….
     residents: tables for contexts beyond device memory. If set, `begin_batch` begins a step; if
         None, `begin` begins it.
     faults: int32 [3], counts that only grow: sequences that had no slot for a new block; blocks
@@ -158,8 +158,8 @@ class Workspace:
     def begin(self, context_tokens: Array) -> None:
         """Begins a step, in a workspace without `residents`.
 
-        context_tokens: int32 [R], tokens of each context, including the step's tokens; 0: skip the
-            row.
+        context_tokens: int32 [rows], tokens of each context, including the step's tokens; 0: skip
+            the row.
         """
         check_length("context_tokens", context_tokens.shape, (self.shape.num_sequences,))
         self._plan(context_tokens, self.shape.num_sequences)
@@ -183,8 +183,8 @@ class Workspace:
         return batch.table, stride, residents.freed, np.int32(residents.num_sinks)
 
     def begin_batch(self, batch: EngineBatch) -> None:
-        """Begins a step with an engine's batch, in a workspace with `residents`. The batch takes
-        the first rows."""
+        """Begins a step with an engine's batch, in a workspace with `residents`. The batch occupies
+        the first rows of the workspace."""
         assert self.residents is not None, "a workspace without an engine"
         self.residents.find(batch, self.rows, self.state_of)
         # Plans all rows: a CUDA graph that was captured with more rows must find the other rows

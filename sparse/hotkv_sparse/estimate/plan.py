@@ -29,7 +29,8 @@ HERE = "here"
 
 
 def refuse(name: str, value: object, fix: str) -> HotKVError:
-    """Returns the error for a field: its name, its value and the fix."""
+    """Returns the error that refuses the value of a field. Its message names the field, the value
+    and the fix."""
     return HotKVError(Reason.INVALID_FIELD, f"{name} is {value!r}; {fix}")
 
 
