@@ -77,7 +77,8 @@ def run(
 def test_features_beside_every_tier(
     names: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs the pairs of the features with the three tiers, and of the tiers, in one world."""
+    """Runs these features and the three tiers in one world. So it covers each feature's pairs with
+    the tiers, and the pairs of tiers."""
     features = [*names.split("+"), *TIERS]
     run(features, places(disk=True, shares=True), tmp_path, monkeypatch)
 

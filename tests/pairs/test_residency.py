@@ -40,7 +40,7 @@ class Stage:
     They start when they are first requested."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack, moves: bool = False) -> None:
-        """moves: requests begin on the device as a whole, and are moved soon."""
+        """moves: requests begin with all blocks on the device, and soon move to host memory."""
         self.folder, self._stack, self._moves = folder, stack, moves
         self.collector = stack.enter_context(OtlpReceiver())
         valkey = stack.enter_context(running(folder / "valkey"))
@@ -111,7 +111,7 @@ class Stage:
 
     @property
     def one(self) -> EngineProcess:
-        """Returns a resident engine of a tenant that is traced and chooses whether to load."""
+        """Returns a resident engine that has a tenant, tracing and `load` "auto"."""
         traced = {"tracing": self.collector.url, "tracing_sample_ratio": 1.0}
         return self.engine("one", connector={"tenant": "t", "load": "auto", **traced})
 
@@ -240,7 +240,7 @@ def shared(stage: Stage) -> None:
 
 
 def warm(stage: Stage) -> None:
-    """Gives an empty node the names of the blocks that the engine used."""
+    """Empties the node, which then fetches the engine's blocks from Valkey by their names."""
     engine = stage.engine("tiers")
     stage.check(engine, 39)
     daemon, file = stage.daemon, stage.folder / "blocks"
