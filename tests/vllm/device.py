@@ -1,5 +1,5 @@
-"""A device that works on demand: kernels, events and words are in a single queue that the test
-runs."""
+"""A device that works on demand: a single queue, which the test runs, has its kernels, its events
+and its writes to words (32-bit marks in memory)."""
 
 import ctypes
 import mmap
@@ -47,8 +47,11 @@ class ToldWords:
 
 
 class ToldDevice:
-    """Stands for `CudaDevice`. `given`, `done`: queued and finished pieces of work. `on_record` is
-    called with an event before it is recorded."""
+    """Stands for `CudaDevice`.
+
+    given, done: how many pieces of work were queued, and how many have run.
+    on_record: is called with an event before it is recorded.
+    """
 
     uuid = bytes(range(16))
     stream = 7

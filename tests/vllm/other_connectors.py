@@ -107,7 +107,8 @@ class CheckingConnector(_Connector):
 class Plan:
     """The hits that `LoadingConnector` offers, and how its loads end.
 
-    fill: loads. Its arguments are request id, block ids by group, and tokens.
+    fill: the function that loads. Its arguments are request id, block ids by group, and number of
+    tokens.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)

@@ -131,7 +131,8 @@ class Parts:
         return float(self.stats.data.get(name, 0))
 
     def put(self, name: str, blocks: Sequence[int], group: int = 0) -> None:
-        """Makes these blocks of a request ready. `group` may stand for representations."""
+        """Makes these blocks of a request ready in the server. `group` may stand for
+        representations."""
         number = self.session.memory.number(group)
         for block in blocks:
             self.server.blocks[self.space, number, block_hash(name, block)] = {}
@@ -170,8 +171,8 @@ def plan(
 ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
     """Plans a step. Returns its stores, and the stores that it must wait for.
 
-    scheduled: each state, and the number of tokens that it computes.
-    tables: the block table that all requests have.
+    scheduled: states of requests, each with the number of tokens that the step computes for it.
+    tables: block ids by group, the same for all requests.
     """
     ids_of = tables or [list(range(1 + 10 * at, 10 + 10 * at)) for at in range(len(parts.specs))]
     computed = [(state, state.request.num_computed_tokens + n) for state, n in scheduled]

@@ -196,8 +196,8 @@ class Pair:
         self.live.append(arrive(self.all, lora(number, *ADAPTERS[place])))
 
     def run(self, place: int) -> None:
-        """Runs a step of a request: planned, computed on the manager's content, then stored unless
-        the worker refuses it."""
+        """Runs a step of a request: planned, computed with the adapter's content in the LoRA
+        manager, then stored unless the worker refuses it."""
         if not self.live:
             return
         request = self.live[place % len(self.live)]

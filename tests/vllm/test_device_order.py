@@ -1,5 +1,5 @@
-"""Transfers behind marks in the device's queue, with a device that the test runs: KV is right
-however late it works."""
+"""Transfers that wait for marks in the device's queue. The test runs the device: KV is right
+however late the device works off its queue."""
 
 import random
 import time
@@ -69,8 +69,8 @@ def test_random_lag(
     num_events: int,
     pipelined: bool,
 ) -> None:
-    """Uses little memory, so that blocks change hands while they are stored; device, server and
-    kind of marks change at random."""
+    """Uses little memory, so that blocks are reallocated while they are stored. Device and server
+    progress at random, and a restarted server may take another kind of marks."""
     monkeypatch.setattr(device_order, "NUM_EVENTS", num_events)
     chance = random.Random(f"{kind}{model}{num_events}{pipelined}")
     prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]

@@ -27,7 +27,8 @@ def beside_nixl(
 
 
 def test_a_prefill_that_nixl_hands_over(daemon: Daemon, engines: Engines, tmp_path: Path) -> None:
-    """Each engine has its own server. The decoder's is empty, so NIXL brings the prompt's blocks.
+    """Each engine has its own server. The decoder's server is empty, so NIXL brings the prompt's
+    blocks.
     hotkv stores them, and the next request with this prompt hits."""
     model = write_model(tmp_path / "model")
     batch = prompts(1, (333,))

@@ -350,7 +350,8 @@ def test_a_reset_by_itself_costs_no_sharing(updated: Any) -> None:
 def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_memory(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's files were replaced while it was loaded: its key space names the new files."""
+    """The model's files may have been replaced while it was loaded. A key space from these files
+    could name weights that the engine does not have."""
     sure = updated()
     sure.generate("a", PROMPT, 4)
     sure.generate("end", OTHER, 2)
@@ -424,7 +425,9 @@ def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(upd
 def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encodings(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In `pauses`, None stands for a write that a rank notices while the engine runs."""
+    """Writes weights after a reset in a pause (`pauses` True), after a reset without a pause
+    (False), or while the engine runs (None). Media are shared again only after a reset in a
+    pause."""
     one = updated()
     one._check = lambda *_: None
     sharing = one.connector._scheduler.sharing

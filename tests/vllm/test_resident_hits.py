@@ -34,7 +34,8 @@ def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> 
 
 @pytest.mark.parametrize("is_named", [True, False])
 def test_a_failed_load_hides_only_blocks_that_it_loaded(is_named: bool) -> None:
-    """A request has no names while the ranks look at its adapter again."""
+    """`is_named`: False while the ranks check the request's adapter again, so that its blocks have
+    no names to hide."""
     parts = Parts(left_out=LEFT_OUT)
     state = granted(parts)
     assert parts.load(state, 4 * TOKENS, [[1, 0, 0, 4]])

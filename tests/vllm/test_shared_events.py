@@ -64,7 +64,11 @@ class Wire:
 
 
 class Telling(RuleBasedStateMachine):
-    """`cached`: the server's blocks. `index`: a router's knowledge from the engine's events."""
+    """An engine that reports the server's blocks as its own (`SharedEvents`).
+
+    cached: the server's blocks.
+    index: a router's index of blocks, from the engine's events.
+    """
 
     @initialize()
     def begin(self) -> None:

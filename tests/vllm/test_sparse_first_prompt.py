@@ -160,7 +160,8 @@ def test_the_blocks_that_matter_are_found() -> None:
 
 
 def test_what_was_built_without_axes_is_forgotten() -> None:
-    """A layer of two formats has one centre. So the axes change the meaning of rot2u bytes too."""
+    """A layer with two formats of representations has one centre. So calibrating it changes the
+    meaning of rot2u bytes too, and all representations must be built anew."""
     cache = Cache(BLOCKS, 64, torch.bfloat16)
     layer = cache.layer(("rot2u", "mix2"))
     pool = BlockReprManager({5: layer.shape}, {5: layer.keys_of})

@@ -30,8 +30,12 @@ def fresh(
     copies: Sequence[tuple[int, int]] | None = None,
     zeroed: Sequence[int] | None = None,
 ) -> set[int]:
-    """Returns the blocks that a step overwrites. `new`, `cached`: computed tokens and block ids of
-    each request; `resumed`: which of `cached` were preempted; `copies`: from block, to block."""
+    """Returns the blocks that a step overwrites.
+
+    new, cached: computed tokens and block ids of each request.
+    resumed: which of `cached` were preempted.
+    copies: from block, to block.
+    """
     told: Any = SimpleNamespace(
         scheduled_new_reqs=[
             SimpleNamespace(num_computed_tokens=tokens, block_ids=ids) for tokens, ids in new

@@ -31,7 +31,8 @@ REFUSED = BlockResult.ABORTED
 
 
 def planned(parts: Parts, name: str, num_blocks: int, *table: int, **more: Any) -> Any:
-    """Plans a step that computes so many blocks of a new request; returns its state and jobs."""
+    """Plans a step that computes `num_blocks` blocks of a new request. Returns the request's state
+    and the store jobs."""
     state = parts.state(request(name, TOKENS * num_blocks))
     tables = [list(table)] if table else None
     return state, plan(parts, (state, TOKENS * num_blocks), tables=tables, **more)[0]

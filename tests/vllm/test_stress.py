@@ -52,7 +52,8 @@ BY_RPC = dict(zip(MODELS, ["sync", "async", "v2", "sync", "async", "async", "v2"
 
 
 def marks(model: Any, way: str, table: bool) -> list[pytest.MarkDecorator]:
-    """Everyday forms: all models with asynchronous scheduling, and each form of an engine."""
+    """Returns the marks of a case. Everyday runs have no mark: with a block table, all models with
+    asynchronous scheduling, and `full_model` in each way."""
     if table:
         return [] if way == "async" or model is full_model else [pytest.mark.long]
     return [pytest.mark.long if BY_RPC[model] == way else pytest.mark.campaign]

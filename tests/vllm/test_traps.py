@@ -231,8 +231,8 @@ def test_a_state_whose_block_was_given_away_is_not_stored(
 
 
 class RingEngine(Engine):
-    """An engine whose second group has a block for each request, a ring of its last tokens, which
-    prefix caching can't use. Every step writes to the rings of its requests."""
+    """An engine whose second group has one block for each request: a ring buffer of its last
+    tokens, which prefix caching can't use. Every step writes to the rings of its requests."""
 
     def _attention_groups(self) -> Iterator[tuple[int, Any]]:
         yield next(super()._attention_groups())
