@@ -557,9 +557,9 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
 
 
 def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
-    """The step writes blocks 1 and 3. An offered state in them is stored only if this step wrote
-    it: at its own place in the request's table, or inside a block. A state behind the tokens that
-    may be stored is not stored either."""
+    """vLLM offers recurrent states for storing; the step writes blocks 1 and 3. A state in these
+    blocks is stored only if this step wrote it: at its own place in the request's table, or inside
+    a block. A state behind `max_offload_tokens` is not stored either."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: None)
     monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 3})

@@ -228,7 +228,8 @@ def test_bytes_that_the_server_did_not_pin_lose_the_request(make: Any) -> None:
 def test_blocks_that_the_kernels_left_out_lose_the_request(
     make: Any, monkeypatch: pytest.MonkeyPatch, fault: int
 ) -> None:
-    """`fault` 0: a new block had no slot; 1: a block had no address."""
+    """`fault`: the kernels report a new block without a slot (0), or a block without an address
+    (1)."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     find_lost, work = engine.worker.find_lost, engine.worker._work

@@ -124,7 +124,8 @@ def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(
 def test_deadlines_of_loads_run_from_the_mark(
     engine: Any, server: Any, device: ToldDevice, kind: OrderKind
 ) -> None:
-    """A load behind a long device queue is not late; a load that the server does not end is."""
+    """A load's deadline counts from its mark. A load that waits in a long device queue is not late;
+    a load that the server does not end is late."""
     engine().generate("a", PROMPT, 1)
     server.order_kind, server.hold = kind, {"load"}
     one = engine(device=device, extra={"load_timeout_s": 0.03})

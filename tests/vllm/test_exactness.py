@@ -107,8 +107,8 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
 
 
 def test_states_that_another_connector_loads_are_inexact() -> None:
-    """Such blocks cover no fixed number of tokens, so their group's block size is 0. A request that
-    hits them has no exact tokens."""
+    """Blocks of recurrent states cover no fixed number of tokens, so their group's block size is 0.
+    A request that hits them has no exact tokens."""
     exactness = Exactness((0,), 4)
     exactness.distrust_all()
     exactness.matched("a", 16)

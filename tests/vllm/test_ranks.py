@@ -135,8 +135,8 @@ def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None
 
 
 def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[int, str]:
-    """Runs these ranks at once over the same store; the rest of `num_ranks` never come. Returns
-    each rank's decision."""
+    """Runs these ranks at once over the same key-value store; the other ranks of `num_ranks` never
+    come. Returns each rank's decision."""
     store, came_to = HashStore(), {}
 
     def rank(note: RankNote) -> None:

@@ -119,8 +119,8 @@ def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() ->
 
 
 def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
-    """The worker reports that the request's blocks are lost. No message says that the request was
-    preempted, but a new row of it starts at its beginning."""
+    """The worker has reported that the request is lost. The message that preempts it never comes,
+    but a row without freed blocks shows that the request begins anew."""
     worker = resident_worker()
     rows = ResidentRow("a", 7, 3, True, 5), ResidentRow("b", 6, 4, True, 0)
     worker.begin_resident(ResidentStep(rows))

@@ -415,7 +415,8 @@ def test_a_preempted_request_uses_no_block_of_before_a_reset(
 
 
 def test_blocks_stored_before_a_preemption_do_not_stop_blocks_of_other_names() -> None:
-    """The server has pinned blocks that the engine does not know of, and vLLM loads no hit."""
+    """The server still pins blocks from before the preemption, which the engine does not know of,
+    and vLLM loads no hit. The request must still end well."""
     engine = ResidentEngine("host")
     engine._hit = lambda one: 0  # type: ignore[method-assign]
     engine.arrive(400, 200)
@@ -453,7 +454,9 @@ def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
 
 
 def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_given() -> None:
-    """vLLM preempts only running requests, and admits waiting requests that hold blocks first."""
+    """While the request waits with its blocks, it does not count as lost with them: vLLM preempts
+    only running requests, and admits waiting requests that hold blocks first. Once it runs, it is
+    lost."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(60)

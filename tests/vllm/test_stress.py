@@ -82,7 +82,8 @@ def test_random_faults(
     way: dict[str, bool],
     table: bool,
 ) -> None:
-    """A load that the server does not end is given up at once; its blocks are written later."""
+    """The engine gives up at once a load that the server does not end. The server may write the
+    load's blocks later."""
     monkeypatch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
     dice = random.Random(0)
     server.table = table
