@@ -95,7 +95,8 @@ class Tier:
 
 
 def rank_of(number, weights):
-    """Returns the connector of a rank. Only the first rank has a job of vLLM's to report."""
+    """Returns the connector of a rank. Only the first rank has an ended job of vLLM's offloading to
+    report."""
     one = object.__new__(HotKVOffloadingConnector)
     ended = None if number else OffloadingWorkerMetadata({7: 1})
     one.connector_worker = SimpleNamespace(build_connector_worker_meta=lambda: ended)

@@ -110,8 +110,8 @@ class Pipeline(Play):
 
 
 class Hybrid(Play):
-    """Full attention and sliding windows. Also recurrent states, unless decode is sparse or another
-    connector loads."""
+    """Models have full attention and sliding windows. They also have recurrent states, unless
+    decode is sparse or another connector loads."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         has_states = {"sparse", "multi_first", "multi_second"}.isdisjoint(world.plays)
@@ -400,7 +400,7 @@ class Reset(Play):
             ours(one)._scheduler.cache.session.flush()
 
     def after(self, world: World) -> None:
-        """Checks that the key space is empty once a reset has answered."""
+        """Resets an engine, and checks that its key space is empty afterwards."""
         one = world.engines[0]
         assert one.scheduler.reset_prefix_cache(reset_connector=True)
         world.end(one)

@@ -1,5 +1,5 @@
-"""Every pair of a feature and a tier runs in a world over real daemons, with a disk and a Valkey:
-the harness compares every KV value that engines load from them."""
+"""Every pair of a feature and a tier runs in a world (`world.World`) with real daemons, a disk and
+a Valkey. The harness compares every KV value that engines load from them."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""Contexts in host memory beside other features, in a real engine over real daemons. Tokens equal
-the tokens of an engine that attends to everything."""
+"""Contexts in host memory together with other features, in real engines with a real server. Tokens
+equal the tokens of an engine that attends to everything."""
 
 import contextlib
 import os

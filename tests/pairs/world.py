@@ -1,4 +1,4 @@
-"""A world in which features of hotkv and of vLLM meet: a few engines of the harness over a server,
+"""A world in which features of hotkv and of vLLM meet: a few engines of the harness with a server,
 random traffic, and each feature's changes to both.
 
 The harness checks every KV value that attention reads. At the end every request that was not

@@ -1,4 +1,4 @@
-"""vLLM's real scheduler, KV cache manager and allocator round an arithmetic model, so that a step
+"""vLLM's real scheduler, KV cache manager and allocator with an arithmetic model, so that a step
 takes microseconds.
 
 The "model" writes for each token a value that depends on all tokens before it. Before each step it
@@ -202,7 +202,7 @@ class Engine:
 
     @property
     def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:
-        """Returns the tensors of each rank, and the number by which the rank changes values."""
+        """Returns each rank's KV tensors, and the number by which the rank changes KV values."""
         return [(self.tensors, self.salt)]
 
     def _naming(self, hasher: Callable[[Request], list[Any]]) -> Callable[[Request], list[Any]]:
@@ -218,7 +218,7 @@ class Engine:
         return hashes_of
 
     def _active(self, monkeypatch: Any) -> Any:
-        """Returns the object through which the V2 runner calls connectors, and registers the
+        """Returns the object through which the V2 runner calls connectors, and registers the KV
         tensors."""
         from vllm.v1.worker.gpu import kv_connector
 

@@ -1,5 +1,5 @@
-"""vLLM's HTTP server as a child process, started with README's commands or forked by
-`module_driver`, which takes a second."""
+"""vLLM's HTTP server as a child process. It is started with README's commands, or forked by
+`module_driver` within a second."""
 
 import contextlib
 import json

@@ -1,4 +1,5 @@
-"""Connectors that tests put beside hotkv into vLLM's MultiConnector, and helpers for them."""
+"""Connectors that tests put into vLLM's MultiConnector together with hotkv, and helpers for
+them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The scheduler side's parts over a double of the server, without an engine. Requests are names and
+"""The scheduler side's parts with a double of the server, without an engine. Requests are names and
 hashes, and the test sets the time."""
 
 from collections.abc import Collection, Sequence
@@ -56,7 +56,7 @@ def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 
 
 
 class Parts:
-    """A finder of hits and a planner of stores over the same session.
+    """A finder of hits and a planner of stores that use the same session.
 
     clock: time in seconds, which the test sets.
     """

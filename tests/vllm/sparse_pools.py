@@ -46,7 +46,7 @@ def sparse_layer(
 
 
 class Toy:
-    """Sparse layers over the harness' arithmetic model: a key is the first half of the values that
+    """Sparse layers for the harness's arithmetic model: a key is the first half of the values that
     the model writes for its token."""
 
     def __init__(self, num_layers: int) -> None:

@@ -72,7 +72,7 @@ def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
     ],
 )
 def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -> None:
-    """Blocks change hands while they are stored and loaded, in every layout; the harness checks
+    """Blocks are reallocated while they are stored and loaded, in every layout. The harness checks
     each value that attention would read."""
     chance, device = random.Random(f"{order}{model}{layout.name}"), ToldDevice()
     settings: dict[str, Any] = {

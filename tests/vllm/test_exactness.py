@@ -71,7 +71,7 @@ def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_k
     make: Any, monkeypatch: Any, tmp_path: Any, model: Any, speculates: bool, pipelined: bool
 ) -> None:
     """When an answer stops, vLLM keeps the KV of accepted drafts behind the stop (unless scheduling
-    is asynchronous), and does not return recurrent states to the stop."""
+    is asynchronous), and does not reset recurrent states to the stop."""
     kind, more = Engine, {"specs": model(), "pipelined": pipelined}
     if speculates:
         kind, more = SpeculatingEngine, more | speculating(monkeypatch, tmp_path)

@@ -31,7 +31,7 @@ def loading(parts: Parts, name: str = "a", blocks: int = 4) -> Any:
 
 
 def asking(**settings: Any) -> tuple[Parts, Any]:
-    """Returns parts whose server has four blocks of a request, and the request's state."""
+    """Returns `Parts` whose server has four blocks of a request, and the request's state."""
     parts = Parts(**settings)
     parts.put("a", range(4))
     return parts, parts.state(request("a", LONG))

@@ -1,5 +1,5 @@
 """The connector's reports for the server's ledger: reasons for misses, time that hits save, waits
-of requests. The server is a double, because lateness is injected."""
+of requests. The server is a double, so that tests can delay its answers."""
 
 import time
 from typing import Any

@@ -1,4 +1,5 @@
-"""Prefill and decode on two engines, over NIXL with hotkv beside it in a MultiConnector."""
+"""Prefill and decode on two engines that transfer KV with NIXL. hotkv is in the same
+MultiConnector."""
 
 from pathlib import Path
 from typing import Any

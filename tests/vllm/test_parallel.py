@@ -1,4 +1,4 @@
-"""Real engines with several ranks: tensor, pipeline and data parallel, each rank a process, over
+"""Real engines with several ranks: tensor, pipeline and data parallel, each rank a process, with
 the same daemon. Weights come from a file, so that ranks hold shards of the same model and a shard
 in the wrong place shows."""
 

@@ -400,7 +400,8 @@ def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> No
 
 
 def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(updated: Any) -> None:
-    """vLLM keeps its own cache unless it is told to reset it, and continues running requests."""
+    """After new weights, vLLM keeps its own cache unless it is asked to reset it, and continues
+    running requests."""
     one = updated()
     one._check = lambda *_: None
     one.generate("a", PROMPT, 4)

@@ -1,4 +1,4 @@
-"""Every function behind contexts beyond device memory breaks once, in a real engine over a real
+"""Every function behind contexts beyond device memory breaks once, in a real engine with a real
 server: a request's tokens are right, or it ends with an error, and the engine serves the next."""
 
 import random

@@ -44,7 +44,7 @@ Lying = tuple[int, Medium, str, int]
 
 
 class Wire:
-    """Stands for a session. Its calls return what the server's event reader answers."""
+    """Stands for a session. Its calls return the answers of the server's event reader."""
 
     def __init__(self, hub: EventHub, state: Any) -> None:
         self.connected = self.has_events = True

@@ -251,7 +251,7 @@ def test_an_engine_without_kernels_decodes_densely(monkeypatch: pytest.MonkeyPat
 
 
 def rotary(head_size: int, theta: float, **more: Any) -> SimpleNamespace:
-    """Returns a module like vLLM's: cosines, then sines, a row per position."""
+    """Returns a module like vLLM's rotary embedding: a row per position, cosines before sines."""
     angles = np.arange(4)[:, None] * theta ** -np.arange(0, 1, 2 / head_size)
     table = torch.from_numpy(np.concatenate([np.cos(angles), np.sin(angles)], axis=1))
     given = {"head_size": head_size, "is_neox_style": True, "cos_sin_cache": table} | more

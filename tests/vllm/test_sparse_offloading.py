@@ -1,4 +1,4 @@
-"""The loop of vLLM's RFC #37263, as written there, over real copies: attention reads hot slots
+"""The loop of vLLM's RFC #37263, as written there, with real copies: attention reads hot slots
 only, and host memory is an array or a residency of a real hotkv-server."""
 
 import itertools

@@ -1,5 +1,5 @@
-"""The pool of representations beside the pages: stores read the right representations from it, and
-only loads and builds write to it."""
+"""The pool of representations, which the device holds in addition to the pages: stores read the
+right representations from it, and only loads and builds write to it."""
 
 import mmap
 import random

@@ -109,8 +109,9 @@ class AllResident:
 def test_an_answer_takes_few_stores_and_no_block_is_left_out(
     specs: list[GroupSpec], kind: str, prompt: int, chunk: int, answer: int
 ) -> None:
-    """Three kinds of blocks never wait: blocks of a prompt, of a resident request, and of a model
-    whose requests lose blocks during decode. With a drafter, a block of an answer is complete only
+    """Blocks of an answer wait until several can be stored at once. Three kinds of blocks never
+    wait: blocks of a prompt, of a resident request, and of a model whose requests lose blocks
+    during decode. With a drafter, a block of an answer is complete only
     when the token after it is known."""
     residencies = AllResident() if kind == "resident" else None
     parts = Parts(specs, drafts=[0] if kind == "draft" else [], residencies=residencies)
