@@ -1,4 +1,4 @@
-"""Real vLLM engines with hotkv behind their offloading."""
+"""Real vLLM engines whose KV offloading uses hotkv."""
 
 from typing import Any
 

@@ -822,7 +822,7 @@ def test_vectors_are_equal_after_a_hit(stage: Stage) -> None:
 
 
 def picture(seed: int) -> dict[str, Any]:
-    """Returns a picture behind 40 tokens of text: 218 tokens."""
+    """Returns a prompt of 218 tokens: 40 tokens of text, a picture, and more text."""
     (tokens,) = prompts(7, (200,))
     return {"tokens": [*tokens[:40], IMAGE_TOKEN, *tokens[40:]], "images": [seed]}
 

@@ -282,7 +282,7 @@ class Asynchronous(Play):
 
 
 class Preemption(Play):
-    """Too few blocks for the requests that run."""
+    """Engines have too few blocks for the requests that run."""
 
     def start(self, world: World) -> None:
         # A quick machine would resume a preempted request while its miss is still remembered.
@@ -510,7 +510,7 @@ class Away(Play):
 
 
 class Slow(Play):
-    """Answers come late, some too late; calls arrive late."""
+    """The server's answers come late, some too late; calls reach it late."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         waits = {"lookup_timeout_s": 0.01, "load_timeout_s": 0.02, "store_timeout_s": 0.05}

@@ -45,7 +45,7 @@ class Server(Protocol):
 
 
 class Double(FakeServer):
-    """The double. `settle` delivers the answers that it holds."""
+    """A test double of the server. `settle` delivers the answers that it holds."""
 
     pace = 1.0
 
@@ -58,7 +58,7 @@ class Double(FakeServer):
 
     @property
     def is_well(self) -> bool:
-        """Returns True if it answers a flush."""
+        """Returns True if the server answers a flush."""
         return self.up
 
     def until_connected(self, one: Engine) -> None:

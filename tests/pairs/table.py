@@ -218,7 +218,7 @@ REAL: dict[tuple[str, str], Answer] = {
 
 
 def pairs() -> list[Pair]:
-    """Returns all pairs, in the order of the page."""
+    """Returns all pairs, in the order of FEATURES."""
     return [frozenset(pair) for pair in itertools.combinations(FEATURES, 2)]
 
 

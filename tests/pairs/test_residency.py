@@ -235,7 +235,7 @@ def disk(stage: Stage) -> None:
 
 
 def shared(stage: Stage) -> None:
-    """Loses the node's disk as well."""
+    """Checks the Valkey tier: the node loses its disk as well as its memory."""
     from_a_tier(stage, Shared, lose_disk)
 
 

@@ -67,4 +67,4 @@ class Approximate(Engine):
         return found
 
     def _check(self, name: str, computed: int) -> None:
-        """`_write` has checked the values."""
+        """Does nothing, because `_write` checks the values."""

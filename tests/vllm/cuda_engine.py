@@ -78,7 +78,7 @@ def attention(
     scheduler_metadata: Any,
     **_: Any,
 ) -> None:
-    """Computes attention like FlashAttention, over pages [P, T, H, D]."""
+    """Computes attention like FlashAttention, over pages [pages, tokens, KV heads, head size]."""
     assert causal and scheduler_metadata is None
     for row, (begin, end) in enumerate(
         zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)

@@ -40,7 +40,7 @@ class Memory:
 
 
 class Desk:
-    """Admission over the parts.
+    """An `Admission` with `Parts`.
 
     now_s: the time, which the test sets.
     """

@@ -16,7 +16,7 @@ from hotkv_vllm.worker.device_order import WORDS_HANDLE
 
 
 class ToldEvent:
-    """A point in the queue."""
+    """An event: a point in the device's queue."""
 
     def __init__(self, device: "ToldDevice", number: int) -> None:
         self.device, self.number, self.point = device, number, 0
@@ -29,7 +29,7 @@ class ToldEvent:
 
 
 class ToldWords:
-    """Words in a file, which stands for device memory."""
+    """32-bit words in a file, which stands for device memory."""
 
     def __init__(self, device: "ToldDevice", count: int) -> None:
         self._device = device

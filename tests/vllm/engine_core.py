@@ -54,7 +54,7 @@ class Executor:
 
 
 class Core:
-    """Methods of vLLM's `EngineCore` round an engine of the harness."""
+    """Methods of vLLM's `EngineCore`, with an engine of the harness."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

@@ -70,7 +70,7 @@ class V2Config(VllmConfig):
 
 
 class Engine:
-    """An engine. A wrong value raises AssertionError in `step`."""
+    """An engine with an arithmetic model. A wrong KV value raises AssertionError in `step`."""
 
     def __init__(
         self,
@@ -534,7 +534,7 @@ class Engine:
             self.device.give(work)
 
     def _cells(self, layer: str) -> Any:
-        """Returns the layer's memory, int16 [blocks, heads, tokens, cell]."""
+        """Returns the layer's memory, int16 [blocks, KV heads, tokens, values of a token]."""
         return self.tensors[layer].view(torch.int16).numpy()
 
     def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:

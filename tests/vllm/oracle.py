@@ -116,7 +116,7 @@ def _expected(named: Mapping[bytes, Named], block_hash: bytes, block_tokens: int
 def _compare(rows: Any, expected: Any, layer: str, what: str, tints: Sequence[int] = (0,)) -> None:
     """Compares a block's values in one layer with the expected values.
 
-    rows: the block's values, int16 [heads, tokens, head size of key and value].
+    rows: the block's values, int16 [KV heads, tokens, values of a token].
     tints: numbers by which values may differ.
     """
     differ = rows ^ (expected ^ _layer(layer))[None, :, None]

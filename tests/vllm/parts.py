@@ -187,7 +187,7 @@ def stored(jobs: Sequence[StoreJob]) -> list[tuple[int, list[int]]]:
 
 
 def report(*results: tuple[int, Sequence[BlockResult]]) -> HotKVWorkerMetadata:
-    """Returns a rank's report of how stores have ended."""
+    """Returns a rank's report of the results of stores."""
     return HotKVWorkerMetadata(
         {store_id: StoreReport([bytes(blocks)]) for store_id, blocks in results}
     )

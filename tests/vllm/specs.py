@@ -71,7 +71,7 @@ def uneven_model() -> dict[str, KVCacheSpec]:
 
 
 def two_windows_model() -> dict[str, KVCacheSpec]:
-    """Returns windows of two widths beside full attention."""
+    """Returns layers of full attention, and layers of sliding windows of two widths."""
     wide = replace(window_spec(), sliding_window=2 * WINDOW)
     return {f"layer.{i}": (full_spec(), window_spec(), wide)[i % 3] for i in range(6)}
 

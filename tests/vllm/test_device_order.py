@@ -188,7 +188,7 @@ def test_a_load_that_is_cancelled_while_it_waits_ends(
 def test_dummy_runs_and_graph_capture_reach_no_hook(
     engine: Any, server: Any, device: ToldDevice
 ) -> None:
-    """Runner V2 switches the connector off for these."""
+    """Runner V2 switches the connector off for dummy runs and graph capture."""
     one = engine(device=device, v2=True)
     one.active.set_disabled(True)
     one.active.pre_forward(None)

@@ -36,7 +36,7 @@ def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
 
 
 def groups(events: list[Any]) -> dict[int | None, tuple[Any, ...]]:
-    """Returns kind and window of each group."""
+    """Returns kind and window of each KV cache group."""
     return {
         e.group_idx: (e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window)
         for e in events

@@ -29,7 +29,7 @@ TOKENS_PER_S = 1000.0
 
 
 class Groups:
-    """Hits of whole blocks."""
+    """Stands for the KV cache groups: a hit has whole blocks."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens

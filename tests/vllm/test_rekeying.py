@@ -240,7 +240,7 @@ def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(
 
 
 def test_weights_that_change_in_a_pause_before_the_ranks_say_hello(updated: Any) -> None:
-    """In a MultiConnector the ranks say hello with the first step."""
+    """In a MultiConnector the ranks send their handshakes (say hello) with the first step."""
     one, two = updated(within=beside("LoadingConnector", ours_first=True)), updated()
     with pausing():
         one.connector.reset_cache()

@@ -108,7 +108,7 @@ def test_what_outgrows_the_device_ends_with_an_error_where_nobody_keeps_it(
 def test_a_request_that_was_preempted_between_steps_begins_in_the_step_after_next(
     desk: Any,
 ) -> None:
-    """The next step's message reports the preemption to books and workers."""
+    """The next step reports the preemption to the scheduler side's records and to the workers."""
     one = desk()
     first = request("a", 20)
     one.arrive(first)

@@ -44,7 +44,7 @@ def batch_of(rows: list[tuple[int, int]]) -> Batch:
 
 
 def tokens(dice: np.random.Generator, count: int) -> tuple[Any, Any]:
-    """Returns keys [N, 2, 16] and queries [N, 6, 16]."""
+    """Returns keys [count, 2 KV heads, 16] and queries [count, 6 query heads, 16]."""
     shapes = (count, 2, 16), (count, 6, 16)
     keys, queries = (dice.standard_normal(shape).astype(np.float32) for shape in shapes)
     return keys * np.linspace(0.2, 3, 16, dtype=np.float32) + 1, queries

@@ -224,7 +224,7 @@ def test_a_state_is_stored_under_the_hash_of_the_block_that_ends_at_its_boundary
 
 
 def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
-    """The room is for four blocks."""
+    """Stores in flight may have four blocks (`max_inflight_store_mib`)."""
     parts = Parts(max_inflight_store_mib=1)
     _, jobs = planned(parts, "a", 4)
     assert len(jobs) == 1 and parts.planner.in_flight.num_bytes == 4 * BLOCK_BYTES
