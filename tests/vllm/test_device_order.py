@@ -1,5 +1,5 @@
 """Transfers that wait for marks in the device's queue. The test runs the device: KV is right
-however late the device works off its queue."""
+however late the device executes its queue."""
 
 import random
 import time

@@ -100,7 +100,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 def explained(server: HttpServer, daemon: Daemon) -> int:
     """Returns how many blocks of the chat would hit, as `hotkv explain` prints it. vLLM's HTTP
-    server makes the chat's tokens."""
+    server tokenizes the chat."""
     path, printed = server.log_path.with_name("chat.json"), io.StringIO()
     path.write_text(json.dumps(CHAT))
     engine = f"http://127.0.0.1:{server.port}"

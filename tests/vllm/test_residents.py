@@ -454,9 +454,8 @@ def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
 
 
 def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_given() -> None:
-    """While the request waits with its blocks, it does not count as lost with them: vLLM preempts
-    only running requests, and admits waiting requests that hold blocks first. Once it runs, it is
-    lost."""
+    """While the request waits, losing its blocks does not make it lost: vLLM preempts only running
+    requests, and admits waiting requests that hold blocks first. Once it runs, it is preempted."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(60)

@@ -71,8 +71,8 @@ def test_a_block_is_stored_with_the_step_that_fills_it(
 def test_ready_blocks_are_not_stored_again(
     engine: Any, server: Any, table: bool, num_again: int
 ) -> None:
-    """Without the server's block table, the engine knows only of the blocks that it has loaded that
-    they are ready, and stores its hits on the device again."""
+    """Without the server's block table, the engine knows that loaded blocks are ready, but not that
+    its hits on the device are. It stores the latter again."""
     filled(engine)
     server.calls.clear()
     server.table = table
