@@ -30,7 +30,7 @@ def own_daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 @pytest.fixture
 def rigs(daemon: Daemon) -> Iterator[Any]:
-    """Makes rigs of the file's server or of another server, and closes them."""
+    """Makes rigs (`Rig`) that use the file's server or another server; closes them at the end."""
     made = []
 
     def make(server: Daemon = daemon, **settings: Any) -> Rig:

@@ -1,4 +1,4 @@
-"""Real vLLM engines with hotkv behind their offloading."""
+"""Real vLLM engines whose KV offloading uses hotkv."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ HOST_COPIES = {
 
 
 def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, Any]:
-    """Returns `kv_transfer_config` of an engine with HotKVOffloadingConnector, by its name alone.
-    `extra`: further keys of `kv_connector_extra_config`."""
+    """Returns the `kv_transfer_config` of an engine with HotKVOffloadingConnector, which vLLM finds
+    by its name, without a module path. `extra`: further keys of `kv_connector_extra_config`."""
     own = transfer_config(target=target)["kv_connector_extra_config"]
     del own["hotkv.load"]
     return {

@@ -1,8 +1,8 @@
 """vLLM's real TieringOffloadingManager over hotkv's tier and a real server, without an engine.
 
 A `Rig` stands for an engine's scheduler: it asks for keys step by step, as
-`OffloadingConnectorScheduler` does, and plays the copies between the device and the primary tier.
-The bytes of a row follow from its key, so a wrong row is noticed.
+`OffloadingConnectorScheduler` does, and simulates the copies between the device and the primary
+tier. The bytes of a row follow from its key, so a wrong row is noticed.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ def row_of(key: OffloadKey) -> Any:
 class Rig:
     """An engine's scheduler side over `num_rows` rows of a primary tier.
 
-    longest_lookup_s: the longest time of all lookups of a request in a step.
+    longest_lookup_s: the longest time that a request's lookups took in one step.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""The second door (`HotKVOffloadingConnector`) with each feature of `tests/pairs/table.py` that the
-folder's other tests do not cover.
+"""hotkv's second way into vLLM, `HotKVOffloadingConnector`, with each feature of
+`tests/pairs/table.py` that the folder's other tests do not cover.
 
 Features of the server and of the tier run over a `Rig`. Those of vLLM run in a real engine: it
 computes and stores, a pause empties its device and its primary tier, and repeated requests hit
@@ -91,7 +91,8 @@ def test_a_setting_that_this_door_can_not_serve(name: str) -> None:
 
 
 def empty(rig: Rig) -> None:
-    """Empties the primary tier, then runs the steps in which hotkv promotes nothing."""
+    """Empties the primary tier, then runs the steps after this reset in which hotkv promotes
+    nothing."""
     rig.manager.reset_cache()
     for _ in range(HELD_STEPS):
         rig.step()
@@ -106,7 +107,7 @@ def test_tenants_do_not_share(rigs: Any, daemon: Daemon) -> None:
 
 
 def role(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the rig's tier the scheduler's side of an engine with this `kv_role`."""
+    """Attaches a scheduler's side (`DoorScheduler`) with this `kv_role` to the rig's tier."""
     monkeypatch.setattr(scheduler.checks, "counts_media", lambda _: False)
     monkeypatch.setattr(scheduler, "group_block_tokens", lambda *_: (16,))
     monkeypatch.setattr(scheduler, "doubtful_tokens", lambda *_: None)
@@ -195,7 +196,8 @@ def test_a_server_of_another_node_hits_through_the_shared_tier(
 def test_a_node_that_was_warmed_hits_from_its_host_memory(
     rigs: Any, nodes: tuple[Daemon, Daemon], tmp_path: Path
 ) -> None:
-    """The other node has fetched the blocks before its engine requests them."""
+    """The second node fetches the blocks from Valkey, by their names, before its engine requests
+    them."""
     keys, own = keys_of("warm", 40), {"hotkv.tenant": "warm"}
     copied = nodes[0].counter("shared_copied_blocks_total")
     rigs(nodes[0], **own).store(keys)
@@ -223,8 +225,8 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def model(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes engines of the harness with this door, over a key space of the test. Their model checks
-    each value that attention reads."""
+    """Makes engines of the harness with `HotKVOffloadingConnector`, over a key space of the test.
+    The harness checks each value that attention reads."""
     transfer = door_config(daemon.target, 1, **{"hotkv.weights_identity": tmp_path.name})
     server: Any = RealServer(daemon.target)
     made = []
@@ -272,8 +274,9 @@ def test_a_session_with_streamed_input_stores_its_blocks_under_their_names(
 def test_engines_share_whether_or_not_the_scheduler_sees_what_loading_changes(
     model: Make, is_canonical: bool
 ) -> None:
-    """A model changes its quantization's settings when it is loaded. With a single rank that
-    happens in the scheduler's process, with several ranks in others."""
+    """Loading a model changes the quantization settings in vLLM's config. With several ranks this
+    happens in the ranks' processes, so the scheduler's config stays unchanged. Both forms must get
+    the same fingerprint."""
     door = model().connector._door
     offloading = replace(door._tier.config, canonical_layout=is_canonical)
     assert is_portable(offloading) == is_canonical
@@ -296,13 +299,14 @@ def test_engines_share_whether_or_not_the_scheduler_sees_what_loading_changes(
 
 
 def usage(daemon: Daemon) -> dict[str, Any]:
-    """Returns what the server's ledger has counted so far, after all reports."""
+    """Returns the totals of the server's ledger so far, by counter."""
     total: dict[str, Any] = daemon.admin("savings")["total"]
     return total
 
 
 def test_hits_in_vllms_own_tier_are_not_savings_of_the_server(model: Make, daemon: Daemon) -> None:
-    """The server had no part in such hits. Still their blocks stay hot in the server."""
+    """The ledger counts these hits as hits on the device. The server still counts their blocks as
+    used, so that they stay hot."""
     one, other = model(), model()
     tokens, before = prompt(70, 200), daemon.counter("stored_blocks_total")
     one.generate("cold", tokens)
@@ -322,7 +326,7 @@ def test_hits_in_vllms_own_tier_are_not_savings_of_the_server(model: Make, daemo
 
 
 def idle_s(daemon: Daemon) -> list[float]:
-    """Returns for each block how long it has not been used, shortest first."""
+    """Returns how long each block of the server has not been used, shortest time first."""
     return sorted(one["idle_s"] for one in daemon.admin("blocks", page_size=1000)["blocks"])
 
 
@@ -354,7 +358,8 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     model: Make, daemon: Daemon, interval: int | None
 ) -> None:
     """The first request has computed half of a chunk when the second hits that half on the device.
-    vLLM alone takes that half for reallocated, and stores the chunk's windows without it."""
+    vLLM alone would treat that half as reallocated, and store the chunk's window blocks without
+    it."""
 
     settings = {"specs": hybrid_model(), "prefix_cache_retention_interval": interval}
     one, other = (model(chunked, **settings) for _ in range(2))
@@ -448,8 +453,8 @@ def test_blocks_of_answers_that_another_connector_decodes_sparsely_are_not_store
 
 
 def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemon: Daemon) -> None:
-    """After a hit on the device, blocks before its windows are missing. vLLM stores a chunk if it
-    has only the chunk's last block."""
+    """After a hit on the device, a request lacks the blocks before the hit's windows. vLLM alone
+    would store a chunk of which the request has only the last block."""
     settings: dict[str, Any] = {"around": chunked, "specs": hybrid_model()}
     one, other = (model(**settings) for _ in range(2))
     tokens, before = prompt(82, 300), daemon.counter("stored_blocks_total")
@@ -469,7 +474,8 @@ def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemo
 def test_the_partial_last_block_of_a_prompt_is_not_stored_beyond_the_limit(
     model: Make, daemon: Daemon, limit: int
 ) -> None:
-    """vLLM 0.32 stores it for a limit of 0, and ends the engine for other limits."""
+    """`limit`: the request's `max_offload_tokens`. vLLM 0.32 alone stores the partial block despite
+    a limit of 0, and crashes the engine at other limits."""
     one = model(specs=states_and_full_model(), prefix_match_unit=BLOCK_TOKENS // 2)
     before = daemon.counter("stored_blocks_total")
     one.add("a", prompt(150 + limit, 120), 60, transfer={"max_offload_tokens": limit})
@@ -481,7 +487,8 @@ def test_the_partial_last_block_of_a_prompt_is_not_stored_beyond_the_limit(
 def test_stores_end_before_another_connector_loads_into_their_blocks(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device copies a store's blocks when vLLM waits for the store, else after the load."""
+    """The test copies a store's blocks when vLLM waits for the store. Without such a wait it copies
+    them after the other connector's load."""
     copy, copies = HostCopies._copy, dict[int, Any]()
 
     def later(*what: Any, to_row: bool) -> bool:
@@ -554,8 +561,8 @@ def test_blocks_that_another_connector_failed_to_load_are_not_stored(
 def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """vLLM ends a request with an error if a media name was used for another content. It then takes
-    the whole prompt for computed."""
+    """vLLM ends a request with an error if the name of its media was used for other content before.
+    It then treats the whole prompt as computed."""
     one, other = (model(max_tokens_per_step=120) for _ in range(2))
     tokens, before = prompt(95, 200), daemon.counter("stored_blocks_total")
     one.add("a", tokens, 4)
@@ -612,8 +619,8 @@ def test_blocks_that_runner_v2_zeroes_before_their_store_are_not_stored(
 
 
 class Stage:
-    """Engines of a server, and an engine without a connector. They start when they are first
-    requested."""
+    """Engines that share a server, and an engine without a connector. The tests' common engines
+    start at their first use."""
 
     def __init__(self, folder: Path, daemon: Daemon) -> None:
         self.folder, self.daemon = folder, daemon
@@ -663,7 +670,8 @@ class Stage:
         num_blocks: int,
         operation: str = "sample",
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the engine's answers, first computed, then with all blocks in the server.
+        """Sends the requests twice: first to be computed, then with all blocks in the server.
+        Returns both answers.
 
         num_blocks: the blocks that the first answers store.
         """
@@ -814,7 +822,7 @@ def test_vectors_are_equal_after_a_hit(stage: Stage) -> None:
 
 
 def picture(seed: int) -> dict[str, Any]:
-    """Returns a picture behind 40 tokens of text: 218 tokens."""
+    """Returns a prompt of 218 tokens: 40 tokens of text, a picture, and more text."""
     (tokens,) = prompts(7, (200,))
     return {"tokens": [*tokens[:40], IMAGE_TOKEN, *tokens[40:]], "images": [seed]}
 

@@ -1,8 +1,8 @@
-"""Real engines with hotkv behind their offloading: equal answers with and without it, whatever
+"""Real engines whose KV offloading uses hotkv give the same answers as without hotkv, whatever
 happens to the server, the weights and the caches.
 
-In float32 with random weights a wrong row would be seen (`tests/vllm/test_models.py` has the
-control).
+In float32 with random weights a wrong row of KV changes the answer (`tests/vllm/test_models.py`
+tests this).
 """
 
 import os

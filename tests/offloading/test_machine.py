@@ -1,4 +1,4 @@
-"""Engines, a server and its faults in any order, over vLLM's real tiering: a loaded row has the
+"""Engines, a server and its faults in any order, with vLLM's real tiering: a loaded row has the
 right bytes, every job ends, and no request waits for ever.
 
 The server is real. It is stopped, continued, killed with SIGKILL, restarted and flushed between the

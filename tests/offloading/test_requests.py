@@ -19,8 +19,8 @@ subsets = st.sets(st.sampled_from(KEYS))
 
 @given(st.lists(st.tuples(subsets, subsets)))
 def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(waves):
-    """In each wave the request looks up some keys and loads some of them. Fewer and fewer keys may
-    be promoted."""
+    """In each wave the request asks to promote some keys, and some of these are loaded. The set of
+    keys that it may promote must only shrink."""
     promotions, allowed, num_submitted = Promotions(), set(KEYS), 0
     for asked, loaded in waves:
         now = {key for key in KEYS if promotions.may_promote(key, ENDS[key])}

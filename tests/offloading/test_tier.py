@@ -1,5 +1,5 @@
 """hotkv's tier below vLLM's real tiering: hits have the right bytes, and no request waits for ever,
-also where vLLM's tiering alone would let it wait."""
+even if vLLM's tiering alone would let it wait."""
 
 import os
 import signal
@@ -84,7 +84,8 @@ def test_a_waiting_request_finds_what_is_stored_meanwhile(rigs, monkeypatch, has
 
 
 def test_in_slow_steps_a_request_waits_for_one_lookup_only(rigs, monkeypatch):
-    """For layers with a sliding window vLLM looks up each chunk, from the last to the first."""
+    """Looks up every chunk in each step, as vLLM does for layers with a sliding window. Probes are
+    outdated at once, but the request waits for a single answer of the server."""
     monkeypatch.setattr(tier, "PROBE_AGAIN_S", 0.0)
     reader = rigs(**{"hotkv.use_table": False, "hotkv.lookup_timeout_s": 60.0})
     keys = keys_of("slow steps", 4)

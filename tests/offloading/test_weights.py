@@ -2,7 +2,7 @@
 under the weights that computed them.
 
 The scheduler's side and the sides of two ranks are hotkv's; the tier and its session are doubles.
-The model beside them remembers which weights computed the blocks that vLLM caches.
+The state machine remembers which weights computed the blocks that vLLM caches.
 """
 
 import hashlib
@@ -95,7 +95,8 @@ class Tier:
 
 
 def rank_of(number, weights):
-    """Returns the connector of a rank. Only the first rank has a job of vLLM's to report."""
+    """Returns the connector of a rank. Only the first rank has an ended job of vLLM's offloading to
+    report."""
     one = object.__new__(HotKVOffloadingConnector)
     ended = None if number else OffloadingWorkerMetadata({7: 1})
     one.connector_worker = SimpleNamespace(build_connector_worker_meta=lambda: ended)
@@ -130,8 +131,11 @@ def space_of(identity="files"):
 
 
 def made(patch, *, is_reset=False, is_refused=False):
-    """Returns a scheduler's side with an open session (after a reset and a step), and its tier.
-    `is_refused`: the system refuses the session a thread."""
+    """Returns a scheduler's side that has connected, and its tier.
+
+    is_reset: a reset and a step come before the ranks' handshakes.
+    is_refused: opening the session fails, because the system refuses it a thread.
+    """
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
     patch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: False)
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
@@ -227,7 +231,8 @@ class WeightsMachine(RuleBasedStateMachine):
 
     @rule(weights=st.sampled_from(WEIGHTS))
     def write_after_a_lost_check(self, weights):
-        """The first answer after a reset is lost, so the ranks are asked again after a write."""
+        """The ranks' first answer after a reset is lost, so they are asked again, now after a
+        write."""
         self.reset(is_device_empty=True, can_flush=True)
         self.run(is_lost=True)
         self.write(weights, range(NUM_RANKS))
@@ -301,8 +306,11 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
 @pytest.mark.parametrize("is_broken", [False, True])
 @pytest.mark.parametrize("reset", ["none", "late", "early", "last"])
 def test_a_check_that_a_write_or_a_broken_hook_makes_due_finds_old_blocks(reset, is_broken):
-    """`early`: a reset and a step before the ranks say hello. `last`: a reset leaves blocks on the
-    device, and no rank notices the write after it."""
+    """The check finds blocks of old weights in vLLM's caches, so the tier must not serve them.
+
+    early: a reset and a step come before the ranks' handshakes.
+    last: a reset leaves blocks on the device, and no rank notices the write after it.
+    """
     one = WeightsMachine(is_reset=reset == "early")
     if reset == "late":
         one.reset(is_device_empty=True, can_flush=True)
@@ -334,8 +342,8 @@ def test_a_check_that_is_repeated_before_the_engine_computes_finds_no_old_blocks
 
 
 def test_a_write_after_a_ranks_answer_makes_the_answer_void():
-    """With asynchronous scheduling a step is planned before the answers of the last one are
-    known."""
+    """With asynchronous scheduling a step is planned before the ranks' answers to the previous step
+    are known."""
     one, idle = WeightsMachine(), SimpleNamespace(total_num_scheduled_tokens=0)
     one.patch.setattr(rekeying, "ASK_AGAIN_S", 60.0)
     one.run()
@@ -400,8 +408,8 @@ def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
 def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
     monkeypatch, media, has_adapter, has_media
 ):
-    """vLLM names an adapter by its path. It may name media by a counter, or encode by old
-    weights."""
+    """vLLM's hashes name an adapter by its path. They may name media by a counter, and the media
+    may be encoded by old weights."""
     side, tier = made(monkeypatch)
     side._counts_media = media == "counted"
     request = SimpleNamespace(
@@ -456,7 +464,8 @@ def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):
 @pytest.mark.parametrize("in_doubt", [False, True])
 @pytest.mark.parametrize("name", ["", "mine"])
 def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypatch, name, in_doubt):
-    """Ranks that are in doubt about their files name the weights by their content in memory."""
+    """The engine stays on if the user names the weights, or if the ranks doubt their files: then
+    the ranks name the weights by their content in memory."""
     side, tier = made(monkeypatch)
     tier.space, side.wants_formats = None, True
     side._config = ConnectorConfig(weights_identity=name)
@@ -549,9 +558,9 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
 
 
 def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
-    """The step writes blocks 1 and 3. An offered state in them is stored only if this step wrote
-    it: at its own place in the request's table, or inside a block. A state behind the tokens that
-    may be stored is not stored either."""
+    """vLLM offers recurrent states for storing; the step writes blocks 1 and 3. A state in these
+    blocks is stored only if this step wrote it: at its own place in the request's table, or inside
+    a block. A state behind `max_offload_tokens` is not stored either."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: None)
     monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 3})

@@ -1,5 +1,5 @@
-"""The features that meet in a world of the harness, each as its changes to the world
-(`world.Play`)."""
+"""The features whose pairs the harness runs. Each is a `world.Play`: the changes that it makes to
+the engines, requests and server of a test."""
 
 import itertools
 import time
@@ -37,7 +37,8 @@ ALL_CALLS = ["store", "load", "acquire", "lookup"]
 
 
 class Lora(Play):
-    """Requests of two adapters. The bytes of an adapter differ between the engines."""
+    """Requests use one of two adapters or none. The second adapter's bytes differ between
+    engines."""
 
     adapters = (None, lora(1, "a", "/a"), lora(2, "b", "/b"))
 
@@ -109,8 +110,8 @@ class Pipeline(Play):
 
 
 class Hybrid(Play):
-    """Full attention and sliding windows. Also recurrent states, unless decode is sparse or another
-    connector loads."""
+    """Models have full attention and sliding windows. They also have recurrent states, unless
+    decode is sparse or another connector loads."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         has_states = {"sparse", "multi_first", "multi_second"}.isdisjoint(world.plays)
@@ -150,7 +151,7 @@ class Embeds(Play):
 
 
 class Images(Play):
-    """Half of the token prompts show either of two images behind 20 tokens of text."""
+    """Half of the longer token prompts contain one of two images, after 20 tokens of text."""
 
     seen = 0
     place = PlaceholderRange(offset=20, length=40)
@@ -178,8 +179,8 @@ class Images(Play):
 
 
 class Speculation(Play):
-    """A drafter, some of whose drafts are rejected. vLLM's own scheduler plans ahead, as it does
-    asynchronously."""
+    """Engines have a drafter, and some drafts are rejected. Scheduling is asynchronous: vLLM's
+    scheduler plans a step before the previous step has run."""
 
     models = (SpeculatingEngine,)
 
@@ -199,8 +200,8 @@ class Speculation(Play):
 
 
 class OtherFirst(Play):
-    """A connector before hotkv in a MultiConnector, which sometimes offers a load. Beside
-    `OtherLast` only the first engine has it."""
+    """Another connector comes before hotkv in a MultiConnector, and sometimes offers a load. If the
+    world also has `OtherLast`, only the first engine has this order."""
 
     ours_first = False
     number_of_both = 0
@@ -242,7 +243,8 @@ class OtherFirst(Play):
 
 
 class OtherLast(OtherFirst):
-    """The same connector behind hotkv. Beside `OtherFirst` only the second engine has it."""
+    """The other connector comes after hotkv in a MultiConnector. If the world also has
+    `OtherFirst`, only the second engine has this order."""
 
     ours_first = True
     number_of_both = 1
@@ -280,7 +282,7 @@ class Asynchronous(Play):
 
 
 class Preemption(Play):
-    """Too few blocks for the requests that run."""
+    """Engines have too few blocks for the requests that run."""
 
     def start(self, world: World) -> None:
         # A quick machine would resume a preempted request while its miss is still remembered.
@@ -398,7 +400,7 @@ class Reset(Play):
             ours(one)._scheduler.cache.session.flush()
 
     def after(self, world: World) -> None:
-        """Checks that the key space is empty once a reset has answered."""
+        """Resets an engine, and checks that its key space is empty afterwards."""
         one = world.engines[0]
         assert one.scheduler.reset_prefix_cache(reset_connector=True)
         world.end(one)
@@ -508,7 +510,7 @@ class Away(Play):
 
 
 class Slow(Play):
-    """Answers come late, some too late; calls arrive late."""
+    """The server's answers come late, some too late; calls reach it late."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         waits = {"lookup_timeout_s": 0.01, "load_timeout_s": 0.02, "store_timeout_s": 0.05}
@@ -560,7 +562,8 @@ class Tier(Play):
                 wait_for_copies(daemon, type(self))
 
     def lose(self, world: World, one: Engine, number: int) -> None:
-        """Loses the node's memory and the tiers above this tier, and starts the server again."""
+        """Kills the server, deletes its blocks in host memory and in tiers above this one, and
+        restarts it."""
         daemon = world.server.of(number)
         daemon.lose_arena()
         if not isinstance(self, Disk):
@@ -573,8 +576,8 @@ class Tier(Play):
 
 
 def wait_for_copies(daemon: Daemon, tier: type[Tier]) -> None:
-    """Waits for a block in the tier: a killed server loses its copies under way. Gives up soon,
-    since the tier may get no block."""
+    """Waits until the tier has a block, because a server that is killed loses its copies in flight.
+    Gives up soon, because the tier may never get a block."""
     until_s = time.monotonic() + WAIT_S / 12
     while not daemon.counter(tier.went) and time.monotonic() < until_s:
         time.sleep(0.02)
@@ -593,7 +596,8 @@ class Shared(Tier):
 
 
 class Warm(Tier):
-    """A node fetches its earlier blocks, by a file of block names, before its engine's requests."""
+    """A restarted node fetches its earlier blocks from Valkey, by a file of their names, before its
+    engine's requests."""
 
     came, went = "shared_fetched_blocks_total", "shared_copied_blocks_total"
 

@@ -1,5 +1,5 @@
-"""The server of a world, and the interface that the world uses: the double with its faults, or real
-daemons that have a disk and share a Valkey."""
+"""The servers that a world (`world.World`) can use, and their interface: a test double with faults,
+or real daemons that may have a disk and share a Valkey."""
 
 import os
 import signal
@@ -21,8 +21,8 @@ from tests.vllm.processes import Daemon
 class Server(Protocol):
     """The interface of a world's server.
 
-    pace: factor for waits; 1.0 for the double.
-    told: the reports of requests.
+    pace: factor for timeouts; 1.0 for the test double.
+    told: the request reports that the engines have sent.
     """
 
     told: list[RequestReport]
@@ -45,7 +45,7 @@ class Server(Protocol):
 
 
 class Double(FakeServer):
-    """The double. `settle` delivers the answers that it holds."""
+    """A test double of the server. `settle` delivers the answers that it holds."""
 
     pace = 1.0
 
@@ -58,7 +58,7 @@ class Double(FakeServer):
 
     @property
     def is_well(self) -> bool:
-        """Returns True if it answers a flush."""
+        """Returns True if the server answers a flush."""
         return self.up
 
     def until_connected(self, one: Engine) -> None:
@@ -72,15 +72,16 @@ class Double(FakeServer):
         return sum(key[0] == space for key in self.blocks)
 
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
-        """Checks that leases and reservations have ended, and the values of all blocks."""
+        """Checks that no lease or reservation is left, and that all blocks have the right
+        values."""
         assert not self.leases, f"leases: {self.leases}"
         assert not self.writes.leases and not self.writes._owners
         check_stored(self, engines, weights)
 
 
 class Nodes:
-    """Real daemons. An engine uses the daemon of its number. They can't hold calls by kind: while
-    the world holds any call they are stopped with SIGSTOP."""
+    """Real daemons. Each engine uses the daemon with its number. A daemon can't delay a single kind
+    of call, so all daemons are stopped with SIGSTOP while the world holds any call."""
 
     pace = 50.0
     ack_cancels = True
@@ -167,7 +168,7 @@ class Nodes:
 
 
 def noting(session: Any, told: list[RequestReport]) -> Any:
-    """Returns the session after wrapping it, so that `told` gets its reports of requests."""
+    """Makes the session also add its request reports to `told`. Returns the session."""
     report = session.report_requests
 
     def noted(reports: Sequence[RequestReport], *arguments: Any, **named: Any) -> None:

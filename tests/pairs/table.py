@@ -1,10 +1,11 @@
-"""Every pair of features and its answer: the table behind the section of docs/deployments.md that
-`tools/pairs_table.py` makes.
+"""Every pair of features with its answer: how the pair is tested, or why it is impossible. From
+this table `tools/pairs_table.py` makes a section of docs/deployments.md.
 
 A pair has exactly one answer. It runs in a world of the harness (`features.PLAYS`), beside other
 features, over the server's double or, with a tier, over real daemons; or another test shows it with
 real parts; or it is refused, with a message that a test checks; or the features cannot meet, for a
-reason that a reader can check. A new feature needs a play, or an answer here to each of its pairs.
+reason that a reader can check. A new feature needs a `Play`, or an answer here to each of its
+pairs.
 """
 
 import functools
@@ -73,7 +74,8 @@ class Answer:
     """The answer to a pair.
 
     test: the test that shows it, by its pytest name; empty for a pair that cannot meet.
-    words: the refusal, the reason, or a description of the test.
+    words: the message of the refusal, the reason why the pair cannot meet, or a description of the
+    test.
     """
 
     kind: Kind
@@ -216,12 +218,12 @@ REAL: dict[tuple[str, str], Answer] = {
 
 
 def pairs() -> list[Pair]:
-    """Returns all pairs, in the order of the page."""
+    """Returns all pairs, in the order of FEATURES."""
     return [frozenset(pair) for pair in itertools.combinations(FEATURES, 2)]
 
 
 def names_of(pair: Pair) -> str:
-    """Returns a pair's name in tests: its features in the order of the page."""
+    """Returns a pair's name in tests: its features in the order of FEATURES, joined by "+"."""
     return "+".join(name for name in FEATURES if name in pair)
 
 
@@ -258,8 +260,9 @@ def of_kind(kind: Kind) -> list[Pair]:
 
 @functools.cache
 def worlds() -> tuple[frozenset[str], ...]:
-    """Returns sets of features that hold all pairs of the harness: each set is made of the first
-    pair that is left and of the features that bring the most other pairs."""
+    """Returns sets of features that together contain every pair that the harness runs. Each set
+    begins with the first pair not yet covered, and adds the features that cover most further
+    pairs."""
     order, made = of_kind(Kind.HARNESS), []
     left = set(order)
 
@@ -280,7 +283,7 @@ def worlds() -> tuple[frozenset[str], ...]:
 
 
 def beside_tiers() -> list[frozenset[str]]:
-    """Returns sets of features that may meet and hold each feature of the harness once."""
+    """Returns sets of features that can run together. Each feature of the harness is in one set."""
     left, made = [name for name in FEATURES if _is_played(frozenset([name]))], []
     while left:
         names = frozenset([left[0]])

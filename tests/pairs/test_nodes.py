@@ -1,5 +1,5 @@
-"""Every pair of a feature and a tier runs in a world over real daemons, with a disk and a Valkey:
-the harness compares every KV value that engines load from them."""
+"""Every pair of a feature and a tier runs in a world (`world.World`) with real daemons, a disk and
+a Valkey. The harness compares every KV value that engines load from them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -77,7 +77,8 @@ def run(
 def test_features_beside_every_tier(
     names: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs the pairs of the features with the three tiers, and of the tiers, in one world."""
+    """Runs these features and the three tiers in one world. So it covers each feature's pairs with
+    the tiers, and the pairs of tiers."""
     features = [*names.split("+"), *TIERS]
     run(features, places(disk=True, shares=True), tmp_path, monkeypatch)
 

@@ -1,5 +1,5 @@
-"""Every pair of features runs in a world of the harness beside two others. `make torture` runs each
-pair by itself, and random triples."""
+"""Every pair of features that the harness can run is part of a world, beside at most two other
+features. `make torture` runs each pair by itself, and random triples."""
 
 import os
 import random

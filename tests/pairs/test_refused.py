@@ -1,4 +1,4 @@
-"""Pairs of features that are refused: the engine does not start, and its user reads why."""
+"""Pairs of features that hotkv refuses: the engine does not start, and a message says why."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ def name_of(pair: tuple[str, str]) -> str:
 def test_a_pair_that_is_refused(
     pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """hotkv refuses the pair before the engine makes layers, so that the harness can show it."""
+    """hotkv refuses the pair before vLLM makes layers, so the harness, which has no layers,
+    suffices."""
     plays = {name: PLAYS[name]() for name in pair if name != "residency"}
     if "residency" in pair:
         play = plays[pair[1]]

@@ -1,5 +1,5 @@
-"""Contexts in host memory beside other features, in a real engine over real daemons. Tokens equal
-the tokens of an engine that attends to everything."""
+"""Contexts in host memory together with other features, in real engines with a real server. Tokens
+equal the tokens of an engine that attends to everything."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ class Stage:
     They start when they are first requested."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack, moves: bool = False) -> None:
-        """moves: requests begin on the device as a whole, and are moved soon."""
+        """moves: requests begin with all blocks on the device, and soon move to host memory."""
         self.folder, self._stack, self._moves = folder, stack, moves
         self.collector = stack.enter_context(OtlpReceiver())
         valkey = stack.enter_context(running(folder / "valkey"))
@@ -111,7 +111,7 @@ class Stage:
 
     @property
     def one(self) -> EngineProcess:
-        """Returns a resident engine of a tenant that is traced and chooses whether to load."""
+        """Returns a resident engine that has a tenant, tracing and `load` "auto"."""
         traced = {"tracing": self.collector.url, "tracing_sample_ratio": 1.0}
         return self.engine("one", connector={"tenant": "t", "load": "auto", **traced})
 
@@ -235,12 +235,12 @@ def disk(stage: Stage) -> None:
 
 
 def shared(stage: Stage) -> None:
-    """Loses the node's disk as well."""
+    """Checks the Valkey tier: the node loses its disk as well as its memory."""
     from_a_tier(stage, Shared, lose_disk)
 
 
 def warm(stage: Stage) -> None:
-    """Gives an empty node the names of the blocks that the engine used."""
+    """Empties the node, which then fetches the engine's blocks from Valkey by their names."""
     engine = stage.engine("tiers")
     stage.check(engine, 39)
     daemon, file = stage.daemon, stage.folder / "blocks"

@@ -49,7 +49,7 @@ def test_attention_that_is_not_causal_is_refused_in_words(
 def test_the_harness_sees_kv_of_another_prompt(
     make: Make, server: Double, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Turns off the check by which hotkv refuses such reuse."""
+    """Turns off the check by which hotkv refuses reuse that vLLM forbids."""
     monkeypatch.setattr(reuse, "check_reuse", lambda *_: None)
     with pytest.raises(AssertionError, match="wrong KV"):
         ask(non_causal(make))

@@ -1,4 +1,4 @@
-"""A world in which features of hotkv and of vLLM meet: a few engines of the harness over a server,
+"""A world in which features of hotkv and of vLLM meet: a few engines of the harness with a server,
 random traffic, and each feature's changes to both.
 
 The harness checks every KV value that attention reads. At the end every request that was not
@@ -71,7 +71,8 @@ class Play:
         """Is called between two turns of the traffic."""
 
     def happens(self, world: "World") -> bool:
-        """Returns True if it happens now: at random, and certainly once in the middle."""
+        """Returns True if the feature acts now: at random, and in the middle turn if it has not
+        yet."""
         is_now = world.dice.random() < 0.4 or (
             world.turn == world.num_turns // 2 and not self.count
         )
@@ -87,7 +88,11 @@ class Play:
 
 
 class World:
-    """See the module. `plays`: new objects by the features' names. `server`: a `servers.Server`."""
+    """Engines, random traffic and checks for some features (the module describes them).
+
+    plays: new `Play` objects by the features' names.
+    server: a `servers.Server`.
+    """
 
     def __init__(
         self,

@@ -28,8 +28,8 @@ def without_layers(monkeypatch: Any) -> None:
 
 
 class Approximate(Engine):
-    """Writes `INEXACT` values for rows that its metadata calls sparse and for rows that read such
-    values. `num_sparse_rows` counts the sparse rows so far."""
+    """Changes the values of a row by `INEXACT` if the step's metadata calls the row sparse, or if
+    the row reads such values. `num_sparse_rows` counts the sparse rows so far."""
 
     sparse_rows: frozenset[str] = frozenset()
     num_sparse_rows = 0
@@ -67,4 +67,4 @@ class Approximate(Engine):
         return found
 
     def _check(self, name: str, computed: int) -> None:
-        """`_write` has checked the values."""
+        """Does nothing, because `_write` checks the values."""

@@ -6,8 +6,8 @@ from typing import Any
 
 
 class Replaced:
-    """Sources with some texts replaced. A row of `changes` begins with file, old text and new text;
-    the rest of the row is ignored."""
+    """vLLM's sources with some texts replaced. Each row of `changes` begins with file, old text and
+    new text; the rest of the row is ignored."""
 
     name = "a later vLLM"
 
@@ -25,7 +25,7 @@ class Replaced:
 
 
 class Changed:
-    """Sources in which the given files have other texts; None removes a file."""
+    """vLLM's sources in which the given files have other texts; None removes a file."""
 
     def __init__(self, source: Any, texts: dict[str, str | None]) -> None:
         self._source, self._texts = source, texts

@@ -15,8 +15,8 @@ def may_load(monkeypatch: Any) -> None:
 
 
 def load(engine: Any, seed: int, *, quietly: bool = False) -> None:
-    """Loads other weights through the model's method, as trainers do. `quietly` bypasses all
-    watched calls."""
+    """Loads other weights through the model's `load_weights`, as trainers do. `quietly` bypasses
+    all calls that hotkv watches."""
     torch.manual_seed(seed)
     write = engine.model.load_state_dict if quietly else engine.model.load_weights
     write({name: torch.randn_like(value) for name, value in engine.model.state_dict().items()})

@@ -1,5 +1,5 @@
-"""Weights of a tiny model in a file, as large as the weights of `random_weights`, so that ranks
-load shards of the same model."""
+"""Weights of a tiny model in a file, so that ranks load shards of the same model. The values are as
+large as those of `random_weights`."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 
 def write_weights(folder: Path, *, seed: int = 1, **changes: Any) -> Path:
-    """Writes model.safetensors beside a config.json of `tiny.MODELS` that transformers knows too,
-    with `changes`; returns the folder."""
+    """Writes model.safetensors for the config.json in `folder`, whose architecture transformers
+    must know. `changes` are written to that config first. Returns the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     described = json.loads((folder / "config.json").read_text()) | changes

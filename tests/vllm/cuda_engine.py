@@ -78,7 +78,7 @@ def attention(
     scheduler_metadata: Any,
     **_: Any,
 ) -> None:
-    """Computes attention like FlashAttention, over pages [P, T, H, D]."""
+    """Computes attention like FlashAttention, over pages [pages, tokens, KV heads, head size]."""
     assert causal and scheduler_metadata is None
     for row, (begin, end) in enumerate(
         zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)
@@ -96,7 +96,8 @@ def attention(
 def exact(
     queries: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, before: int
 ) -> np.ndarray:
-    """Returns causal attention [n, Q, D] of the tokens from `before` on."""
+    """Returns the causal attention of `queries` [n, query heads, head size]; `before` tokens of the
+    context precede the first query. keys, values: [tokens, KV heads, head size]."""
     group = queries.shape[1] // keys.shape[1]
     scores = np.einsum("nqd,tqd->nqt", queries, np.repeat(keys, group, axis=1)) * scale
     at = before + np.arange(len(queries))
@@ -130,7 +131,7 @@ def caches(vllm_config: VllmConfig, spec: KVCacheSpec, num_pages: int) -> dict[s
 
 @dataclass(eq=False)
 class Request:
-    """kv: [layers, 2, tokens, H, D], the expected values.
+    """kv: [layers, 2 (keys, values), tokens, KV heads, head size], the expected values.
     slots: the arena slots of its blocks.
     approximate: the first token whose attention left out a block.
     """
@@ -165,8 +166,8 @@ class Request:
 class Engine:
     """A CUDA engine without a device.
 
-    is_v2: metadata is built before the connector receives the step's message.
-    replays_decode: steps of one token a row may be replayed from CUDA graphs, so they don't stage.
+    is_v2: attention metadata is built before the connector receives the step's message.
+    replays_decode: steps of one token a row may be replayed from CUDA graphs. They stage no blocks.
     """
 
     def __init__(
@@ -263,8 +264,8 @@ class Engine:
         return self.taken[-1]
 
     def hit(self, one: Request, tokens: int) -> None:
-        """Puts the first blocks of a request into the arena; sinks and recent window are on the
-        device."""
+        """Gives a request a prefix hit of `tokens`: all its blocks are in the arena, and only sinks
+        and the recent window are on the device too."""
         count = tokens // BLOCK_TOKENS
         for block in range(count):
             self.store(one, block)
@@ -466,8 +467,8 @@ class Engine:
     def check(
         self, layer: int, row: int, one: Request, count: int, query: Any, output: Any
     ) -> None:
-        """Checks the attention output. A row that attends sparsely attends to blocks of its
-        context, among them all that are always kept; any other row attends to everything."""
+        """Checks a row's attention output. A sparse row must attend to blocks of its own context,
+        including all always-kept blocks; any other row must attend to its whole context."""
         context = one.context + count
         keys, values = one.kv[layer]
         tokens = np.arange(context)
@@ -489,8 +490,8 @@ class Engine:
         np.testing.assert_allclose(output.numpy(), expected, rtol=2e-4, atol=2e-5)
 
     def check_scores(self, layer: int, row: int, one: Request, query: np.ndarray) -> None:
-        """Checks that scores follow the exact log masses of the blocks' keys, and that the mass of
-        the always-kept blocks is exact."""
+        """Checks that the blocks' scores correlate with the logarithm of their exact attention
+        mass, and that the mass of the always-kept blocks is exact."""
         work = self.worker._work
         first, last, *_, context = work.plan[row, :6].tolist()
         if last - first < 8:
@@ -510,7 +511,8 @@ class Engine:
         assert np.corrcoef(found.reshape(-1), expected.reshape(-1))[0, 1] > 0.7
 
     def blocks_of(self, layer: int, row: int, one: Request) -> list[int]:
-        """Returns the blocks of the context whose bytes the row's table names."""
+        """Returns the blocks of the request's context in the row's block table, recognized by their
+        bytes."""
         length, table = int(self.worker.lengths[row]), self.worker.table[row]
         pages = table[: -(-length // BLOCK_TOKENS)].tolist()
         cache, found = self.caches[NAMES[layer]], []
@@ -526,7 +528,7 @@ class Engine:
         return found
 
     def after(self, one: Request) -> None:
-        """Stores complete blocks in the server, and frees those behind the recent window."""
+        """Stores complete blocks in the server, and frees those older than the recent window."""
         complete = one.context // BLOCK_TOKENS
         for block in range(one.kept, complete):
             self.store(one, block)

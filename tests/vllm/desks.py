@@ -1,4 +1,4 @@
-"""A desk that admits requests to residencies, over a double of the server."""
+"""`Desk`: the scheduler side's `Admission` of requests, over a double of the server."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class Memory:
 
 
 class Desk:
-    """Admission over the parts.
+    """An `Admission` with `Parts`.
 
     now_s: the time, which the test sets.
     """
@@ -126,7 +126,8 @@ class Desk:
         return one
 
     def tails(self) -> list[list[int]]:
-        """Plans a step. Returns the blocks that it stores of ended requests."""
+        """Plans a step without requests. Returns the block ids, by run, that it stores for ended
+        requests."""
         jobs, _ = self.parts.planner.plan([], lambda _: None, {}, lambda: ())
         return [run.block_ids.tolist() for job in jobs for run in job.runs]
 
@@ -151,7 +152,7 @@ def ended(one: Desk, asks: Any, table: Sequence[int] = (1, 2, 3, 4, 5)) -> list[
 
 
 def granted(parts: Parts, name: str = "a", blocks: int = 4, computed: int = 0) -> Any:
-    """Returns the state of a request whose hit of so many blocks is granted."""
+    """Returns the state of a new request whose hit of `blocks` blocks has a lease."""
     parts.put(name, range(blocks))
     state = parts.state(request(name, LONG))
     assert parts.hit(state, computed) == blocks * TOKENS - computed

@@ -1,5 +1,5 @@
-"""A device that works on demand: kernels, events and words are in a single queue that the test
-runs."""
+"""A device that works on demand: a single queue, which the test runs, has its kernels, its events
+and its writes to words (32-bit marks in memory)."""
 
 import ctypes
 import mmap
@@ -16,7 +16,7 @@ from hotkv_vllm.worker.device_order import WORDS_HANDLE
 
 
 class ToldEvent:
-    """A point in the queue."""
+    """An event: a point in the device's queue."""
 
     def __init__(self, device: "ToldDevice", number: int) -> None:
         self.device, self.number, self.point = device, number, 0
@@ -29,7 +29,7 @@ class ToldEvent:
 
 
 class ToldWords:
-    """Words in a file, which stands for device memory."""
+    """32-bit words in a file, which stands for device memory."""
 
     def __init__(self, device: "ToldDevice", count: int) -> None:
         self._device = device
@@ -47,8 +47,11 @@ class ToldWords:
 
 
 class ToldDevice:
-    """Stands for `CudaDevice`. `given`, `done`: queued and finished pieces of work. `on_record` is
-    called with an event before it is recorded."""
+    """Stands for `CudaDevice`.
+
+    given, done: how many pieces of work were queued, and how many have run.
+    on_record: is called with an event before it is recorded.
+    """
 
     uuid = bytes(range(16))
     stream = 7

@@ -1,5 +1,6 @@
-"""Two data-parallel engines behind a front end, driven as `engine_driver`. `rank` of `generate`
-selects the engine that answers. Engines and their ranks are forked, and nothing is compiled."""
+"""Two data-parallel engines behind a front end, driven by JSON lines like `engine_driver`. `rank`
+of `generate` selects the engine that answers. Engines and their ranks are forked, and nothing is
+compiled."""
 
 import asyncio
 import json

@@ -16,7 +16,7 @@ from tests.vllm.other_connectors import our_connector
 
 class Executor:
     """The workers of an engine. Sleep and wake-up fill the KV memory with garbage, because vLLM's
-    unmaps and maps it again."""
+    sleep unmaps it and its wake-up maps new memory."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -54,7 +54,7 @@ class Executor:
 
 
 class Core:
-    """Methods of vLLM's `EngineCore` round an engine of the harness."""
+    """Methods of vLLM's `EngineCore`, with an engine of the harness."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

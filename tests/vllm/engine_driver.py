@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def override(values: dict[str, Any]) -> None:
-    """Sets fields of vLLM's config, past the checks of vLLM's arguments. A member of an enumeration
+    """Sets fields of vLLM's config after vLLM has checked its arguments. A member of an enumeration
     is given by its name."""
     if not values:
         return
@@ -82,10 +82,13 @@ def override(values: dict[str, Any]) -> None:
 
 
 def prompt_of(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Returns a prompt in vLLM's form. `request` has `tokens` or `embeds`:
+    """Returns a prompt in vLLM's form. `request` has `tokens` or `embeds`, and may have the rest:
 
-    tokens, embeds: the token ids; or the seed and the length of random embeddings.
-    salt, images, uuids: optional: vLLM's cache salt; a seed for each image; the images' uuids.
+    tokens: token ids.
+    embeds: seed and length of random embeddings.
+    salt: vLLM's cache salt.
+    images: a seed for each image.
+    uuids: the images' uuids.
     """
     if "embeds" in request:
         import torch
@@ -122,8 +125,8 @@ def logprobs(tokens: Any, chosen: Any) -> list[float]:
 
 
 def answer_of(outputs: list[Any]) -> dict[str, Any]:
-    """Returns the parts of vLLM's outputs that tests read: lists over samples, `cached` over
-    requests."""
+    """Returns the parts of vLLM's outputs that tests read. The lists `cached` and `transfer` have
+    an entry for each request, the other lists one for each sample."""
     samples = [sample for output in outputs for sample in output.outputs]
     return {
         "tokens": [list(one.token_ids) for one in samples],

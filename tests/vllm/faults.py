@@ -78,7 +78,8 @@ def broken(function: FunctionType, *, only_once: bool = False) -> Iterator[_Faul
 
 
 def functions() -> dict[CodeType, FunctionType]:
-    """Returns by code the functions and methods of the connector and of the cache's double."""
+    """Returns, by code object, the functions and methods of the connector and of a session's
+    double."""
     found: dict[CodeType, FunctionType] = {}
     for _, name, _ in pkgutil.walk_packages(hotkv_vllm.__path__, "hotkv_vllm."):
         if "plugin" in name:

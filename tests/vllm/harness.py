@@ -1,4 +1,4 @@
-"""vLLM's real scheduler, KV cache manager and allocator round an arithmetic model, so that a step
+"""vLLM's real scheduler, KV cache manager and allocator with an arithmetic model, so that a step
 takes microseconds.
 
 The "model" writes for each token a value that depends on all tokens before it. Before each step it
@@ -70,7 +70,7 @@ class V2Config(VllmConfig):
 
 
 class Engine:
-    """An engine. A wrong value raises AssertionError in `step`."""
+    """An engine with an arithmetic model. A wrong KV value raises AssertionError in `step`."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class Engine:
 
     @property
     def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:
-        """Returns the tensors of each rank, and the number by which the rank changes values."""
+        """Returns each rank's KV tensors, and the number by which the rank changes KV values."""
         return [(self.tensors, self.salt)]
 
     def _naming(self, hasher: Callable[[Request], list[Any]]) -> Callable[[Request], list[Any]]:
@@ -218,7 +218,7 @@ class Engine:
         return hashes_of
 
     def _active(self, monkeypatch: Any) -> Any:
-        """Returns the object through which the V2 runner calls connectors, and registers the
+        """Returns the object through which the V2 runner calls connectors, and registers the KV
         tensors."""
         from vllm.v1.worker.gpu import kv_connector
 
@@ -317,8 +317,8 @@ class Engine:
     # ---------------------------------------------------------------------------------------- model
 
     def _execute(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
-        """Returns the step's output, and the position in the device's queue from which it can be
-        read."""
+        """Runs a step. Returns its output, and the position that the device's queue must reach
+        before the output can be read."""
         self.metas.append(scheduled.kv_connector_metadata)
         return self._run(pickle.loads(pickle.dumps(scheduled)))
 
@@ -335,7 +335,8 @@ class Engine:
         return ModelRunnerOutput(names, index, [sampled[n] for n in names], kv_connector_output=kv)
 
     def _computed(self, scheduled: Any) -> tuple[dict[str, list[int]], int]:
-        """Returns the step's samples, and the position in the device's queue at which it ends."""
+        """Runs the model for a step. Returns the sampled tokens, and the position in the device's
+        queue at which the step ends."""
         if self.before_forward is not None:
             self.before_forward()
         self._take_tokens(scheduled)
@@ -344,9 +345,9 @@ class Engine:
         return sampled, self.device.given if has_work else 0  # type: ignore[union-attr]
 
     def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
-        """Runs a step through vLLM's mixin, which calls the hooks. The V1 runner calls the first
-        hook earlier (`GPUModelRunner.execute_model`) and, with a drafter, the last hook later
-        (`sample_tokens`)."""
+        """Runs a step through vLLM's `KVConnectorModelRunnerMixin`, which calls the worker's hooks.
+        Like the V1 runner, calls the first hook before it (`GPUModelRunner.execute_model`) and,
+        with a drafter, the last hook after it (`sample_tokens`)."""
         _TRANSFER_GROUP[:] = [self.worker]
         self.worker.handle_preemptions(scheduled.kv_connector_metadata)
         self._zero_blocks(scheduled)
@@ -482,8 +483,8 @@ class Engine:
                 self._give(functools.partial(self._check_layer, name, computed, layer, *state))
 
     def _write_states(self, name: str, end: int, num_drafts: int) -> None:
-        """Writes the state at the end of a step without its drafts, and behind it the states after
-        each draft."""
+        """Writes the recurrent state at the end of a step without its drafts, and in the next
+        blocks the state after each draft."""
         for table, group in self._state_groups(name):
             at = -(-end // group.kv_cache_spec.block_size) - 1
             self.states[name] = at, end - num_drafts
@@ -533,7 +534,7 @@ class Engine:
             self.device.give(work)
 
     def _cells(self, layer: str) -> Any:
-        """Returns the layer's memory, int16 [blocks, heads, tokens, cell]."""
+        """Returns the layer's memory, int16 [blocks, KV heads, tokens, values of a token]."""
         return self.tensors[layer].view(torch.int16).numpy()
 
     def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:
@@ -582,7 +583,8 @@ class Named:
 
 
 def media_of(request: Request) -> dict[int, int]:
-    """Returns, by position, the numbers that the model sees in place of a request's tokens."""
+    """Returns, by position, the numbers that stand for a request's embeddings or media in place of
+    token ids."""
     if request.prompt_embeds is not None:
         rows = request.prompt_embeds.to(torch.float32).contiguous().numpy()
         return {place: zlib.crc32(row.tobytes()) for place, row in enumerate(rows)}

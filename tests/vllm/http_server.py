@@ -1,5 +1,5 @@
-"""vLLM's HTTP server as a child process, started with README's commands or forked by
-`module_driver`, which takes a second."""
+"""vLLM's HTTP server as a child process. It is started with README's commands, or forked by
+`module_driver` within a second."""
 
 import contextlib
 import json
@@ -46,8 +46,8 @@ def _for_tests(model: Path, command: list[str]) -> list[str]:
 
 
 class HttpServer:
-    """Runs `python -m` with `command` on a free port. `is_forked`: forks from the nursery; a new
-    Python would import vLLM three times."""
+    """Runs `python -m` with `command` on a free port. `is_forked`: forks it from the nursery,
+    because a new Python would import vLLM three times."""
 
     def __init__(
         self,
@@ -122,8 +122,8 @@ class HttpServer:
         return text
 
     def kill(self) -> None:
-        """Kills all processes of vLLM, as a service manager does. vLLM's engine process outlives
-        its server."""
+        """Kills all processes of vLLM, as a service manager does, because vLLM's engine process
+        would outlive the HTTP server."""
         for pid in _family(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

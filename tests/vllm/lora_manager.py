@@ -1,4 +1,4 @@
-"""vLLM's manager of a worker's LoRA adapters, for tests without models to adapt."""
+"""A double of vLLM's LoRA manager of a worker, for tests whose models have no adapters."""
 
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -16,8 +16,8 @@ def lora(number: int = 1, name: str = "a", path: str = "/a", **more: Any) -> LoR
 
 
 class Manager:
-    """Stands for vLLM's LoRA manager of a worker: reads "files" when an adapter is needed, and
-    keeps `capacity` of them."""
+    """Stands for vLLM's LoRA manager of a worker. `files` has each adapter's content by path; the
+    manager reads it when an adapter is needed, and keeps `capacity` adapters."""
 
     def __init__(self, files: dict[str, int], capacity: int = 2) -> None:
         self.files = files

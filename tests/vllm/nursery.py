@@ -164,8 +164,8 @@ def _register_kernels() -> None:
 
 
 def _configure_logging() -> None:
-    """Applies vLLM's default logging before engines start. Each would otherwise reset the levels of
-    hundreds of loggers, for half of its start."""
+    """Applies vLLM's default logging before engines start. Otherwise each engine would reset the
+    levels of hundreds of loggers, which takes half of its start."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 

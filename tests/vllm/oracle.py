@@ -41,7 +41,8 @@ def audit(server: FakeServer, engines: Sequence[Engine]) -> Audit:
 def check_stored(
     server: FakeServer, engines: Sequence[Engine], weights: Sequence[int] = (0,)
 ) -> int:
-    """Compares all blocks of the server; skips representations. Returns their number.
+    """Compares all blocks of the server with the model's values; skips representations. Returns the
+    number of blocks.
 
     weights: numbers by which the engines' weights have changed values. All blocks of a key space
     belong to the same weights.
@@ -85,7 +86,8 @@ def check_stored(
 
 
 def check_cached(one: Engine, weights: int = 0) -> int:
-    """Compares all blocks in vLLM's own prefix cache of an engine. Returns their number."""
+    """Compares all blocks in an engine's own prefix cache with the model's values. Returns the
+    number of blocks."""
     assert not one.queue and not one.scheduler.requests, "the oracle compares what is at rest"
     num_compared = 0
     cached = one.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
@@ -103,7 +105,7 @@ def check_cached(one: Engine, weights: int = 0) -> int:
 
 
 def _expected(named: Mapping[bytes, Named], block_hash: bytes, block_tokens: int) -> Any:
-    """Returns the values, int16 [tokens], that belong under a hash, before each layer changes them.
+    """Returns the values, int16 [tokens], of the block with this hash, before a layer changes them.
     They cover a whole block, or its first tokens if hashes cover fewer tokens than a block."""
     assert block_hash in named, "a block can be found under a hash that no request has"
     what = named[block_hash]
@@ -112,9 +114,9 @@ def _expected(named: Mapping[bytes, Named], block_hash: bytes, block_tokens: int
 
 
 def _compare(rows: Any, expected: Any, layer: str, what: str, tints: Sequence[int] = (0,)) -> None:
-    """Compares the values of a layer.
+    """Compares a block's values in one layer with the expected values.
 
-    rows: int16 [heads, tokens, cell].
+    rows: the block's values, int16 [KV heads, tokens, values of a token].
     tints: numbers by which values may differ.
     """
     differ = rows ^ (expected ^ _layer(layer))[None, :, None]

@@ -15,7 +15,7 @@ class RealServer:
 
 
 def finish(engine: Engine, timeout_s: float = 60.0) -> None:
-    """Steps until the engine and its transfers are done, running the device."""
+    """Runs steps and the device until the engine is idle and its transfers have ended."""
     until_s = time.monotonic() + timeout_s
     worker = engine.worker._worker
     number = 0

@@ -13,8 +13,8 @@ KINDS = (OrderKind.EVENTS, OrderKind.FLAGS, OrderKind.HOST)
 
 @pytest.fixture
 def device(server: Any) -> ToldDevice:
-    """Returns a device whose marks the cache's double sees. No event is recorded while a transfer
-    that was sent waits for it."""
+    """Returns a device whose marks the server's double checks. Fails the test if an event is
+    recorded again while a transfer waits for it."""
     device = ToldDevice()
 
     def on_record(event: Any) -> None:
@@ -33,7 +33,7 @@ def worker_of(engine: Any) -> Any:
 
 
 def finish(engine: Any, server: Any, device: ToldDevice) -> None:
-    """Steps until the engine is idle, running the device and the server."""
+    """Runs steps, the device and the server until the engine is idle."""
     server.hold = set()
     for _ in range(2000):
         if not engine.scheduler.has_requests() and not engine.queue:

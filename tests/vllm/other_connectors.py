@@ -1,4 +1,5 @@
-"""Connectors that tests put beside hotkv into vLLM's MultiConnector, and helpers for them."""
+"""Connectors that tests put into vLLM's MultiConnector together with hotkv, and helpers for
+them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,8 @@ class CheckingConnector(_Connector):
 class Plan:
     """The hits that `LoadingConnector` offers, and how its loads end.
 
-    fill: loads. Its arguments are request id, block ids by group, and tokens.
+    fill: the function that loads. Its arguments are request id, block ids by group, and number of
+    tokens.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)

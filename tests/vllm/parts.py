@@ -1,4 +1,4 @@
-"""The scheduler side's parts over a double of the server, without an engine. Requests are names and
+"""The scheduler side's parts with a double of the server, without an engine. Requests are names and
 hashes, and the test sets the time."""
 
 from collections.abc import Collection, Sequence
@@ -56,7 +56,7 @@ def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 
 
 
 class Parts:
-    """A finder of hits and a planner of stores over the same session.
+    """A finder of hits and a planner of stores that use the same session.
 
     clock: time in seconds, which the test sets.
     """
@@ -131,7 +131,8 @@ class Parts:
         return float(self.stats.data.get(name, 0))
 
     def put(self, name: str, blocks: Sequence[int], group: int = 0) -> None:
-        """Makes these blocks of a request ready. `group` may stand for representations."""
+        """Makes these blocks of a request ready in the server. `group` may stand for
+        representations."""
         number = self.session.memory.number(group)
         for block in blocks:
             self.server.blocks[self.space, number, block_hash(name, block)] = {}
@@ -170,8 +171,8 @@ def plan(
 ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
     """Plans a step. Returns its stores, and the stores that it must wait for.
 
-    scheduled: each state, and the number of tokens that it computes.
-    tables: the block table that all requests have.
+    scheduled: states of requests, each with the number of tokens that the step computes for it.
+    tables: block ids by group, the same for all requests.
     """
     ids_of = tables or [list(range(1 + 10 * at, 10 + 10 * at)) for at in range(len(parts.specs))]
     computed = [(state, state.request.num_computed_tokens + n) for state, n in scheduled]
@@ -186,7 +187,7 @@ def stored(jobs: Sequence[StoreJob]) -> list[tuple[int, list[int]]]:
 
 
 def report(*results: tuple[int, Sequence[BlockResult]]) -> HotKVWorkerMetadata:
-    """Returns a rank's report of how stores have ended."""
+    """Returns a rank's report of the results of stores."""
     return HotKVWorkerMetadata(
         {store_id: StoreReport([bytes(blocks)]) for store_id, blocks in results}
     )

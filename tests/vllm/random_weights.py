@@ -10,8 +10,8 @@ LOAD_FORMAT = "random"
 
 @register_model_loader(LOAD_FORMAT)
 class RandomModelLoader(BaseModelLoader):
-    """Fills weights at random. Matrices keep the size of their input, and norms stay near 1. Equal
-    seeds give equal weights."""
+    """Fills weights at random. Matrices keep the magnitude of their input, and norm weights stay
+    near 1. Equal seeds give equal weights."""
 
     def download_model(self, model_config: object) -> None:
         """Does nothing: random weights need no files."""

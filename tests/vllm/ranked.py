@@ -2,7 +2,8 @@
 `KVOutputAggregator` joins their outputs.
 
 In each step the ranks run one after the other. Each has other KV values, so that a shard in another
-rank's place is noticed. All ranks post the same notes; `test_ranks` tests notes that differ.
+rank's place is noticed. At the start all ranks post equal notes (`RankNote`); `test_ranks` tests
+notes that differ.
 """
 
 import copy
@@ -130,8 +131,8 @@ class RankedEngine(Engine):
 
 
 class ContextRankedEngine(RankedEngine):
-    """Two ranks with decode context parallelism: of a group whose spec says so, each rank holds
-    every second token."""
+    """Two ranks with decode context parallelism. In a group whose spec has `dcp_sharded`, each rank
+    holds every second token."""
 
     def __init__(self, server: FakeServer, folder: Any, monkeypatch: Any, **settings: Any) -> None:
         # vLLM demands more ranks than KV heads.

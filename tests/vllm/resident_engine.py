@@ -1,5 +1,6 @@
 """The scheduler side of a resident engine without layers. vLLM's pool and block manager and the
-connector's books are real; the server and the scheduler, which plans as vLLM's does, are doubles.
+connector's `ResidentRequests` (`books`) are real; the server and the scheduler, which plans as
+vLLM's does, are doubles.
 
 An exact block's content follows from its prefix; inexact blocks all differ. The workers are a
 model: they know only the steps' messages, and read each block as soon as it has left the device.
@@ -59,7 +60,8 @@ def spec_of(residency: str) -> ResidentSpec:
 
 
 class Adapters:
-    """Stands for the engine's adapters. `are_known`: requests of an adapter have shared names."""
+    """Stands for the engine's adapters. `are_known`: requests with an adapter have block names that
+    engines share."""
 
     def __init__(self) -> None:
         self.are_known = False
@@ -77,8 +79,8 @@ class Waiting(list[Any]):
 
 class Store(NamedTuple):
     """A store in flight: the names and contents of its blocks, which begin at position `first`.
-    `incarnation` changes when the request is preempted or starts anew, and when the device is
-    distrusted."""
+    `incarnation` changes when the request is preempted or starts anew, and when blocks on the
+    device become inexact (`distrust`)."""
 
     request_id: str
     residency_id: str
@@ -90,7 +92,7 @@ class Store(NamedTuple):
 
 
 class Workers:
-    """What the workers know of each request: the offsets of its blocks, and its pin."""
+    """The workers' knowledge of each request: its blocks' offsets in host memory, and its pin."""
 
     def __init__(self) -> None:
         self.offsets: dict[str, list[int]] = {}
@@ -118,11 +120,11 @@ class Workers:
 
 
 class ResidentEngine:
-    """An engine of `residency`, "host" or "auto".
+    """A simulated engine with `residency` "host" or "auto".
 
     well_since_s: time since which the server has answered and stored at once.
     excused: requests that may end with an error whatever the server does.
-    contents: by block name, what was stored under it.
+    contents: the bytes that were stored under each block name.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ class ResidentEngine:
         return self._slots.setdefault(shards[0], self._new_slot(shards))
 
     def _pin(self, name: Any, group: int, first: int, hashes: Any, blocks: Any) -> Any:
-        """Pins blocks. Notes if there are more than the residency has room for."""
+        """Pins blocks for a residency. Records if they exceed the room that it has asked for."""
         residency = self.server.residencies.open.get(name)
         self.asks_too_much |= residency is not None and first + len(hashes) > residency.asked[group]
         return self._extend(name, group, first, hashes, blocks)
@@ -239,7 +241,7 @@ class ResidentEngine:
 
         family: requests of the same family have a common prefix.
         exact_blocks: blocks from this number on are inexact.
-        is_announced: the books know the request.
+        is_announced: `ResidentRequests` knows the request.
         """
         name = f"r{next(self.numbers)}"
         one = request(name, min(prompt, LONGEST - 1))
@@ -389,7 +391,7 @@ class ResidentEngine:
         return planned
 
     def reset_running(self) -> None:
-        """Preempts all running requests, as vLLM's `reset_prefix_cache` does if it is told to."""
+        """Preempts all running requests, as vLLM's `reset_prefix_cache` does if asked to."""
         while self.running:
             self._preempt_request(self.running.pop(), 0.0, drop_stale_output=True)
 

@@ -1,4 +1,5 @@
-"""`engine_driver` with commands for sparse decode. Of several connectors, they mean the first.
+"""`engine_driver` with commands for sparse decode. If the engine has several connectors, the
+commands use the first.
 
 sparse: returns whether it is on, its layers, the tracked sequences and the preempted requests.
 rewrite_always: rewrites rows even if no block is left out.

@@ -1,4 +1,4 @@
-"""A pool with a toy model whose sparse attention is compared row by row."""
+"""A pool of representations, and a toy model whose sparse attention is compared row by row."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ def sparse_layer(
 
 
 class Toy:
-    """Sparse layers over the harness' arithmetic model: a key is the first half of the values that
+    """Sparse layers for the harness's arithmetic model: a key is the first half of the values that
     the model writes for its token."""
 
     def __init__(self, num_layers: int) -> None:
@@ -79,7 +79,8 @@ class Toy:
 
 
 def toy_keys(cells: Any) -> Any:
-    """Returns the keys, float32 [B, T, H, D], of cells int16 [B, H, T, 2 * D]."""
+    """Returns the keys, float32 [blocks, tokens, heads, SIZE], of the harness's values, int16
+    [blocks, heads, tokens, 2 * SIZE]."""
     return np.ascontiguousarray(cells[..., :SIZE].transpose(0, 2, 1, 3), np.float32)
 
 
@@ -106,7 +107,8 @@ def sparse_engine(
 
 
 def pairs(server: Any, one: Any) -> int:
-    """Compares every representation in the server with its block's bytes. Returns their number."""
+    """Compares every representation in the server with one built from its block's bytes. Returns
+    the number of representations."""
     session = one.worker._worker.rank.session
     space, groups = session.space, len(session.config.key_space.groups)
     found = 0

@@ -16,8 +16,8 @@ BLOCKS = 40
 
 
 class Engine:
-    """A model's layers 2 and 7. A request's context is all blocks of the layer, in an order that
-    differs by request. Decodes a token at a time."""
+    """A `SparseWorker` with layers 2 and 7 of a model. A request's context is all blocks of a
+    layer, in an order that differs by request. Each step decodes one token."""
 
     def __init__(self, config: SparseConfig = CONFIG, recall_steps: int = 0) -> None:
         caches = [Cache(BLOCKS, 64, torch.bfloat16, seed) for seed in range(2)]

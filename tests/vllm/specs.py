@@ -44,7 +44,7 @@ def full_model() -> dict[str, KVCacheSpec]:
 
 
 def hybrid_model() -> dict[str, KVCacheSpec]:
-    """Returns two full and four sliding-window layers: several groups over the same buffer."""
+    """Returns two full and four sliding-window layers: several groups that share a buffer."""
     return {f"layer.{i}": (full_spec() if i % 3 == 0 else window_spec()) for i in range(6)}
 
 
@@ -64,14 +64,14 @@ def chunked_model() -> dict[str, KVCacheSpec]:
 
 
 def uneven_model() -> dict[str, KVCacheSpec]:
-    """Returns full blocks of 64 tokens and window blocks of 32, so that hits end at every second
-    window block. The window is narrower than a block."""
+    """Returns a model with full-attention blocks of 64 tokens and window blocks of 32, so that hits
+    end at every second window block. The window is narrower than a block."""
     full, window = replace(full_spec(), num_kv_heads=1), replace(window_spec(), sliding_window=20)
     return {f"layer.{i}": (full if i == 0 else window) for i in range(3)}
 
 
 def two_windows_model() -> dict[str, KVCacheSpec]:
-    """Returns windows of two widths beside full attention."""
+    """Returns layers of full attention, and layers of sliding windows of two widths."""
     wide = replace(window_spec(), sliding_window=2 * WINDOW)
     return {f"layer.{i}": (full_spec(), window_spec(), wide)[i % 3] for i in range(6)}
 
@@ -82,7 +82,8 @@ def windows_only_model() -> dict[str, KVCacheSpec]:
 
 
 def state_spec() -> MambaSpec:
-    """Returns the spec of a layer with recurrent states. Its pages are as large as the others'."""
+    """Returns the spec of a layer with recurrent states. Its pages are as large as those of
+    attention layers."""
     shape = (2 * 2 * 32 * BLOCK_TOKENS,)
     return MambaSpec(
         block_size=BLOCK_TOKENS,

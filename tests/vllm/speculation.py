@@ -33,7 +33,7 @@ def speculating(monkeypatch: Any, folder: Path) -> dict[str, Any]:
 
 
 class SpeculatingEngine(Engine):
-    """`drafts` and `rejected` count tokens."""
+    """An engine with a drafter. `drafts` and `rejected` count its tokens."""
 
     drafts = 0
     rejected = 0

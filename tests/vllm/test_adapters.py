@@ -301,8 +301,9 @@ def rewrite_at(count: Iterator[int], step: int, manager: Manager) -> None:
 def test_no_block_of_other_bytes_is_stored_whenever_they_are_loaded(
     engine: Any, pipelined: bool, length: int
 ) -> None:
-    """One request runs all the time, so workers are not asked about the adapter. A step loads the
-    rewritten files. New engines with either content read no wrong KV."""
+    """A request runs all the time, so the scheduler does not ask the workers about its adapter
+    again. Meanwhile the files are rewritten, and a step loads them. Then engines with the old or
+    the new content must read no wrong KV."""
     settings = {"pipelined": pipelined, "blocks": 96}
     fresh = [engine(**settings) for _ in range(2)]
     for content, one in enumerate(fresh, 1):

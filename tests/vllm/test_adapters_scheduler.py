@@ -196,8 +196,8 @@ class Pair:
         self.live.append(arrive(self.all, lora(number, *ADAPTERS[place])))
 
     def run(self, place: int) -> None:
-        """Runs a step of a request: planned, computed on the manager's content, then stored unless
-        the worker refuses it."""
+        """Runs a step of a request: planned, computed with the adapter's content in the LoRA
+        manager, then stored unless the worker refuses it."""
         if not self.live:
             return
         request = self.live[place % len(self.live)]
@@ -223,7 +223,7 @@ class Pair:
             self.step()
 
     def lose_plan(self) -> None:
-        """Takes the workers' questions into a step's plan, then drops the plan."""
+        """Puts the questions to the workers into a step's plan, then drops the plan."""
         self.all.take_work(self.now_s)
         self.all.give_back()
 
@@ -273,8 +273,8 @@ def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> Non
 
 @pytest.mark.parametrize("lost", ["plan", "step", "report"])
 def test_a_question_is_asked_until_it_is_answered(lost: str) -> None:
-    """A question is repeated until its answer comes. Otherwise an adapter whose first step failed
-    would have no keys while requests use it."""
+    """The scheduler repeats its question about an adapter until the workers' answer comes.
+    Otherwise an adapter whose first step failed would have no keys while requests use it."""
     pair = Pair()
     request = arrive(pair.all, lora())
     getattr(pair, f"lose_{lost}")()

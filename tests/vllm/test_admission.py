@@ -1,5 +1,5 @@
 """A request's way through the scheduler side, from arrival to end: the questions, loads, stores and
-releases of each hook. The real parts over a double of the server, without an engine."""
+releases of each hook. The parts are real, the server is a double, and there is no engine."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +50,7 @@ def test_a_request_whose_end_breaks_before_the_handshakes_is_not_taken_up_with_t
 
 @pytest.mark.parametrize("has_media", [True, False])
 def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has_media: bool) -> None:
-    """vLLM's hashes then cover a counter in place of the media's content."""
+    """For such media vLLM's hashes cover a counter in place of the content."""
     one = desk(counts_media=True)
     one.parts.put("a", range(4))
     asks = request("a", LONG)
@@ -212,7 +212,8 @@ def test_a_load_whose_hook_broke_is_reported_as_failed_and_never_begun(desk: Any
 def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
     desk: Any, why: str
 ) -> None:
-    """A failed load that stays would make all other requests give up their hits for ever."""
+    """A failed load that stays recorded would make all other requests give up their hits for
+    ever."""
     one = desk()
     asks = request("a", LONG)
     one.arrive(asks)

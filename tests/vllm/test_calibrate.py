@@ -72,7 +72,8 @@ def run(log: Path, *arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 @torch.inference_mode()
 def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
-    """Two texts of unequal length; a key projection with a bias gives keys a common part."""
+    """Calibrates on two texts of unequal length. The key projection has a bias, which gives all
+    keys a common part."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)

@@ -133,8 +133,8 @@ def test_a_first_step_fills_the_hot_set(make: Any) -> None:
 
 @pytest.mark.parametrize("left", [1, 40])
 def test_a_prefix_hit_is_scored_by_keys_of_the_arena(make: Any, left: int) -> None:
-    """Checks that a hit's representations equal those that a prefill builds, for a rest of one
-    token or many."""
+    """Checks that a hit's representations equal those that a prefill builds, if one token or many
+    are left to compute."""
     engine = make()
     one = engine.add("a", 512 + left, 40)
     engine.hit(one, 512)
@@ -180,7 +180,8 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
 
 
 def test_a_batch_that_nobody_announced_touches_no_state(make: Any) -> None:
-    """vLLM's dummy runs and graph captures use block tables of old steps."""
+    """Runs a batch that no step's message announced, like vLLM's dummy runs and graph captures,
+    which use block tables of old steps."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     engine.step({"a": 1})
@@ -227,7 +228,8 @@ def test_bytes_that_the_server_did_not_pin_lose_the_request(make: Any) -> None:
 def test_blocks_that_the_kernels_left_out_lose_the_request(
     make: Any, monkeypatch: pytest.MonkeyPatch, fault: int
 ) -> None:
-    """`fault` 0: a new block had no slot; 1: a block had no address."""
+    """`fault`: the kernels report a new block without a slot (0), or a block without an address
+    (1)."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     find_lost, work = engine.worker.find_lost, engine.worker._work
@@ -273,7 +275,8 @@ def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
 
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(make: Any) -> None:
-    """When the row's step runs, the request's first block may be another request's."""
+    """A lost request is reported by its first block. When a step that was planned before the report
+    runs, that block may be another request's."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     engine.worker.start_over()

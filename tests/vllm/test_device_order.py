@@ -1,5 +1,5 @@
-"""Transfers behind marks in the device's queue, with a device that the test runs: KV is right
-however late it works."""
+"""Transfers that wait for marks in the device's queue. The test runs the device: KV is right
+however late the device executes its queue."""
 
 import random
 import time
@@ -69,8 +69,8 @@ def test_random_lag(
     num_events: int,
     pipelined: bool,
 ) -> None:
-    """Uses little memory, so that blocks change hands while they are stored; device, server and
-    kind of marks change at random."""
+    """Uses little memory, so that blocks are reallocated while they are stored. Device and server
+    progress at random, and a restarted server may take another kind of marks."""
     monkeypatch.setattr(device_order, "NUM_EVENTS", num_events)
     chance = random.Random(f"{kind}{model}{num_events}{pipelined}")
     prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]
@@ -124,7 +124,8 @@ def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(
 def test_deadlines_of_loads_run_from_the_mark(
     engine: Any, server: Any, device: ToldDevice, kind: OrderKind
 ) -> None:
-    """A load behind a long device queue is not late; a load that the server does not end is."""
+    """A load's deadline counts from its mark. A load that waits in a long device queue is not late;
+    a load that the server does not end is late."""
     engine().generate("a", PROMPT, 1)
     server.order_kind, server.hold = kind, {"load"}
     one = engine(device=device, extra={"load_timeout_s": 0.03})
@@ -187,7 +188,7 @@ def test_a_load_that_is_cancelled_while_it_waits_ends(
 def test_dummy_runs_and_graph_capture_reach_no_hook(
     engine: Any, server: Any, device: ToldDevice
 ) -> None:
-    """Runner V2 switches the connector off for these."""
+    """Runner V2 switches the connector off for dummy runs and graph capture."""
     one = engine(device=device, v2=True)
     one.active.set_disabled(True)
     one.active.pre_forward(None)

@@ -1,5 +1,5 @@
-"""Transfers behind marks through a real server. Words in a file stand for device memory; a device
-that the test runs writes them."""
+"""Transfers that wait for marks in the device's queue, with a real server. A file of 32-bit words
+stands for device memory; a device that the test runs writes them."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -50,7 +50,8 @@ def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
-    """The engine offers words first, then events, which a server without a device can't use."""
+    """The engine offers marks as words in memory first, then as CUDA events, which a server without
+    a device can't use."""
     for settings, kind, why in (
         ({"device": ToldDevice()}, OrderKind.FLAGS, ""),
         ({"device": ToldDevice(), "extra": {"device_order": "host"}}, OrderKind.HOST, ""),
@@ -71,7 +72,7 @@ def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
     ],
 )
 def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -> None:
-    """Blocks change hands while they are stored and loaded, in every layout; the harness checks
+    """Blocks are reallocated while they are stored and loaded, in every layout. The harness checks
     each value that attention would read."""
     chance, device = random.Random(f"{order}{model}{layout.name}"), ToldDevice()
     settings: dict[str, Any] = {

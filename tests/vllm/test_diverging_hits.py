@@ -50,7 +50,8 @@ def longest(one: Engine, request: Request, is_readable: Readable) -> int:
 
 
 def read_at(one: Engine, request: Request, end: int) -> list[tuple[int, bytes]]:
-    """Returns the blocks, as group and hash, that attention reads from token `end` on."""
+    """Returns the blocks, as group and hash, that attention needs in order to continue at token
+    `end`."""
     found = []
     for index, group in enumerate(one.kv_config.kv_cache_groups):
         spec: Any = group.kv_cache_spec

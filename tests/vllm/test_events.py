@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
     """Returns parent, tokens and block size of each stored block, by hash.
 
-    An engine leaves blocks of window groups out of an event but not their tokens. The blocks of
-    such an event are not exact, and are skipped.
+    An engine leaves blocks of window groups out of an event, but not their tokens. Blocks and
+    tokens of such an event do not match, so it is skipped.
     """
     found: dict[Any, tuple[Any, ...]] = {}
     for event in events:
@@ -36,7 +36,7 @@ def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
 
 
 def groups(events: list[Any]) -> dict[int | None, tuple[Any, ...]]:
-    """Returns kind and window of each group."""
+    """Returns kind and window of each KV cache group."""
     return {
         e.group_idx: (e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window)
         for e in events

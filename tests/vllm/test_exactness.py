@@ -55,7 +55,8 @@ def streamed(one: Any) -> list[int]:
 
 
 def test_streamed_input_behind_a_sparse_answer_is_not_shared(approximate: Any, engine: Any) -> None:
-    """vLLM admits the request again, in the middle of a block that the answer has begun."""
+    """For the second chunk of input, vLLM admits the request again, in the middle of a block that
+    the sparse answer has begun."""
     sparse = approximate()
     context = streamed(sparse)
     sparse.generate("stores end", prompt(9, 40))
@@ -70,7 +71,7 @@ def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_k
     make: Any, monkeypatch: Any, tmp_path: Any, model: Any, speculates: bool, pipelined: bool
 ) -> None:
     """When an answer stops, vLLM keeps the KV of accepted drafts behind the stop (unless scheduling
-    is asynchronous), and does not return recurrent states to the stop."""
+    is asynchronous), and does not reset recurrent states to the stop."""
     kind, more = Engine, {"specs": model(), "pipelined": pipelined}
     if speculates:
         kind, more = SpeculatingEngine, more | speculating(monkeypatch, tmp_path)
@@ -106,7 +107,8 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
 
 
 def test_states_that_another_connector_loads_are_inexact() -> None:
-    """Blocks of states cover no fixed number of tokens, so such a model has no block sizes."""
+    """Blocks of recurrent states cover no fixed number of tokens, so their group's block size is 0.
+    A request that hits them has no exact tokens."""
     exactness = Exactness((0,), 4)
     exactness.distrust_all()
     exactness.matched("a", 16)

@@ -1,5 +1,5 @@
-"""Features of vLLM beside hotkv, each in a real engine: an engine that loads gives the same answer
-as the engine that computed."""
+"""Features of vLLM together with hotkv, each in a real engine: an engine that loads gives the same
+answer as the engine that computed."""
 
 import json
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""The settings that keep engines apart: all of vLLM's except a list of harmless settings. The test
-walks this version's classes."""
+"""The key space's fingerprint: engines share only if all of vLLM's settings are equal, except for a
+list of harmless ones. The test walks the config classes of the installed vLLM."""
 
 import copy
 import dataclasses
@@ -251,7 +251,8 @@ def packed(name: str, module: str = "vllm.attention") -> Any:
 
 
 def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> str:
-    """Returns how a group of these layers is packed. A group of another stage precedes it."""
+    """Returns the packing (the backend's form of KV) of a group of these layers. An empty group, of
+    another pipeline stage, precedes it."""
     one = changed(config, "compilation_config", static_forward_context=layers)
     kv = SimpleNamespace(
         kv_cache_groups=[
@@ -306,7 +307,8 @@ def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.Mo
 
 
 def test_loading_quantized_weights_leaves_the_key_space_as_it_is(config: Any) -> None:
-    """vLLM's config gets the time of quantization, and lists whose order each start changes."""
+    """Loading writes the time of quantization to vLLM's config, and lists whose order differs at
+    each start. Neither may change the key space."""
 
     def of(quantization: Any) -> Any:
         return factors(changed(config, "", quant_config=quantization))

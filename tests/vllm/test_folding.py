@@ -1,4 +1,5 @@
-"""Layers that a single tensor of the layout can describe, and layers that need several tensors."""
+"""Layers whose pages a single tensor of the memory's layout can describe, and layers that need
+several tensors."""
 
 import dataclasses
 import itertools

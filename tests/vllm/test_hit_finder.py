@@ -31,7 +31,7 @@ def loading(parts: Parts, name: str = "a", blocks: int = 4) -> Any:
 
 
 def asking(**settings: Any) -> tuple[Parts, Any]:
-    """Returns parts whose server has four blocks of a request, and the request's state."""
+    """Returns `Parts` whose server has four blocks of a request, and the request's state."""
     parts = Parts(**settings)
     parts.put("a", range(4))
     return parts, parts.state(request("a", LONG))
@@ -60,7 +60,8 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
 def test_what_an_arrival_found_is_used_once_and_for_a_moment(
     kind: str, age: float, asks: bool
 ) -> None:
-    """Later the finder looks again, and finds blocks that were stored since the arrival."""
+    """After `HINT_MEMORY_S` the finder looks again, and finds blocks that were stored since the
+    request's arrival."""
     parts, state = asking()
     parts.server.table = kind == "probe"
     parts.drop("a", [3])
@@ -188,7 +189,8 @@ def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
 def test_a_grant_is_answered_again_until_half_its_life_is_over(
     given_s: float, life_s: float
 ) -> None:
-    """A grant lives as long as the server states; without a statement, as long as was asked for."""
+    """A lease is valid for the time that the server states, or else for the time that the finder
+    asked for."""
     parts, state = asking(lease_ttl_s=10.0)
     parts.server.hold = {"acquire"}
     assert parts.match(state) == ASK_AGAIN
@@ -290,7 +292,8 @@ def test_a_load_that_failed_without_a_fault_of_its_blocks_hides_none(desk: Any, 
 
 @pytest.mark.parametrize("stores", [True, False])
 def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
-    """An engine that stores nothing hides them for a minute: no store of its own would end it."""
+    """An engine that stores hides them until it has stored the blocks again. An engine that stores
+    nothing hides them for `HIDDEN_FOR_S`."""
     parts = Parts(stores=stores)
     parts.clock = 2 * HIDDEN_FOR_S
     parts.finder.end_load(loading(parts), True)

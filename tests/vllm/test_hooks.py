@@ -266,8 +266,8 @@ def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[Functio
 def test_a_broken_hook(
     bench: Bench, calls: dict[str, list[FunctionType]], hook: str, only_once: bool, some: slice
 ) -> None:
-    """Breaks the functions that a hook calls. `some`: the slice to break; every second function in
-    everyday runs."""
+    """Breaks, one after another, the functions that a hook calls, and checks both engines after
+    each. `some`: the slice of functions to break; everyday runs break every second function."""
     num_strikes, functions = 0, calls[hook][some]
     for function in functions:
         bench.count += 1

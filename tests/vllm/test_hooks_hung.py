@@ -54,7 +54,8 @@ def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
 def test_an_engine_pauses_and_sleeps_while_blocks_are_held(
     engine: Any, server: Any, way: str
 ) -> None:
-    """vLLM resets its prefix cache first, and only if no block is in use."""
+    """Before it pauses or sleeps, vLLM resets its prefix cache, which works only if no block is in
+    use. So blocks that hotkv holds for a hung load must not count as used."""
     answer = engine().generate("first", PROMPT, 4)[0]
     one = engine(extra={"load_timeout_s": 0.0, "store_timeout_s": 0.0})
     pool, core = one.scheduler.kv_cache_manager.block_pool, Core(one)

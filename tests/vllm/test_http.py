@@ -40,9 +40,9 @@ CHAT = {
 
 @pytest.fixture
 def serve(daemon: Daemon, tmp_path: Path) -> Iterator[Any]:
-    """Starts vLLM's HTTP server with README's commands and patience; stops it at the end. The first
-    start has JSON, and the server's address in a variable; later starts have only arguments with
-    dots."""
+    """Starts vLLM's HTTP server with README's commands and long timeouts; stops it at the end. The
+    first start passes hotkv's settings as JSON, and the address in HOTKV_TARGET; later starts pass
+    all as dotted arguments."""
     model = write_weights(write_tokenizer(write_model(tmp_path / "model")))
     first, next_ones = readme_commands(model)
     place = first.index("--kv-transfer-config") + 1
@@ -99,8 +99,8 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def explained(server: HttpServer, daemon: Daemon) -> int:
-    """Returns the number of the chat's hit blocks that `hotkv explain` prints, by the server's
-    tokens."""
+    """Returns how many blocks of the chat would hit, as `hotkv explain` prints it. vLLM's HTTP
+    server tokenizes the chat."""
     path, printed = server.log_path.with_name("chat.json"), io.StringIO()
     path.write_text(json.dumps(CHAT))
     engine = f"http://127.0.0.1:{server.port}"

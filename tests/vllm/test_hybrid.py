@@ -54,8 +54,8 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
 def test_kept_states(
     block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int, cut: int
 ) -> None:
-    """The kept states are those at the interval, and those from which a request continues that
-    repeats or extends the prompt."""
+    """Checks that states are kept at the interval, and where a request that repeats or extends the
+    prompt would continue."""
     alignment = block * blocks
     reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)
@@ -79,7 +79,8 @@ def test_kept_states(
 def test_every_length_hits_all_that_it_can_and_only_needed_blocks_move(
     engine: Any, server: Any, model: Any
 ) -> None:
-    """The harness checks that attention finds the right KV behind each hit."""
+    """Checks the stored blocks, and the hits and loaded blocks of prompts of many lengths. The
+    harness checks that attention reads the right KV after each hit."""
     one = engine(specs=model(), blocks=96, max_tokens_per_step=LENGTH)
     one.generate("long", prompt(1, LENGTH))
     one.generate("end", prompt(2, 10), 2)

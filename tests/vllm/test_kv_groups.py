@@ -58,7 +58,7 @@ def kv_config(
 def vllm_config(*, drops: bool | None = None, stages: int = 1, dcp: int = 1, pcp: int = 1) -> Any:
     """Returns a config of vLLM.
 
-    drops: True if the drafter has the last block of a hit computed again; None without a drafter.
+    drops: True if a hit's last block is computed again for the drafter; None without a drafter.
     """
     parallel = SimpleNamespace(
         pipeline_parallel_size=stages,
@@ -137,15 +137,16 @@ def test_what_a_hit_could_not_restore_is_refused_with_the_reason(
 
 
 def test_an_engine_without_prefill_ranks_has_one() -> None:
-    """Older versions of vLLM have no prefill ranks. Two ranks would be refused for states."""
+    """Older versions of vLLM have no setting of prefill context parallelism, so hotkv assumes one
+    rank. It would refuse two ranks for the states of this test."""
     engine = vllm_config()
     del engine.parallel_config.prefill_context_parallel_size
     assert kv_groups.cache_groups(engine, kv_config(group(states())))
 
 
 def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
-    """A block of states has no number of tokens, and neither has a block that vLLM does not cache:
-    vLLM allocates such blocks also for the tokens of a hit."""
+    """Blocks of states count 0 tokens, and so do blocks that vLLM does not cache: vLLM allocates
+    such blocks also for the tokens of a hit."""
     specs = [replace(full_spec(), dcp_sharded=sharded) for sharded in (True, False)]
     config = kv_config(*map(group, specs))
     found = kv_groups.cache_groups(vllm_config(dcp=2), config)

@@ -1,5 +1,5 @@
 """The connector's reports for the server's ledger: reasons for misses, time that hits save, waits
-of requests. The server is a double, because lateness is injected."""
+of requests. The server is a double, so that tests can delay its answers."""
 
 import time
 from typing import Any
@@ -46,7 +46,8 @@ def test_reports_say_why_tokens_missed_and_how_loads_ended(engine: Any, server: 
 
 @pytest.mark.parametrize("load", ["auto", "always"])
 def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: str) -> None:
-    """Saved time follows from the engine's own speed, which the server learns only with "auto"."""
+    """The saved time follows from the engine's own prefill speed. The engine tells the server this
+    speed only if `load` is "auto"."""
     engine().generate("cold", PROMPT, 2)
     one = engine(max_tokens_per_step=1024, extra={"load": load})
     one.generate("slow", prompt(2, 500), 2)
@@ -133,7 +134,8 @@ def test_what_a_hit_saves_begins_behind_the_device_hit() -> None:
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_hit_that_is_left_is_computed_sooner(monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
-    """A hit is left before a lease is acquired, or (`asks`) once the lease is granted."""
+    """The engine decides to compute a hit instead of loading it, before it acquires a lease or
+    (`asks`) once the lease is granted."""
     parts = Parts()
     parts.put("a", range(3))
     state, choice = parts.state(request("a", 64)), LoadChoice(None, parts.stats)

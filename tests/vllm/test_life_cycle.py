@@ -151,7 +151,8 @@ def test_shutdown_at_any_time_and_twice(
     pipelined: bool,
     worker_first: bool,
 ) -> None:
-    """After the shutdown the engine may run on, and its stored blocks stay."""
+    """Shuts an engine down after 0 to 5 steps. After that the engine may run on, and its stored
+    blocks stay."""
     for num_steps in range(6):
         one = Engine(server, tmp_path / "model", monkeypatch, pipelined=pipelined)
         server.hold, server.spoil_loads = {"store", "load"}, True

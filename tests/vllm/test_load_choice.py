@@ -1,4 +1,5 @@
-"""Whether a hit is loaded or computed, given earlier loads and prefills; on a simulated clock."""
+"""The engine's choice between loading and computing a hit, from the times of earlier loads and
+prefills; on a simulated clock."""
 
 import math
 from concurrent.futures import Future
@@ -28,7 +29,7 @@ TOKENS_PER_S = 1000.0
 
 
 class Groups:
-    """Hits of whole blocks."""
+    """Stands for the KV cache groups: a hit has whole blocks."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -38,7 +39,7 @@ class Groups:
 
 
 class Finder:
-    """Answers after `ask_s`, the time of the server's answer: with `hit` tokens or a miss. The
+    """Stands for the finder of hits. Finds `hit` tokens or a miss `ask_s` after the question; the
     engine looks for the answer after each step of `step_s`."""
 
     def __init__(self, ask_s: float, hit: int, block_tokens: int = 16) -> None:
@@ -74,8 +75,12 @@ def state_of(num_tokens: int) -> RequestState:
 
 
 class World:
-    """An engine that computes TOKENS_PER_S, and a server whose loads take `fixed_s` and `token_s`;
-    it ends a load `cancel_s` after a cancel. The engine checks for answers each `step_s`."""
+    """An engine that computes TOKENS_PER_S, and a server.
+
+    fixed_s, token_s: a load takes `fixed_s`, and `token_s` for each token.
+    cancel_s: the server ends a load this time after its cancel.
+    step_s: the engine checks for answers at this interval.
+    """
 
     def __init__(self, *, learns: bool = True) -> None:
         self.stats, self.now_s = HotKVStats(), 0.0
@@ -205,7 +210,8 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     num_first: int,
     most_share: float,
 ) -> None:
-    """Trials alone find the recovery. `most_share`: time of later hits, as share of computing."""
+    """Only trial loads can show that the server has recovered. `most_share`: the limit of the time
+    of later requests, as a share of the time of computing."""
     world = World()
     world.many(5, num_tokens)
     vars(world).update(slow)

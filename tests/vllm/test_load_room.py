@@ -42,7 +42,8 @@ def steps(one: Engine, count: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [91, 92, 93])
 def test_a_request_needs_the_blocks_that_vllm_would_reserve(engine: Any, num_tokens: int) -> None:
-    """vLLM's own count is right until the request holds blocks. Drafts need room too."""
+    """Compares with vLLM's own count, which is right as long as the request holds no blocks. Drafts
+    need room too."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     one = engine(specs=hybrid_model(), blocks=96, speculative_config=ngram)
     room = one.connector._scheduler.requests.room

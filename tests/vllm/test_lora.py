@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 
 
 class Three(NamedTuple):
-    """Two engines with LoRA and one without, over the same server. `folder`: for adapters."""
+    """Two engines with LoRA and one without, with the same server. `folder`: for adapters."""
 
     one: EngineProcess
     other: EngineProcess

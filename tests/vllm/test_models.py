@@ -101,8 +101,8 @@ def test_warm_is_as_good_as_cold(
 def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(
     start: Starter, interval: int
 ) -> None:
-    """A conversation: each prompt extends the previous prompt, and each turn continues where the
-    last turn ended."""
+    """Runs a conversation: each prompt extends the previous prompt, and each turn must hit up to
+    where the last turn's prompt ended."""
     dice = random.Random(4)
     settings = ALIGN | {"max_num_batched_tokens": 64, "max_num_seqs": 2}
     settings |= {"prefix_cache_retention_interval": 32}

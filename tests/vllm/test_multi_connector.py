@@ -1,5 +1,5 @@
-"""hotkv as first and as second child of vLLM's MultiConnector: vLLM's real scheduler and
-MultiConnector round the model of the harness. `tests/pairs` has random traffic beside both."""
+"""hotkv as first and as second connector in vLLM's MultiConnector, with vLLM's real scheduler and
+the model of the harness. `tests/pairs` runs random traffic in both orders."""
 
 import copy
 import importlib.util
@@ -93,8 +93,8 @@ def _config(*names: str) -> Any:
 
 
 def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
-    """hotkv moves a CPU engine's KV cache when it registers it, and NIXL would read at the old
-    address. `test_nixl.py` shows it."""
+    """Checks which connectors may come before hotkv. hotkv moves a CPU engine's KV cache when it
+    registers it, so NIXL would read at the old address (`test_nixl.py` runs both)."""
     inner = _config("ExampleConnector", "HotKVConnector", "Behind")
     outer = _config("NixlConnector", "MultiConnector", "Behind")
     assert checks.earlier_connectors(()) == ()
@@ -138,8 +138,8 @@ def test_a_rank_that_never_answers(
 
 
 def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MultiConnector looks up statistics' connectors by name, and VLLM_PLUGINS may leave hotkv's
-    plugin out."""
+    """MultiConnector looks up the connector of each statistic by name, and VLLM_PLUGINS may leave
+    hotkv's plugin out."""
     monkeypatch.delitem(KVConnectorFactory._registry, "HotKVConnector", raising=False)
     spec = importlib.util.find_spec("hotkv_vllm.connector")
     assert spec is not None and spec.loader is not None
@@ -168,8 +168,8 @@ def test_layouts_do_not_conflict(
 def test_asynchronous_load_of_another(
     engine: Make, server: FakeServer, plan: Plan, ending: str
 ) -> None:
-    """vLLM counts such tokens as computed from the start; hotkv must not store them before they are
-    loaded, nor count the load's failures."""
+    """vLLM counts tokens that another connector loads asynchronously as computed from the start.
+    hotkv must not store them before they are loaded, nor count the load's failures."""
     one, other = (engine(within=beside("LoadingConnector", ours_first=False)) for _ in range(2))
     expected = other.generate("alone", PROMPT, 4)[0]
     server.blocks.clear()

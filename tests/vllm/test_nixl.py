@@ -1,4 +1,5 @@
-"""Prefill and decode on two engines, over NIXL with hotkv beside it in a MultiConnector."""
+"""Prefill and decode on two engines that transfer KV with NIXL. hotkv is in the same
+MultiConnector."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def beside_nixl(
 
 
 def test_a_prefill_that_nixl_hands_over(daemon: Daemon, engines: Engines, tmp_path: Path) -> None:
-    """Each engine has its own server. The decoder's is empty, so NIXL brings the prompt's blocks.
+    """Each engine has its own server. The decoder's server is empty, so NIXL brings the prompt's
+    blocks.
     hotkv stores them, and the next request with this prompt hits."""
     model = write_model(tmp_path / "model")
     batch = prompts(1, (333,))

@@ -1,4 +1,4 @@
-"""Real engines with several ranks: tensor, pipeline and data parallel, each rank a process, over
+"""Real engines with several ranks: tensor, pipeline and data parallel, each rank a process, with
 the same daemon. Weights come from a file, so that ranks hold shards of the same model and a shard
 in the wrong place shows."""
 
@@ -61,14 +61,15 @@ def settled(engine: EngineProcess, num_blocks: int) -> dict[str, float]:
 
 
 def blocks_of(batch: list[list[int]], new_tokens: int) -> int:
-    """Returns the full blocks of prompts and answers, without the last token's slot."""
+    """Returns the number of full blocks of prompts and answers. An answer's last token has no
+    KV."""
     return sum((len(prompt) + new_tokens - 1) // 32 for prompt in batch)
 
 
 def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> None:
-    """Kills the last rank, of a pipeline after the first stage has stored its shard of the prompt's
-    blocks; then the rest of the engine. Returns when the server has released its sessions and
-    reservations."""
+    """Kills the last rank, then the rest of the engine. In a pipeline, first waits until the first
+    stage has stored its shard of the prompt's blocks. Returns when the server has released the
+    engine's sessions and reservations."""
 
     def counters() -> dict[str, float]:
         counted: dict[str, float] = daemon.admin("info")["counters"]

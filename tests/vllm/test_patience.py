@@ -1,4 +1,5 @@
-"""Compares how long the scheduler waits for answers with a plain model, on a simulated clock."""
+"""Compares the scheduler's waits for the server's answers with those of a plain model, on a
+simulated clock."""
 
 from concurrent.futures import Future
 from typing import Any

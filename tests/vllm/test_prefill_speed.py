@@ -21,8 +21,8 @@ def end(speed: PrefillSpeed, number: int, now_s: float) -> None:
 def test_it_is_that_of_the_steps_whatever_lies_between_them(
     steps: list[tuple[int, int]], is_pipelined: bool
 ) -> None:
-    """An engine of 1000 tokens/s: steps in sequence, with pauses, each planned before or after the
-    end of the previous step."""
+    """Runs steps at 1000 tokens/s, with pauses, each planned before or after the end of the
+    previous step. The measured speed must be 1000 tokens/s."""
     speed, free_s, ended_s, results = PrefillSpeed(HotKVStats()), 0.0, 0.0, []
     for num_tokens, pause_s in steps:
         planned_s = (max(0.0, free_s - 0.1) if is_pipelined and not pause_s else free_s) + pause_s
@@ -64,8 +64,8 @@ def test_decode_small_steps_and_lost_results_do_not_count() -> None:
 
 
 def test_a_longer_context_costs_more_if_steps_say_so() -> None:
-    """Attention: a token takes 1 ms, and 1 us for each token before it. A step with another wait is
-    left out."""
+    """A token takes 1 ms, and 1 us more for each token before it, as with attention. A step with a
+    long extra wait must not count."""
     speed, now_s = PrefillSpeed(HotKVStats()), 0.0
     for computed in range(0, 8192, 1024):
         number = speed.begin_step([(1024, computed)], now_s)

@@ -90,8 +90,8 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
 def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    """An engine of the other role computes at once, unless the router says that another engine
-    computes the prompt."""
+    """A `kv_consumer` waits. A `kv_both` engine computes at once, unless the router says that
+    another engine computes the prompt (`do_remote_prefill`)."""
     tokens = prompt(1, 200)
     first = engine()
     second = engine(within=lambda ours: ours | {"kv_role": role})

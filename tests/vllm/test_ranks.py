@@ -32,8 +32,8 @@ def space(sizes: list[int], names: list[tuple[str, ...]], stage: int) -> KeySpac
 
 
 def notes_of(stages: list[list[int]], tp_size: int, replicas: int) -> list[RankNote]:
-    """Returns a note of every rank. `stages`: number of layers of each group in each stage; a layer
-    has 8 bytes in each rank."""
+    """Returns the note (`RankNote`) of every rank. `stages`: for each pipeline stage, the number of
+    layers of each group; a layer has 8 bytes in each rank."""
     notes = []
     for stage, layers in enumerate(stages):
         names = [
@@ -107,8 +107,8 @@ def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(
 
 
 def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPlace]) -> None:
-    """Checks that each shard has one writer, whose size it has. A rank that does not write uses the
-    shard of the last writer before it."""
+    """Checks that each shard has one writing rank, and the size of that rank's part. A rank that
+    does not write uses the shard of the last writer before it."""
     writers = [note for note in notes if note.place.is_writer]
     assert found.num_shards == len(writers) <= ranks.MAX_SHARDS
     shard = -1
@@ -135,8 +135,8 @@ def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None
 
 
 def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[int, str]:
-    """Runs these ranks at once over the same store; the rest of `num_ranks` never come. Returns
-    each rank's decision."""
+    """Runs these ranks at once over the same key-value store; the other ranks of `num_ranks` never
+    come. Returns each rank's decision."""
     store, came_to = HashStore(), {}
 
     def rank(note: RankNote) -> None:
@@ -207,7 +207,8 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
 def test_a_rank_that_missed_a_note_tells_the_others_after_a_sleep(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that got all notes wait for the note of the rank that missed one."""
+    """After the sleep the rank posts that it missed a note, because the ranks that got all notes
+    wait for its next note."""
     told: list[RankNote] = []
 
     def agree(note: RankNote, num_ranks: int, engine_id: str) -> Any:

@@ -240,7 +240,7 @@ def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(
 
 
 def test_weights_that_change_in_a_pause_before_the_ranks_say_hello(updated: Any) -> None:
-    """In a MultiConnector the ranks say hello with the first step."""
+    """In a MultiConnector the ranks send their handshakes (say hello) with the first step."""
     one, two = updated(within=beside("LoadingConnector", ours_first=True)), updated()
     with pausing():
         one.connector.reset_cache()
@@ -350,7 +350,8 @@ def test_a_reset_by_itself_costs_no_sharing(updated: Any) -> None:
 def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_memory(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's files were replaced while it was loaded: its key space names the new files."""
+    """The model's files may have been replaced while it was loaded. A key space from these files
+    could name weights that the engine does not have."""
     sure = updated()
     sure.generate("a", PROMPT, 4)
     sure.generate("end", OTHER, 2)
@@ -399,7 +400,8 @@ def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> No
 
 
 def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(updated: Any) -> None:
-    """vLLM keeps its own cache unless it is told to reset it, and continues running requests."""
+    """After new weights, vLLM keeps its own cache unless it is asked to reset it, and continues
+    running requests."""
     one = updated()
     one._check = lambda *_: None
     one.generate("a", PROMPT, 4)
@@ -424,7 +426,9 @@ def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(upd
 def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encodings(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In `pauses`, None stands for a write that a rank notices while the engine runs."""
+    """Writes weights after a reset in a pause (`pauses` True), after a reset without a pause
+    (False), or while the engine runs (None). Media are shared again only after a reset in a
+    pause."""
     one = updated()
     one._check = lambda *_: None
     sharing = one.connector._scheduler.sharing

@@ -74,7 +74,8 @@ def test_reset_without_an_answer_is_not_a_success(
 def test_a_reset_that_failed_is_made_good_later(
     filled: Any, server: Any, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """Without a server the reset succeeds, because loads wait for the owed flush."""
+    """If the server is absent, the reset succeeds, because loads wait until the flush has been
+    sent. If the server refuses the flush, the reset fails, and the flush is repeated."""
     monkeypatch.setattr(reset, "RETRY_S", 0.0)
     one, answer = filled()
     if trouble == "absent":

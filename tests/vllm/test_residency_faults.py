@@ -1,5 +1,5 @@
-"""Faults under contexts beyond device memory: tokens are right whatever happens to the server. A
-request goes on, is recomputed, or ends with an error."""
+"""Faults while contexts are larger than device memory: tokens are right whatever happens to the
+server. A request goes on, is recomputed, or ends with an error."""
 
 import time
 from typing import Any

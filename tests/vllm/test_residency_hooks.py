@@ -1,4 +1,4 @@
-"""Every function behind contexts beyond device memory breaks once, in a real engine over a real
+"""Every function behind contexts beyond device memory breaks once, in a real engine with a real
 server: a request's tokens are right, or it ends with an error, and the engine serves the next."""
 
 import random
@@ -48,7 +48,7 @@ def test_whatever_breaks_no_token_is_wrong(
     start: Start, shared_daemon: Daemon, is_async: bool, later: bool, first: int, moves: int
 ) -> None:
     """Breaks a function at its first call, or (`later`) at its first call after some number of
-    steps. Each form breaks every sixth function, and begins with the function of number `first`.
+    steps. Each case breaks every sixth function, beginning with function number `first`.
     `moves`: requests begin on the device, and move after so many steps."""
     dense = start(None)
     one = start(

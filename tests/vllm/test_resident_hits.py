@@ -34,7 +34,8 @@ def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> 
 
 @pytest.mark.parametrize("is_named", [True, False])
 def test_a_failed_load_hides_only_blocks_that_it_loaded(is_named: bool) -> None:
-    """A request has no names while the ranks look at its adapter again."""
+    """`is_named`: False while the ranks check the request's adapter again, so that its blocks have
+    no names to hide."""
     parts = Parts(left_out=LEFT_OUT)
     state = granted(parts)
     assert parts.load(state, 4 * TOKENS, [[1, 0, 0, 4]])
@@ -107,7 +108,7 @@ def test_what_outgrows_the_device_ends_with_an_error_where_nobody_keeps_it(
 def test_a_request_that_was_preempted_between_steps_begins_in_the_step_after_next(
     desk: Any,
 ) -> None:
-    """The next step's message reports the preemption to books and workers."""
+    """The next step reports the preemption to the scheduler side's records and to the workers."""
     one = desk()
     first = request("a", 20)
     one.arrive(first)

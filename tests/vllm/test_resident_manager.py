@@ -57,7 +57,8 @@ def test_an_engine_in_which_hotkv_is_off_has_vllms_spec(
 
 @pytest.mark.parametrize("residency", ["host", "auto"])
 def test_an_engine_that_can_not_have_residency_hears_why(residency: str) -> None:
-    """In an engine that stores nothing, long requests would fill the device and wait for ever."""
+    """Such an engine is refused with the reason. For example, long requests of an engine that
+    stores nothing would fill the device and wait for ever."""
 
     def check(is_producer: bool = True, num_blocks: int = 28, **more: Any) -> None:
         transfer = SimpleNamespace(is_kv_producer=is_producer, kv_role="kv_consumer")

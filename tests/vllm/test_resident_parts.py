@@ -110,7 +110,8 @@ def resident_worker() -> ResidentWorker:
 
 
 def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() -> None:
-    """The new `ResidentRequests` of the scheduler side do not know the request."""
+    """Only the step's sparse rows tell the worker that the request has ended, because the scheduler
+    side's new `ResidentRequests` do not know it."""
     worker = resident_worker()
     worker.begin_resident(ResidentStep((ResidentRow("a", 7, 3, True, 0),)))
     worker.begin_step(SparseRows(ended=("a",)))
@@ -118,7 +119,8 @@ def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() ->
 
 
 def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
-    """The request's blocks are reported as lost once. No message says that it was preempted."""
+    """The worker has reported that the request is lost. The message that preempts it never comes,
+    but a row without freed blocks shows that the request begins anew."""
     worker = resident_worker()
     rows = ResidentRow("a", 7, 3, True, 5), ResidentRow("b", 6, 4, True, 0)
     worker.begin_resident(ResidentStep(rows))
@@ -129,7 +131,8 @@ def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
 
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -> None:
-    """When the row's step runs, the request's first block may be another request's."""
+    """A lost request is reported by its first block. When a step that was planned before the report
+    runs, that block may be another request's."""
     worker = resident_worker()
     step = ResidentStep((ResidentRow("a", 7, 3, True, 5),))
     worker.begin_resident(step)

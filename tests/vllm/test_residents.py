@@ -327,7 +327,8 @@ def test_a_request_that_outgrows_the_pool_waits_for_its_room_in_the_queue() -> N
 
 
 def test_without_a_server_requests_are_preempted_as_in_vllm_and_end() -> None:
-    """Of two that come later, the first fills the pool, and the second outgrows it."""
+    """A later request that just fits the pool ends well too. Another one that outgrows the pool
+    ends with an error."""
     engine = ResidentEngine(pool=SMALL_POOL)
     engine.die(empty=True)
     for family in "abc":
@@ -372,7 +373,8 @@ def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
 
 
 def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
-    """Two requests fill the server. The first goes on; when it has ended, the other does."""
+    """Two requests fill the server's room, so both are held. The last one gives up its room, and
+    goes on when the first has ended."""
     engine = ResidentEngine("host", most_blocks=60)
     first, second = (engine.arrive(400, 200, family) for family in "ab")
     # A step in flight of the last request still reads the arena.
@@ -397,7 +399,7 @@ def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
 def test_a_preempted_request_uses_no_block_of_before_a_reset(
     num_steps: int, steps_in_queue: int
 ) -> None:
-    """With one step, a store has pinned blocks whose offsets the engine does not know yet."""
+    """If `num_steps` is 1, a store has pinned blocks whose offsets the engine does not know yet."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(num_steps)
@@ -413,7 +415,8 @@ def test_a_preempted_request_uses_no_block_of_before_a_reset(
 
 
 def test_blocks_stored_before_a_preemption_do_not_stop_blocks_of_other_names() -> None:
-    """The server has pinned blocks that the engine does not know of, and vLLM loads no hit."""
+    """The server still pins blocks from before the preemption, which the engine does not know of,
+    and vLLM loads no hit. The request must still end well."""
     engine = ResidentEngine("host")
     engine._hit = lambda one: 0  # type: ignore[method-assign]
     engine.arrive(400, 200)
@@ -451,7 +454,8 @@ def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
 
 
 def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_given() -> None:
-    """vLLM preempts only running requests, and admits waiting requests that hold blocks first."""
+    """While the request waits, losing its blocks does not make it lost: vLLM preempts only running
+    requests, and admits waiting requests that hold blocks first. Once it runs, it is preempted."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(60)
@@ -493,7 +497,8 @@ def test_a_request_that_is_preempted_between_steps_resumes_with_a_hit(exact_bloc
 
 
 def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
-    """vLLM would wait for ever for a lost request that has loaded its hit and waits to run."""
+    """The reset must not count the request as lost. vLLM would wait for ever for a lost request
+    that has loaded its hit and waits to run."""
     engine = ResidentEngine("auto")
     name = engine.arrive(400, 20)
     engine.run(5, stores=False)
@@ -543,7 +548,8 @@ def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> No
 
 @pytest.mark.parametrize("passed_s", [STEP_S, 60.0])
 def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -> None:
-    """Time in which the server takes no block counts; of a slow step, at most a second."""
+    """The request ends after `TIMEOUT_S` in which the server takes no block. A slow step counts as
+    at most a second."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     engine.excused.add(name)

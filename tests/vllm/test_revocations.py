@@ -39,8 +39,9 @@ def test_which_engines_need_it() -> None:
 
 
 class Words(RuleBasedStateMachine):
-    """Stores of two ranks, each with its fence page. A rank may send a store late or never; the
-    server may answer after the scheduler has ended the store."""
+    """Stores of two ranks. Each rank has a fence: a page of memory by which the scheduler revokes
+    its stores. A rank may send a store late or never; the server may answer after the scheduler has
+    ended the store."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +219,8 @@ def test_a_step_whose_planning_broke_takes_all_back(
 
 
 def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store waits for the device, so the server copies zeroes. The store is revoked."""
+    """The store waits for the device, so the server copies blocks that are zeroed by then. The
+    store must be revoked."""
     device, server = ToldDevice(), RealServer(daemon.start().target)
     extra = {
         "target": daemon.target,

@@ -1,4 +1,4 @@
-"""Scenarios of vLLM's own connector tests, over the harness: failed loads and large steps.
+"""Scenarios of vLLM's own connector tests, in the harness: failed loads and large steps.
 `test_stress` has failures and aborts in any order."""
 
 from typing import Any
@@ -68,7 +68,7 @@ def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
 def test_a_step_of_very_many_blocks_is_stored_in_parts(
     monkeypatch: Any, engine: Any, server: Any, model: Any, v2: bool
 ) -> None:
-    """Includes two requests in a step, and a chain longer than a call of the server."""
+    """Includes two requests in a step, and a chain of blocks too long for one store."""
     monkeypatch.setattr(stores, "STORE_BLOCKS", 3)
     first, second = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
     first.add("a", PROMPT, 2)

@@ -1,4 +1,4 @@
-"""Small books of the scheduler side, each alone: loads of other connectors, blocks about to be
+"""The scheduler side's small records, each alone: loads of other connectors, blocks about to be
 written, hidden keys, reports, hints."""
 
 from types import SimpleNamespace
@@ -71,7 +71,8 @@ def asks(name: str, computed: int = 0) -> Any:
 def test_blocks_behind_what_a_request_hit_are_new_to_it(
     matched: int, computed: int, num_hit: int
 ) -> None:
-    """`computed`: tokens of a finished load. Of a group with states, all blocks are new."""
+    """`matched`: tokens of a local hit. `computed`: tokens of a finished load. All blocks of a
+    group of states count as new."""
     written = WrittenBlocks([16, 0])
     written.matched("a", matched)
     written.allocated(asks("a", computed), blocks([1, 2, 3], [NULL_BLOCK, 11, 12]))

@@ -18,7 +18,7 @@ __all__ = ["updated"]
 
 
 def connect_again(one: Engine) -> None:
-    """Connects as after a sleep in which a rank's handshake has changed."""
+    """Connects the scheduler's side again, as after a sleep that has changed a rank's handshake."""
     told = replace(one.worker.get_handshake_metadata(), sparse_layers=((0, 0),))
     one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
 

@@ -114,8 +114,8 @@ def test_a_wrong_setting_is_an_error_at_construction(engine: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed:FutureWarning")
 def test_kernels_are_loaded_before_the_first_request(engine: Any) -> None:
-    """Nevertheless vLLM can start another engine in the process. (On a CPU each engine's start
-    looks at all attributes of all modules.)"""
+    """Afterwards vLLM must still be able to start another engine in the process. (On a CPU, an
+    engine's start reads all attributes of all modules.)"""
     pytest.importorskip("numba")
     engine()
     assert "hotkv_proto.kernels" in sys.modules

@@ -44,7 +44,7 @@ Lying = tuple[int, Medium, str, int]
 
 
 class Wire:
-    """Stands for a session. Its calls return what the server's event reader answers."""
+    """Stands for a session. Its calls return the answers of the server's event reader."""
 
     def __init__(self, hub: EventHub, state: Any) -> None:
         self.connected = self.has_events = True
@@ -64,7 +64,11 @@ class Wire:
 
 
 class Telling(RuleBasedStateMachine):
-    """`cached`: the server's blocks. `index`: a router's knowledge from the engine's events."""
+    """An engine that reports the server's blocks as its own (`SharedEvents`).
+
+    cached: the server's blocks.
+    index: a router's index of blocks, from the engine's events.
+    """
 
     @initialize()
     def begin(self) -> None:

@@ -54,8 +54,8 @@ def test_a_covering_budget_is_exact_in_mixed_batches(start: Start, sparse: dict[
 
 @pytest.mark.long
 def test_local_prefix_hits_and_preemption(start: Start) -> None:
-    """Two long prompts and their answers have too few blocks: a request is preempted, and resumes
-    in other blocks."""
+    """The device has too few blocks for two long prompts and their answers: a request is preempted,
+    and resumes in other blocks."""
     settings = {
         "num_gpu_blocks_override": 61,
         "max_num_seqs": 2,
@@ -154,8 +154,8 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
 def test_a_hit_brings_representations_and_nothing_is_built_again(
     start: Start, daemon: Daemon
 ) -> None:
-    """The second engine loads them with the blocks, and selects as the first does. Another version
-    of representations shares only blocks."""
+    """The second engine loads the representations with the blocks, and selects as the first does.
+    An engine with another version of representations shares only blocks."""
     target = daemon.start().target
     batch, num_hit = (
         prompts(4, (700, 1100)),

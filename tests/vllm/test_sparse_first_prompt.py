@@ -44,7 +44,7 @@ def batch_of(rows: list[tuple[int, int]]) -> Batch:
 
 
 def tokens(dice: np.random.Generator, count: int) -> tuple[Any, Any]:
-    """Returns keys [N, 2, 16] and queries [N, 6, 16]."""
+    """Returns keys [count, 2 KV heads, 16] and queries [count, 6 query heads, 16]."""
     shapes = (count, 2, 16), (count, 6, 16)
     keys, queries = (dice.standard_normal(shape).astype(np.float32) for shape in shapes)
     return keys * np.linspace(0.2, 3, 16, dtype=np.float32) + 1, queries
@@ -160,7 +160,8 @@ def test_the_blocks_that_matter_are_found() -> None:
 
 
 def test_what_was_built_without_axes_is_forgotten() -> None:
-    """A layer of two formats has one centre. So the axes change the meaning of rot2u bytes too."""
+    """A layer with two formats of representations has one centre. So calibrating it changes the
+    meaning of rot2u bytes too, and all representations must be built anew."""
     cache = Cache(BLOCKS, 64, torch.bfloat16)
     layer = cache.layer(("rot2u", "mix2"))
     pool = BlockReprManager({5: layer.shape}, {5: layer.keys_of})
@@ -250,7 +251,7 @@ def test_an_engine_without_kernels_decodes_densely(monkeypatch: pytest.MonkeyPat
 
 
 def rotary(head_size: int, theta: float, **more: Any) -> SimpleNamespace:
-    """Returns a module like vLLM's: cosines, then sines, a row per position."""
+    """Returns a module like vLLM's rotary embedding: a row per position, cosines before sines."""
     angles = np.arange(4)[:, None] * theta ** -np.arange(0, 1, 2 / head_size)
     table = torch.from_numpy(np.concatenate([np.cos(angles), np.sin(angles)], axis=1))
     given = {"head_size": head_size, "is_neox_style": True, "cos_sin_cache": table} | more

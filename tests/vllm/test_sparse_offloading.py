@@ -1,4 +1,4 @@
-"""The loop of vLLM's RFC #37263, as written there, over real copies: attention reads hot slots
+"""The loop of vLLM's RFC #37263, as written there, with real copies: attention reads hot slots
 only, and host memory is an array or a residency of a real hotkv-server."""
 
 import itertools
@@ -37,20 +37,22 @@ CONFIG = SparseConfig(sparse_topk=256, sink_tokens=16, recent_tokens=32, max_cor
 
 
 def keys_of(pages: np.ndarray) -> np.ndarray:
-    """Returns the keys of pages, which are float32 [T, H, 2 D]: keys, then values."""
+    """Returns the keys of pages. A page is float32 [tokens, KV heads, 2 * head size]: keys,
+    values."""
     return np.ascontiguousarray(pages.view(np.float32).reshape(-1, T, H, 2 * D)[..., :D])
 
 
 def plain_attention(query: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Computes attention of a query [Q, D] to tokens [n, H, 2 D]."""
+    """Computes attention of a query [query heads, head size] to tokens [n, KV heads, 2 * head
+    size]."""
     scores = np.einsum("hgd,thd->hgt", query.reshape(H, G, D), tokens[..., :D]) / np.sqrt(D)
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return np.einsum("hgt,thd->hgd", shares / shares.sum(axis=-1, keepdims=True), tokens[..., D:])
 
 
 class Model:
-    """Sequences of random tokens in two layers, and the RFC's loop. `residency` replaces the array
-    of pages."""
+    """Sequences of random tokens in two layers, and the RFC's loop. `residency`: holds the pages in
+    place of an array in host memory."""
 
     def __init__(
         self,
@@ -210,7 +212,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def engine(server: Server) -> Iterator[PagedEngine]:
-    """Yields an engine with its own server, and memory for 64 blocks on their way to it."""
+    """Yields an engine with its own server, and memory for 64 blocks that it stores."""
     one = PagedEngine(server.target, layers=len(LAYERS), num_blocks=64, page_bytes=PAGE)
     yield one.connect()
     one.close()

@@ -142,7 +142,7 @@ def forward(
 def attention(
     cache: Cache, query: torch.Tensor, table: list[int], positions: Sequence[int], length: int
 ) -> torch.Tensor:
-    """Computes plain attention of a token's query [Q, D] over blocks of a context."""
+    """Computes plain attention of a query [query heads, head size] over blocks of a context."""
     tokens = [
         table[p] * BLOCK + t for p in positions for t in range(BLOCK) if p * BLOCK + t < length
     ]
@@ -240,7 +240,7 @@ def test_exact_mass_of_blocks() -> None:
 
 
 def representations(rng: np.random.Generator, count: int) -> tuple[Any, BlockReprManager]:
-    """Returns random keys of blocks, and the manager of layer 5 that reads them."""
+    """Returns random keys of `count` blocks, and a `BlockReprManager` whose layer 5 reads them."""
     keys = rng.standard_normal((count, BLOCK, HEADS, 32)).astype(np.float32)
     shape = LayerShape(count, BLOCK, HEADS, 32, ("rot2u",))
     return keys, BlockReprManager({5: shape}, {5: lambda blocks: keys[blocks]})

@@ -1,5 +1,5 @@
-"""The pool of representations beside the pages: stores read the right representations from it, and
-only loads and builds write to it."""
+"""The pool of representations, which the device holds in addition to the pages: stores read the
+right representations from it, and only loads and builds write to it."""
 
 import mmap
 import random
@@ -87,7 +87,8 @@ class PoolMachine(RuleBasedStateMachine):
         return self.dice.standard_normal((count, TOKENS, HEADS, SIZE)).astype(np.float32)
 
     def _slot(self, kind: int, block: int) -> list[tuple[int, int]]:
-        """Returns offset and length of each run that a slot is copied in, in order."""
+        """Returns, in order, offset and length of each run of engine memory that a block's slot
+        holds."""
         (runs,) = self.layout.copy_runs(
             kind, self.pool.kinds[kind], np.array([block]), np.array([0])
         )
@@ -237,8 +238,8 @@ def test_they_go_with_blocks_and_come_with_hits(
 
 
 def test_blocks_that_have_none_gain_one(engine: Any, server: Any, toy: Toy) -> None:
-    """An engine without sparse decode stores the blocks. An engine with sparse decode hits them, in
-    its own cache or in hotkv's."""
+    """An engine without sparse decode stores blocks without representations. An engine with sparse
+    decode hits them, in hotkv's cache or its own, and stores their representations."""
     engine().generate("a", prompt(1, 200), 4)
     one = sparse_engine(engine)
     assert pairs(server, one) == 0

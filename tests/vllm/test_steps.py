@@ -30,8 +30,12 @@ def fresh(
     copies: Sequence[tuple[int, int]] | None = None,
     zeroed: Sequence[int] | None = None,
 ) -> set[int]:
-    """Returns the blocks that a step overwrites. `new`, `cached`: computed tokens and block ids of
-    each request; `resumed`: which of `cached` were preempted; `copies`: from block, to block."""
+    """Returns the blocks that a step overwrites.
+
+    new, cached: computed tokens and block ids of each request.
+    resumed: which of `cached` were preempted.
+    copies: from block, to block.
+    """
     told: Any = SimpleNamespace(
         scheduled_new_reqs=[
             SimpleNamespace(num_computed_tokens=tokens, block_ids=ids) for tokens, ids in new
@@ -195,7 +199,8 @@ def test_chunks_of_windows_have_each_block_in_its_place(
 def without_holes(
     window: int, ids: list[int], first: int = 0, aligned_chunks: int = 1, ended: bool = False
 ) -> list[int]:
-    """Returns a request's block ids without holes, if `first` chunks of four blocks are stored."""
+    """Returns a request's block ids after `steps.leave_out_holes`. Chunks have four blocks; the
+    chunks before number `first` are stored already."""
     group = SimpleNamespace(
         kv_cache_spec=replace(window_spec(), sliding_window=window),
         tokens_per_block=BLOCK_TOKENS,

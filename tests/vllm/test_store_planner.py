@@ -31,7 +31,8 @@ REFUSED = BlockResult.ABORTED
 
 
 def planned(parts: Parts, name: str, num_blocks: int, *table: int, **more: Any) -> Any:
-    """Plans a step that computes so many blocks of a new request; returns its state and jobs."""
+    """Plans a step that computes `num_blocks` blocks of a new request. Returns the request's state
+    and the store jobs."""
     state = parts.state(request(name, TOKENS * num_blocks))
     tables = [list(table)] if table else None
     return state, plan(parts, (state, TOKENS * num_blocks), tables=tables, **more)[0]
@@ -108,8 +109,9 @@ class AllResident:
 def test_an_answer_takes_few_stores_and_no_block_is_left_out(
     specs: list[GroupSpec], kind: str, prompt: int, chunk: int, answer: int
 ) -> None:
-    """Three kinds of blocks never wait: blocks of a prompt, of a resident request, and of a model
-    whose requests lose blocks during decode. With a drafter, a block of an answer is complete only
+    """Blocks of an answer wait until several can be stored at once. Three kinds of blocks never
+    wait: blocks of a prompt, of a resident request, and of a model whose requests lose blocks
+    during decode. With a drafter, a block of an answer is complete only
     when the token after it is known."""
     residencies = AllResident() if kind == "resident" else None
     parts = Parts(specs, drafts=[0] if kind == "draft" else [], residencies=residencies)
@@ -222,7 +224,7 @@ def test_a_state_is_stored_under_the_hash_of_the_block_that_ends_at_its_boundary
 
 
 def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
-    """The room is for four blocks."""
+    """Stores in flight may have four blocks (`max_inflight_store_mib`)."""
     parts = Parts(max_inflight_store_mib=1)
     _, jobs = planned(parts, "a", 4)
     assert len(jobs) == 1 and parts.planner.in_flight.num_bytes == 4 * BLOCK_BYTES

@@ -52,7 +52,8 @@ BY_RPC = dict(zip(MODELS, ["sync", "async", "v2", "sync", "async", "async", "v2"
 
 
 def marks(model: Any, way: str, table: bool) -> list[pytest.MarkDecorator]:
-    """Everyday forms: all models with asynchronous scheduling, and each form of an engine."""
+    """Returns the marks of a case. Everyday runs have no mark: with a block table, all models with
+    asynchronous scheduling, and `full_model` in each way."""
     if table:
         return [] if way == "async" or model is full_model else [pytest.mark.long]
     return [pytest.mark.long if BY_RPC[model] == way else pytest.mark.campaign]
@@ -81,7 +82,8 @@ def test_random_faults(
     way: dict[str, bool],
     table: bool,
 ) -> None:
-    """A load that the server does not end is given up at once; its blocks are written later."""
+    """The engine gives up at once a load that the server does not end. The server may write the
+    load's blocks later."""
     monkeypatch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
     dice = random.Random(0)
     server.table = table

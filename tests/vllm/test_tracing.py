@@ -125,7 +125,8 @@ def test_a_load_that_fails_and_one_that_is_cancelled_say_so(
 def test_a_request_that_goes_on_without_hotkv_has_its_span(
     engine: Any, traced: Any, collector: OtlpReceiver, how: str
 ) -> None:
-    """Without the request's span, the server's spans below it would have no parent."""
+    """Checks that the request's span is exported, with the error LEFT. Without it the server's
+    spans would have no parent."""
     engine().generate("cold", PROMPT, 2)
     one = traced()
     one.add("a", PROMPT, 4, trace_headers=HEADERS)

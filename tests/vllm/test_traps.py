@@ -71,7 +71,8 @@ def test_a_block_is_stored_with_the_step_that_fills_it(
 def test_ready_blocks_are_not_stored_again(
     engine: Any, server: Any, table: bool, num_again: int
 ) -> None:
-    """Without a table, only loaded blocks are known to be ready; hits on the device are not."""
+    """Without the server's block table, the engine knows that loaded blocks are ready, but not that
+    its hits on the device are. It stores the latter again."""
     filled(engine)
     server.calls.clear()
     server.table = table
@@ -107,7 +108,8 @@ def test_a_hit_that_is_not_taken_leaves_no_lease(engine: Any, server: Any, how: 
 def test_keys_of_failed_loads_are_offered_again(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """An engine that stores nothing offers them after a minute; if a session was lost, soon."""
+    """vLLM gets hits of these keys again: after a minute in an engine that stores nothing, and soon
+    if a session was lost."""
     monkeypatch.setattr(hits, "HIDDEN_FOR_S", 1e-6)
     answer, role = filled(engine), "kv_consumer" if why == "stores nothing" else "kv_both"
     one = engine(within=lambda ours: ours | {"kv_role": role})
@@ -231,8 +233,8 @@ def test_a_state_whose_block_was_given_away_is_not_stored(
 
 
 class RingEngine(Engine):
-    """An engine whose second group has a block for each request, a ring of its last tokens, which
-    prefix caching can't use. Every step writes to the rings of its requests."""
+    """An engine whose second group has one block for each request: a ring buffer of its last
+    tokens, which prefix caching can't use. Every step writes to the rings of its requests."""
 
     def _attention_groups(self) -> Iterator[tuple[int, Any]]:
         yield next(super()._attention_groups())

@@ -238,8 +238,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_the_layout_of_a_file_changes_nothing(layout: str) -> None:
-    """To save time, a file is split by its lines. Definitions that this misses are searched
-    again."""
+    """To save time, the check splits a file by its lines. It searches again for definitions that
+    this misses."""
     text = LAYOUTS[layout](installed().read(SPECS) or "")
     ast.parse(text)
     changed = Changed(installed(), {SPECS: text})

@@ -63,7 +63,7 @@ def test_a_store_behind_a_mark_is_sent_later_or_taken_back_without_the_server(ri
 
 
 class NotedWaits:
-    """Stands for `_all_done`: records the limit of each wait, and does not wait."""
+    """Stands for `_all_done`: records the time limit of each wait, and does not wait."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plain, self.waits = rank_stores._all_done, list[float]()

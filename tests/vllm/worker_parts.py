@@ -1,5 +1,5 @@
 """The worker side of a rank without an engine. The test decides when its session answers, how far
-the device has come, and the time."""
+the device has run its queue, and the time."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
