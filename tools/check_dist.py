@@ -195,7 +195,7 @@ def digest(path: Path) -> str:
 
 
 def check_sums(folder: Path) -> None:
-    """Exits unless SHA256SUMS names each file of the folder, with its contents."""
+    """Exits unless SHA256SUMS lists each file of the folder with its checksum."""
     lines = (line.split() for line in (folder / "SHA256SUMS").read_text().splitlines())
     sums = {name: value for value, name in lines}
     for path in folder.iterdir():

@@ -181,7 +181,7 @@ class MadeUp:
         pass
 
     def free_bytes(self) -> int:
-        """Returns the whole address space, less the allocations that a process has mapped."""
+        """Returns the bytes of the simulated device that no process has allocated."""
         held = {}
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):

@@ -126,8 +126,8 @@ class Below(Protocol):
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
         """Drops the blocks of a key space from `space`, in parts. Each part scans `portion` entry
-        numbers. Yields for each part how many blocks it dropped. The caller has stopped the moves
-        of the key space (`stopped`)."""
+        numbers. Yields for each part how many blocks it dropped. The caller has stopped moving
+        blocks of the key space between tiers (`stopped`)."""
 
     def reserved(self) -> Entries:
         """Returns the entries in host memory that are reserved for blocks being promoted."""

@@ -260,7 +260,7 @@ DOORS = {"hotkv-vllm": "own", "hotkv-offloading": "offloading"}
 
 
 def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:
-    """Returns a row for each of these sessions, in the order in which they were opened."""
+    """Returns the figures of each session, in the order in which the sessions were opened."""
     held = inspect.leases_of_engines(node.core)
     more = [one.session_figures() for one in node.capabilities]
     rows = []
