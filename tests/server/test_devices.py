@@ -219,7 +219,8 @@ def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) ->
 
 
 def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
-    """Copies are in flight. The next server and the engine continue with the stored blocks."""
+    """Kills the server while copies are in flight. The engine must load the blocks stored before
+    from the next server, with their bytes."""
     devices, names, ids = FakeDevices(1, 3, 0.002), hashes(8), np.arange(8, dtype=np.int32)
     one = None
     try:
@@ -248,7 +249,8 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
 def test_loads_end_when_the_device_has_left_a_dead_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a dead server's link closes, its device may still copy; loads wait for the device."""
+    """Kills the server during a load. Its device may still copy when its link closes, so the load
+    must not end before the device is done."""
     asked, has_left = threading.Event(), threading.Event()
 
     def wait_for_it() -> None:

@@ -119,7 +119,8 @@ def test_refusals_name_the_device_and_those_there_are(devices: Devices) -> None:
 def test_memory_that_is_stated_larger_than_its_allocation_is_refused(
     devices: Devices, memory: FakeAllocation
 ) -> None:
-    """Copies beyond it would cost the server the device, or touch another engine's memory."""
+    """States memory that ends beyond its allocation. A copy there would break the server's use of
+    the device, or touch another engine's memory."""
     fits = _cuda("k", memory, PAGE)
     _open(_layout(fits), devices).close()
     for num_bytes, base in ((PAGE + 1, PAGE), (2 * PAGE, PAGE), (PAGE, 2 * PAGE)):

@@ -1,5 +1,5 @@
-"""Fences on the server's side: a store that could not be revoked is refused or dropped, and no page
-takes another's place."""
+"""Fences, the pages by which engines revoke stores, on the server's side: a store that could not be
+revoked is refused or dropped, and no page takes another's place."""
 
 import asyncio
 import os
@@ -59,7 +59,8 @@ async def test_a_fence_index_is_a_word_of_the_page_that_revokes_its_store(tmp_pa
 async def test_a_page_that_is_cut_short_revokes(
     tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Revokes a store even if the store's own word is in the rest of the page, and not set."""
+    """Cuts a fence's page short. Its stores must count as revoked, even if a store's own word is in
+    the rest of the page and is not set."""
     async with live_node(tmp_path) as node:
         fd = memory_file(FENCE_BYTES)
         session = await worker(node, fence_fd=os.dup(fd))

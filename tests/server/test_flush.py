@@ -24,7 +24,8 @@ Make = Callable[..., PagedEngine]
 
 
 def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
-    """Returns the number of blocks in the table; a call must find the same."""
+    """Returns how many of the blocks the block table shows as ready; a lookup call must find the
+    same."""
     probe = engine.session.probe(0, blocks)
     assert probe is not None
     looked_up = engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]

@@ -41,7 +41,8 @@ class Rank:
         return [BlockResult(value) for value in result.results[0].tolist()]
 
     def load(self, lease_id: str, *runs: tuple[list[int], int]) -> TransferStatus:
-        """Loads positions of the lease to the engine's blocks from a number on."""
+        """Loads each run: the blocks at these positions of the lease, to the engine's blocks from
+        this id on."""
         loads = [
             LoadRun(0, np.array(positions, np.int32), block_ids(len(positions), first))
             for positions, first in runs

@@ -474,7 +474,7 @@ def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
 
 
 def test_a_token_proves_a_tenant_without_tls_and_the_admin_socket_may_lie_elsewhere() -> None:
-    """The operator may choose so, for example behind a proxy that speaks TLS."""
+    """Serves TCP without TLS, as an operator may choose behind a proxy that speaks TLS."""
     tenants = json.dumps([{"name": "gamma", "token_sha256": [sha256(TOKEN)]}])
     with runtime_folder(64 << 20) as folder:
         (folder / "token").write_text(TOKEN)

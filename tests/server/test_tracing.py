@@ -362,7 +362,8 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     }
 
     def written(hashes: np.ndarray) -> dict[str, int]:
-        """Returns the number of blocks in the spans of a write, by store."""
+        """Records the write of blocks to the disk. Returns the number of blocks in each span, by
+        the name of the store that had the blocks."""
         before = len(recorded.spans())
         for span in books.begin_writes(hashes, "disk"):
             span.end()
