@@ -46,8 +46,8 @@ def keys_of(numbers: list[int]) -> Keys:
 
 
 class DefinitionMachine(RuleBasedStateMachine):
-    """Each block is a chain by itself. c is log2 of the sum of all its uses, each halved once per
-    `memory_s` since, even if the block was evicted in between."""
+    """Compares heat with its definition. Each block is a chain by itself. Its c is log2 of the sum
+    of all its uses, each halved once per `memory_s` since, even if it was evicted in between."""
 
     @initialize(contender=st.sampled_from(CONTENDERS))
     def start(self, contender: Contender) -> None:
@@ -307,7 +307,8 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
 
 @pytest.mark.parametrize("may_hold", [False, True])
 def test_a_new_winner_orders_anew_what_was_queued(*, may_hold: bool) -> None:
-    """Another contender wins at the end of an epoch, or since the winner is not allowed to hold."""
+    """Lets another contender win, at the end of an epoch or because the winner is not allowed to
+    hold. Queued blocks must be ordered anew."""
     policy = make_hotness(40, CONTENDERS[0])
     policy.duel = Duel(40, (Contender(0.1, hold_s=5.0), Contender(0.1, recency=-1.0)))
     for entry in range(1, 41):

@@ -66,8 +66,8 @@ class HoldsMachine(RuleBasedStateMachine):
         ttl_s=st.sampled_from([0.5, 3.0, 20.0, 86_400.0]),
     )
     def hold(self, places: list[int], tenant: int, ttl_s: float) -> None:
-        """Holds entries of a tenant, which may be listed twice. It ends at the first new entry that
-        does not fit: a chain is kept from its head on."""
+        """Holds entries of a tenant, some listed twice. The first new entry that does not fit ends
+        the hold, because a chain is kept from its head on."""
         until_s, num_held, full = self.now_s + ttl_s, 0, False
         size = SIZES[tenant]
         entries = [one for one in self.entries(places).tolist() if self.size_of[one] == size]

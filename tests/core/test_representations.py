@@ -43,8 +43,11 @@ Key = tuple[int, int]
 
 @dataclass
 class Write:
-    """A write lease: the written shards of each reserved key; for each shard in flight (run,
-    position, key, slot offset) of each block."""
+    """A write lease.
+
+    masks: the written shards of each reserved key, as bits.
+    copies: for each shard in flight, (run, position, key, slot offset) of each block.
+    """
 
     lists: list[tuple[int, list[int]]]
     session: int
@@ -120,8 +123,8 @@ class RepresentationMachine(RuleBasedStateMachine):
         return self.ready | {(kind, number) for number, kind in self.kept.items()}
 
     def settle(self, *, makes_room: bool = False) -> None:
-        """Compares, after taking the notices of the last call. Representations go without their
-        block only when room is made."""
+        """Takes the notices of the last call, and compares core and model. Representations may go
+        without their block only if the call makes room."""
         rows = {words_of([number])[0].tobytes(): number for number in range(NUM_HASHES)}
         for notice in self.core.take_effects():
             assert notice.group_index == 0, "a notice names a representation"
@@ -261,7 +264,8 @@ class RepresentationMachine(RuleBasedStateMachine):
         self.settle()
 
     def settle_write(self, name: str, write: Write) -> None:
-        """Removes aborted blocks once no copy is in flight, and the lease with the last shard."""
+        """Removes aborted blocks once no copy is in flight, and the lease after its last shard or
+        its release."""
         if not write.copies:
             masks = write.masks.items()
             write.masks = {key: mask for key, mask in masks if key not in write.aborted}

@@ -42,7 +42,8 @@ MEAN = Representation(0, "mean", 1, (SLOT_ALIGN,))
 
 
 class Place(World):
-    """A core of 64 slots with readers' words, and calls of residencies."""
+    """A core of 64 slots with memory for the words of readers, and shortcuts for calls of
+    residencies."""
 
     def __init__(self, **config: object) -> None:
         self.memory = no_readers(CAPACITY)
