@@ -45,8 +45,12 @@ CHAINS = [
 
 @dataclass(slots=True)
 class Findings:
-    """Counts of a campaign. `stale` must stay empty. `cut_off_loads`: loads of blocks from before a
-    flush, from host memory of nodes that could not reach the store. `done`: events by kind."""
+    """Counts of a campaign. `stale` must stay empty.
+
+    cut_off_loads: loads of blocks from before a flush, from host memory of nodes that could not
+    reach the store.
+    done: events by kind.
+    """
 
     seed: int = 0
     flushes: int = 0

@@ -264,7 +264,8 @@ class Fuzzer:
             time.sleep(0.02)
 
     def left_behind(self) -> str:
-        """Returns a text: what the server still holds of the odd clients; empty if nothing."""
+        """Describes what the server still holds of the odd clients (sessions, transfers, memory,
+        descriptors); empty if nothing."""
         with AdminClient(self.server.target) as admin:
             engines = {session["engine_id"] for session in admin.sessions()}
             num_transfers = admin.info()["counters"]["transfers_in_flight"]

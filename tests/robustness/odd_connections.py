@@ -49,7 +49,8 @@ class OddConnections:
         return held.enter_context(grpc.insecure_channel(target, SMALL_WINDOW))
 
     def _let_go(self, kind: str, calls: list[tuple[str, Any]], word: str) -> None:
-        """Records which calls the server has kept open, then ends all of them."""
+        """Counts each call under `word` if the server has kept it open, else under its status code.
+        Then ends all calls."""
         for what, call in calls:
             said = word if call.is_active() else f"ended {call.code().name}"
             self._place.note(f"{kind}: {what}", said)

@@ -45,7 +45,8 @@ def paged(
 def built(
     case: Case, name: str, dtype: str, layout: str, seed: int
 ) -> tuple[Index, np.ndarray, np.ndarray]:
-    """Returns (index, rows, the keys as they were read). A row may be -1: its block is left out."""
+    """Builds the representations of a case. Returns (index, row of each block, the keys as they
+    were read). A row may be -1: its block is left out."""
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     rng, shape = np.random.default_rng(seed), IndexShape(name, kv_heads, head_size, block_tokens)
     index = Index(CpuDevice(seed), shape, num_blocks + 3, case.mu)

@@ -30,7 +30,8 @@ def axes_of(keys: Any) -> tuple[Any, Axes]:
 
 
 def pages_of(stored: Any, run: int, pair: int) -> Any:
-    """Returns keys [B, T, H, D] as pages, in the order [T / run][D / pair][run][pair]."""
+    """Returns keys [B blocks, T tokens, H heads, D channels] as pages, in the order [T / run][D /
+    pair][run][pair]."""
     blocks, tokens, heads, size = stored.shape
     parts = stored.reshape(blocks, tokens // run, run, heads, size // pair, pair)
     ordered = np.ascontiguousarray(parts.transpose(0, 3, 1, 4, 2, 5))

@@ -52,7 +52,8 @@ class Slots:
                     at += pool[0].size
 
     def mu(self, spec: SelectSpec, layer: int, shard: int, name: str) -> F32 | None:
-        """Returns the centre as an engine has it: a rank's heads, and for token formats only."""
+        """Returns the centre as the engine of a rank has it: the rank's heads. None for formats
+        that do not represent tokens."""
         if layer not in spec.centres or name not in TOKEN_FORMATS:
             return None
         mu_HD: F32 = np.frombuffer(spec.centres[layer].mu, "<f4").reshape(-1, spec.head_size)

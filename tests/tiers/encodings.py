@@ -55,7 +55,8 @@ def between(content: Any, others: int) -> Any:
 
 
 def inner(memory: Any, others: int) -> Any:
-    """Returns the content of `between`'s memory. Checks that the other bytes are unchanged."""
+    """Returns the bytes of a memory made by `between`, without its margins. Checks that the margins
+    still have the bytes `others`."""
     assert (memory[:BEFORE_BYTES] == others).all() and (memory[-BEFORE_BYTES:] == others).all()
     return memory[BEFORE_BYTES:-BEFORE_BYTES]
 

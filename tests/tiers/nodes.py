@@ -135,8 +135,10 @@ class Setup(Node):
 class SharedNode(Node):
     """A node with a shared tier.
 
-    `folder`: keeps its notes over restarts. `left`: the blocks of an earlier server, if any.
-    `disk`: the store of a tier below. `other`: the store of a second shared tier.
+    folder: keeps its notes over restarts.
+    left: the blocks of an earlier server, if any.
+    disk: the store of a tier below.
+    other: the store of a second shared tier.
     """
 
     def __init__(
