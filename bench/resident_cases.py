@@ -35,8 +35,11 @@ SPARSE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model folder. `kv_token_bytes`: keys and values of a token in all layers. Prompts have
-    tokens of `words`."""
+    """A model folder.
+
+    kv_token_bytes: bytes of a token's keys and values in all layers.
+    words: the token ids that prompts have.
+    """
 
     name: str
     folder: Path
@@ -137,7 +140,8 @@ class Shape:
         return self.settings(room, NO_SERVER, self.sparse("off"))
 
     def resident(self, server: Server, **more: Any) -> EngineSettings:
-        """Returns the settings of the same, but with old blocks in host memory."""
+        """Returns the settings of sparse decode with old blocks in host memory and a pool of
+        `pool_tokens`."""
         return self.settings(self.pool_tokens, server.target, self.sparse("host"), **more)
 
 
@@ -196,10 +200,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The most memory of a request, in bytes.
+    """The most memory that a request held, in bytes.
 
     expected_…: computed from the sizes.
-    staging_bytes, row_bytes: memory of the engine's process beside the pool.
+    staging_bytes, row_bytes: memory of the engine's process besides the pool.
     """
 
     context_tokens: int

@@ -326,7 +326,8 @@ def _last_name(node: ast.expr) -> str:
 
 
 def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
-    """Returns the calls that a method of vLLM's accepts and its override does not; else empty."""
+    """Returns a text that names calls which a method of vLLM's accepts and its override refuses;
+    empty if there are none."""
     if kind_of(ours) != kind_of(theirs):
         return f"is a {kind_of(theirs)} in vLLM"
     mine, base = ours.args, theirs.args

@@ -97,8 +97,8 @@ def first_byte_us(side: Side, target: str, rounds: int) -> float:
 
 
 def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
-    """Returns the microseconds of an engine's thread in each of `count` steps, which are two
-    milliseconds apart. The first tenth is left out."""
+    """Returns the time that an engine's thread takes for each of `count` steps, in microseconds.
+    Steps begin two milliseconds apart; the first tenth is left out."""
     flying: list[tuple[Future[TransferResult], object]] = []
     marks = engine.marks
     found = []

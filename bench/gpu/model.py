@@ -129,8 +129,8 @@ class DummyModel:
 
 
 class DenseCache:
-    """Whole contexts on the device: `keys`, `values` [layers, B, H, T, D]. With fewer layers than
-    the model has they take turns, which costs a device the same time."""
+    """Whole contexts on the device. `keys`, `values`: [layers, B, H, T, D]. If it has fewer layers
+    than the model, these take turns, which costs a device the same time."""
 
     def __init__(self, model: DummyModel, rows: int, num_tokens: int, layers: int) -> None:
         shape = model.shape

@@ -56,8 +56,10 @@ class Tokens:
 
 
 class Resident:
-    """`rows` sequences over `host`, decoded by `model`. `is_away` False: all blocks are on the
-    device and the choice is the same."""
+    """`rows` sequences over `host`, decoded by `model`.
+
+    is_away: False: all blocks are on the device, and the choice is the same.
+    """
 
     def __init__(
         self,

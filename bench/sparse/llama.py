@@ -261,8 +261,8 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The calibrations of a text: centres from all of it, from its beginning, and from its
-    beginning moved."""
+    """A text's own calibrations: centres from all of it, from its first `SHORT_TOKENS`, and from
+    these moved all over the text."""
 
     whole_L: Sequence[LayerCentre]
     short_L: Sequence[LayerCentre]
@@ -309,8 +309,8 @@ def _centres(
 
 
 def calibration(other: Own, own: Own, file: Centres | None, first_layer: int) -> Calibration:
-    """Calibrates for a text that gives `own`, beside another that gives `other`; ValueError if a
-    file is of another model."""
+    """Returns the centres for a text: from another text (`other`), from its own beginning (`own`),
+    and from a file. Raises ValueError if the file is of another model."""
     centres: dict[str, Sequence[LayerCentre | None]] = {
         "mu": other.whole_L,
         "mu2k": other.short_L,

@@ -24,8 +24,11 @@ FRESH, LRU = "fresh", "lru"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """See the module. `budget` is a share of the context (float) or tokens (int), always kept
-    tokens included. `ends` are the tokens at the start and the end that are always kept."""
+    """A way to choose the blocks of a decode step, as the module describes.
+
+    budget: a share of the context (float) or tokens (int), always kept tokens included.
+    ends: numbers of tokens at the start and at the end that are always kept.
+    """
 
     scorer: str
     budget: int | float

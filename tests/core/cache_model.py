@@ -38,7 +38,7 @@ class ModelLease:
     """A lease, for reading or writing.
 
     keys: of a read lease, the pinned keys, one for each granted position, unless they were flushed;
-    of a write lease, the keys that are still reserved.
+        of a write lease, the keys that are still reserved.
     asked: by group, the numbers of the hashes in the call that opened the lease.
     """
 
@@ -63,7 +63,7 @@ class ModelResidency:
     """A residency.
 
     rows: by group and position, the block as (key, None once it was flushed; number of its hash;
-    slot).
+        slot).
     """
 
     engine_id: str

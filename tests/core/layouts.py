@@ -40,7 +40,7 @@ def view_of(memory: Bytes, order: str, shape: Shape, num_blocks: int) -> Bytes:
     """Returns a view of `memory` with the axes [layer, block, kernel block, head, token, content].
 
     order: the axes as they lie in memory, outermost first: L layer, B kernel block, H head, N
-    token, C content. Rows of `memory` are the outermost axis.
+        token, C content. Rows of `memory` are the outermost axis.
     """
     sizes = {
         "L": shape.num_layers,
@@ -117,7 +117,7 @@ def make_rank(order: str, placing: str, shapes: Sequence[Shape], num_blocks: int
     """Makes a rank. A group without layers has no memory and no views.
 
     placing: where the groups lie: `layers`, a memory for each layer; `apart`, a memory for each
-    group; `packed`, side by side in a memory; `overlaid`, on the same bytes of a memory.
+        group; `packed`, side by side in a memory; `overlaid`, on the same bytes of a memory.
     """
     rank = Rank(order, num_blocks)
     if placing in ("layers", "apart"):

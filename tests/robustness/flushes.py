@@ -48,7 +48,7 @@ class Findings:
     """Counts of a campaign. `stale` must stay empty.
 
     cut_off_loads: loads of blocks from before a flush, from host memory of nodes that could not
-    reach the store.
+        reach the store.
     done: events by kind.
     """
 

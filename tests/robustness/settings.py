@@ -59,7 +59,7 @@ class Outcome:
 
     hit_tokens: hits in the first engine's blocks.
     difference: the largest difference of logprobs between the engine's answer from hits and its
-    cold answer.
+        cold answer.
     """
 
     path: str

@@ -110,7 +110,7 @@ class DeviceEngine:
     """A worker session with KV on a device.
 
     offers: the ways to order copies after work on the device that it offers the server: `events`,
-    `flags` and `file flags`.
+        `flags` and `file flags`.
     """
 
     target: str

@@ -65,7 +65,7 @@ class Book(RuleBasedStateMachine):
     stored: version of each block's last store.
     cached: blocks that the cache has.
     is_crowded: the cache has every block, more than fit in the ring. The ring then keeps the
-    newest.
+        newest.
     """
 
     @initialize()

@@ -1,5 +1,5 @@
-"""A plain hot set with sets and dicts, a block at a time. It models the contents of slots, not the
-slots."""
+"""A naive hot set of Python sets and dicts, which handles a block at a time. It models the contents
+of slots, not the slots."""
 
 from dataclasses import dataclass, field
 

@@ -1,5 +1,5 @@
-"""mix2: axes from moments, codes of their channels, kernels against references, scores against
-exact attention."""
+"""The format mix2: axes from moments, codes of their channels, kernels against references, scores
+against exact attention."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A decode step in a single compiled call against the same step made of its parts."""
+"""A decode step in a single compiled call gives the results of the same step made of its parts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The hot set against a naive model that knows every slot's content."""
+"""The hot set agrees with a naive model that knows every slot's content."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,5 @@
-"""Selections straight from slots of an arena against the same functions on copies, and refusals."""
+"""Selections straight from slots of an arena equal those of the same functions on copies; bad
+requests are refused."""
 
 import re
 from dataclasses import replace

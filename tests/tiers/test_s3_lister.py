@@ -31,7 +31,7 @@ class Listed:
     fronts: packs whose lists were read, in order.
     error: raised by looks.
     lost, denied, refused: packs that can't be read, because of an error, as the store forbids it,
-    or as it refuses the access key.
+        or as it refuses the access key.
     turns: each read of lists acquires it.
     """
 
