@@ -7,6 +7,7 @@ continues its prompt. No trace names tools, so the gaps between turns are those 
 - `lru`, `hotness`: policies of the server; `hotness` is its default.
 - `hints`: `hotness`, told the session ends and pauses that `hotkv-server simulate --hints` takes
   from the trace. Here a turn ends when it begins.
+- `learnt`: `hotness`, which holds a session's blocks until its next turn is expected.
 - `continuum`: Continuum (arXiv 2511.02230) pins a session's KV for a time to live t, the best by
   P(gap <= t) * benefit - t over the latest gaps. Here P is that of all sessions, and the benefit,
   which the paper gets from prefill and queueing, is an option. Blocks past their time are evicted

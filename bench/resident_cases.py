@@ -495,8 +495,8 @@ def together(
     folder: Path,
     arena: str,
 ) -> list[Together]:
-    """Returns the results of the same number of requests in pools of equal bytes: in vLLM with the
-    server beside it, and with residency. Requests share no prefix; engines take turns."""
+    """Returns the results of the same number of requests in pools of equal bytes: in vLLM with a
+    server, and with residency. Requests share no prefix; engines take turns."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))
@@ -592,9 +592,9 @@ def mixed(
     folder: Path,
     arena: str,
 ) -> list[Mixed]:
-    """Returns rounds of the same traffic in pools of equal bytes: vLLM with the server beside it,
-    contexts always in host memory, and contexts that move there. Engines take turns, and share no
-    prefix."""
+    """Returns rounds of the same traffic in pools of equal bytes: in vLLM with a server, with
+    contexts always in host memory, and with contexts that move there. Engines take turns, and share
+    no prefix."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))

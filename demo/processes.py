@@ -71,8 +71,10 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An engine's answer to one request. `logprobs`: for each generated token, token id to logprob
-    of the likeliest five."""
+    """An engine's answer to one request.
+
+    logprobs: for each generated token, token id to logprob of the likeliest five.
+    """
 
     ttft_s: float
     total_s: float
@@ -114,8 +116,8 @@ def ends_cleanly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def runtime_folder(needed_bytes: int) -> Iterator[Path]:
-    """Yields a fresh folder in shared memory if that has room, else in the temporary folder;
-    removed at the end."""
+    """Yields a new folder, which is removed at the end: in shared memory if that has room, else in
+    the temporary folder."""
     roomy = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > needed_bytes
     # If this process is killed, its killer finds the folders that are left by this tag.
     prefix = f"hotkv-{os.environ.get('HOTKV_FOLDER_TAG', '')}"

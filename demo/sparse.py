@@ -128,7 +128,8 @@ def table(computed: Batch, again: Batch) -> str:
 
 
 def run(folder: Path) -> int:
-    """Runs the demo with files in `folder`; 0 if both answers came, without preemption."""
+    """Runs the demo with files in `folder`. Returns the exit status: 0 if both answers came,
+    without preemption."""
     model = random_llama.write_model(folder / "model", CONTEXT_TOKENS)
     pool = human_bytes(POOL_TOKENS * random_llama.KV_TOKEN_BYTES)
     print(f"a request of {CONTEXT_TOKENS} tokens; the device has {pool} for keys and values\n")

@@ -103,7 +103,7 @@ def environment() -> dict[str, str]:
 
 
 def run(program: Path, *arguments: str, quiet: bool = False) -> str:
-    """Returns the output of an installed program, run away from the checkout. Raises
+    """Returns the output of an installed program, run outside the checkout. Raises
     CalledProcessError; `quiet` hides its error output."""
     return subprocess.run(
         [str(program), *arguments],
@@ -212,7 +212,7 @@ def check_sums(folder: Path) -> None:
 
 
 def check_chart(chart: Path, version: str) -> None:
-    """Exits unless the chart's package gives the release's image to its pods."""
+    """Exits unless the pods of the packaged chart use the release's image."""
     rendered = helm.render(chart)
     if f"hotkv:{version}" not in rendered or "kind: DaemonSet" not in rendered:
         raise SystemExit(f"dist: {chart.name} does not run hotkv:{version}")

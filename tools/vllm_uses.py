@@ -352,8 +352,8 @@ def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
 
 
 def pauses_by(names: Names) -> str:
-    """Returns the first assumption of `hotkv_vllm.compat.checks.is_pausing` that does not hold;
-    empty if all hold."""
+    """Returns the first assumption about vLLM that `hotkv_vllm.compat.checks.is_pausing` makes and
+    that does not hold; empty if all hold."""
     core = names.find("vllm.v1.engine.core.EngineCore")
     if core is None:
         return "vllm.v1.engine.core.EngineCore is not there"

@@ -93,7 +93,7 @@ class Context:
         is_away: bool = True,
         query_kind: str = "float32",
     ) -> None:
-        """Takes `arena` uint8 [blocks, page bytes], which the device reads from `address` on."""
+        """Takes `arena` as uint8 [blocks, page bytes]; the device reads it at `address`."""
         self.device, self.config, self.arena, self.shape = device, config, arena, shape
         self.num_tokens, self.num_rows, self._place = num_tokens, rows, place
         self.page_bytes, self._is_away, self._kind = page_bytes_of(shape), is_away, query_kind

@@ -141,7 +141,8 @@ class DenseCache:
         self._group, self.length = shape.group, num_tokens
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Returns an `Attend` over the first `length` tokens, of which it writes the last."""
+        """Attends over the first `length` tokens, after writing the last of them to the cache. Has
+        the signature of `Attend`."""
         at, count = layer % len(self.keys), self.length
         keys, values = self.keys[at][:, :, :count], self.values[at][:, :, :count]
         keys[:, :, count - 1], values[:, :, count - 1] = k, v

@@ -158,8 +158,8 @@ class Engine:
             impl._sparse = (worker, of_name[name]) if name in of_name else None
 
     def _knows_mu(self, names: Sequence[str]) -> bool:
-        """Returns True for the formats to which the engine itself would give a centre: the formats
-        that it calibrates, or all formats with a file."""
+        """Returns True if the engine itself would give these formats a centre: formats that it
+        calibrates, or any format if there is a file of centres."""
         return CALIBRATING in names or self._rank.centres is not None
 
     def calibrate(self, tokens: Sequence[int]) -> None:

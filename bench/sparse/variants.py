@@ -48,7 +48,8 @@ class Variant:
         return f"{self.scorer}_{budget}_{self.block_tokens}_{sets}_{freshness}"
 
     def config(self) -> SparseConfig:
-        """Returns the variant as hotkv_sparse takes it; scorers that it lacks are ignored there."""
+        """Returns the variant as a config of hotkv_sparse; scorers that hotkv_sparse lacks are
+        ignored there."""
         scorer = self.scorer if self.scorer in FORMATS else "rot2u"
         return SparseConfig(
             sparse_topk=self.budget,

@@ -147,8 +147,8 @@ class CacheModel:
         ]
 
     def pin_resident(self, residency: ModelResidency, group: int, position: int, key: Key) -> None:
-        """Pins a ready block under a residency, unless the position is taken or the room is used
-        up."""
+        """Pins a ready block under a residency, unless the position is taken or the residency has
+        used up its room."""
         rows = residency.rows.get(group, {})
         if residency.is_open and position not in rows and len(rows) < residency.asked.get(group, 0):
             residency.rows.setdefault(group, rows)[position] = (key, key[2], self.slot(key))

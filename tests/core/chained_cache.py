@@ -1,4 +1,4 @@
-"""A cache with a session whose blocks come in chains of numbers."""
+"""A cache with one session, whose blocks are numbers and come in chains."""
 
 from collections.abc import Sequence
 

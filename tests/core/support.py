@@ -289,8 +289,10 @@ INVERSE = pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64)
 def crafted_hash(
     home: int, num_buckets: int, tag: int, tail: int, salt: int, hash_bytes: int
 ) -> bytes:
-    """Returns a hash that lives in bucket `home` with this tag; `tail` makes hashes with the same
-    home and tag differ if there is room for it."""
+    """Returns a hash whose home bucket is `home` and whose tag is `tag`.
+
+    tail: the bytes after the first eight; hashes with the same home and tag differ in them.
+    """
     mixed = -(-(home << 32) // num_buckets) << 32 | tag
     prefix = mixed * INVERSE % (1 << 64) ^ salt
     return prefix.to_bytes(8, "little") + bytes([tail]) * (hash_bytes - 8)

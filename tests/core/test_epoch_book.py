@@ -308,7 +308,7 @@ TestFlushes.settings = settings(max_examples=100, stateful_step_count=40, deadli
 
 
 class Shown(EpochBook):
-    """A book with a single store, and short names for the calls of a node."""
+    """A book of flushes with a single store, and short names for the calls that a node makes."""
 
     def __init__(self, epoch: int = 7) -> None:
         super().__init__(("store",))
@@ -442,8 +442,8 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
-    """If the power fails before the records of older blocks are gone, the changed seal keeps these
-    blocks unreadable."""
+    """Lets the book settle on a new epoch: the seal must change. It keeps older blocks unreadable
+    if the power fails before their records are gone."""
     book = Shown()
     before = book.local(FP)
     book.saved = book.revision

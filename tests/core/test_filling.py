@@ -301,8 +301,8 @@ def test_who_waits_for_memory_when_the_server_stops_is_told(filling: Filling) ->
 def test_slabs_in_which_blocks_came_back_are_brought_in(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the old server filled no memory, restored blocks may lie beyond the filled memory. Stores
-    may use their slabs at once."""
+    """Restores blocks beyond the filled memory, as when the old server had filled none. Stores may
+    use the slabs of these blocks at once."""
     slab, num_slabs = COLLAPSE_BYTES // 8, 24
     monkeypatch.setattr(arena_module, "FIRST_FILL_S", 0.0)
     monkeypatch.setattr(arena_module, "FIRST_FILL_BYTES", 0)

@@ -1,5 +1,5 @@
-"""Long work runs in parts: whatever is called between two parts, the books agree after each part,
-and the work's promise holds at its end."""
+"""Long work runs in parts: whatever is called between two parts, the core's state is consistent
+after each part, and the work keeps its promise at its end."""
 
 from collections.abc import Callable, Iterator, Sequence
 from unittest.mock import Mock

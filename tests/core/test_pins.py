@@ -19,9 +19,9 @@ PLACES = st.lists(st.integers(0, NUM_ENTRIES - 1), max_size=14)
 
 
 class HoldsMachine(RuleBasedStateMachine):
-    """Entries are held until the latest requested time, in the requested order as far as the budget
-    goes, with a single pin each. Two tenants share the budget; the first has a bound of its own.
-    Entries of each tenant have another size."""
+    """Checks that entries are held until the latest requested time, in the requested order as far
+    as the budget goes, with a single pin each. Two tenants share the budget; the first has a bound
+    of its own. Entries of each tenant have another size."""
 
     @initialize(
         budget_bytes=st.sampled_from([0, SLOT_ALIGN, 10 * SLOT_ALIGN + 7, 1 << 40]),

@@ -1,5 +1,5 @@
-"""Representations live with blocks: a machine over the whole core with a naive model, and their
-numbers and counts."""
+"""Representations are stored and removed with their blocks: a state machine over the whole core
+with a naive model, and cases of their numbers and counts."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -232,8 +232,11 @@ class RepresentationMachine(RuleBasedStateMachine):
     def check_result(
         self, key: Key, result: BlockResult, before: set[Key], others: set[Key]
     ) -> None:
-        """Checks a result. `before`: found when the store began; `others`: reserved under other
-        leases. Room for blocks may cost representations."""
+        """Checks the result of a key in a store. Room for blocks may cost representations.
+
+        before: keys that were found when the store began.
+        others: keys that are reserved under other leases.
+        """
         if key in before and (key[0] == 0 or self.kept.get(key[1]) == key[0]):
             assert result == BlockResult.PRESENT
         elif key in others or (0, key[1]) in others:

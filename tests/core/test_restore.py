@@ -1,4 +1,4 @@
-"""A server takes over an old table: whatever its records say, the new books are consistent; sums of
+"""A server takes over an old table: whatever its records say, the new core is consistent; sums of
 shards make up the check value."""
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Bounds on the core's books for a single client: leases and their lists; and long work in
-parts."""
+"""A single client gets a bounded part of the core's records of leases and their lists; long work on
+these runs in parts."""
 
 from collections.abc import Callable
 from functools import partial

@@ -196,7 +196,7 @@ def test_who_comes_late_gets_its_guarantee(
     policy: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fills the arena and keeps using it; then a tenant with a guarantee comes, with blocks of this
-    or another size. No step looks at all blocks."""
+    or another size. It must get its guarantee and keep it, and no step looks at all blocks."""
     monkeypatch.setattr(removal, "PART_ENTRIES", 16)
     space = make_space(policy)
     heat = Mock(side_effect=space.policy.heat)

@@ -186,7 +186,7 @@ class Campaign:
             node.link.proxy.close()
 
     def run(self, num_flushes: int, seconds: float = float("inf")) -> Findings:
-        """Runs until so many flushes have begun, or the time is up."""
+        """Runs until this many flushes have begun, or the time is up."""
         ends_s = time.monotonic() + seconds
         often = {self.load: 40, self.put: 24, self.flush: 8}
         seldom = {self.evict: 3, self.sync: 2, self.stop_or_go_on: 2, self.cut_or_heal: 2}

@@ -422,7 +422,7 @@ FLAGS = (
 
 
 def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None) -> Tally:
-    """Sends so many inputs; a tenth are files. Raises AssertionError at the first violation."""
+    """Sends this many inputs; a tenth are files. Raises AssertionError at the first violation."""
     with (
         runtime_folder(128 << 20) as folder,
         Server(folder, "16MiB", *FLAGS, "--tiers.disk.path", f"{folder}/disk") as server,

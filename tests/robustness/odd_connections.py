@@ -1,5 +1,5 @@
-"""Odd clients below whole messages: they do not read, send halves, and hand over strange
-descriptors. Each kind is counted under `KIND: what`, and ends its connections."""
+"""Odd clients that break the rules below whole messages: they do not read, send halves, and send
+strange descriptors. Each kind is counted under `KIND: what`, and ends its connections."""
 
 import contextlib
 import ctypes
@@ -69,7 +69,8 @@ class OddConnections:
         return where.unary_stream(method)(request, timeout=2 * DEADLINE_S)
 
     def slow_readers(self) -> None:
-        """Opens streams of every kind and never reads them while others are served."""
+        """Opens streams of every kind and never reads them, while the server must serve other
+        clients."""
         with contextlib.ExitStack() as held:
             admins = self._channel(held, self._place.admin)
             channel = self._channel(held, self._place.target)

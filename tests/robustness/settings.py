@@ -123,7 +123,7 @@ class Restarts:
         return self.outcome("", None).hit_tokens
 
     def outcome(self, path: str, value: Any) -> Outcome:
-        """Returns the outcome of an engine with another value for one field."""
+        """Returns the outcome of an engine with this value for one field."""
         engine = self.engine(config_overrides={path: value} if path else {})
         patience = threading.Timer(PATIENCE_S, engine.process.kill)
         patience.start()

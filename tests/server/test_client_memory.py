@@ -1,5 +1,6 @@
-"""The memory that clients can make the server allocate is bounded, for each kind of attack and for
-all at once. Clients that send malformed messages or do not read must wait; others need not."""
+"""The memory that clients can make the server allocate is bounded, for each kind of attack and
+for all at once. Clients that send malformed messages or do not read must wait; other clients
+need not."""
 
 import asyncio
 import contextlib

@@ -212,8 +212,8 @@ WHOLE = ("--bytes-per-token", "131072", "--prefill-tokens-per-s", "1000", "--blo
 
 
 def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None:
-    """640 MiB hold two prompts, so each is evicted before it is asked again; three GiB hold all of
-    them."""
+    """Sizes a cache for ten prompts, each asked twice: 640 MiB hold two prompts, so each is evicted
+    before it is asked again; three GiB hold all of them."""
     status, printed, _ = alone("size", str(trace), "--arena", "640MiB,3GiB", *WHOLE)
     assert status == 0, printed
     answer = json.loads(alone("size", str(trace), "--arena", "3GiB", *WHOLE, "--json")[1])

@@ -73,7 +73,8 @@ def test_there_and_back_in_every_layout(engine: Callable[..., DeviceEngine], sha
 def test_one_engine_reads_what_another_on_another_device_has_stored(
     engine: Callable[..., DeviceEngine], server: DeviceServer
 ) -> None:
-    """The metrics show what each device has copied, and that it is idle then."""
+    """Stores on device 0 and loads on device 1. The metrics must show what each device has copied,
+    and that it is idle then."""
     one, two, names = engine(shape="LHBNC"), engine(shape="BLHNC", device=1), hashes(4)
     one.fill(block_ids(0, 1, 2, 3), 7)
     done(one.store(names, block_ids(0, 1, 2, 3))[1])

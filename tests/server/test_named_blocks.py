@@ -99,7 +99,7 @@ def test_a_prefix_names_the_block_in_each_key_space_and_group(
 
 
 class Crowded:
-    """Stands in for a client of a server that lists one of its two key spaces."""
+    """Stands in for a client of a server with two key spaces, of which one is listed."""
 
     def tell(self, topic: str, key_space_id: int = 0) -> dict[str, Any]:
         space = {"hash_byte_count": 32, "groups": [{"group_index": 0}]}

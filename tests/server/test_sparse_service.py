@@ -346,7 +346,8 @@ class Interrupted:
 
 
 def test_an_interrupted_selection_ends_its_stream() -> None:
-    """Otherwise the next selection would get the answer of the interrupted one."""
+    """Interrupts a selection that waits for its answer. The stream must end, or the next selection
+    would get this answer."""
     call = Interrupted()
     stream = Selects(SimpleNamespace(SelectBlocks=lambda _: call), "s")  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):

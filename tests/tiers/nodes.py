@@ -1,4 +1,5 @@
-"""Runs the tiers' event-loop side in this process, over tiers that tests delay or fail."""
+"""Runs the part of the tiers on the event loop in this process, over tiers that tests delay or
+fail."""
 
 import contextlib
 import time

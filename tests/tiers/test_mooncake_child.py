@@ -25,8 +25,11 @@ RPC_FAIL, OTHER = -900, -1
 
 
 class Store:
-    """Values by name. `codes`: wrong answers, by the name of a method. `said`: the called
-    methods."""
+    """A fake store: values by name.
+
+    codes: wrong answers, by the name of a method.
+    said: the called methods.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

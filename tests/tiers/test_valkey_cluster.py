@@ -1,5 +1,5 @@
-"""The tier in a cluster of Valkey servers keeps the contract; a flush counts wherever blocks and
-epoch lie; a dead server costs hits."""
+"""The tier in a cluster of Valkey servers keeps the contract; a flush counts whichever servers have
+the blocks and the epoch; a dead server costs hits."""
 
 import contextlib
 import ssl
@@ -199,7 +199,8 @@ def maps_and_redirects(cluster: Cluster) -> list[tuple[object, object]]:
 
 
 def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> None:
-    """Kills the owner of the epoch while blocks are read; its replica takes over with both."""
+    """Kills the server with the epoch while blocks are read. Its replica must take over with the
+    blocks and the epoch."""
     numbers = list(range(24))
     with running(tmp_path) as cluster, over(cluster, connections=2, timeout_s=1.0) as bench:
         victim = cluster.owner(b"hotkv/1/%b/epoch" % NAME.encode())

@@ -30,10 +30,11 @@ OTHER = crafted_hash(0, NUM_BUCKETS, OTHER_TAG, 1, SALT, 16)
 
 
 class Scene:
-    """A table with `BLOCK` in bucket 0. The writer replaces it by `OTHER` in two halves.
+    """A table with `BLOCK` in bucket 0. The writer replaces it by `OTHER` in two halves. The second
+    may come when the reader rereads the sequence number, or later.
 
-    `half`: writes the new entry word; the tag is still old. `rest`: writes the new tag. The second
-    half may come when the reader rereads the number, or later.
+    half: writes the new entry word; the tag is still old.
+    rest: writes the new tag.
     """
 
     def __init__(self) -> None:

@@ -80,8 +80,8 @@ def test_engines_that_seed_alike_and_forks_name_spans_differently() -> None:
 
 
 def test_spans_beyond_the_rate_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends spans at one moment that claim other times. Only the moment counts, because the parts of
-    a transfer lie seconds apart."""
+    """Ends many spans at the same moment. Their own begins and ends do not count for the rate,
+    because the parts of a transfer lie seconds apart."""
     now_s = [7.0]
     one = Recorded(max_spans_per_s=3)
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
