@@ -151,8 +151,8 @@ def test_ranks_that_join_a_write_lease_name_what_its_first_call_named_or_less() 
 
 
 def test_blocks_that_write_leases_list_are_bounded() -> None:
-    """Present blocks and representations count too. A refused call evicts no block, though the
-    arena is full."""
+    """Reserves more blocks than the lists of write leases may have, present blocks and
+    representations included. The refused calls must evict nothing, though the arena is full."""
     num_bytes = 2 * write_weight(4, 2) + 2 * write_weight(20, 2)
     world, session = of_two_ranks(client_memory_bytes=num_bytes)
     core = world.core

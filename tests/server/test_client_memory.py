@@ -297,7 +297,8 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
 
 @pytest.mark.long
 def test_messages_that_never_come_whole_cost_their_own_bytes(own_server: Server) -> None:
-    """For each unfinished message, the server allocates at most the bytes of the whole message."""
+    """Sends halves of messages. For each, the server may allocate at most the bytes of the whole
+    message."""
     with contextlib.ExitStack() as held:
         silent, speaker = (held.enter_context(session_of(own_server)) for _ in range(2))
         connections, watch = [one._connection for one in (silent, speaker)], Watched(own_server)

@@ -276,8 +276,8 @@ def test_loads_end_when_the_device_has_left_a_dead_server(
 
 
 def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the link an engine cannot know when a dead server has released its memory. Client and
-    server refuse it."""
+    """Registers device memory without the link, by which an engine learns that a dead server has
+    released the memory. Client and server must refuse it."""
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
         # Patched for the whole test: an engine that finds the link again would register, and be

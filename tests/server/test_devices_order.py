@@ -164,7 +164,8 @@ def test_memory_of_another_device_than_its_uuid_says_is_refused(
 def test_a_handle_of_another_tenants_memory_opens_nothing(
     devices: Devices, memory: FakeAllocation
 ) -> None:
-    """A tenant with the 64 bytes of another's handle could read its memory by a store."""
+    """Opens another tenant's memory by its handle (64 bytes). It must be refused: by a store, a
+    tenant could otherwise read the memory."""
     layout = _layout(_cuda("k", memory))
 
     def of(tenant: str) -> SessionMemory:
@@ -257,7 +258,8 @@ def test_sessions_that_come_and_go_share_streams(
     memory: FakeAllocation,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The process keeps the stream of a closed session for later sessions."""
+    """Opens and closes sessions. The process must keep the streams of closed sessions for later
+    ones, and make no more."""
     made, new_stream = list[int](), runtime.new_stream
     monkeypatch.setattr(
         runtime,

@@ -34,7 +34,8 @@ def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
 
 
 def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> None:
-    """After each flush, engines store other bytes under the same hashes, as if weights changed."""
+    """Flushes again and again. After each flush, engines store other bytes under the same hashes,
+    as if weights changed; no older bytes may be loaded."""
     writer, late, reader = (
         engine(model="flush-generations", page_bytes=64 << 10) for _ in range(3)
     )

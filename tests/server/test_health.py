@@ -68,8 +68,9 @@ def begin_store(engine: PagedEngine, blocks: list[bytes], at: int = 0) -> Any:
 
 
 def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folder: Path) -> None:
-    """The invariant breaks in a store's commit: the server logs the block's story and does not
-    acknowledge the store. The next server serves the older blocks, and not these."""
+    """Breaks an invariant in a store's commit. The server must log the block's story, and not
+    acknowledge the store. The next server must serve the older blocks, and not those of the
+    store."""
     kept, lost = hashes(10), hashes(5)
     with FaultyServer(folder, "publish", "assert") as server:
         server.wait_ready()

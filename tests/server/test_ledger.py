@@ -239,7 +239,8 @@ def is_written(place: Place) -> bool:
 
 
 def test_the_ledger_goes_on_after_a_kill_and_with_another_arena(place: Place) -> None:
-    """With an arena of another size the blocks are lost, but the ledger keeps its counts."""
+    """Kills the server, and starts the next with an arena of another size. The blocks are lost, but
+    the ledger must keep its counts."""
     place.start()
     use(place)
     before = savings(place)

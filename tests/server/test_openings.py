@@ -161,8 +161,8 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
 async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three sessions at once forget the same old key spaces. Blocks of the first are pinned, as by
-    a tier that hangs. The bound allows two new sessions; the third is refused."""
+    """Opens three sessions at once, which forget the same old key spaces. Blocks of the oldest are
+    pinned, as by a tier that hangs. The bound allows two new sessions; the third is refused."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     async with node_in(tmp_path) as node:
         disk.go.set()

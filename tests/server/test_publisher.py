@@ -263,7 +263,8 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
 def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_state(
     reader: Reader, tmp_path: Path
 ) -> None:
-    """The missed messages may have removed blocks, so the reader gets the present state."""
+    """Replays from a message of an ended topic, whose messages are dropped. They may have removed
+    blocks, so the reader must get a clear and the present state."""
     publisher = publishing(tmp_path, per_endpoint=True, state=lambda: iter([stored([1])]))
     last = reader.wait_subscribed(publisher)
     publisher.add_key_space(2, replace(KEY_SPACE, model="other"))

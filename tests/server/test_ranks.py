@@ -172,7 +172,8 @@ def test_a_flush_between_two_ranks_leaves_nothing(rank: Open) -> None:
 
 @pytest.mark.parametrize("survivor", [0, 1])
 def test_a_rank_that_goes_leaves_no_half_blocks(rank: Open, survivor: int) -> None:
-    """The part of a block that a rank wrote is dropped when the rank's session ends."""
+    """Closes the session of a rank that has written its part of two blocks. The part must be
+    dropped: the blocks are ready only once it is written again."""
     gone, stays = rank(1 - survivor), rank(survivor)
     blocks = hashes(2)
     assert gone.store("w", blocks) == [WRITTEN] * 2

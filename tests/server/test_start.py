@@ -131,7 +131,8 @@ def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
 def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_there(
     folder: Path, taken: int
 ) -> None:
-    """The start fails late, since the server binds addresses after it has made the arena."""
+    """Starts with addresses in use. The start fails late, since the server binds addresses after it
+    has made the arena; it must remove its own files, and keep older ones."""
     events = ("--events.endpoint", f"tcp://*:{taken}")
     port = str(free_port())
     tcp = ("--tcp-address", f"127.0.0.1:{port}", "--security.tcp-insecure", "true")
@@ -204,7 +205,8 @@ def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
 
 
 def test_without_huge_pages_it_goes_on_and_says_so(tmp_path: Path) -> None:
-    """The arena is on a disk, whose file system has no huge pages for shared writable mappings."""
+    """Puts the arena on a disk, whose file system has no huge pages for shared writable
+    mappings."""
     with Server(tmp_path, "16MiB", "--arena.slab-bytes", "64KiB") as server:
         server.wait_ready()
         if server.counter("arena_huge_page_bytes"):

@@ -582,7 +582,8 @@ def test_a_session_can_be_closed_while_it_looks_for_a_server(
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, opens: bool) -> None:
-    """`wait_opened` ends at once if no server opens the session, or if the answer opens none."""
+    """Waits for a slow server by `wait_opened`. It must end at once if no server opens the session,
+    or if the server's answer opens none."""
     asked, goes_on = threading.Event(), threading.Event()
 
     def slow(packed: bytes) -> list[bytes]:
