@@ -126,8 +126,8 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> torch.Tensor:
-        """Computes exact attention [Q, D] over ascending blocks, which include the last block of
-        the context.
+        """Computes exact attention [query heads, channels] over ascending blocks, which include the
+        last block of the context.
 
         blocks_of_set: a single set for all KV heads, or a set for each.
         """
@@ -155,8 +155,8 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> F32:
-        """Computes the exact log mass of every block for each of `variants`: float32 [variants, Q,
-        blocks].
+        """Computes the exact log mass of every block for each of `variants`: float32 [variants,
+        query heads, blocks].
 
         query_VQD: queries of all variants.
         """
@@ -296,8 +296,8 @@ class Choice:
 class Context:
     """Input of a selection.
 
-    always_log_mass: float32 [Q], of the blocks that are always kept.
-    block_mass: [Q, B], exact; None if it is unknown.
+    always_log_mass: float32 [query heads], of the blocks that are always kept.
+    block_mass: the exact log mass [query heads, blocks]; None if it is unknown.
     """
 
     tokens: int
@@ -587,7 +587,8 @@ class Decode:
     def _block_mass(
         self, layer: int, step: int, query_VQD: torch.Tensor, context_tokens: int
     ) -> dict[int, F32]:
-        """Returns the exact mass [Q, B] of each variant that needs it at this step."""
+        """Returns the exact log mass [query heads, blocks] of each variant that needs it at this
+        step."""
         needed: dict[int, list[int]] = {}
         for index, chooser in enumerate(self.choosers):
             if step % RECALL_EVERY_STEPS == 0 or chooser.variant.scorer == ORACLE:

@@ -175,8 +175,8 @@ class Engine:
         self._generate(tokens, [0], 1, then_free=False)
 
     def run(self, tokens: Sequence[int], num_compared: int) -> torch.Tensor:
-        """Returns the log probabilities [N, W] of the last N tokens of a text, each from a decode
-        step; its other tokens have been prefilled."""
+        """Returns the log probabilities of the last `num_compared` tokens of a text, [tokens,
+        words], each from a decode step; its other tokens have been prefilled."""
         num_prompt = len(tokens) - num_compared - 1
         self._generate(tokens[:num_prompt], tokens[num_prompt:], num_compared + 1, then_free=False)
         # The first token comes from the prompt's last block, which is dense.

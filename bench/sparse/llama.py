@@ -120,7 +120,8 @@ class Llama:
     def queries_keys_values(
         self, layer: int, x_SE: torch.Tensor, positions_S: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the queries [S, Q, D] and keys [S, H, D] after RoPE, values [S, H, D]."""
+        """Returns a layer's queries [tokens, query heads, channels] and keys [tokens, KV heads,
+        channels] after RoPE, and values with the shape of the keys."""
         normed = self._norm(x_SE, self._weight(layer, "input_layernorm"))
         query, key, value = (
             functional.linear(normed, self._weight(layer, f"self_attn.{name}_proj")).unflatten(
@@ -133,8 +134,8 @@ class Llama:
     def after_attention(
         self, layer: int, x_SE: torch.Tensor, attended_SQD: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the layer's output [S, E]: attention's output projected and added, then the
-        MLP."""
+        """Returns the layer's output [tokens, channels of the model]: attention's output projected
+        and added, then the MLP."""
         x_SE = x_SE + functional.linear(
             attended_SQD.flatten(1), self._weight(layer, "self_attn.o_proj")
         )

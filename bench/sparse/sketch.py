@@ -48,7 +48,8 @@ class Sketch:
         return mean + directions + coefficients
 
     def approximate(self, keys_HBTD: torch.Tensor) -> torch.Tensor:
-        """Returns the keys as their sketches hold them, float32 [H, B, T, D]."""
+        """Returns the keys as their sketches hold them, float32 [KV heads, blocks, tokens of a
+        block, channels]."""
         mean = keys_HBTD.mean(dim=2, keepdim=True)
         x = keys_HBTD - mean
         energy, left = torch.linalg.eigh(x @ x.transpose(-1, -2))
