@@ -4,10 +4,10 @@
 Sessions come from `derive_hints`: a session's next turn is the first later request that
 continues its prompt. No trace names tools, so the gaps between turns are those of the session.
 
-- `lru`, `hotness`: policies of the server; `hotness` is its default. `hints`: hotness with the ends
-  - `lru`, `hotness`: policies of the server; `hotness` is its default. `hints`: `hotness`, told the
-    session ends and pauses that `hotkv-server simulate --hints` takes from the trace.
-  the server has them. Here a turn ends when it begins.
+- `lru`, `hotness`: policies of the server; `hotness` is its default.
+- `hints`: `hotness`, told the session ends and pauses that `hotkv-server simulate --hints` takes
+  from the trace. Here a turn ends when it begins.
+- `learnt`: `hotness`, which holds a session's blocks until its next turn is expected.
 - `continuum`: Continuum (arXiv 2511.02230) pins a session's KV for a time to live t, the best by
   P(gap <= t) * benefit - t over the latest gaps. Here P is that of all sessions, and the benefit,
   which the paper gets from prefill and queueing, is an option. Blocks past their time are evicted
@@ -55,7 +55,7 @@ ROWS = ("lru", "hotness", "hints", "learnt", *RULES, "clairvoyant")
 
 @dataclass(slots=True)
 class Gaps:
-    """Gaps between the turns of sessions, as far as the replay has come.
+    """The gaps between the turns of sessions, up to the replay's current request.
 
     gaps_s: gaps of all sessions, in order.
     """
@@ -94,8 +94,12 @@ def best_ttl_s(gaps_s: list[float], benefit_s: float) -> float:
 
 @dataclass(slots=True)
 class Turn:
-    """The request that is being served. `until_s`: the time until which its session's blocks are
-    held, or for `cachewise` the predicted idle time. `depth`: position of its next block."""
+    """The request that is being served.
+
+    until_s: the time until which its session's blocks are held; for `cachewise` the predicted idle
+        time.
+    depth: position of its next block.
+    """
 
     now_s: float = 0.0
     until_s: float = 0.0
@@ -103,7 +107,7 @@ class Turn:
 
 
 class SessionRule:
-    """A policy in which all blocks of a request get the same time from its `turn`.
+    """A policy in which all blocks of a request get the same time, that of its `turn`.
 
     holds: True if blocks are held until that time, and others are evicted by LRU; False if the
         largest time is evicted first.
@@ -178,7 +182,8 @@ class SessionRule:
 def replay_rule(
     trace: Trace, capacity: int, rule: str, hints: ReplayHints, benefit_s: float
 ) -> NDArray[np.int64]:
-    """Replays a trace under one of RULES. Returns the prefix lengths [R] that hit."""
+    """Replays a trace under one of RULES. Returns for each request the blocks of its prefix that
+    hit."""
     turn, gaps, ttl_s, num_gaps = Turn(), Gaps(), benefit_s, 0
     tier = SimulatedTier(
         capacity, lambda blocks: SessionRule(blocks, turn, holds=rule == "continuum")
@@ -205,7 +210,8 @@ def replay_rule(
 
 
 def replay_learnt(trace: Trace, capacity: int, hints: ReplayHints) -> NDArray[np.int64]:
-    """Replays a trace with return times. Returns the prefix lengths [R] that hit."""
+    """Replays a trace under hotness with learnt return times. Returns for each request the blocks
+    of its prefix that hit."""
     tier, returns = SimulatedTier(capacity, POLICIES["hotness"]), ReturnTimes()
     sessions: dict[int, SessionGaps] = {}
     prefix = np.zeros(trace.num_requests, np.int64)

@@ -81,8 +81,8 @@ def rounded(floats: NDArray[np.float32]) -> Codes:
 
 
 def blocks_of(floats: NDArray[np.float32]) -> tuple[Codes, int]:
-    """Returns (bytes, bytes of a block) of blocks as slots have them: layer after layer, keys
-    before values."""
+    """Returns (the bytes of all blocks as slots have them, bytes of a block): layer after layer,
+    keys before values."""
     num_layers, _, num_tokens, heads, channels = floats.shape
     shape = (num_layers, 2, num_tokens // BLOCK_TOKENS, BLOCK_TOKENS, heads, channels)
     found = rounded(floats.reshape(shape).transpose(2, 0, 1, 3, 4, 5))
@@ -116,8 +116,8 @@ def _full(count: int, number: int) -> Int64s:
 
 
 def used_bytes(content: Codes, size: int) -> Int64s:
-    """Returns the bytes of the form of each block, whatever its number of escapes. Checks that
-    every block decodes to its old bytes."""
+    """Returns the bytes of each block's encoded form, with room for any number of escapes. Checks
+    that every block decodes to its old bytes."""
     run = Run(content, size, escapes_at(size // 2) + size // 2 * ESCAPE_BYTES)
     used = run.encode()
     assert (run.decode() == 1).all() and np.array_equal(run.back, content)

@@ -55,8 +55,8 @@ def loss_alone(arena: ArenaSettings, slot_bytes: int) -> float:
 
 
 def loss_mixed(arena: ArenaSettings, sizes: list[int], seed: int) -> float:
-    """Returns the largest share of an arena at the ends of runs, while blocks of these sizes pass
-    through it in proportions that change: the arena is filled TURNS times."""
+    """Returns the largest share of an arena that is lost at the ends of runs, while blocks of these
+    sizes pass through it in changing proportions: the arena is filled TURNS times."""
     chance, now_s, number = random.Random(seed), 0.0, 0
     capacity = 2 * sum(arena.bytes // size for size in sizes) // len(sizes) + 1024
     geometry = TableGeometry.for_capacity(capacity, 1, arena.bytes)
@@ -89,7 +89,7 @@ def loss_mixed(arena: ArenaSettings, sizes: list[int], seed: int) -> float:
 
 
 def arena_rows() -> list[tuple[str, float]]:
-    """Returns what each row of the arena's table measures, and the lost share."""
+    """Returns the rows of the arena's table: a row's name, and the lost share."""
     rows = []
     for gib in ARENAS_GIB:
         arena = ArenaSettings.model_validate({"bytes": gib * GIB})
@@ -129,7 +129,7 @@ def thread_times(pid: int) -> dict[str, float]:
 
 
 def call_times(target: str, pid: int) -> dict[str, dict[str, float]]:
-    """Returns by kind of call the milliseconds of processor time of each call, by thread."""
+    """Returns, by kind of call and then by thread, the milliseconds of processor time of a call."""
     engine = PagedEngine(target, layers=1, num_blocks=512, page_bytes=4096).connect()
     session, kept = engine.session, new_hashes(1024)
     ids = np.arange(256, dtype=np.int32)

@@ -68,7 +68,7 @@ class Stored:
 
 
 def round_us(servers: Mapping[str, Stored], count: int, stores: int) -> dict[str, float]:
-    """Returns microseconds for a store by server, over the turns of a round."""
+    """Returns the microseconds of a store in each server, over the turns of a round."""
     times: dict[str, list[float]] = {name: [] for name in servers}
     names = list(servers)
     for turn in range(TURNS):

@@ -39,7 +39,7 @@ FILL_DEADLINE_S = 300.0
 
 
 def rss_beyond_arena_bytes(pid: int) -> int:
-    """Returns the resident bytes of a process, from /proc, but for mappings of a file whose name
+    """Returns the resident bytes of a process, from /proc, without mappings of files whose name
     starts with `arena`."""
     total_bytes = 0
     counts = False

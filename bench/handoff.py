@@ -184,7 +184,12 @@ STORES = {"valkey": valkey, "mooncake": mooncake}
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The answers to a prompt that node A computed, and to a prompt that node B computed."""
+    """The answers to two prompts.
+
+    computed: of B, to a prompt that it computed itself.
+    first: of A's producer, to a prompt that it has computed before.
+    handed, beside: of B, and of A's other engine, to the same prompt.
+    """
 
     computed: Answer
     first: Answer
@@ -284,7 +289,11 @@ def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iter
 
 
 def figures_of(name: str, rounds: Sequence[Round], early: Sequence[float]) -> dict[str, float]:
-    """Returns the figures of rounds over a store at a link speed. `name` is a format."""
+    """Returns the figures of rounds over a store at a link speed.
+
+    name: format of the figures' names.
+    early: seconds to B's first token, of rounds in which B is asked early.
+    """
     compute_s = median([one.computed.ttft_s for one in rounds])
     return {
         name.format("over_compute"): median([one.handed.ttft_s for one in rounds]) / compute_s,

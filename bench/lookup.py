@@ -28,7 +28,8 @@ ROUNDS = {64: 200, 1024: 200, 8192: 60, 65536: 15}
 
 
 class ColdPicks:
-    """Hash lists in random order out of a pool. Each pick pushes the table out of the caches."""
+    """Draws lists of hashes at random from a pool. Each draw pushes the server's table out of the
+    processor's caches."""
 
     def __init__(self, pool: list[bytes], seed: int) -> None:
         self._pool = pool
@@ -36,8 +37,8 @@ class ColdPicks:
         self._litter = np.zeros(96 << 20, np.uint8)
 
     def take(self, count: int) -> list[bytes]:
-        """Returns `count` hashes. The caches hold the hashes, as when vLLM has just hashed the
-        prompt, but not the table."""
+        """Returns `count` hashes, which are then in the caches, as when vLLM has just hashed the
+        prompt; the table is not."""
         chosen = [self._pool[i] for i in self._random.integers(0, len(self._pool), count)]
         self._litter += 1
         b"".join(chosen)

@@ -114,7 +114,11 @@ class Case:
 
 @dataclass(slots=True)
 class Results:
-    """Results of a variant in a case, a value for each round."""
+    """Results of a variant in a case.
+
+    turns_per_s: of each round.
+    first_s: time to the first token, of each turn.
+    """
 
     turns_per_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
@@ -179,8 +183,8 @@ def first_error(log: Path) -> str:
 
 
 def hold(engine: Engine, case: Case, name: str, num_tokens: int) -> dict[str, Any]:
-    """Holds a round of conversations. Equal names give equal conversations; different names share
-    none, because the server still has all earlier conversations."""
+    """Holds a round of conversations. Equal names give equal conversations. Rounds need different
+    names, because the server still has all earlier conversations."""
     some = conversations(f"{case.name} {name}", num_tokens, case.shape)
     return engine.ask({"conversations": as_json(some), "clients": CLIENTS})
 
@@ -241,7 +245,8 @@ def main() -> int:
 
 
 def ratio(one: Results, other: Results) -> float:
-    """Returns the ratio of turns per second, as the median of the rounds' ratios."""
+    """Returns the turns per second of `one` over those of `other`, as the median of the rounds'
+    ratios."""
     rounds = zip(one.turns_per_s, other.turns_per_s, strict=True)
     return statistics.median(ours / theirs for ours, theirs in rounds)
 

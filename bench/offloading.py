@@ -221,7 +221,8 @@ def compare(
 
 
 def through_a_tenth(engines: Engines, server: Server) -> dict[str, float]:
-    """Returns figures of a prompt that is ten times as large as the primary tier."""
+    """Returns the figures of a hit on a prompt that is ten times as large as the engine's primary
+    tier."""
     tokens = engines.place.prompt(7, LONG_TOKENS - 64)
     whole = engines.bytes_of(LONG_TOKENS)
     with engines.engine("long", "HotKVOffloadingConnector", 2 * whole) as one:

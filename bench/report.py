@@ -46,13 +46,13 @@ def print_report(
 
 
 def print_json(figures: Mapping[str, object], as_json: bool) -> None:
-    """Prints the figures on the last line, if they are asked for."""
+    """Prints the figures as a JSON object on the last line, if `as_json`."""
     if as_json:
         print(json.dumps(figures))
 
 
 def rows_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Returns a table of rows that have the same names; sizes in bytes as people read them."""
+    """Returns a table of rows that have the same names. Numbers of bytes are shown with a unit."""
     cells = [[_shown(name, value) for name, value in row.items()] for row in rows]
     return table([name.replace("_", " ") for name in rows[0]], cells)
 
@@ -117,5 +117,5 @@ def print_figures(
 
 
 def bounds_json(bounds: Mapping[str, Bound]) -> dict[str, object]:
-    """Returns the entry of a benchmark's JSON that `bench.targets` compares figures with."""
+    """Returns the part of a benchmark's JSON with its bounds, for `bench.targets`."""
     return {"bounds": {name: str(bound) for name, bound in bounds.items()}}

@@ -35,8 +35,11 @@ SPARSE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model folder. `kv_token_bytes`: keys and values of a token in all layers. Prompts have
-    tokens of `words`."""
+    """A model folder.
+
+    kv_token_bytes: bytes of a token's keys and values in all layers.
+    words: the token ids that prompts have.
+    """
 
     name: str
     folder: Path
@@ -137,7 +140,8 @@ class Shape:
         return self.settings(room, NO_SERVER, self.sparse("off"))
 
     def resident(self, server: Server, **more: Any) -> EngineSettings:
-        """Returns the settings of the same, but with old blocks in host memory."""
+        """Returns the settings of sparse decode with old blocks in host memory and a pool of
+        `pool_tokens`."""
         return self.settings(self.pool_tokens, server.target, self.sparse("host"), **more)
 
 
@@ -196,10 +200,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The most memory of a request, in bytes.
+    """The most memory that a request held, in bytes.
 
     expected_…: computed from the sizes.
-    staging_bytes, row_bytes: memory of the engine's process beside the pool.
+    staging_bytes, row_bytes: memory of the engine's process besides the pool.
     """
 
     context_tokens: int
@@ -491,8 +495,8 @@ def together(
     folder: Path,
     arena: str,
 ) -> list[Together]:
-    """Returns the results of the same number of requests in pools of equal bytes: in vLLM with the
-    server beside it, and with residency. Requests share no prefix; engines take turns."""
+    """Returns the results of the same number of requests in pools of equal bytes: in vLLM with a
+    server, and with residency. Requests share no prefix; engines take turns."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))
@@ -588,9 +592,9 @@ def mixed(
     folder: Path,
     arena: str,
 ) -> list[Mixed]:
-    """Returns rounds of the same traffic in pools of equal bytes: vLLM with the server beside it,
-    contexts always in host memory, and contexts that move there. Engines take turns, and share no
-    prefix."""
+    """Returns rounds of the same traffic in pools of equal bytes: in vLLM with a server, with
+    contexts always in host memory, and with contexts that move there. Engines take turns, and share
+    no prefix."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))

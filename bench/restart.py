@@ -34,7 +34,7 @@ BOUNDS = {"ready_s": at_most(1.5), "served_ratio": at_least(0.999)}
 
 
 def connected(server: Server) -> PagedEngine:
-    """Returns an engine with as many blocks as it stores in a call."""
+    """Returns a connected engine with ENGINE_BLOCKS blocks, which it stores in one call."""
     return PagedEngine(
         server.target, layers=1, num_blocks=ENGINE_BLOCKS, page_bytes=PAGE_BYTES
     ).connect()

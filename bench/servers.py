@@ -36,7 +36,7 @@ def new_hashes(count: int) -> list[bytes]:
 
 
 def session_over(target: str, hashes: Sequence[bytes], page_bytes: int = 4096) -> Session:
-    """Returns a session with a server that holds blocks of these hashes. Stores all of them from
+    """Returns a session with the server, after storing a block under each of these hashes, all from
     the same page of memory."""
     session = PagedEngine(target, layers=1, num_blocks=1, page_bytes=page_bytes).connect().session
     for start in range(0, len(hashes), STORED_BLOCKS):

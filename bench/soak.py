@@ -95,7 +95,8 @@ def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) 
 
 
 def beside(target: str, kind: str) -> float:
-    """Returns the p50 of a quiet session's lookups in ms, beside a process of this kind."""
+    """Returns the p50 of a quiet session's lookups in ms, while a client process of this kind
+    runs."""
     other = subprocess.Popen([*CLIENT, kind, target], stderr=subprocess.DEVNULL)
     try:
         time.sleep(SETTLE_S)

@@ -188,8 +188,8 @@ def all_rows(
     first_layer: int,
     num_compared: int,
 ) -> list[Row]:
-    """Measures all texts. Centres are calibrated on the first text, and for the first on the second
-    (its copy text if there is no other)."""
+    """Measures all texts. Centres come from the first text; for the first text itself from the
+    second (its copy text if there is no other)."""
     first, second = (seen(model, text, first_layer, num_compared) for text in found[:2])
     rows = measure(model, first, calibration(second.own, first.own, file, first_layer), variants)
     other, later = first.own, [second]
@@ -201,8 +201,8 @@ def all_rows(
 
 
 def figures(row: Row, head_size: int) -> dict[str, object]:
-    """Returns a row in JSON; `bytes_per_token` of a scorer's representation are for a KV head of
-    `head_size` channels."""
+    """Returns a row as JSON values. `bytes_per_token` is the size of the scorer's representation
+    for a KV head of `head_size` channels."""
     outcome, variant = row.outcome, row.outcome.variant
     return {
         "text": row.text.name,

@@ -331,7 +331,8 @@ class Layer:
     def decode(
         self, query: np.ndarray[tuple[int, int], np.dtype[np.float32]], budget: int, most: int
     ) -> None:
-        """Makes the same step in a single call, on another hot set, without pulls and table."""
+        """Makes the step from query to hot set in a single compiled call, on another hot set than
+        `choose`, without pulls and table."""
         always = Always.known(self.always_log_mass)
         found = decode(
             self.decoded, self.scorer, query, self.rows, always, budget, most, self.arriving,
@@ -358,8 +359,8 @@ class Layer:
         self.measure("attend", lambda: self.attention.attend(self.table, *schedule))
 
     def ms(self, what: str) -> float:
-        """Returns the median of the times of `what`; dense attention is scaled to the whole
-        context."""
+        """Returns the median time of the part `what` in milliseconds; dense attention is scaled to
+        the whole context."""
         value = median(self.times_s[what]) * 1e3
         return value * self.num_blocks / self.dense_blocks if what == "dense" else value
 

@@ -85,8 +85,8 @@ def make_node(core: Any, folder: Path) -> Node:
 
 
 async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], int, int]:
-    """Returns the milliseconds of each answer on the loop, and of writing it as JSON; then the
-    answer's bytes and cells."""
+    """Returns (milliseconds of each answer on the loop, milliseconds of writing each as JSON, bytes
+    of an answer, number of its cells)."""
     while node.survey.latest(time.monotonic()) is None:
         await asyncio.sleep(0.05)
     read_ms, write_ms, text = [], [], b""

@@ -50,7 +50,11 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured figure and its target, in the form of `str(Bound)`. `value` None: not measured."""
+    """A measured figure and its target.
+
+    value: None: not measured.
+    bound: the target, in the form of `str(Bound)`.
+    """
 
     value: float | None
     bound: str

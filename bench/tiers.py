@@ -244,7 +244,8 @@ def hashes(first: int, count: int) -> Words:
 
 
 def restart(folder: Path, num_bytes: int) -> float:
-    """Returns the seconds from the records of a full tier to a space that answers."""
+    """Returns the seconds that a restart takes from the records of a full tier to a space that
+    answers lookups."""
     size, count = SIZES["64k"], num_bytes // SIZES["64k"]
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (size,))
     key_space = KeySpace("bench", "bench", "bfloat16", (group,), 16)

@@ -138,8 +138,8 @@ def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> float:
 
 
 def measure(target: str, block_tokens: int, memcpy: Callable[[], float]) -> dict[str, list[float]]:
-    """Returns the seconds of each operation, by name, once the arena is full: every timed store
-    evicts as much as it stores."""
+    """Fills the arena, so that every timed store evicts as much as it stores. Returns the seconds
+    of each operation, by name."""
     engine = Engine(target, block_tokens)
     times: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
     for i in range(ARENA_BYTES // OPERATION_BYTES):

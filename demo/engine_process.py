@@ -65,8 +65,8 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """Ends this process and the processes that vLLM starts when the parent is gone. The kernel can
-    signal only this process."""
+    """When the parent is gone, ends this process and the processes that vLLM has started. The
+    kernel can signal only this process."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -53,9 +53,13 @@ class ChildError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`target`: the server, empty for vLLM alone. `extra_config`: further settings of the
-    connector. `engine_args`: arguments of `vllm.LLM` in place of those that the process uses.
-    `environment`: variables of the process in place of the usual ones."""
+    """Settings of an engine's process.
+
+    target: the server, empty for vLLM alone.
+    extra_config: further settings of the connector.
+    engine_args: arguments of `vllm.LLM` in place of those that the process uses.
+    environment: variables of the process in place of the usual ones.
+    """
 
     model: str
     target: str = ""
@@ -67,8 +71,10 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An engine's answer to one request. `logprobs`: for each generated token, token id to logprob
-    of the likeliest five."""
+    """An engine's answer to one request.
+
+    logprobs: for each generated token, token id to logprob of the likeliest five.
+    """
 
     ttft_s: float
     total_s: float
@@ -110,8 +116,8 @@ def ends_cleanly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def runtime_folder(needed_bytes: int) -> Iterator[Path]:
-    """Yields a fresh folder in shared memory if that has room, else in the temporary folder;
-    removed at the end."""
+    """Yields a new folder, which is removed at the end: in shared memory if that has room, else in
+    the temporary folder."""
     roomy = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > needed_bytes
     # If this process is killed, its killer finds the folders that are left by this tag.
     prefix = f"hotkv-{os.environ.get('HOTKV_FOLDER_TAG', '')}"
@@ -188,8 +194,8 @@ class Child:
         )
 
     def signal_group(self, number: int, deadline_s: float) -> None:
-        """Sends a signal to all members and waits until they have ended, or the deadline has
-        passed."""
+        """Sends a signal to all processes of the group, and waits until they have ended or the
+        deadline has passed."""
         end_s = time.monotonic() + deadline_s
         for pid in group_members(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -199,8 +205,8 @@ class Child:
             time.sleep(0.02)
 
     def stop(self, hurry: bool = False) -> None:
-        """Ends the group: closes its input or sends SIGTERM, then kills it. `hurry` leaves out the
-        long wait before the kill."""
+        """Ends the process group: closes its input, sends SIGTERM, and then SIGKILL, waiting after
+        each. `hurry`: skips the first, and waits shortly for the second."""
         try:
             if self.process.stdin and not hurry:
                 with contextlib.suppress(OSError):
@@ -218,8 +224,10 @@ class Child:
 
 
 class Engine:
-    """A vLLM engine in a child process. Use in a `with` block; requests block. `MODULE` is what the
-    process runs."""
+    """A vLLM engine in a child process. Use in a `with` block; requests block.
+
+    MODULE: the Python module that the process runs.
+    """
 
     MODULE = "demo.engine_process"
 
@@ -323,8 +331,9 @@ class Server:
     in a `with` block.
 
     If servers run in the same folder one after the other, each continues its predecessor's cache.
-    `command`: the command to run instead of `hotkv-server run`. `ready_s`: seconds from the
-    server's start until it was ready, once `wait_ready` has returned.
+
+    command: the command to run instead of `hotkv-server run`.
+    ready_s: seconds from the server's start until it was ready, once `wait_ready` has returned.
     """
 
     ready_s: float
@@ -359,7 +368,8 @@ class Server:
         return self._child.log
 
     def wait_ready(self, timeout_s: float = START_DEADLINE_S) -> float:
-        """Blocks until the health service says serving; seconds since start. Raises ChildError."""
+        """Blocks until the health service says serving. Returns the seconds since the start. Raises
+        ChildError."""
         import grpc
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -26,8 +26,8 @@ DEEDS = (
 
 
 def text(seed: int, num_entries: int) -> str:
-    """Returns the same text for the same seed; texts with different seeds differ from the first
-    line on."""
+    """Returns a prompt's text. Equal seeds give equal texts; texts with different seeds differ from
+    the first line on."""
     chance = random.Random(seed)
     lines = [f"Log of station {chance.randrange(10**6)}, kept by {chance.choice(PEOPLE)}."]
     for number in range(num_entries):

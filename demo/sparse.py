@@ -45,7 +45,7 @@ OPTION = '"hotkv.sparse": {"residency": "host", "sparse_topk": 512}'
 
 
 def settings(model: Path, server: Server | None) -> EngineSettings:
-    """Returns settings; both engines have the same memory for keys and values."""
+    """Returns an engine's settings; both engines have the same memory for keys and values."""
     arguments = {
         "block_size": BLOCK_TOKENS,
         "dtype": "float32",
@@ -67,8 +67,8 @@ def settings(model: Path, server: Server | None) -> EngineSettings:
 
 
 def refusal(model: Path, folder: Path) -> str:
-    """Returns vLLM's own refusal of such a request with such a pool. Raises ChildError if vLLM
-    starts, or ends for another reason."""
+    """Starts vLLM alone with a pool that is too small for the request. Returns its refusal. Raises
+    ChildError if vLLM starts, or ends for another reason."""
     with Engine("vLLM alone", settings(model, None), folder) as engine:
         try:
             engine.wait_ready()
@@ -82,7 +82,7 @@ def refusal(model: Path, folder: Path) -> str:
 
 @contextlib.contextmanager
 def progress(server: Server, what: str) -> Iterator[None]:
-    """Reports from time to time how much of the request the server keeps."""
+    """Prints from time to time how many bytes of the request the server keeps."""
     done, first = threading.Event(), "\n" if sys.stdout.isatty() else ""
 
     def watch() -> None:
@@ -128,7 +128,8 @@ def table(computed: Batch, again: Batch) -> str:
 
 
 def run(folder: Path) -> int:
-    """Runs the demo with files in `folder`; 0 if both answers came, without preemption."""
+    """Runs the demo with files in `folder`. Returns the exit status: 0 if both answers came,
+    without preemption."""
     model = random_llama.write_model(folder / "model", CONTEXT_TOKENS)
     pool = human_bytes(POOL_TOKENS * random_llama.KV_TOKEN_BYTES)
     print(f"a request of {CONTEXT_TOKENS} tokens; the device has {pool} for keys and values\n")

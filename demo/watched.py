@@ -21,9 +21,14 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests that ran together. `first_s`: for each, wall and processor seconds to its first
-    token. `steps`: wall seconds, processor seconds and tokens of each later step. `most_held`,
-    `pinned_bytes`: the most blocks of the pool in use, the most pinned bytes of the arena."""
+    """Requests that ran together.
+
+    first_s: for each request, wall and processor seconds to its first token.
+    steps: at the end of each step since the first token, wall and processor seconds since the batch
+        began, and the tokens of the step.
+    most_held: the most blocks of the pool in use.
+    pinned_bytes: the most pinned bytes of the arena.
+    """
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -38,12 +43,14 @@ class Batch:
     pinned_bytes: float
 
     def step_s(self, clock: int) -> float:
-        """Returns the median time of the decode steps; `clock` 0: wall time, 1: processor time."""
+        """Returns the median time of a decode step. `clock`: 0 for wall time, 1 for processor
+        time."""
         ends = [step[clock] for step in self.steps[SETTLING_STEPS:]]
         return median([after - before for before, after in pairwise(ends)])
 
     def decode_rate(self, clock: int) -> float:
-        """Returns tokens a second, by the median of the steps that decode the most requests."""
+        """Returns the tokens a second in the steps that decode the most requests, by their median
+        time. `clock`: 0 for wall time, 1 for processor time."""
         pairs = [(after[clock] - before[clock], after[2]) for before, after in pairwise(self.steps)]
         most = max(tokens for _, tokens in pairs)
         return most / median([took_s for took_s, tokens in pairs if tokens == most])
@@ -91,11 +98,13 @@ class Watched(Engine):
         self.ask({"op": "reset"})
 
     def device_blocks(self, num_tokens: int) -> int:
-        """Returns the computed bound of the blocks that a request of so many tokens holds."""
+        """Returns the most blocks of the pool that a request of this many tokens may hold, as
+        computed."""
         return int(self.ask({"op": "device_blocks", "num_tokens": num_tokens})["blocks"])
 
     def memory(self) -> dict[str, float]:
-        """Returns the bytes beside the pool: staging area, and rows of representations."""
+        """Returns the bytes of the engine's memory besides the pool: staging area, and rows of
+        representations."""
         return {name: float(value) for name, value in self.ask({"op": "memory"}).items()}
 
 

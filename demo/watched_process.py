@@ -42,13 +42,15 @@ class Engine:
         self._core: Any = getattr(core, "engine_core", None)
 
     def device_blocks(self, num_tokens: int) -> dict[str, Any]:
-        """Returns the computed bound of the blocks that a request of so many tokens holds."""
+        """Returns the most blocks of the pool that a request of this many tokens may hold, as
+        computed."""
         manager = self._core.scheduler.kv_cache_manager
         spec = manager.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         return {"blocks": spec.device_blocks(num_tokens)}
 
     def memory(self) -> dict[str, Any]:
-        """Returns the bytes beside the pool: the staging area, and rows of representations."""
+        """Returns the bytes of memory besides the pool: the staging area, and rows of
+        representations."""
         worker = _worker()
         rows = sum(rows.nbytes for rows in worker._kept._rows.values())
         return {"staging": worker._pages.staging.num_bytes, "rows": rows}
@@ -65,7 +67,8 @@ class Engine:
         return {"done": self.llm.reset_prefix_cache()}
 
     def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """Runs requests together, to the end of the last one. Times begin with the first step."""
+        """Runs requests together, to the end of the last one. Times count from the moment before
+        the requests are added."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(
@@ -148,7 +151,7 @@ def _worker() -> Any:
 
 
 def _everything(*_: Any) -> None:
-    """Stands in place of `SparseWorker.attend`, so that attention leaves out no block."""
+    """Replaces `SparseWorker.attend`, so that attention leaves out no block."""
 
 
 def main() -> int:

@@ -103,7 +103,7 @@ def environment() -> dict[str, str]:
 
 
 def run(program: Path, *arguments: str, quiet: bool = False) -> str:
-    """Returns the output of an installed program, run away from the checkout. Raises
+    """Returns the output of an installed program, run outside the checkout. Raises
     CalledProcessError; `quiet` hides its error output."""
     return subprocess.run(
         [str(program), *arguments],
@@ -154,7 +154,10 @@ def check_server(
     archive: Path, folder: Path, client: Path | None = None, settings: Path | None = None
 ) -> Path:
     """Installs the archive with the extra `server`, starts a server with these settings, and pings
-    it; also with `client`'s programs. Returns the programs."""
+    it. Returns the folder of the installed programs.
+
+    client: folder of other programs that must reach the server too.
+    """
     programs = install(folder / "server", f"{archive}[server]")
     print(f"dist: {archive.name}: {run(programs / 'hotkv-server', '--version').strip()}")
     places = ("--runtime-dir", str(folder / "checked"), "--http.port", "-1")
@@ -182,7 +185,7 @@ def check_client(wheel: Path, folder: Path) -> Path:
 
 
 def one(folder: Path, pattern: str) -> Path:
-    """Returns the file of a release that fits the pattern. Exits unless there is exactly one."""
+    """Returns the file of the folder that fits the pattern. Exits unless there is exactly one."""
     found = list(folder.glob(pattern))
     if len(found) != 1:
         raise SystemExit(f"dist: {folder} has {len(found)} files {pattern}, expected 1")
@@ -209,7 +212,7 @@ def check_sums(folder: Path) -> None:
 
 
 def check_chart(chart: Path, version: str) -> None:
-    """Exits unless the chart's package gives the release's image to its pods."""
+    """Exits unless the pods of the packaged chart use the release's image."""
     rendered = helm.render(chart)
     if f"hotkv:{version}" not in rendered or "kind: DaemonSet" not in rendered:
         raise SystemExit(f"dist: {chart.name} does not run hotkv:{version}")

@@ -33,8 +33,10 @@ _OLD_DEVICE = "nvrtc: warning: Architectures prior to"
 
 @dataclass(frozen=True)
 class Usage:
-    """A kernel's use of a multiprocessor. `stack_bytes`: of each thread, for spilled registers and
-    for arrays with an unknown index."""
+    """A kernel's use of a multiprocessor.
+
+    stack_bytes: bytes of each thread, for spilled registers and for arrays with an unknown index.
+    """
 
     kernel: str
     registers: int
@@ -165,8 +167,8 @@ _SYMBOL_BYTES = 24
 
 
 def usages(cubin: bytes) -> list[Usage]:
-    """Returns the usage of the kernels in an ELF file of NVIDIA's. Source of the format: nvcc's
-    cuobjdump --dump-elf."""
+    """Reads the usage of each kernel from an ELF file of NVIDIA's. Source of the format: nvcc's
+    `cuobjdump --dump-elf`."""
     sections = _sections(cubin)
     registers, stacks = (
         _attribute(cubin, sections, attribute) for attribute in (_REGISTERS, _STACK_BYTES)
@@ -216,8 +218,8 @@ def _number(data: bytes, at: int, size: int) -> int:
 
 
 def check(compiler: Nvrtc | Nvcc, source: Path) -> list[str] | None:
-    """Returns a line for each kernel with its use on each generation. None: refused, with a printed
-    message."""
+    """Returns a line for each kernel with its registers and stack on each generation; None if the
+    compiler refuses the source, with a printed message."""
     found: dict[str, list[str]] = {}
     for architecture in compiler.architectures:
         try:

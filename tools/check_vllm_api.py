@@ -199,8 +199,8 @@ def compare(source: Source, *, is_newest: bool, door: str = OWN) -> list[str]:
 
 
 def others(door: str) -> list[str]:
-    """Compares the lines that a door is not tested with. Older lines must each have their message
-    in `LEFT_OUT`; differences of newer lines of the index are only printed."""
+    """Compares the lines of vLLM that a door is not tested with. Older lines must each have their
+    message in `LEFT_OUT`; differences of newer lines of the index are only printed."""
     first, last = TESTED[door]
     try:
         newer = [line for line in lines() if line > last]
@@ -224,7 +224,8 @@ def others(door: str) -> list[str]:
 
 
 def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
-    """Returns hooks that nobody looked at, and in the newest version listed hooks that are gone."""
+    """Returns the hooks that are neither overridden nor listed, and in the newest version also the
+    listed hooks that are gone."""
     found = [
         cls
         for name in ("KVConnectorBase_V1", "SupportsHMA")

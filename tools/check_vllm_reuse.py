@@ -29,8 +29,11 @@ FLAGS: dict[str, tuple[bool | None, ...]] = {
 
 
 class Place(NamedTuple):
-    """A place where vLLM may forbid reuse. `scope`: classes and function. `text`: the statement,
-    followed by the conditions of the `if` statements round it in the function."""
+    """A place where vLLM may forbid reuse.
+
+    scope: classes and function.
+    text: the statement, followed by the conditions of the `if` statements round it in the function.
+    """
 
     path: str
     scope: str
@@ -245,8 +248,8 @@ def _permits(name: str, value: ast.expr) -> bool:
 
 
 def compare(source: Source, *, all_places: bool = False) -> list[str]:
-    """Returns the places of a version without an answer. `all_places`: also answers whose place is
-    not in this version."""
+    """Returns problems: places of a version that have no answer. `all_places`: also answers whose
+    place is not in this version."""
     found = set(places(source))
     problems = [f"{place}: no answer in ANSWERS" for place in sorted(found - ANSWERS.keys())]
     if all_places:

@@ -167,7 +167,8 @@ def rate(name: str, matchers: str = "") -> str:
 
 
 def total(name: str, by: str = "") -> str:
-    """Returns the growth of a counter in a second, over all selected servers or by some labels."""
+    """Returns PromQL for a counter's growth per second, over all selected servers or by some
+    labels."""
     return f"sum by ({by}) ({rate(name)})" if by else f"sum({rate(name)})"
 
 

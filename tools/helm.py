@@ -66,8 +66,8 @@ def _unzip(layer: IO[bytes], name: str, sink: IO[bytes]) -> None:
 
 
 def render(chart: Path, *values: Path, sets: tuple[str, ...] = (), release: str = "hotkv") -> str:
-    """Returns the output of `helm template` for files of values and `--set` assignments. Raises
-    HelmError with helm's own words if it refuses them."""
+    """Returns the output of `helm template` for a chart, with these files of values and `--set`
+    assignments. Raises HelmError with helm's own words if it refuses them."""
     options = [f"--values={path}" for path in values] + [f"--set={one}" for one in sets]
     done = subprocess.run(
         [str(find()), "template", release, str(chart), "--namespace", "hotkv", *options],

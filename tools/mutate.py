@@ -60,8 +60,8 @@ class Tally:
 
 
 def tests_of(path: str) -> list[str]:
-    """Returns the test files of a source file: those of the table, then those that import it if
-    they are few (`MOST_IMPORTERS`)."""
+    """Returns the test files of a source file: those that TESTS names, then those that import it,
+    unless these are more than MOST_IMPORTERS."""
     entry = max((prefix for prefix in TESTS if path.startswith(prefix)), key=len)
     module = ".".join(Path(path).with_suffix("").parts[1:])
     importers = [test for test, modules in _imports().items() if module in modules]
@@ -71,8 +71,8 @@ def tests_of(path: str) -> list[str]:
 
 @functools.cache
 def _imports() -> dict[str, set[str]]:
-    """Returns the names that each test file imports, by the file's path: modules, and names in
-    modules. Tests that need a GPU are left out."""
+    """Returns, by the path of each test file, the modules and the names in modules that it imports.
+    Tests that need a GPU are left out."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         if "gpu" in path.parts:

@@ -112,8 +112,8 @@ class Worker:
 
     @contextlib.contextmanager
     def changed(self, mutant: Mutant) -> Iterator[str]:
-        """Puts the mutant into the tree; yields a folder for compiled kernels, empty for those of
-        the tree."""
+        """Applies the mutant to the tree while the context lasts. Yields a folder for compiled
+        kernels; empty: the tree's own serves."""
         path = self.tree / mutant.path
         source, stat = path.read_bytes(), path.stat()
         self._num_changed += 1
@@ -132,10 +132,10 @@ class Worker:
                 shutil.rmtree(caches, ignore_errors=True)
 
     def seen_by(self, mutant: Mutant, tests: Sequence[str], sound: set[str]) -> str:
-        """Returns the first of `tests` that sees the mutant; empty without such a test. `sound`:
-        tests known to pass without a mutant, to which it adds.
+        """Returns the first of `tests` that fails with the mutant; empty if none fails. Exits if
+        that test also fails without the mutant, because it would kill every mutant.
 
-        Exits if a test also fails without the mutant, because it would kill every mutant.
+        sound: tests known to pass without a mutant, to which it adds.
         """
         tests = [test for test in tests if (self.tree / test).exists()]
         with self.changed(mutant) as caches:
@@ -188,9 +188,9 @@ def share_out(
 
 
 def main() -> None:
-    """Imports libraries, then forks the tests of each order that it reads from standard input: a
-    file for their output, a folder for compiled kernels, and test files. Answers with the number
-    of their process, and at its end with its exit status."""
+    """Imports libraries, then forks a process for each order that it reads from standard input: a
+    file for the tests' output, a folder for compiled kernels, and test files. Answers with the
+    process's number, and at its end with its exit status."""
     from tests.support.waiting import end_with_the_parent
 
     end_with_the_parent()

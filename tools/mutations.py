@@ -47,8 +47,11 @@ QUIET_KEYWORDS = {"strict", "daemon"}
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`start`, `end`: bytes of the file that `text` replaces. `function`: the function's name, with
-    the classes around it."""
+    """A change of a source file.
+
+    start, end: bytes of the file that `text` replaces.
+    function: the function's name, with the classes around it.
+    """
 
     path: str
     line: int
@@ -226,7 +229,8 @@ def _is_hint(node: ast.stmt) -> bool:
 
 
 def _has_seconds(node: ast.Compare) -> bool:
-    """Returns True if a time is compared. A clock hardly ever shows exactly the end of a wait."""
+    """Returns True if the comparison is of times. Tests can hardly see its limit: a clock hardly
+    ever shows exactly the end of a wait."""
     names = (getattr(one, "attr", getattr(one, "id", "")) for one in ast.walk(node))
     return any(name.endswith("_s") for name in names)
 

@@ -108,7 +108,7 @@ class Conversations(threading.Thread):
 
 @contextlib.contextmanager
 def traffic(server: Server, model: Path, folder: Path) -> Iterator[list[Conversations]]:
-    """Yields the conversations of two engines, which go on.
+    """Starts two engines, and yields their conversations, which go on until the context ends.
 
     The engines have the last core for themselves: vLLM's processes wait for each other by
     sched_yield, after which the kernel let the server wait for a core for 0.2 s and more.
@@ -173,8 +173,8 @@ def save(picture: bytes, path: Path) -> None:
 
 
 def terminal(server: Server, seconds: float) -> Any:
-    """Returns the screen of `hotkv top` (pyte) a second after it shows a prompt's tokens, or after
-    some seconds."""
+    """Runs `hotkv top` in a terminal. Returns its screen (pyte) a second after it shows a prompt's
+    tokens, or after `seconds`."""
     import pyte
 
     screen = pyte.Screen(COLUMNS, LINES)

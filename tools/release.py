@@ -49,7 +49,12 @@ class ReleaseError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The folder of the files, and the command of buildah. `bud`: options of `buildah bud`."""
+    """A release that is being built.
+
+    out: the folder of its files.
+    buildah: the command of buildah.
+    bud: options of `buildah bud`.
+    """
 
     version: str
     out: Path

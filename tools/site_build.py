@@ -64,8 +64,11 @@ class SiteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the table of contents. `pages`: files, with paths from the repository's root.
-    `titles`: titles of those pages that are listed under another title than their own."""
+    """A part of the table of contents.
+
+    pages: files, with paths from the repository's root.
+    titles: titles of those pages that are listed under another title than their own.
+    """
 
     title: str
     pages: tuple[str, ...]
@@ -179,7 +182,7 @@ def title_of(root: Path, path: str) -> str:
 
 
 def both(alternative: str, light: str, dark: str) -> str:
-    """Returns an image for light pages and another for dark pages, in Sphinx's syntax."""
+    """Returns Sphinx's markup for two images: `light` on light pages, `dark` on dark pages."""
     return "\n\n".join(
         f"```{{image}} {address}\n:alt: {alternative}\n:class: only-{kind}\n```"
         for kind, address in (("light", light), ("dark", dark))

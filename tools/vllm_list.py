@@ -58,7 +58,8 @@ def forms(names: Names, door: str) -> dict[tuple[str, str], Form]:
 
 
 def made(sources: Sequence[Source]) -> str:
-    """Returns the list: each use with its forms in the versions; None if a version lacks it."""
+    """Returns the list as text: each use with its forms in the versions. A form is None if a
+    version lacks the use."""
     every = [Names(source, is_whole=True) for source in sources]
     doors: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for door in filter(modules, DOORS):

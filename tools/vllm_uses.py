@@ -326,7 +326,8 @@ def _last_name(node: ast.expr) -> str:
 
 
 def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
-    """Returns the calls that a method of vLLM's accepts and its override does not; else empty."""
+    """Returns a text that names calls which a method of vLLM's accepts and its override refuses;
+    empty if there are none."""
     if kind_of(ours) != kind_of(theirs):
         return f"is a {kind_of(theirs)} in vLLM"
     mine, base = ours.args, theirs.args
@@ -351,8 +352,8 @@ def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
 
 
 def pauses_by(names: Names) -> str:
-    """Returns the first assumption of `hotkv_vllm.compat.checks.is_pausing` that does not hold;
-    empty if all hold."""
+    """Returns the first assumption about vLLM that `hotkv_vllm.compat.checks.is_pausing` makes and
+    that does not hold; empty if all hold."""
     core = names.find("vllm.v1.engine.core.EngineCore")
     if core is None:
         return "vllm.v1.engine.core.EngineCore is not there"

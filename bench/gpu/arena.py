@@ -108,8 +108,7 @@ class Puller:
 
 
 def allowed() -> tuple[bool, bool]:
-    """Returns whether the device registers read-only memory, and whether it reads pageable
-    memory."""
+    """Returns (True if the device registers read-only memory, True if it reads pageable memory)."""
     runtime = cupy_module().cuda.runtime
     registers, same, pageable = (
         bool(runtime.deviceGetAttribute(attribute, 0))

@@ -93,7 +93,7 @@ class Context:
         is_away: bool = True,
         query_kind: str = "float32",
     ) -> None:
-        """Takes `arena` uint8 [blocks, page bytes], which the device reads from `address` on."""
+        """Takes `arena` as uint8 [blocks, page bytes]; the device reads it at `address`."""
         self.device, self.config, self.arena, self.shape = device, config, arena, shape
         self.num_tokens, self.num_rows, self._place = num_tokens, rows, place
         self.page_bytes, self._is_away, self._kind = page_bytes_of(shape), is_away, query_kind
@@ -176,13 +176,14 @@ class Context:
                 self.residents.give_back(row, self.freed)
 
     def fill(self, content: Callable[[int, np.ndarray], None]) -> None:
-        """Lets `content(layer, pages)` write the arena's blocks to pages int32 [R, B] on the
-        device: all blocks, or sinks and recent window only. Page 0 is not used."""
+        """Calls `content(layer, pages)` for each layer, which writes the arena's blocks to the
+        pages (int32 [rows, blocks]) on the device: all blocks, or sinks and recent window only.
+        Page 0 is not used."""
         for layer in range(len(self.caches)):
             content(layer, self._table[:, : len(self.arena)])
 
     def rename(self) -> None:
-        """Names each row by the block into which the coming step writes its token."""
+        """Names each row by the block into which the next step writes its token."""
         blocks = (self._lengths - 1) // BLOCK_TOKENS
         self.residents.name_rows(
             {
@@ -195,7 +196,8 @@ class Context:
         return PagePlaces(self._place(self.caches[layer]), self.page_bytes, 0)
 
     def catch_up(self) -> None:
-        """Builds the representations of whole contexts in all layers, from the keys in place."""
+        """Builds the representations of whole contexts in all layers, from keys in the arena and in
+        pages."""
         self.work.begin_batch(self.batch)
         count, found = self.num_tokens // BLOCK_TOKENS, self.residents
         for number, layer in enumerate(self.layers):
@@ -206,7 +208,8 @@ class Context:
         self._start_rows()
 
     def advance(self, *, asks: bool = True) -> None:
-        """Does the host's part between two steps: another token, and other queries if it `asks`."""
+        """Does the host's work between two steps: lengthens each context by a token, and draws new
+        queries if `asks`."""
         self._lengths += 1
         self.device.write(self.tokens, (0,), self._lengths)
         if asks:
@@ -216,7 +219,7 @@ class Context:
         self.rename()
 
     def step(self) -> None:
-        """Gives a decode step to the device; no part of it needs the host."""
+        """Queues a decode step on the device; no part of it needs the host."""
         self.begin_step()
         for number in range(len(self.layers)):
             self.layer_step(number, self.query, self._kind)
@@ -226,7 +229,8 @@ class Context:
         self.work.begin_batch(self.batch)
 
     def layer_step(self, number: int, query: Array, kind: str) -> None:
-        """Runs a layer, from its new keys on to the table for attention; `query` [R, Q, D]."""
+        """Runs a layer's step: from its new keys, by queries [rows, query heads, channels], to the
+        block table for attention."""
         layer, residents, rows = self.layers[number], self.residents, self.num_rows
         size = self.shape.head_size
         layer.build(
@@ -236,7 +240,8 @@ class Context:
         layer.step(Queries(query, kind, self.shape.heads * size, size))
 
     def stage(self, target: Array, count: int | None = None) -> None:
-        """Copies a layer's whole context, or its first `count` blocks, side by side."""
+        """Copies a layer's whole context, or its first `count` blocks, to `target`, one block after
+        the other."""
         self.residents.stage(
             0,
             self.freed if count is None else count,

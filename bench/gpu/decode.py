@@ -48,7 +48,8 @@ OVERHEAD_TARGET = 0.55
 
 
 def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
-    """Compares tokens with those of all blocks on the device, and with those of dense attention."""
+    """Compares the resident model's tokens with those of the same choice with all blocks on the
+    device, and with those of dense attention."""
     count, steps = (512, SMALL_STEPS) if small else (EQUAL_TOKENS, EQUAL_STEPS)
     config = SMALL_CONFIG if small else replace(CONFIG, sparse_topk=1024)
     host = HostPages(model.shape, count)

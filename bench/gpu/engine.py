@@ -129,7 +129,8 @@ class Cuda:
         return Marks(CudaDevice(self.device), wanted)
 
     def stream(self) -> Any:
-        """Returns a new stream as a context manager: work that is queued inside goes there."""
+        """Returns a context manager of a new stream; work that is queued in its `with` block goes
+        to the stream."""
         return torch.cuda.stream(torch.cuda.Stream(self.device))
 
     def synchronize(self) -> None:
@@ -303,8 +304,8 @@ class GpuServer(Server):
 def settled(
     side: Side, arena_bytes: int, *flags: str, is_calibrated: bool = True
 ) -> Iterator[GpuServer]:
-    """Starts a server whose arena is pinned and whose copies are measured, unless the device is
-    made up or `is_calibrated` is False. At the end, removes the server and its folder."""
+    """Starts a server, and waits until its arena is pinned and its copies are measured, unless the
+    device is made up or `is_calibrated` is False. At the end, removes the server and its folder."""
     with (
         ends_cleanly(),
         runtime_folder(arena_bytes) as folder,
@@ -315,8 +316,8 @@ def settled(
 
 
 class Engine:
-    """A worker's session over `memory`, uint8 [bytes] on the device, with marks of the kind that
-    the server chose."""
+    """A worker's session over `memory` (uint8 [bytes] on the device). Its transfers wait for marks
+    of the kind that the server chose."""
 
     def __init__(
         self, side: Side, target: str, shape: Shape, *, order: str = "host", model: str = ""
@@ -504,8 +505,8 @@ def until(reached: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S
 
 
 def operation_bytes(wanted_bytes: int, arenas: int) -> int:
-    """Returns the bytes of an operation: `wanted_bytes`, or the largest power of two of which
-    `arenas` fit into shared memory."""
+    """Returns the bytes of an operation: `wanted_bytes`, or less, so that `arenas` times as many
+    bytes fit into shared memory."""
     free = shutil.disk_usage(SHM).free if SHM.is_dir() else 0
     found = wanted_bytes
     while found > 16 * MIB and free < arenas * found + 256 * MIB:
@@ -520,8 +521,8 @@ def operation_bytes(wanted_bytes: int, arenas: int) -> int:
 
 
 def main() -> None:
-    """Runs an engine that a test kills: `python -m bench.gpu.engine TARGET BYTES [made-up]`
-    allocates so much, stores and loads without end."""
+    """Runs an engine that a test kills: `python -m bench.gpu.engine TARGET BYTES [made-up]`. It
+    allocates BYTES, and then stores and loads without end."""
     side = MadeUp() if "made-up" in sys.argv[3:] else Cuda()
     num_blocks = int(sys.argv[2]) >> 20
     engine = Engine(

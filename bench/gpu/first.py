@@ -23,7 +23,7 @@ LEAST_ARENA_BYTES = 256 * MIB
 
 
 def shape_of(run_bytes: int, op_bytes: int) -> Shape:
-    """Returns a shape with the blocks of two operations; a page is a run."""
+    """Returns a shape with as many blocks as two operations need; a page is a run."""
     layers = layers_of(run_bytes, op_bytes)
     return Shape(run_bytes, layers, 2 * op_bytes // layers // run_bytes, "LBHNC")
 

@@ -87,8 +87,8 @@ class FirstBytes:
 
 
 def first_byte_us(side: Side, target: str, rounds: int) -> float:
-    """Returns the median microseconds from submission to the first byte of `HEADLINE`, in the order
-    that the server takes by itself."""
+    """Returns the median microseconds from submission to the first byte of a load of the shape
+    `HEADLINE`, with the order (events or flags) that the server chooses by itself."""
     count = SIZES[HEADLINE]
     shape = Shape(PAGE_BYTES, LAYERS, 2 * count, "LBHNC")
     with half_leased(side, target, shape, order="auto") as (engine, ids, others, lease):
@@ -97,8 +97,8 @@ def first_byte_us(side: Side, target: str, rounds: int) -> float:
 
 
 def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
-    """Returns the microseconds of an engine's thread in each of `count` steps, which are two
-    milliseconds apart. The first tenth is left out."""
+    """Returns the time that an engine's thread takes for each of `count` steps, in microseconds.
+    Steps begin two milliseconds apart; the first tenth is left out."""
     flying: list[tuple[Future[TransferResult], object]] = []
     marks = engine.marks
     found = []

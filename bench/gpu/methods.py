@@ -81,7 +81,7 @@ class Loss:
     copies: int = 0
 
     def share(self) -> float:
-        """Returns the share of its speed that the loop loses beside the copies."""
+        """Returns the share of its speed that the loop loses while the copies run."""
         return 1 - median(self.alone_ms) / median(self.beside_ms)
 
     def rate(self, num_bytes: int) -> float:
@@ -147,8 +147,8 @@ class Background:
 def loss_beside_loads(
     side: Side, target: str, products: Products, shape: Shape, rounds: int
 ) -> Loss:
-    """Measures the loss with the server loading operations of half the shape's blocks back to
-    back."""
+    """Measures the loop's loss while the server runs loads of half the shape's blocks, one after
+    the other."""
     with half_leased(side, target, shape) as (engine, _, others, lease):
 
         def load() -> None:
@@ -158,7 +158,7 @@ def loss_beside_loads(
 
 
 def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds: int) -> Loss:
-    """Measures the loss with plain copies to the device back to back."""
+    """Measures the loop's loss during plain copies to the device, one after the other."""
     own = threading.local()
 
     def copy() -> None:
@@ -171,8 +171,12 @@ def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds
 
 @dataclass(slots=True)
 class Found:
-    """Figures so far. `ratios`: of plain copies, by method and page bytes, then
-    direction; `losses`, `rates_gb_s`: by method."""
+    """Figures so far.
+
+    ratios: speed over that of plain copies, by method, page bytes and direction.
+    losses: share of its speed that the loop loses, by method.
+    rates_gb_s: speed of the copies that run beside the loop, by method.
+    """
 
     side: Side
     ratios: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)

@@ -74,7 +74,8 @@ class DummyModel:
         return weight.normal_(std=1 / math.sqrt(rows))
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Returns the next tokens [B] after `tokens` int64 [B] at `positions` int64 [B]."""
+        """Returns the next token of each row, [rows], after `tokens` at `positions`, both int64
+        [rows]."""
         x = self._embedding[tokens]
         for layer in range(self.shape.layers):
             q, k, v = self.heads_of(x, positions)
@@ -84,7 +85,8 @@ class DummyModel:
     def heads_of(
         self, x: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns q [B, Q, D], k and v [B, H, D] of a layer's input [B, hidden]."""
+        """Returns q [rows, query heads, channels], k and v [rows, KV heads, channels] of a layer's
+        input [rows, hidden]."""
         shape = self.shape
         found = (self._norm(x) @ self._qkv).view(len(x), -1, shape.head_size)
         q, k, v = found.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
@@ -106,8 +108,8 @@ class DummyModel:
         return torch.cat([one * cos - other * sin, other * cos + one * sin], -1).to(self.kind)
 
     def chunk(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Computes a layer of a prefill: a chunk [C, hidden] behind a context `keys`, `values` [H,
-        T, D].
+        """Computes a layer of a prefill: a chunk [tokens, hidden] behind a context, whose `keys`
+        and `values` are [KV heads, tokens, channels].
 
         The device's own attention runs over context and chunk separately. Joining the two results
         is left out, because it costs almost nothing.
@@ -129,8 +131,8 @@ class DummyModel:
 
 
 class DenseCache:
-    """Whole contexts on the device: `keys`, `values` [layers, B, H, T, D]. With fewer layers than
-    the model has they take turns, which costs a device the same time."""
+    """Whole contexts on the device. `keys`, `values`: [layers, rows, KV heads, tokens, channels].
+    If it has fewer layers than the model, these take turns, which costs a device the same time."""
 
     def __init__(self, model: DummyModel, rows: int, num_tokens: int, layers: int) -> None:
         shape = model.shape
@@ -141,7 +143,8 @@ class DenseCache:
         self._group, self.length = shape.group, num_tokens
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Returns an `Attend` over the first `length` tokens, of which it writes the last."""
+        """Attends over the first `length` tokens, after writing the last of them to the cache. Has
+        the signature of `Attend`."""
         at, count = layer % len(self.keys), self.length
         keys, values = self.keys[at][:, :, :count], self.values[at][:, :, :count]
         keys[:, :, count - 1], values[:, :, count - 1] = k, v

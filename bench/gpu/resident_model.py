@@ -26,7 +26,7 @@ Some = CudaTensors | HostTensors
 
 class HostPages:
     """A layer's pages of a context in host memory that the device reads, and the same data as keys
-    and values [H, T, D] on the device."""
+    and values [KV heads, tokens, channels] on the device."""
 
     def __init__(self, shape: ModelShape, num_tokens: int) -> None:
         self.shape, self.num_tokens = shape, num_tokens
@@ -56,8 +56,10 @@ class Tokens:
 
 
 class Resident:
-    """`rows` sequences over `host`, decoded by `model`. `is_away` False: all blocks are on the
-    device and the choice is the same."""
+    """`rows` sequences over `host`, decoded by `model`.
+
+    is_away: False: all blocks are on the device, and the choice is the same.
+    """
 
     def __init__(
         self,
@@ -100,7 +102,8 @@ class Resident:
         self.context.advance(asks=False)
 
     def step(self) -> torch.Tensor:
-        """Returns the next tokens [B]. `tokens.ids` at `tokens.positions` are the last tokens."""
+        """Returns the next token of each sequence, int64 [rows]. `tokens.ids` at `tokens.positions`
+        are the last tokens."""
         self.context.begin_step()
         return self.model.step(self.tokens.ids, self.tokens.positions, self.attend)
 

@@ -17,8 +17,9 @@ from typing import Any
 
 
 def hold(llm: Any, conversations: list[dict[str, Any]], num_clients: int) -> dict[str, Any]:
-    """Holds all conversations. Returns the seconds that it took, and for each turn: seconds to the
-    first token, tokens of the prompt, cached tokens of the prompt, and tokens of the answer."""
+    """Lets the clients go through all conversations. Returns the seconds that it took, and for each
+    turn: seconds to the first token, tokens of the prompt, cached tokens of the prompt, and tokens
+    of the answer."""
     from vllm import SamplingParams
 
     engine, began_s = llm.llm_engine, time.perf_counter()

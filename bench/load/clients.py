@@ -142,7 +142,8 @@ class Client:
 
 
 def traffic(target: str, *options: str) -> None:
-    """Connects the sessions and prints so; waits for a line on standard input, then begins."""
+    """Connects the sessions, prints `connected`, waits for a line on standard input, and then runs
+    the operations."""
     sessions, seed = int(options[0]), int(options[3])
     seconds, rate = float(options[1]), float(options[2])
     hashes = universe()

@@ -32,9 +32,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Bounds of evenly distributed numbers, both included. `prefix_tokens`: median and maximum of a
-    lognormal distribution. `words`: the token ids that occur. By default answers are short, so that
-    they take little of a turn."""
+    """The sizes of conversations. Pairs are bounds of evenly distributed numbers, both included. By
+    default answers are short, so that they take little of a turn.
+
+    prefix_tokens: median and maximum of a lognormal distribution.
+    words: the token ids that occur.
+    """
 
     num_turns: tuple[int, int] = (3, 5)
     common_tokens: int = 64

@@ -16,8 +16,10 @@ START = "import sys; from lmcache.cli.main import main; sys.exit(main())"
 
 
 class LMCacheServer:
-    """The server of LMCache 0.5.6, with host memory of `size_gib`. `python`: an interpreter with
-    LMCache. Use in a `with` block."""
+    """The server of LMCache 0.5.6, with host memory of `size_gib`. Use in a `with` block.
+
+    python: an interpreter with LMCache.
+    """
 
     def __init__(self, python: str, folder: Path, size_gib: int) -> None:
         self._port, self._http_port = free_ports(2)

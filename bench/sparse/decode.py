@@ -58,8 +58,9 @@ def open_slots(context_tokens: int, block_tokens: int) -> int:
 
 
 class Pages:
-    """`num_shared` tokens of `keys_LHSD` and `values_LHSD` (tokens after them are left out), and
-    `num_variants` empty tails of `num_tail` tokens."""
+    """The keys and values of all variants: the first `num_shared` tokens of `keys_LHSD` and
+    `values_LHSD`, which all share, and for each variant a tail of `num_tail` tokens, empty at
+    first."""
 
     def __init__(
         self,
@@ -91,7 +92,8 @@ class Pages:
         self._tails(self._values[layer])[:, :, step] = values_VHD.transpose(0, 1)
 
     def rows(self, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
-        """Returns the rows of a variant's blocks in a layer that is seen in blocks."""
+        """Returns the rows that a variant's blocks have in a layer whose tokens are grouped in
+        blocks."""
         beyond = variant * (self.num_tail // block_tokens)
         return torch.from_numpy(
             np.where(blocks < self.num_shared // block_tokens, blocks, blocks + beyond).astype(
@@ -124,8 +126,8 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> torch.Tensor:
-        """Computes exact attention [Q, D] over ascending blocks, which include the last block of
-        the context.
+        """Computes exact attention [query heads, channels] over ascending blocks, which include the
+        last block of the context.
 
         blocks_of_set: a single set for all KV heads, or a set for each.
         """
@@ -153,8 +155,11 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> F32:
-        """Computes the exact log mass float32 [len(variants), Q, blocks] of every block; queries
-        are of all variants."""
+        """Computes the exact log mass of every block for each of `variants`: float32 [variants,
+        query heads, blocks].
+
+        query_VQD: queries of all variants.
+        """
         keys_HSD = self._keys[layer]
         kv_heads, _, head_size = keys_HSD.shape
         query_HVGD = query_VQD[list(variants)].unflatten(1, (kv_heads, -1)).transpose(
@@ -182,7 +187,11 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A format of `hotkv_sparse`: pools [L][B, H, N], and their centres (None: 0)."""
+    """A format of `hotkv_sparse`.
+
+    pools: representations of each layer, uint8 [blocks, KV heads, bytes].
+    centres_L: centre of each layer; None: 0.
+    """
 
     name: str
     pools: list[U8]
@@ -225,8 +234,8 @@ def scorer_of(
     max_tokens: int,
     calibration: Calibration,
 ) -> Scorer | SketchScorer | None:
-    """Returns a scorer that knows the first `num_shared` keys and has room for `max_tokens`; None
-    if a variant needs no scorer."""
+    """Returns a scorer with the representations of the first `num_shared` tokens and room for
+    `max_tokens`; None if the variant needs no scorer."""
     name, _, centre = variant.scorer.partition(CENTRED)
     if name in SKETCHES:
         shared_LHSD = [keys_HSD[:, :num_shared] for keys_HSD in keys_LHSD]
@@ -273,8 +282,11 @@ USUAL_SETS = 2
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`blocks_of_set`: int32, ascending: one set for all KV heads, or a set for each. `num_moved`:
-    blocks that were loaded for this step, over all sets."""
+    """The blocks that a variant attends to in a step.
+
+    blocks_of_set: int32, ascending: one set for all KV heads, or a set for each.
+    num_moved: blocks that were loaded for this step, over all sets.
+    """
 
     blocks_of_set: tuple[I32, ...]
     num_moved: int
@@ -282,8 +294,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Input of a selection. `always_log_mass`: float32 [Q], of the blocks that are always kept.
-    `block_mass`: [Q, B], exact; None if it is unknown."""
+    """Input of a selection.
+
+    always_log_mass: float32 [query heads], of the blocks that are always kept.
+    block_mass: the exact log mass [query heads, blocks]; None if it is unknown.
+    """
 
     tokens: int
     query_QD: F32
@@ -292,10 +307,11 @@ class Context:
 
 
 class Chooser:
-    """Chooses a variant's blocks over a text; see the section's comment.
+    """Chooses the blocks that a variant attends to, step by step over a text, with representations
+    and hot sets as an engine has them.
 
-    scorer: knows the first `num_shared` tokens, the tokens before the first step; None if not
-        needed.
+    scorer: has the representations of the first `num_shared` tokens, those before the first step;
+        None if not needed.
     """
 
     def __init__(
@@ -571,7 +587,8 @@ class Decode:
     def _block_mass(
         self, layer: int, step: int, query_VQD: torch.Tensor, context_tokens: int
     ) -> dict[int, F32]:
-        """Returns the exact mass [Q, B] of each variant that needs it at this step."""
+        """Returns the exact log mass [query heads, blocks] of each variant that needs it at this
+        step."""
         needed: dict[int, list[int]] = {}
         for index, chooser in enumerate(self.choosers):
             if step % RECALL_EVERY_STEPS == 0 or chooser.variant.scorer == ORACLE:
@@ -593,7 +610,8 @@ class Decode:
 
 
 class Offline:
-    """Calibrates as an engine does: by the first text that it sees, or by the file of the settings.
+    """Decodes without an engine, and calibrates as an engine does: by the first text that it sees,
+    or by the file of the settings.
 
     An engine sees the whole text, since it computes a prompt in one step; here only its beginning
     counts.

@@ -158,8 +158,8 @@ class Engine:
             impl._sparse = (worker, of_name[name]) if name in of_name else None
 
     def _knows_mu(self, names: Sequence[str]) -> bool:
-        """Returns True for the formats to which the engine itself would give a centre: the formats
-        that it calibrates, or all formats with a file."""
+        """Returns True if the engine itself would give these formats a centre: formats that it
+        calibrates, or any format if there is a file of centres."""
         return CALIBRATING in names or self._rank.centres is not None
 
     def calibrate(self, tokens: Sequence[int]) -> None:
@@ -175,8 +175,8 @@ class Engine:
         self._generate(tokens, [0], 1, then_free=False)
 
     def run(self, tokens: Sequence[int], num_compared: int) -> torch.Tensor:
-        """Returns the log probabilities [N, W] of the last N tokens of a text, each from a decode
-        step; its other tokens have been prefilled."""
+        """Returns the log probabilities of the last `num_compared` tokens of a text, [tokens,
+        words], each from a decode step; its other tokens have been prefilled."""
         num_prompt = len(tokens) - num_compared - 1
         self._generate(tokens[:num_prompt], tokens[num_prompt:], num_compared + 1, then_free=False)
         # The first token comes from the prompt's last block, which is dense.

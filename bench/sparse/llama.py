@@ -120,7 +120,8 @@ class Llama:
     def queries_keys_values(
         self, layer: int, x_SE: torch.Tensor, positions_S: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the queries [S, Q, D] and keys [S, H, D] after RoPE, values [S, H, D]."""
+        """Returns a layer's queries [tokens, query heads, channels] and keys [tokens, KV heads,
+        channels] after RoPE, and values with the shape of the keys."""
         normed = self._norm(x_SE, self._weight(layer, "input_layernorm"))
         query, key, value = (
             functional.linear(normed, self._weight(layer, f"self_attn.{name}_proj")).unflatten(
@@ -133,8 +134,8 @@ class Llama:
     def after_attention(
         self, layer: int, x_SE: torch.Tensor, attended_SQD: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the layer's output [S, E]: attention's output projected and added, then the
-        MLP."""
+        """Returns the layer's output [tokens, channels of the model]: attention's output projected
+        and added, then the MLP."""
         x_SE = x_SE + functional.linear(
             attended_SQD.flatten(1), self._weight(layer, "self_attn.o_proj")
         )
@@ -261,8 +262,8 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The calibrations of a text: centres from all of it, from its beginning, and from its
-    beginning moved."""
+    """A text's own calibrations: centres from all of it, from its first `SHORT_TOKENS`, and from
+    these moved all over the text."""
 
     whole_L: Sequence[LayerCentre]
     short_L: Sequence[LayerCentre]
@@ -309,8 +310,8 @@ def _centres(
 
 
 def calibration(other: Own, own: Own, file: Centres | None, first_layer: int) -> Calibration:
-    """Calibrates for a text that gives `own`, beside another that gives `other`; ValueError if a
-    file is of another model."""
+    """Returns the centres for a text: from another text (`other`), from its own beginning (`own`),
+    and from a file. Raises ValueError if the file is of another model."""
     centres: dict[str, Sequence[LayerCentre | None]] = {
         "mu": other.whole_L,
         "mu2k": other.short_L,

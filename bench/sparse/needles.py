@@ -37,7 +37,10 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that the answer follows. `depth_ratio`: where in the haystack the wanted fact is."""
+    """A prompt that hides facts and ends right before the answer.
+
+    depth_ratio: where in the haystack the wanted fact is.
+    """
 
     task: str
     tokens: tuple[int, ...]
@@ -45,7 +48,7 @@ class Prompt:
     depth_ratio: float
 
     def is_answered_by(self, said: str) -> bool:
-        """Returns True if the first number in the answer is the wanted number."""
+        """Returns True if the answer begins with the wanted number."""
         return said.strip().startswith(self.number)
 
 

@@ -28,7 +28,7 @@ _TINY = 1e-12
 
 
 def _rounded(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
-    """Returns `x` as codes of `bits` bits hold it, with a bfloat16 scale along `dim`."""
+    """Returns `x` as rounded by codes of `bits` bits, with a bfloat16 scale along `dim`."""
     largest = (1 << (bits - 1)) - 1
     scale = (x.abs().amax(dim=dim, keepdim=True) / largest).clamp_min(_TINY).bfloat16().float()
     return (x / scale).round().clamp(-largest - 1, largest) * scale
@@ -48,7 +48,8 @@ class Sketch:
         return mean + directions + coefficients
 
     def approximate(self, keys_HBTD: torch.Tensor) -> torch.Tensor:
-        """Returns the keys as their sketches hold them, float32 [H, B, T, D]."""
+        """Returns the keys as their sketches hold them, float32 [KV heads, blocks, tokens of a
+        block, channels]."""
         mean = keys_HBTD.mean(dim=2, keepdim=True)
         x = keys_HBTD - mean
         energy, left = torch.linalg.eigh(x @ x.transpose(-1, -2))

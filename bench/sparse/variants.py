@@ -24,8 +24,11 @@ FRESH, LRU = "fresh", "lru"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """See the module. `budget` is a share of the context (float) or tokens (int), always kept
-    tokens included. `ends` are the tokens at the start and the end that are always kept."""
+    """A way to choose the blocks of a decode step, as the module describes.
+
+    budget: a share of the context (float) or tokens (int), always kept tokens included.
+    ends: numbers of tokens at the start and at the end that are always kept.
+    """
 
     scorer: str
     budget: int | float
@@ -45,7 +48,8 @@ class Variant:
         return f"{self.scorer}_{budget}_{self.block_tokens}_{sets}_{freshness}"
 
     def config(self) -> SparseConfig:
-        """Returns the variant as hotkv_sparse takes it; scorers that it lacks are ignored there."""
+        """Returns the variant as a config of hotkv_sparse; scorers that hotkv_sparse lacks are
+        ignored there."""
         scorer = self.scorer if self.scorer in FORMATS else "rot2u"
         return SparseConfig(
             sparse_topk=self.budget,

@@ -35,9 +35,11 @@ NUM_HASHES = 14
 
 @dataclass
 class ModelLease:
-    """A lease, for reading or writing. Of a read lease, `keys` are pinned, one for each granted
-    position, unless they were flushed. Of a write lease, `keys` are still reserved.
-    `asked`: numbers of hashes by group, of the call that opened the lease.
+    """A lease, for reading or writing.
+
+    keys: of a read lease, the pinned keys, one for each granted position, unless they were flushed;
+        of a write lease, the keys that are still reserved.
+    asked: by group, the numbers of the hashes in the call that opened the lease.
     """
 
     write: bool
@@ -58,7 +60,11 @@ class ModelLease:
 
 @dataclass
 class ModelResidency:
-    """`rows`: by group and position, (the key, None once it was flushed; its number; its slot)."""
+    """A residency.
+
+    rows: by group and position, the block as (key, None once it was flushed; number of its hash;
+        slot).
+    """
 
     engine_id: str
     session: int
@@ -70,8 +76,11 @@ class ModelResidency:
 
 @dataclass
 class ModelTransfer:
-    """A copy in flight: `todo` is (run, position, key, slot offset) per block. `residency` pins the
-    blocks that it makes ready."""
+    """A copy in flight.
+
+    todo: (run, position, key, slot offset) of each block.
+    residency: pins the blocks that the copy makes ready.
+    """
 
     lease: ModelLease | None
     shard_index: int
@@ -102,8 +111,8 @@ class CacheModel:
         }
 
     def restart(self, core: CacheCore, now_s: float) -> None:
-        """Takes over another core: ready blocks are there, and only readers of residencies still
-        hold blocks."""
+        """Follows the core of the next server: ready blocks stay, and slots of residencies are kept
+        for their readers. All else has ended."""
         self.core = core
         self.kept = {
             **self.kept,
@@ -138,8 +147,8 @@ class CacheModel:
         ]
 
     def pin_resident(self, residency: ModelResidency, group: int, position: int, key: Key) -> None:
-        """Pins a ready block under a residency, unless the position is taken or the room is used
-        up."""
+        """Pins a ready block under a residency, unless the position is taken or the residency has
+        used up its room."""
         rows = residency.rows.get(group, {})
         if residency.is_open and position not in rows and len(rows) < residency.asked.get(group, 0):
             residency.rows.setdefault(group, rows)[position] = (key, key[2], self.slot(key))
@@ -186,7 +195,8 @@ class CacheModel:
         self.counted.aborted_blocks += 1
 
     def settle_write(self, lease: ModelLease, whole: int) -> None:
-        """Applies the rule for a write lease after a copy of it has ended."""
+        """Updates a write lease after one of its copies has ended. Without copies in flight its
+        aborted blocks are dropped, and it ends if it was released or is complete."""
         if lease.copies:
             return
         for key in [key for key in lease.keys if key in self.aborted]:
@@ -310,7 +320,7 @@ def reserve_allowed(
 
 
 def values(thing: object) -> object:
-    """Returns the content of one of our objects, as values that compare."""
+    """Returns the content of an object of the core as plain values, which can be compared."""
     if isinstance(thing, np.ndarray):
         return thing.tobytes()
     if isinstance(thing, dict):
@@ -333,7 +343,7 @@ def vars_of(group: ResidentGroup) -> dict[str, object]:
 
 
 def snapshot(core: CacheCore) -> object:
-    """Returns all state that a call may change, as values that compare."""
+    """Returns all state that a call may change, as values that can be compared."""
     space, index, pool = core.space, core.space.index, core.space.pool
     classes = {
         size: (c.num_slabs, c.free.all().tolist())

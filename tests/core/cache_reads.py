@@ -21,8 +21,8 @@ from tests.core.support import expire, words_of
 
 
 class ReadRules(CacheWorld):
-    """A lease pins exactly the ready blocks, up to the budget, and their slots stay unchanged under
-    a load."""
+    """Checks that a lease pins exactly the ready blocks, up to the budget, and that their slots
+    stay unchanged under a load."""
 
     @precondition(lambda self: self.sessions)
     @rule(

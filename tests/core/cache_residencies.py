@@ -1,7 +1,7 @@
 """Rules of residencies for the state machine of the core, with models of their readers.
 
-A reader is modelled as its words and the key in each of its slots. While the words say that the
-residency holds, those bytes must be there.
+A reader is modelled as the words of shared memory that tell it whether its residency holds, and the
+key in each of its slots. While the residency holds, the slots must have the bytes of these keys.
 """
 
 from collections import Counter
@@ -34,7 +34,11 @@ def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
 
 @dataclass
 class Reader:
-    """The slots known to a residency's reader. `is_done`: its engine has closed the residency."""
+    """The state of a residency's reader.
+
+    slots: the key in each slot of the residency.
+    is_done: the engine has closed the residency.
+    """
 
     opened: ResidencyOpened
     session: int
@@ -43,7 +47,8 @@ class Reader:
 
 
 class ResidencyRules(WriteRules):
-    """Room is promised within the bound, and pinned blocks stay in the slots that readers know."""
+    """Checks that room is promised within the bound, and that pinned blocks stay in the slots that
+    readers know."""
 
     def taken_bytes(self) -> int:
         """Returns the bytes that are promised and pinned, each slot once."""
@@ -123,7 +128,8 @@ class ResidencyRules(WriteRules):
         self.all_readers.append(self.readers[engine, residency_id])
 
     def named(self, data: st.DataObject) -> tuple[int, str, int, str]:
-        """Returns a session, and mostly the id of a residency of its engine."""
+        """Draws (session, engine, key space, residency id). The id is mostly that of a residency of
+        the engine."""
         session, engine, ks = self.session(data)
         mine = sorted(name for name in self.model.residencies if name[0] == engine)
         if mine and data.draw(st.integers(0, 5)):
@@ -218,8 +224,8 @@ class ResidencyRules(WriteRules):
                 ]
 
     def is_sure(self, residency: ModelResidency, lists: tuple[list[int], list[int]]) -> bool:
-        """Returns True if the promised room must be found: other engines pin and write no blocks,
-        the index has numbers, slots do not span slabs, and the store fits the rest of the
+        """Returns True if a store must find the promised room: nothing else pins or writes blocks,
+        the index has free entries, slots do not span slabs, and the store fits the rest of the
         promise."""
         others = self.model.leases or self.model.transfers or self.model.kept
         if others or self.core.config.capacity < 60 or max(self.sizes) > SLAB:

@@ -29,7 +29,8 @@ from tests.core.support import begin_store, reserve, words_of
 
 
 class WriteRules(CacheWorld):
-    """Exactly the expected blocks are reserved, and no shard of a block is written twice."""
+    """Checks that exactly the expected blocks are reserved, and that no shard of a block is written
+    twice."""
 
     def make_runs(
         self, lists: tuple[list[int], list[int]], depth: int
@@ -73,7 +74,8 @@ class WriteRules(CacheWorld):
     def joined(
         self, data: st.DataObject, lists: tuple[list[int], list[int]], existing: ModelLease | None
     ) -> tuple[list[int], list[int]]:
-        """Returns mostly blocks of the existing lease's first call; other blocks are refused."""
+        """Draws the blocks of a call that may join an existing lease: mostly blocks of the lease's
+        first call, since others are refused."""
         if not existing or not existing.write or not data.draw(st.integers(0, 3)):
             return lists
         asked = dict(existing.asked)
@@ -144,7 +146,8 @@ class WriteRules(CacheWorld):
             self.model.written[key] = 0
 
     def count(self, keys: list[Key], results: list[int], lease: ModelLease | None) -> None:
-        """Counts results. A second position of a hash is in flight, and not counted."""
+        """Adds a call's results to the model's counters. If the call lists a hash twice, the second
+        result is IN_FLIGHT and does not count."""
         counted = self.model.counted
         counted.present_blocks += results.count(BlockResult.PRESENT)
         counted.no_space_blocks += results.count(BlockResult.NO_SPACE) if lease is None else 0
@@ -191,7 +194,8 @@ class WriteRules(CacheWorld):
         ttl_s: float,
         residency_id: str,
     ) -> bool:
-        """Begins a store. Checks that a refusal is right, and returns False for it."""
+        """Begins a store. Returns False if the core refuses it, after checking that it had to be
+        refused."""
         engine, ks = self.sessions[session]
         existing = self.model.leases.get((engine, lease_id))
         runs, named = self.make_runs(lists, 0)
@@ -272,8 +276,8 @@ class WriteRules(CacheWorld):
         lease: ModelLease | None,
         shard: int,
     ) -> list[list[int]]:
-        """Returns results of a store's start as `reserve` would have answered: blocks of its own
-        lease are reserved, whatever happened to them."""
+        """Returns the results of a store's start as `reserve` would have given them: the blocks of
+        its own lease count as reserved, whatever their results."""
         view = [result.tolist() for result in results]
         listed: set[Key] = set()
         for row, slot_run, (group, numbers) in zip(view, slots, named, strict=True):
@@ -294,8 +298,8 @@ class WriteRules(CacheWorld):
         return view
 
     def reasons_not_to_copy(self, key: Key, lease: ModelLease, shard: int) -> set[BlockResult]:
-        """Returns the results that are right for a block of a lease which needs no copy of this
-        shard: aborted, written, being written."""
+        """Returns the allowed results of a lease's block if this shard of it needs no copy:
+        aborted, written, being written. Empty if it needs one."""
         busy = any(
             t.lease is lease and t.shard_index == shard and any(k == key for _, _, k, _ in t.todo)
             for t in self.model.transfers.values()

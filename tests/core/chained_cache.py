@@ -1,4 +1,4 @@
-"""A cache with a session whose blocks come in chains of numbers."""
+"""A cache with one session, whose blocks are numbers and come in chains."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ class Cache(World):
     def add(
         self, chain: Sequence[int], start: int = 0, retention: Retention = NO_RETENTION
     ) -> list[int]:
-        """Stores a chain from a position on; returns a result a block."""
+        """Stores the blocks of a chain from position `start` on. Returns a result per block."""
         parent, hashes = words_of(chain[start - 1 : start]), words_of(chain[start:])
         new = list(zip(hashes, chain[start:], strict=True))
         self._number_of |= {row.tobytes(): number for row, number in new}

@@ -18,8 +18,11 @@ LAYER, BLOCK, KERNEL, HEAD, TOKEN, CONTENT = range(6)
 
 @dataclass(frozen=True)
 class Shape:
-    """A group on a rank. `num_kernel`: kernel blocks in a block; `content`: bytes of a head and
-    token."""
+    """A group on a rank.
+
+    num_kernel: kernel blocks in a block.
+    content: bytes of a head and token.
+    """
 
     num_layers: int
     num_kernel: int
@@ -34,8 +37,11 @@ class Shape:
 
 
 def view_of(memory: Bytes, order: str, shape: Shape, num_blocks: int) -> Bytes:
-    """Returns the view [layer, block, kernel, head, token, content] of memory whose axes lie as in
-    `order`; rows of `memory` are its outermost axis."""
+    """Returns a view of `memory` with the axes [layer, block, kernel block, head, token, content].
+
+    order: the axes as they lie in memory, outermost first: L layer, B kernel block, H head, N
+        token, C content. Rows of `memory` are the outermost axis.
+    """
     sizes = {
         "L": shape.num_layers,
         "B": num_blocks * shape.num_kernel,
@@ -52,8 +58,8 @@ def view_of(memory: Bytes, order: str, shape: Shape, num_blocks: int) -> Bytes:
 
 
 def inner_axes(order: str, num_kernel: int) -> tuple[int, ...]:
-    """Returns the axes of a page as they lie in memory, outermost first. Engines share blocks only
-    if these are equal."""
+    """Returns the order of a page's axes in memory, outermost first, as axis numbers. Engines share
+    blocks only if their orders are equal."""
     letters = order.replace("L", "").replace("B", "B" if num_kernel > 1 else "").replace("C", "")
     return tuple("LBKHNC".index("K" if letter == "B" else letter) for letter in letters)
 
@@ -68,8 +74,8 @@ def page_bytes(view: Bytes, layer: int, block: int, order: str) -> Bytes:
 
 @dataclass
 class Rank:
-    """A rank's layout, memories, and the views of each group's layers: a single view, or a view for
-    each layer, each in a memory."""
+    """A rank's memories by name, and for each group the views of its layers, each with the name of
+    its memory: one view of all layers, or a view for each layer."""
 
     order: str
     num_blocks: int
@@ -108,9 +114,11 @@ class Rank:
 
 
 def make_rank(order: str, placing: str, shapes: Sequence[Shape], num_blocks: int) -> Rank:
-    """Makes a rank. `placing` of the groups: `layers`, a memory for each layer; `apart`, a memory
-    for each group; `packed`, side by side in a memory; `overlaid`, on the same bytes. A group
-    without layers has no memory and no views."""
+    """Makes a rank. A group without layers has no memory and no views.
+
+    placing: where the groups lie: `layers`, a memory for each layer; `apart`, a memory for each
+        group; `packed`, side by side in a memory; `overlaid`, on the same bytes of a memory.
+    """
     rank = Rank(order, num_blocks)
     if placing in ("layers", "apart"):
         for group, shape in enumerate(shapes):

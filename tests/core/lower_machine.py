@@ -25,7 +25,8 @@ GARBAGE: Content = (0, 0, b"", 0)
 
 
 def encoded_bytes(slot_bytes: int) -> int:
-    """Returns the place size for encoded blocks. For slots of one unit it is larger than a slot."""
+    """Returns the size of the place for an encoded block of a slot of this size. For a slot of
+    SLOT_ALIGN bytes the place is larger than the slot."""
     return {1: 2, 2: 1, 3: 2}[slot_bytes // SLOT_ALIGN] * SLOT_ALIGN
 
 
@@ -228,7 +229,8 @@ class LowerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(move.is_up for move, _, _ in self.moves))
     @rule(data=st.data())
     def hang(self, data: st.DataObject) -> None:
-        """Hangs a move up: the tier may still write the slots, and the blocks are absent."""
+        """Gives up a move up that hangs: the tier may still write the slots, and the blocks count
+        as absent."""
         up = [move for move, _, _ in self.moves if move.is_up and len(move.entries)]
         if up:
             move = data.draw(st.sampled_from(range(len(up))).map(up.__getitem__))
@@ -265,7 +267,8 @@ class LowerMachine(RuleBasedStateMachine):
 
     @rule(space=SPACES, data=st.data())
     def flush(self, space: int, data: st.DataObject) -> None:
-        """Flushes in parts: meanwhile moves of the key space neither begin nor count."""
+        """Flushes a key space in parts. Meanwhile no move of the key space may begin, and moves
+        under way are void."""
         parts = self.core.flush(space)
         next(parts, None)
         with self.books.stopped(space):

@@ -81,7 +81,7 @@ as can be; otherwise they are as in a large arena."""
 
 
 class AnyRuns(RuleBasedStateMachine):
-    """A machine whose arena may have long runs. `start` must call `use_runs`."""
+    """A state machine whose arena may have long runs of slabs. Its `start` must call `use_runs`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,8 +100,8 @@ def _shards(slot_bytes: int, num_shards: int) -> tuple[int, ...]:
 
 
 class World:
-    """A core of `num_slabs` slabs of four slots, with short calls for its sessions. Blocks stored
-    in a call are ready when the call returns."""
+    """A core of `num_slabs` slabs of four slots, with shortcuts for the calls of its sessions.
+    Blocks stored in a call are ready when the call returns."""
 
     def __init__(
         self,
@@ -178,7 +178,9 @@ def taken_over(
     old: CacheCore, policy: str, last_used_s: float | None, now_s: float
 ) -> tuple[CacheCore, Restored]:
     """Returns another core over the state that the old core would leave if it were killed now.
-    Every block was last used at the same time, if that is known."""
+
+    last_used_s: the last use of every block; None: unknown.
+    """
     capacity, old_marks = old.config.capacity, old.marks.copy()
     memory = ReaderMemory(old.words._words, np.zeros(capacity + 1, np.uint8))
     core = CacheCore(old.config, make_table(capacity), POLICIES[policy](capacity), memory)
@@ -287,8 +289,10 @@ INVERSE = pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64)
 def crafted_hash(
     home: int, num_buckets: int, tag: int, tail: int, salt: int, hash_bytes: int
 ) -> bytes:
-    """Returns a hash that lives in bucket `home` with this tag; `tail` makes hashes with the same
-    home and tag differ if there is room for it."""
+    """Returns a hash whose home bucket is `home` and whose tag is `tag`.
+
+    tail: the bytes after the first eight; hashes with the same home and tag differ in them.
+    """
     mixed = -(-(home << 32) // num_buckets) << 32 | tag
     prefix = mixed * INVERSE % (1 << 64) ^ salt
     return prefix.to_bytes(8, "little") + bytes([tail]) * (hash_bytes - 8)

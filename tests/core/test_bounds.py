@@ -16,8 +16,8 @@ from hotkv_server.cache.room.shares import FLOOR_SHARE, BoundShare, FairBound
 def test_accounts_share_a_bound_whose_room_is_what_the_rule_allows(
     capacity: int, units: tuple[int, int], steps: list[tuple[int, str, int]]
 ) -> None:
-    """A bound and its two accounts each count in units of their own. The holdings of each reduce
-    the room of the others."""
+    """Compares with the rule. A bound and its two accounts each count in units of their own; the
+    holdings of each reduce the room of the others."""
     bound = FairBound(capacity)
     accounts, units_of = (bound, *(BoundShare(bound, unit) for unit in units)), (1, *units)
     books: list[dict[str, int]] = [dict.fromkeys("abcd", 0) for _ in accounts]

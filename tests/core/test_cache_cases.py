@@ -49,7 +49,8 @@ def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once
 
 @pytest.mark.parametrize("num_slabs", [1, 200])
 def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
-    """Stores run on the event loop, also if most blocks find no room or each rank copies a part."""
+    """Counts function calls for 50 and 200 runs, also if most blocks find no room and if two ranks
+    copy a part each. Stores run on the event loop."""
     counts = []
     for num_runs in (50, 200):
         world, calls = World(num_slabs, capacity=600), list[int]()
@@ -69,7 +70,8 @@ def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
 
 
 def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
-    """A load reads slots through the session's layout, and only blocks that the lease pins."""
+    """Names a session's leases from a session of another key space, and blocks that a lease does
+    not pin. Each call must be refused: a load reads slots through its session's layout."""
     world = World()
     core = world.core
     one, two = world.open(model="a").number, world.open(model="b", sizes=(SLAB, SLOT_ALIGN)).number
@@ -149,8 +151,8 @@ def test_ranks_that_join_a_write_lease_name_what_its_first_call_named_or_less() 
 
 
 def test_blocks_that_write_leases_list_are_bounded() -> None:
-    """Present blocks and representations count too. A refused call evicts no block, though the
-    arena is full."""
+    """Reserves more blocks than the lists of write leases may have, present blocks and
+    representations included. The refused calls must evict nothing, though the arena is full."""
     num_bytes = 2 * write_weight(4, 2) + 2 * write_weight(20, 2)
     world, session = of_two_ranks(client_memory_bytes=num_bytes)
     core = world.core
@@ -177,7 +179,8 @@ def test_key_spaces_that_cannot_be_served_are_refused(size: int, num_shards: int
 
 
 def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only for these may a policy keep ghosts. A flush counts none, and also ends retention."""
+    """Checks that the policy is told `evicted`, and so may keep ghosts, only for blocks that made
+    room. A flush counts no block, and also ends retention."""
     world = World()
     core, session = world.core, world.open()
     world.store(session, range(8))

@@ -147,7 +147,8 @@ TestCatalog.settings = settings(max_examples=80, deadline=None)
 
 
 def test_what_may_not_be_known_costs_nothing() -> None:
-    """A key space that would be refused anyway forgets no other key space."""
+    """Asks to register a key space that is refused anyway: no other key space may be forgotten for
+    it."""
     world = make_world()
     for name in "uvw":
         world.core.close_session(opened(world, named(name)).number, 1.0)
@@ -157,8 +158,8 @@ def test_what_may_not_be_known_costs_nothing() -> None:
 
 
 def test_heavy_key_spaces_count_by_their_weight() -> None:
-    """A key space's weight includes its kinds of representations, and for its texts at least their
-    memory in Python."""
+    """Checks that a key space's weight in bytes includes its kinds of representations, and for its
+    texts at least their memory in Python."""
     texts = tuple(map(str, range(500)))
     for key_space in (
         replace(named("one"), groups=(replace(GROUPS[0], layer_names=texts),)),

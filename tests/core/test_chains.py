@@ -1,5 +1,5 @@
-"""Leaves go first, through the whole core: a block is evicted after all blocks behind it in its
-chain."""
+"""The whole core evicts the leaves of chains first: a block is evicted after all blocks behind it
+in its chain."""
 
 from collections.abc import Sequence
 
@@ -91,7 +91,8 @@ def test_a_block_listed_twice_is_counted_once(policy: str) -> None:
 
 @given(data=st.data())
 def test_a_chain_goes_back_as_far_as_its_links_hold(data: st.DataObject) -> None:
-    """Links are hints: a link to an entry that was removed or reused does not count."""
+    """Follows links in damaged records. Links are hints: a link to an entry that was removed or
+    reused must not count."""
     words = {
         table.W_PARENT: st.integers(0, 7),
         table.W_KEY_SPACE: st.integers(1, 2),

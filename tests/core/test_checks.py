@@ -60,7 +60,8 @@ def test_kernel_and_threads_find_what_the_reference_finds(
 
 
 def test_check_values_stay_what_earlier_servers_have_written() -> None:
-    """After an upgrade, the server compares the blocks of the earlier version with them."""
+    """Compares check values with those of earlier versions: after an upgrade, the server still
+    checks old blocks against them."""
     memory = Memory(0, 1)
     memory.bytes[:] = np.arange(SLOT) % 251
     checks = [int(memory.evidence([3000, 2000], stride).checks[0]) for stride in (1, 2)]

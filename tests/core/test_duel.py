@@ -80,8 +80,8 @@ def held_by(cache: Duel, contender: int) -> set[int]:
 
 @given(data=st.data(), seed=st.integers(0, 1 << 32))
 def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int) -> None:
-    """Covers a duel that samples all keys and remembers all of them. Scores are the hits of each
-    epoch; older hits are halved with each epoch."""
+    """Compares a duel that samples and remembers all keys with naive shadows. A contender scores
+    the hits of each epoch; older hits are halved with each epoch."""
     rng = np.random.default_rng(seed)
     cache = Duel(128)
     shadows = [NaiveShadow(contender) for contender in CONTENDERS]
@@ -109,7 +109,8 @@ def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int)
 
 
 def test_only_the_oldest_ghosts_make_way_for_a_key() -> None:
-    """Uses more keys than the table has places for, some of them again later; few are held."""
+    """Uses more keys than the table has places for, some of them again later, while the shadows
+    hold few. They must hold the same keys as naive shadows."""
     cache, shadows = Duel(1), [NaiveShadow(contender) for contender in CONTENDERS]
     for now in range(5 * cache._keys.size):
         number = now if now % 5 else max(0, now - 12)
@@ -206,8 +207,8 @@ def test_years_and_long_silences() -> None:
 
 
 def test_contenders_fit_the_shadows() -> None:
-    """Shadows record the holders of a key in sixteen bits, a bit per contender; the first contender
-    is the initial winner."""
+    """Checks that there are at most sixteen contenders, since shadows record a key's holders in
+    sixteen bits, and that the first contender is the initial winner."""
     assert len(CONTENDERS) <= 16 and len(set(CONTENDERS)) == len(CONTENDERS)
     assert Duel(10).winner == CONTENDERS[0]
     assert kernels.LEAK == LEAK and kernels.DEPTH_STEP == DEPTH_STEP

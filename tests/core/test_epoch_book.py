@@ -41,7 +41,10 @@ NUM_NODES = 3
 
 @dataclass
 class Store:
-    """An epoch, and blocks by the epoch and the moment of their store. `copies`: copies of both."""
+    """A store's epoch, and its blocks as (epoch, moment when it was stored).
+
+    copies: old copies of both, from which the store may be restored.
+    """
 
     epoch: int = 0
     clock: int = 0
@@ -68,8 +71,10 @@ class Store:
 
 @dataclass
 class Node:
-    """A book, and blocks by the moment of their store. `calls`: the calls sent to the store, in
-    order, each with its answer once it was executed."""
+    """A node's book, and its blocks, each as the moment when it was stored.
+
+    calls: the calls sent to the store, in order, each with its answer once it was executed.
+    """
 
     book: EpochBook
     blocks: set[int] = field(default_factory=set)
@@ -252,7 +257,8 @@ class Flushes(RuleBasedStateMachine):
     @precondition(lambda self: self.store.copies)
     @rule(data=st.data(), seed=st.integers(0, 1 << 30))
     def store_comes_back_old(self, data: st.DataObject, seed: int) -> None:
-        """Restores an old copy of the store. A node that knows the latest epoch reaches it."""
+        """Restores an old copy of the store. The node that knows the latest epoch will reach the
+        store before it is trusted."""
         store = self.store
         epoch, blocks = data.draw(st.sampled_from(store.copies))
         store.epoch, store.blocks = epoch, set(blocks)
@@ -303,7 +309,7 @@ TestFlushes.settings = settings(max_examples=100, stateful_step_count=40, deadli
 
 
 class Shown(EpochBook):
-    """A book with a single store, and short names for the calls of a node."""
+    """A book of flushes with a single store, and short names for the calls that a node makes."""
 
     def __init__(self, epoch: int = 7) -> None:
         super().__init__(("store",))
@@ -316,7 +322,8 @@ class Shown(EpochBook):
         self.shown("store", {FP: epoch}, below, now_s, blocks)
 
     def raises(self, now_s: float) -> int:
-        """Begins a raise. Returns its floor; 0 if no raise is due."""
+        """Begins to raise the store's epoch. Returns the floor of the new epoch; 0 if no raise is
+        due."""
         wanted = self.begin_raise("store", now_s)
         return wanted.floor if wanted else 0
 
@@ -438,8 +445,8 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
-    """If the power fails before the records of older blocks are gone, the changed seal keeps these
-    blocks unreadable."""
+    """Lets the book settle on a new epoch: the seal must change. It keeps older blocks unreadable
+    if the power fails before their records are gone."""
     book = Shown()
     before = book.local(FP)
     book.saved = book.revision
@@ -545,7 +552,8 @@ def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
 
 
 def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> None:
-    """The store that refuses may still serve a block that the flush has ended in the other one."""
+    """Flushes while one of two stores refuses to raise its epoch. It may still serve a flushed
+    block, which must not be copied to the other store."""
     book = EpochBook(("other", "store"))
     now_s = 0.0
 
@@ -572,8 +580,8 @@ def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> Non
 
 
 def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
-    """The server before may have adopted the flush of one store, and loaded older blocks from the
-    other one, whose epoch is still to be raised."""
+    """Restarts with two stores. The earlier server may have adopted a flush of one store, and
+    loaded older blocks from the other, whose epoch is still to be raised."""
     stores = {name: EpochStanding(epoch, True) for name, epoch in (("other", 9), ("store", 7))}
     book = EpochBook(("other", "store"), {FP: Record(stores=stores)})
     for now_s, is_calm in ((10.0, False), (9.9 + CALM_S, False), (10.1 + CALM_S, True)):

@@ -94,7 +94,8 @@ def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
 def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
     filling: Filling, arena: FileMapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Makes the pinner wait for memory before the thread starts, and slows its piece."""
+    """Fills a piece slowly for a waiting caller while the filling thread starts. All memory must be
+    filled all the same."""
     begun, go, populate = threading.Event(), threading.Event(), arena.populate
     populated: list[int] = []
 
@@ -300,8 +301,8 @@ def test_who_waits_for_memory_when_the_server_stops_is_told(filling: Filling) ->
 def test_slabs_in_which_blocks_came_back_are_brought_in(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the old server filled no memory, restored blocks may lie beyond the filled memory. Stores
-    may use their slabs at once."""
+    """Restores blocks beyond the filled memory, as when the old server had filled none. Stores may
+    use the slabs of these blocks at once."""
     slab, num_slabs = COLLAPSE_BYTES // 8, 24
     monkeypatch.setattr(arena_module, "FIRST_FILL_S", 0.0)
     monkeypatch.setattr(arena_module, "FIRST_FILL_BYTES", 0)
@@ -318,7 +319,8 @@ def test_slabs_in_which_blocks_came_back_are_brought_in(
 
 
 def test_memory_that_may_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts the memory of the machine, and of each control group of the process."""
+    """Checks that the available memory is limited by the machine and by each control group of the
+    process."""
     own = tmp_path / "own"
     for name, path in (("CGROUPS", tmp_path), ("OWN_CGROUP", own), ("MEMINFO", tmp_path / "info")):
         monkeypatch.setattr(limits, name, path)

@@ -15,7 +15,7 @@ POSITIONS = st.lists(st.integers(0, len(POOL) - 1), unique=True, max_size=20)
 
 
 def never_lost(table: GhostTable) -> NDArray[np.bool_]:
-    """Returns which keys of the pool have a place, whatever other keys are remembered."""
+    """Returns which keys of the pool always keep a place, because their bucket can't overflow."""
     high = (spread(POOL) >> np.uint64(32)).tolist()
     buckets = [int(half) * len(table.tags) >> 32 for half in high]
     return np.array([buckets.count(bucket) <= WAYS for bucket in buckets])
@@ -75,7 +75,7 @@ TestGhostMachine = GhostMachine.TestCase
 
 @given(num_ghosts=st.integers(1, 64), num_before=st.integers(0, 30), num_after=st.integers(0, 30))
 def test_ages_start_anew(num_ghosts: int, num_before: int, num_after: int) -> None:
-    """When the ages run out, all ghosts are dropped; later ghosts are found."""
+    """Lets the numbers of ages run out. All ghosts are dropped then; later ghosts must be found."""
     table = GhostTable(num_ghosts)
     table._next_age = (1 << 32) - 1 - num_before
     values = np.arange(1, len(POOL) + 1, dtype=np.uint64)

@@ -34,8 +34,8 @@ def group_specs(draw: st.DrawFn) -> GroupSpec:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[list[GroupSpec], list[BoolMask], int]:
-    """Draws groups, which of their blocks are ready, and the limit. Masks may end before or after
-    the limit."""
+    """Draws groups, a mask of the ready blocks of each, and the limit of the hit. Masks may end
+    before or after the limit."""
     groups = draw(st.lists(group_specs(), min_size=1, max_size=6))
     masks = []
     for group in groups:
@@ -190,7 +190,8 @@ def test_a_prefix_with_holes_is_never_found_too_short_nor_beyond_what_was_seen(
 
 
 def test_answers_that_contradict_a_closed_prefix_make_it_look_at_every_block() -> None:
-    """The search sees a wide hole before ready blocks, and then finds the narrow hole before it."""
+    """Searches a mask with two holes. The first probes see only the wide hole; once the narrow hole
+    before it shows, the search must look at every block."""
     ready = np.ones(8192, np.bool_)
     ready[100:130] = ready[400:900] = False
     residency = Residency(ready)

@@ -1,4 +1,4 @@
-"""The hit rule beside vLLM's: its own coordinators search random block pools.
+"""The hit rule agrees with vLLM's: its own coordinators search random block pools.
 
 Hits are equal except for the cases of `excuse`: if vLLM asks for more than it needs, ours may be
 longer; if vLLM trusts blocks that it has not looked at, ours is shorter. Context parallelism is

@@ -1,5 +1,5 @@
-"""Books of hints agree with naive models: sessions and their shared prefixes, outcomes, budgets,
-receipts."""
+"""The records of routers' hints agree with naive models: sessions and their shared prefixes,
+outcomes, budgets, receipts."""
 
 from collections import OrderedDict
 from dataclasses import replace

@@ -119,7 +119,8 @@ def test_an_id_counts_once_and_missing_ones_are_numbered() -> None:
 
 
 def test_an_index_that_an_action_has_as_its_id_names_no_other_action() -> None:
-    """Otherwise the outcome of one action would be taken for the outcome of the other."""
+    """Reads an action with the id `#1`, which the second action would get from its index. The
+    second must get another id, so that their outcomes are told apart."""
     result = read(envelope(action("demote", action_id="#1"), action("release", action_id=None)))
     assert [one.action_id for one in result.actions] == ["#1", "#1'"] and not result.rejected
 

@@ -34,7 +34,8 @@ def test_it_counts_as_a_plain_search_does(
 
 @pytest.mark.parametrize("policy", ["lru", "hotness", "arc"])
 def test_an_age_is_the_time_since_the_last_use(policy: str) -> None:
-    """The core learns the time from a session that opens, and from the clock's tick."""
+    """Checks the ages of evicted blocks. The core learns the time from a session that opens, and
+    from the clock's tick."""
     world = World(1, policy=policy)
     core, session = world.core, world.open(now_s=900.0)
     counted = inspect.eviction_ages(core)

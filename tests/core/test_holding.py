@@ -19,8 +19,11 @@ HOLDING = Contender(0.1, hold_s=HOLD_S)
 
 
 class Place(World):
-    """A core of 24 slots whose policy is settled: it holds blocks for five seconds after a use.
-    `guaranteed`: slots by tenant. The last of `contenders` has won."""
+    """A core of 24 slots whose policy is settled: the last of `contenders` has won, and holds
+    blocks for five seconds after a use.
+
+    guaranteed: slots by tenant.
+    """
 
     def __init__(
         self,
@@ -126,8 +129,8 @@ def test_a_tenant_at_its_bound_keeps_what_it_holds() -> None:
 
 @pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
 def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
-    """If blocks of another size, tiers or representations come, the winner may not hold. Without
-    the hold it would be worse than other contenders, so another contender wins at once."""
+    """Adds blocks of another size, tiers or representations, with which the winner may not hold
+    blocks. Without the hold it is worse than other contenders, so another must win at once."""
     place = Place(contenders=(Contender(120.0), Contender(30.0), HOLDING))
     space, duel = place.core.space, place.duel
     assert len(place.stored(range(16), 0.0)) == 16

@@ -46,8 +46,8 @@ def keys_of(numbers: list[int]) -> Keys:
 
 
 class DefinitionMachine(RuleBasedStateMachine):
-    """Each block is a chain by itself. c is log2 of the sum of all its uses, each halved once per
-    `memory_s` since, even if the block was evicted in between."""
+    """Compares heat with its definition. Each block is a chain by itself. Its c is log2 of the sum
+    of all its uses, each halved once per `memory_s` since, even if it was evicted in between."""
 
     @initialize(contender=st.sampled_from(CONTENDERS))
     def start(self, contender: Contender) -> None:
@@ -268,9 +268,9 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
 
 @given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
 def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
-    """With `keep_at_s`, blocks used within the winner's hold time, or held until later, are no
-    victims unless they were demoted. All other blocks are victims. Without `keep_at_s`, all blocks
-    are."""
+    """Asks for victims. With `keep_at_s`, they must be all blocks except those used within the
+    winner's hold time or held until later, unless these were demoted. Without `keep_at_s`, they are
+    all blocks."""
     policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
     used_s = {}
     for entry in range(1, num_entries + 1):
@@ -307,7 +307,8 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
 
 @pytest.mark.parametrize("may_hold", [False, True])
 def test_a_new_winner_orders_anew_what_was_queued(*, may_hold: bool) -> None:
-    """Another contender wins at the end of an epoch, or since the winner is not allowed to hold."""
+    """Lets another contender win, at the end of an epoch or because the winner is not allowed to
+    hold. Queued blocks must be ordered anew."""
     policy = make_hotness(40, CONTENDERS[0])
     policy.duel = Duel(40, (Contender(0.1, hold_s=5.0), Contender(0.1, recency=-1.0)))
     for entry in range(1, 41):
@@ -335,7 +336,8 @@ def test_the_clock_does_not_go_back_and_a_time_to_live_is_not_shortened() -> Non
 
 
 def test_what_asked_to_stay_goes_if_nothing_else_may() -> None:
-    """Blocks with a time to live keep other blocks out no longer than the hold time."""
+    """Asks for victims when every block has a time to live. Some must be named: the policy evicts
+    such blocks after all others, but never holds them back."""
     policy = make_hotness(4, Contender(0.1, hold_s=5.0))
     policy.admit(entries_of([1, 2]), keys_of([1, 2]), 100.0, Retention(ttl_s=1000.0))
     anything = np.ones(2, np.bool_)

@@ -1,5 +1,5 @@
-"""Long work runs in parts: whatever is called between two parts, the books agree after each part,
-and the work's promise holds at its end."""
+"""Long work runs in parts: whatever is called between two parts, the core's state is consistent
+after each part, and the work keeps its promise at its end."""
 
 from collections.abc import Callable, Iterator, Sequence
 from unittest.mock import Mock
@@ -131,8 +131,8 @@ def test_a_flush_in_parts_leaves_nothing_of_before(
 def test_whatever_comes_between_there_is_room_in_the_end(
     between: list[tuple[str, int]], group: int, count: int
 ) -> None:
-    """Holds if few blocks are pinned or being written: a quarter of the slots is requested, and
-    calls between take few."""
+    """Reserves a quarter of the slots, with other calls between the parts. Room must be found,
+    since these calls pin and write few blocks."""
     world = Meddler(num_slabs=NUM_SLOTS)
     for start in range(0, 135, 9):
         world.end(world.begin(range(start + 200, start + 209)))
@@ -152,7 +152,8 @@ def test_whatever_comes_between_there_is_room_in_the_end(
 
 
 def test_what_is_swept_is_not_refilled() -> None:
-    """A take after a sweep looks at no entry again, even if the sweep found too few blocks."""
+    """Takes victims after a sweep that found too few blocks. The queue must look at no entry
+    again."""
     looked_at: list[tuple[int, int]] = []
 
     def members(first: int, stop: int) -> np.ndarray:
@@ -199,8 +200,8 @@ def test_entries_without_memory_are_not_used() -> None:
 
 
 def test_room_for_representations_keeps_their_blocks() -> None:
-    """Keeps present blocks: a representation whose block is evicted would keep its slot for
-    ever."""
+    """Makes room for representations of present blocks. These blocks must stay: a representation
+    whose block is evicted would keep its slot for ever."""
     world = World(2)
     session = world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for group in (0, MAX_GROUPS):
@@ -218,7 +219,8 @@ def test_room_for_representations_keeps_their_blocks() -> None:
 
 
 def test_a_number_that_a_representation_gets_between_two_parts_is_not_evicted() -> None:
-    """Evicting the representation would remove its block without a notice, even a pinned block."""
+    """Stores a representation between two parts; it gets the number of an evicted block. Evicting
+    it would remove its block without a notice, even a pinned block."""
     world = World(NUM_SLOTS // 4)
     core, session = world.core, world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for number in range(NUM_SLOTS):
@@ -272,7 +274,8 @@ def test_what_others_free_between_two_parts_is_not_evicted_again() -> None:
 
 
 def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> None:
-    """Searches once for all runs of a call, whatever their sizes: a search looks at all entries."""
+    """Checks that a call searches the tenant's blocks once for all its runs, whatever their sizes:
+    a search looks at all entries."""
     bound = TenantShare(0, 6 * SLOT_ALIGN)
     world = World(24, tenants={"large": TenantShare(), "small": bound})
     space, sizes = world.core.space, (SLOT_ALIGN, 2 * SLOT_ALIGN)
@@ -297,7 +300,8 @@ BLOCKS = st.tuples(HEATS, st.integers(1, 3)).map(np.array)
 
 @given(st.lists(st.lists(BLOCKS, min_size=1), min_size=1), st.integers(-1, 30))
 def test_the_coldest_blocks_of_all_parts_go(parts: list[list[np.ndarray]], most: int) -> None:
-    """Takes as many as fit; of equally hot blocks, takes the first of each part that still fit."""
+    """Chooses the coldest of several parts. As many must go as fit; of equally hot blocks, the
+    first of each part that still fit."""
     blocks = []
     for rows in map(np.array, parts):
         heat, sizes = rows[np.argsort(rows[:, 0])].T

@@ -260,7 +260,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert int(record[table.W_CHECK]) | int(record[table.W_CHECK + 1]) << 32 == entry.check
 
     def passed_by(self) -> list[int]:
-        """Returns for each bucket the number of keys behind it that did not fit into it."""
+        """Returns for each bucket how many keys did not fit into it and lie in a later bucket."""
         rows = self.index.table.buckets[:, table.ENTRIES :].tolist()
         passed = [0] * self.num_buckets
         for (key_space_id, group, block_hash), entry in self.model.items():
@@ -316,8 +316,8 @@ def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None
 
 
 def test_a_block_in_the_last_bucket_of_a_search_is_found() -> None:
-    """All blocks have one home; a block that is farther from it than a search reaches does not
-    fit."""
+    """Gives all blocks the same home bucket. All blocks within reach of a search must be found; one
+    more does not fit."""
     most, num_buckets = table.WAYS * table.MAX_PROBE_BUCKETS, 2 * table.MAX_PROBE_BUCKETS
     index = BlockIndex(make_table(most + 8, num_buckets))
     index.add_key_space(2, [3])

@@ -187,8 +187,8 @@ def test_a_story_is_told_of_any_number() -> None:
 
 
 def reaches(source: str) -> Iterator[str]:
-    """Yields expressions that reach into the core: `x.core.y` where y is not public, or `x.core`
-    under another name."""
+    """Yields expressions that reach into the core: `x.core.y` if y is not public, `x.core.y.z`, or
+    `x.core` under another name."""
     face = {name for name in vars(CacheCore) if not name.startswith("_")}
     for node in ast.walk(ast.parse(source)):
         match node:

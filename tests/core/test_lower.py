@@ -68,8 +68,8 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
 
 
 def test_the_gate_is_told_what_is_before_each_block() -> None:
-    """Offers a part after a block that is or goes below, a part after a gap, and a part whose
-    beginning was evicted."""
+    """Offers parts of chains to the write gate: after a block that is or goes below, after a gap,
+    and after a beginning that was evicted."""
     tiered = Tiered()
     down, seen = tiered.down, []
 
@@ -111,7 +111,8 @@ def test_the_gate_is_told_what_is_before_each_block() -> None:
 
 
 def test_numbers_of_leases_and_moves_never_meet() -> None:
-    """Both numbers wrap around within their half of the range, and skip numbers in use."""
+    """Lets the numbers of leases and of moves run out. Each must wrap around within its half of the
+    range, and skip numbers in use."""
     tiered = Tiered()
     core, moves = tiered.core, tiered.lower.moves
     core.acquire(tiered.session.number, "first", [HashList(0, words_of([1]))], 10.0, 0.0)
@@ -140,7 +141,8 @@ def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
 
 
 def test_why_a_block_is_in_no_tier_any_more() -> None:
-    """One block was lost in the tier; another, which a hint demoted to the tier, is flushed."""
+    """Asks for the causes of missing blocks: one was lost in the tier; another, which a hint
+    demoted to the tier, is flushed."""
     tiered = Tiered()
     core, down = tiered.core, tiered.down
     tiered.add([1, 2, 3])
@@ -203,7 +205,8 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_long_queue_is_searched_in_parts_a_bounded_number_a_turn(*, is_shared: bool) -> None:
-    """Most blocks of the queue were evicted while the tier was out of use."""
+    """Searches a queue of which most blocks were evicted while the tier was out of use. A turn must
+    end after a bounded number of parts."""
     tiered = Tiered()
     copies = Copies(tiered.lower.moves)
     queue = copies.lanes[STORED] if is_shared else tiered.down.waiting

@@ -108,7 +108,8 @@ def test_what_has_changed_is_in_the_file_once_it_is_written(
 def test_a_file_gets_its_name_when_its_content_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a power loss may leave an empty file in place of the old one (XFS)."""
+    """Checks that a new file is synced before it replaces the old one. Otherwise a power loss may
+    leave an empty file (XFS)."""
     fsync, replace = os.fsync, Path.replace
     synced: set[int] = set()
     named: list[tuple[str, bool]] = []

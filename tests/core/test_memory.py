@@ -73,8 +73,8 @@ class Start:
 
 
 def leave(folder: Path, *, unfit: bool) -> None:
-    """Leaves blocks of two key spaces. `unfit`: before them, a key space that this version
-    refuses."""
+    """Leaves the files of a server with blocks of two key spaces. `unfit`: before them it knew a
+    key space that this version refuses."""
     start = Start(folder).take_over()
     if unfit:
         start.core.catalog._check = lambda key_space, kinds: None  # type: ignore[method-assign]
@@ -96,7 +96,8 @@ OWNERS = {"write_state": arena_module, "adopt": NodeMemory, "replace": Path, "un
 def test_starts_that_are_killed_never_take_a_block_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str, *, unfit: bool
 ) -> None:
-    """Covers an old key space that this version refuses, so that the others get new numbers."""
+    """Kills two starts at a write. `unfit`: this version refuses an old key space, so that the
+    other key spaces get new numbers."""
     leave(tmp_path, unfit=unfit)
     whole: Callable[..., object] = getattr(OWNERS[name], name)
 
@@ -259,8 +260,8 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(
 def test_bringing_memory_in_writes_none_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies go on at the same time: reading a byte and writing it back would undo a copy. A closed
-    mapping leaves no reserved addresses behind."""
+    """Populates a mapping while copies go on: reading a byte and writing it back would undo a copy.
+    A closed mapping must leave no reserved addresses behind."""
 
     def regions() -> list[str]:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
@@ -295,7 +296,8 @@ def test_bringing_memory_in_writes_none_of_it(
 def test_huge_pages_are_made_until_the_kernel_refuses_a_whole_piece(
     refused: set[int], start: int, end: int, piece: int, *, exclusive: bool
 ) -> None:
-    """The kernel makes a huge page only if one of its small pages has memory."""
+    """Requests huge pages from a made-up kernel, which makes one only if one of its small pages has
+    memory."""
     size = HUGE_PAGE_BYTES
     fd = os.memfd_create("huge")
     os.truncate(fd, 10 * size)
@@ -323,8 +325,8 @@ def test_huge_pages_are_made_until_the_kernel_refuses_a_whole_piece(
 
 
 def test_the_table_is_of_huge_pages_as_the_arena_is(tmp_path: Path) -> None:
-    """Holds as far as the kernel gives huge pages here. With small pages, lookups in a large table
-    took a third longer."""
+    """Checks that the table gets huge pages if the kernel gives any here. With small pages, lookups
+    in a large table took a third longer."""
     memory = NodeMemory.open(tmp_path, ARENA, SLAB, 1 << 16, 7)
     probe = FileMapping.create(tmp_path / "probe", memory.table_file.num_bytes, 0o600)
     probe.make_huge(0, 10.0)
@@ -351,7 +353,8 @@ def test_a_file_that_may_only_be_read_is_refused_and_nothing_stays_mapped(tmp_pa
 def test_what_a_kill_in_the_middle_of_a_write_leaves_is_removed_too(
     tmp_path: Path, name: str
 ) -> None:
-    """Such a file may take megabytes of memory, and nothing else would list or remove it."""
+    """Leaves a half-written file. It must be listed and removed: it may take megabytes of memory,
+    and nothing else would find it."""
     directory = tmp_path / "arena"
     memory = NodeMemory.open(directory, ARENA, SLAB, 100, 7, prefault=False)
     (directory / name).write_bytes(bytes(1 << 20))

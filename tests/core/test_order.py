@@ -1,4 +1,5 @@
-"""Words that count up and wrap, against the driver's own words: `(int32_t)(*addr - value) >= 0`."""
+"""The order of words that count up and wrap is the CUDA driver's: `(int32_t)(*addr - value) >=
+0`."""
 
 import ctypes
 

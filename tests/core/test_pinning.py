@@ -68,7 +68,8 @@ def test_closing_stops_early(runtime: FakeRuntime) -> None:
 def test_what_was_pinned_before_a_refusal_stays_pinned(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If CUDA then fails to unregister a piece, `close` still unregisters the other pieces."""
+    """Refuses the fourth piece: the first three must stay pinned. If CUDA then fails to unregister
+    one, `close` must still unregister the others."""
     monkeypatch.setattr(limits, "memlock_bytes", lambda: 64 << 10)
     runtime.fail_call("register", 4)
     pinner = ArenaPinner(runtime, ARENA, 100 * PAGE, PAGE)

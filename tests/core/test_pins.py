@@ -19,9 +19,9 @@ PLACES = st.lists(st.integers(0, NUM_ENTRIES - 1), max_size=14)
 
 
 class HoldsMachine(RuleBasedStateMachine):
-    """Entries are held until the latest requested time, in the requested order as far as the budget
-    goes, with a single pin each. Two tenants share the budget; the first has a bound of its own.
-    Entries of each tenant have another size."""
+    """Checks that entries are held until the latest requested time, in the requested order as far
+    as the budget goes, with a single pin each. Two tenants share the budget; the first has a bound
+    of its own. Entries of each tenant have another size."""
 
     @initialize(
         budget_bytes=st.sampled_from([0, SLOT_ALIGN, 10 * SLOT_ALIGN + 7, 1 << 40]),
@@ -66,8 +66,8 @@ class HoldsMachine(RuleBasedStateMachine):
         ttl_s=st.sampled_from([0.5, 3.0, 20.0, 86_400.0]),
     )
     def hold(self, places: list[int], tenant: int, ttl_s: float) -> None:
-        """Holds entries of a tenant, which may be listed twice. It ends at the first new entry that
-        does not fit: a chain is kept from its head on."""
+        """Holds entries of a tenant, some listed twice. The first new entry that does not fit ends
+        the hold, because a chain is kept from its head on."""
         until_s, num_held, full = self.now_s + ttl_s, 0, False
         size = SIZES[tenant]
         entries = [one for one in self.entries(places).tolist() if self.size_of[one] == size]

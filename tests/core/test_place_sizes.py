@@ -1,4 +1,4 @@
-"""Places below that are smaller than slots: the groups that get them, their count in the write
+"""Places below that are smaller than slots: the groups that get them, how they count in the write
 gate, and the records that are restored from an earlier server."""
 
 import hypothesis.strategies as st
@@ -66,7 +66,8 @@ def test_a_group_of_which_hardly_any_block_fits_is_left_alone_for_a_while() -> N
 
 
 def test_what_was_tried_long_ago_is_forgotten() -> None:
-    """If a group's blocks can't be encoded any more, its places change within 40,000 blocks."""
+    """Fails to encode the blocks of a group whose blocks were encoded before. Its places must get
+    the full size within 40,000 blocks."""
     sizes, num_blocks = sizes_of(), 0
     for _ in range(1000):
         sizes.tried(1, 0, 1000, 1000)
@@ -169,7 +170,8 @@ def left() -> Space:
 
 
 def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
-    """Returns a space restored from records. `knows`: the server knows encoded blocks."""
+    """Returns a space restored from records, and the report. `knows`: the server can read encoded
+    blocks."""
     space = below()
     catalog = Catalog(space.books)
     number, _ = catalog.register(KEY_SPACE, (), 0.0)

@@ -43,8 +43,8 @@ def test_demoted_go_first(name: str, num_blocks: int) -> None:
 
 
 class NaiveLists:
-    """Two lists of blocks, the coldest block first, and ghosts: the list and the running number of
-    each evicted block. All ghosts are in one bucket; the newest 16 count."""
+    """Two lists of blocks, the coldest block first, and ghosts: for each evicted block, the list
+    that it was in and its running number. All ghosts are in one bucket; the newest 16 count."""
 
     def __init__(self) -> None:
         self.lists: tuple[list[int], list[int]] = [], []

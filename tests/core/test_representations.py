@@ -1,5 +1,5 @@
-"""Representations live with blocks: a machine over the whole core with a naive model, and their
-numbers and counts."""
+"""Representations are stored and removed with their blocks: a state machine over the whole core
+with a naive model, and cases of their numbers and counts."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,8 +43,11 @@ Key = tuple[int, int]
 
 @dataclass
 class Write:
-    """A write lease: the written shards of each reserved key; for each shard in flight (run,
-    position, key, slot offset) of each block."""
+    """A write lease.
+
+    masks: the written shards of each reserved key, as bits.
+    copies: for each shard in flight, (run, position, key, slot offset) of each block.
+    """
 
     lists: list[tuple[int, list[int]]]
     session: int
@@ -120,8 +123,8 @@ class RepresentationMachine(RuleBasedStateMachine):
         return self.ready | {(kind, number) for number, kind in self.kept.items()}
 
     def settle(self, *, makes_room: bool = False) -> None:
-        """Compares, after taking the notices of the last call. Representations go without their
-        block only when room is made."""
+        """Takes the notices of the last call, and compares core and model. Representations may go
+        without their block only if the call makes room."""
         rows = {words_of([number])[0].tobytes(): number for number in range(NUM_HASHES)}
         for notice in self.core.take_effects():
             assert notice.group_index == 0, "a notice names a representation"
@@ -229,8 +232,11 @@ class RepresentationMachine(RuleBasedStateMachine):
     def check_result(
         self, key: Key, result: BlockResult, before: set[Key], others: set[Key]
     ) -> None:
-        """Checks a result. `before`: found when the store began; `others`: reserved under other
-        leases. Room for blocks may cost representations."""
+        """Checks the result of a key in a store. Room for blocks may cost representations.
+
+        before: keys that were found when the store began.
+        others: keys that are reserved under other leases.
+        """
         if key in before and (key[0] == 0 or self.kept.get(key[1]) == key[0]):
             assert result == BlockResult.PRESENT
         elif key in others or (0, key[1]) in others:
@@ -261,7 +267,8 @@ class RepresentationMachine(RuleBasedStateMachine):
         self.settle()
 
     def settle_write(self, name: str, write: Write) -> None:
-        """Removes aborted blocks once no copy is in flight, and the lease with the last shard."""
+        """Removes aborted blocks once no copy is in flight, and the lease after its last shard or
+        its release."""
         if not write.copies:
             masks = write.masks.items()
             write.masks = {key: mask for key, mask in masks if key not in write.aborted}

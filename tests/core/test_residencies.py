@@ -42,7 +42,8 @@ MEAN = Representation(0, "mean", 1, (SLOT_ALIGN,))
 
 
 class Place(World):
-    """A core of 64 slots with readers' words, and calls of residencies."""
+    """A core of 64 slots with memory for the words of readers, and shortcuts for calls of
+    residencies."""
 
     def __init__(self, **config: object) -> None:
         self.memory = no_readers(CAPACITY)
@@ -290,8 +291,8 @@ def is_granted(place: Place, session: SessionRecord, name: str) -> bool:
 
 
 def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
-    """Stores blocks between blocks of another engine, so that each slab of their size has a pin
-    before the last representation comes."""
+    """Stores resident blocks among blocks of another engine, so that each slab of their size has a
+    pin before the last representation comes. Each must still find its room."""
     place = Place()
     session = place.open(model="wide", sizes=(SLAB // 2, SLOT_ALIGN), kinds=(MEAN,))
     other = place.open("f", "n", (SLAB // 2, 1))

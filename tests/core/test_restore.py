@@ -1,4 +1,4 @@
-"""A server takes over an old table: whatever its records say, the new books are consistent; sums of
+"""A server takes over an old table: whatever its records say, the new core is consistent; sums of
 shards make up the check value."""
 
 from dataclasses import replace
@@ -138,7 +138,8 @@ def apart(records: Words) -> dict[tuple[int, bytes], bool]:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_damaged_table_gives_a_consistent_cache(data: st.DataObject) -> None:
-    """Restores exactly the blocks whose slots are apart from those of all other records."""
+    """Restores a damaged table. It must find exactly the blocks whose slots are apart from those of
+    all other records."""
     records = damage(filled().space.index.table.records.copy(), data)
     core = empty()
     restore(core, records, {1: 1}, None, 5.0)

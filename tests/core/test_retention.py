@@ -66,7 +66,8 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(
 def test_what_has_time_to_live_outlives_a_flood(
     policy: str, num_kept: int, ttl_s: float, flood: int
 ) -> None:
-    """When its time ends, a block counts as last used then, and is evicted with blocks as old."""
+    """Floods the cache during a chain's time to live, and after it. Then a block counts as last
+    used when its time ended, and is evicted with blocks as old."""
     cache = Cache(policy)
     chain = list(range(num_kept))
     cache.add(chain, retention=Retention(ttl_s=ttl_s))
@@ -102,7 +103,8 @@ def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: i
 def test_what_comes_before_a_new_block_counts_as_in_use(
     policy: str, passed_s: float, length: int
 ) -> None:
-    """The policy goes from the new block back along the chain, until a block is missing."""
+    """Stores new blocks at the end of a chain. Going back along the chain, the blocks up to the
+    first missing one must count as used."""
     cache = Cache(policy)
     chain, other = cache.fresh(length), cache.fresh(3)
     cache.add(chain)
@@ -120,7 +122,8 @@ def test_what_comes_before_a_new_block_counts_as_in_use(
 
 @pytest.mark.parametrize("late_s", [0.0, 50.0, 100.0])
 def test_a_hint_that_is_carried_out_late_keeps_blocks_no_longer(late_s: float) -> None:
-    """Counts as a use when it is carried out; its time to live began when it came."""
+    """Carries a hint out late. It must count as a use at that time, but its time to live began when
+    the hint came."""
     cache = Cache("hotness")
     chain, other = cache.fresh(3), cache.fresh(3)
     cache.now_s = 1000.0 + late_s

@@ -25,8 +25,9 @@ TURNS = st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from([0.0, 0.5, 1
 def test_a_session_is_expected_as_the_others_and_then_as_itself(
     turns: list[tuple[int, bool, float]],
 ) -> None:
-    """A pause lasts from the end of a session's last request to the begin of its next. Requests at
-    the same time have none. Only the latest pauses count; nothing is held for a long pause."""
+    """Compares with lists of pauses. A pause lasts from the end of a session's last request to the
+    start of its next. Requests at the same time have none. Only the latest pauses count; nothing is
+    held for a long pause."""
     times, now_s = ReturnTimes(), 0.0
     known = [SessionGaps() for _ in range(3)]
     own: list[list[float]] = [[] for _ in known]

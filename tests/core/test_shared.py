@@ -19,7 +19,8 @@ from tests.core.support import words_of
 
 
 class SharedMachine(LowerMachine):
-    """`remote`: the content of the store, with the number of flushes in the key, as epochs are."""
+    """Adds a tier that places by itself to the machine. `remote`: its blocks; the number of flushes
+    is part of the key, as epochs are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +47,8 @@ class SharedMachine(LowerMachine):
     @precondition(lambda self: self.copies.num_waiting)
     @rule(num_bytes=st.integers(0, 1 << 16), is_flushed=st.booleans(), data=st.data())
     def begin_out(self, num_bytes: int, is_flushed: bool, data: st.DataObject) -> None:
-        """Begins copies. `is_flushed`: the first block's key space is being flushed; its blocks
-        wait again."""
+        """Begins copies to the tier. `is_flushed`: the key space of the first block is being
+        flushed, so its blocks must wait again."""
         lanes = [lane for lane, waiting in enumerate(self.copies.lanes) if len(waiting)]
         lane = data.draw(st.sampled_from(lanes))
         taken = finished(self.copies.take(num_bytes, lane))

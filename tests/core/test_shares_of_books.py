@@ -1,5 +1,5 @@
-"""Bounds on the core's books for a single client: leases and their lists; and long work in
-parts."""
+"""A single client gets a bounded part of the core's records of leases and their lists; long work on
+these runs in parts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -60,7 +60,8 @@ def test_nobody_takes_all_leases_or_transfers(
 
 
 def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
-    """The lists of leases count at least with the memory that they take."""
+    """Opens leases until the bound refuses more. Their lists must count at least with the memory
+    that they take."""
     world = make_world(client_memory_bytes=10 * read_weight(1, 1000))
     core, one, other = world.core, world.open("one").number, world.open("other").number
     absent = [HashList(0, words_of(range(1000)))]

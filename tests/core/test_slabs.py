@@ -26,7 +26,7 @@ Slot = tuple[int, int]
 
 
 class NaivePool:
-    """Used slots and slabs with memory as sets. Takes from the pool only where its runs begin."""
+    """Keeps used slots, and slabs with memory, as sets. Asks the pool only where its runs begin."""
 
     def __init__(self, pool: SlabPool, backed: set[int]) -> None:
         self.pool = pool
@@ -74,11 +74,11 @@ class NaivePool:
         return room
 
     def lengths(self, size: int) -> dict[int, int]:
-        """Returns the length of each run of this size, by the slab after it."""
+        """Returns the length of each run of this size, by the number of the slab behind the run."""
         return {head + length: length for head, length, of in self.runs() if of == size}
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Returns the first slab and length of each row of free slabs."""
+        """Returns (first slab, length) of each gap, a row of free slabs with memory."""
         lent = {head + at for head, length, _ in self.runs() for at in range(length)}
         free = sorted(self.backed - lent)
         starts = [slab for slab in free if slab - 1 not in free]
@@ -86,7 +86,11 @@ class NaivePool:
         return [(start, end - start) for start, end in zip(starts, ends, strict=True)]
 
     def figures(self, sizes: set[int]) -> tuple[int, int, int, int]:
-        """Returns the lent, idle, tail and stranded bytes. `sizes`: all sizes ever requested."""
+        """Returns four numbers of bytes: lent to runs, idle in free slots, lost in the tails of
+        runs, and stranded in gaps that are too short.
+
+        sizes: all slot sizes ever requested.
+        """
         lent = sum(length for _, length, _ in self.runs()) * SLAB
         idle = sum(self.free_slots(size) * size for size in sizes)
         tail = lent - idle - sum(size for _, size in self.used)
@@ -113,7 +117,8 @@ class SlabMachine(AnyRuns):
 
     @rule(num_bytes=st.integers(0, 15 * SLAB))
     def back(self, num_bytes: int) -> None:
-        """Adds memory, or asks for less than before: slabs keep their memory."""
+        """Adds memory up to `num_bytes` of the arena. If this is less than before, slabs keep their
+        memory."""
         self.pool.back(num_bytes)
         self.naive.backed |= {
             slab for slab in range(self.pool.num_slabs) if (slab + 1) * SLAB <= num_bytes
@@ -141,8 +146,9 @@ class SlabMachine(AnyRuns):
 
     @rule(num_known=st.integers(0, 14))
     def restart(self, num_known: int) -> None:
-        """Goes on with a pool rebuilt by `claim`, as the server does after a restart; of free slabs
-        it knows that the first have memory. Runs end with their last used slot, or are two."""
+        """Replaces the pool by one that `claim` rebuilds from used slots, as after a restart. Of
+        free slabs it knows only that the first have memory. A run may end earlier, at its last used
+        slot, or become two runs."""
         rebuilt = SlabPool(self.pool.num_slabs * SLAB, SLAB, is_backed=False)
         known = [slab for slab in range(num_known) if set(range(slab + 1)) <= self.naive.backed]
         rebuilt.back(len(known) * SLAB)
@@ -207,7 +213,8 @@ UNITS = st.integers(-1, 24) | st.sampled_from([0, 4, 8, 12, 16, 20])
 def test_claims_that_contradict_are_refused_and_change_nothing(
     claims: list[tuple[int, list[int]]],
 ) -> None:
-    """Whatever a damaged table says, the result is a consistent pool or a ValueError."""
+    """Claims slots as a damaged table might. Each claim must give a consistent pool, or a
+    ValueError."""
     pool = SlabPool(5 * SLAB, SLAB)
     taken: set[Slot] = set()
     for size, units in claims:

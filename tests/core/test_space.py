@@ -246,7 +246,7 @@ def test_the_last_that_were_removed_are_remembered_with_the_cause(
     max_fresh: int,
     num_remembered: int,
 ) -> None:
-    """Looks up all causes after each step. Keys are removed, and some are inserted again."""
+    """Removes keys, and inserts some of them again. Looks up all causes after each step."""
     monkeypatch.setattr(removed, "MAX_FRESH", max_fresh)
     monkeypatch.setattr(removed, "REMEMBERED_KEYS", num_remembered)
     space = Space(make_table(100), 4 * SLAB, SLAB, POLICIES["lru"](100))

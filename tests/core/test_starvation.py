@@ -29,8 +29,7 @@ WORDS = words_of(range(8192))
 
 
 class Model:
-    """An engine with a group. Each `use` is a request for a chain of its blocks, given by
-    number."""
+    """An engine with one group. Each `use` requests a chain of its blocks, given by number."""
 
     def __init__(self, core: CacheCore, name: str, units: int) -> None:
         self.core, self.units = core, units
@@ -85,8 +84,8 @@ def two_models(
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("units", STATE_UNITS)
 def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None:
-    """Fills the arena with attention, uses states of half its bytes, then attention of half its
-    bytes again."""
+    """Fills the arena with attention blocks; then uses states of half its bytes, then attention
+    blocks of half its bytes again. Each must get the memory."""
     core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     assert attention.share() == 1
@@ -189,7 +188,7 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(
     policy: str, units: int, hot_in: int
 ) -> None:
     """Uses an attention block in each slab, or in every second or third, all the time, while states
-    come into use."""
+    come into use. The states must get their memory."""
     core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     hot = range(0, ARENA_UNITS, SLAB_UNITS * hot_in)
@@ -208,8 +207,8 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(
 
 @pytest.mark.parametrize("units", [3, *STATE_UNITS])
 def test_a_burst_grows_at_once_in_an_arena_of_many_slabs(units: int) -> None:
-    """Sizes are compared rarely in a large arena; the last winner keeps winning without
-    evicting its own blocks."""
+    """Uses new states in a large arena, where the sizes are compared rarely. The size that won last
+    must keep winning, without evicting its own blocks."""
     _, attention, states = two_models("lru", units, 512)
     _, now_s = attention.burst(range(512 * SLAB_UNITS), 64, 1.0)
     working_set = range(256 * SLAB_UNITS // units)

@@ -196,7 +196,7 @@ def test_who_comes_late_gets_its_guarantee(
     policy: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fills the arena and keeps using it; then a tenant with a guarantee comes, with blocks of this
-    or another size. No step looks at all blocks."""
+    or another size. It must get its guarantee and keep it, and no step looks at all blocks."""
     monkeypatch.setattr(removal, "PART_ENTRIES", 16)
     space = make_space(policy)
     heat = Mock(side_effect=space.policy.heat)
@@ -243,8 +243,8 @@ def test_no_step_ranks_the_blocks_of_several_tenants(monkeypatch: pytest.MonkeyP
 
 
 def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
-    """Every slab has a block that is guaranteed to another tenant, so only a tenant with a claim
-    gets slabs."""
+    """Puts a block that is guaranteed to another tenant into every slab, so that only a tenant with
+    a claim gets slabs."""
     space = make_space(
         "lru", {"a": TenantShare(NUM_SLABS * SLOT_ALIGN), "b": TenantShare(4 * SLAB)}
     )

@@ -86,7 +86,8 @@ def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> 
 
 
 def test_a_block_that_went_while_it_was_read_is_no_proof(arena: Arena) -> None:
-    """While it was read, another block got its slot, so the mismatch proves no damage."""
+    """Gives a block's slot to another block while it is read. The mismatch proves no damage, so no
+    block may be condemned."""
     cases = arena.verifier.cases(arena.entries(range(10)))
     arena.spoil(4)
     evict(arena.core, 1, 0, words_of([3, 4]))
@@ -125,7 +126,8 @@ def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) 
 
 
 def test_what_the_scrubber_condemns_is_not_loaded_under_a_lease(arena: Arena) -> None:
-    """Holds also if the block was already compared, and if the load is already running."""
+    """Lets the scrubber condemn a leased block. Its load must fail, even if the block was compared
+    before and the load is already running."""
     arena.verifier.verify_for(10.0)
     arena.hold()
     slots, good = arena.load("t", range(5)), arena.load("u", range(5, 9))

@@ -68,7 +68,8 @@ def test_without_a_budget_all_is_written_and_with_none_left_nothing(
 def test_a_day_has_no_more_than_the_budget_and_one_chain(
     budget: int, offers: list[tuple[float, int, int, int, bool, bool, bool]]
 ) -> None:
-    """The bound holds at every restart of the server, also with a clock that begins anew."""
+    """Restarts the server between offers, also with a clock that begins anew. The bound must hold
+    over all restarts."""
     gate, now_s, began_s = WriteGate(budget * BLOCK_BYTES), 0.0, 0.0
     written: deque[tuple[float, int]] = deque()
     for passed_s, number, count, depth, follows, has_gap, starts_anew in offers:
@@ -132,7 +133,8 @@ def test_a_block_is_written_only_after_the_one_before_it() -> None:
 
 
 def test_chains_that_part_late_go_together() -> None:
-    """The last blocks of a chain do not change the decision, which the early blocks make."""
+    """Offers chains that differ in their last blocks only. The early blocks make the decision, so
+    it must be the same for all."""
     head = list(range(EARLY))
     taken = {writes_all(busy(), offered([*head, 1000 + tail]), 400.0) for tail in range(20)}
     assert len(taken) == 1

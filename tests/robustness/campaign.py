@@ -243,7 +243,8 @@ class Campaign:
         self.servers.close()
 
     def run(self, kills: int) -> None:
-        """Runs until so many more kills are done. Raises AssertionError at the first violation."""
+        """Runs until this many more kills are done. Raises AssertionError at the first
+        violation."""
         findings, servers = self.findings, self.servers
         until, condemned_before = findings.num_kills + kills, findings.condemned_blocks
         while findings.num_kills < until:

@@ -199,8 +199,8 @@ class CampaignEngine:
     def outlasts(
         self, arena: Arena, name: str, groups: list[GroupHashes], grant: LeaseGrant, began_s: float
     ) -> bool:
-        """Returns True if the lease still holds: acquiring it again over the same connection gives
-        the same answer within the lease's time."""
+        """Returns True if the lease still holds: a second call that acquires it, over the same
+        connection, gives the same answer within the lease's time."""
         try:
             again = self.engine.session.acquire(name, groups, wants_offsets=True).result(60)
         except (HotKVError, TimeoutError):

@@ -47,7 +47,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 class EngineCampaign:
-    """Runs one engine at a time; servers start, and are killed, beside it."""
+    """Runs one engine at a time. Servers start and are killed while it runs."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -66,7 +66,8 @@ class EngineCampaign:
         return self.engine
 
     def ask(self) -> None:
-        """Asks a prompt; raises AssertionError if the answer is not the expected answer."""
+        """Asks a prompt. Raises AssertionError if the answer's tokens differ from the expected
+        tokens, and their logprobs by more than TOLERANCE."""
         assert self.engine is not None
         number = self.chance.randrange(NUM_PROMPTS)
         self.engine.reset_prefix_cache()

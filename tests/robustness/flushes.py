@@ -45,8 +45,12 @@ CHAINS = [
 
 @dataclass(slots=True)
 class Findings:
-    """Counts of a campaign. `stale` must stay empty. `cut_off_loads`: loads of blocks from before a
-    flush, from host memory of nodes that could not reach the store. `done`: events by kind."""
+    """Counts of a campaign. `stale` must stay empty.
+
+    cut_off_loads: loads of blocks from before a flush, from host memory of nodes that could not
+        reach the store.
+    done: events by kind.
+    """
 
     seed: int = 0
     flushes: int = 0
@@ -182,7 +186,7 @@ class Campaign:
             node.link.proxy.close()
 
     def run(self, num_flushes: int, seconds: float = float("inf")) -> Findings:
-        """Runs until so many flushes have begun, or the time is up."""
+        """Runs until this many flushes have begun, or the time is up."""
         ends_s = time.monotonic() + seconds
         often = {self.load: 40, self.put: 24, self.flush: 8}
         seldom = {self.evict: 3, self.sync: 2, self.stop_or_go_on: 2, self.cut_or_heal: 2}

@@ -264,7 +264,8 @@ class Fuzzer:
             time.sleep(0.02)
 
     def left_behind(self) -> str:
-        """Returns a text: what the server still holds of the odd clients; empty if nothing."""
+        """Describes what the server still holds of the odd clients (sessions, transfers, memory,
+        descriptors); empty if nothing."""
         with AdminClient(self.server.target) as admin:
             engines = {session["engine_id"] for session in admin.sessions()}
             num_transfers = admin.info()["counters"]["transfers_in_flight"]
@@ -421,7 +422,7 @@ FLAGS = (
 
 
 def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None) -> Tally:
-    """Sends so many inputs; a tenth are files. Raises AssertionError at the first violation."""
+    """Sends this many inputs; a tenth are files. Raises AssertionError at the first violation."""
     with (
         runtime_folder(128 << 20) as folder,
         Server(folder, "16MiB", *FLAGS, "--tiers.disk.path", f"{folder}/disk") as server,

@@ -1,5 +1,5 @@
-"""Odd clients below whole messages: they do not read, send halves, and hand over strange
-descriptors. Each kind is counted under `KIND: what`, and ends its connections."""
+"""Odd clients that break the rules below whole messages: they do not read, send halves, and send
+strange descriptors. Each kind is counted under `KIND: what`, and ends its connections."""
 
 import contextlib
 import ctypes
@@ -49,7 +49,8 @@ class OddConnections:
         return held.enter_context(grpc.insecure_channel(target, SMALL_WINDOW))
 
     def _let_go(self, kind: str, calls: list[tuple[str, Any]], word: str) -> None:
-        """Records which calls the server has kept open, then ends all of them."""
+        """Counts each call under `word` if the server has kept it open, else under its status code.
+        Then ends all calls."""
         for what, call in calls:
             said = word if call.is_active() else f"ended {call.code().name}"
             self._place.note(f"{kind}: {what}", said)
@@ -68,7 +69,8 @@ class OddConnections:
         return where.unary_stream(method)(request, timeout=2 * DEADLINE_S)
 
     def slow_readers(self) -> None:
-        """Opens streams of every kind and never reads them while others are served."""
+        """Opens streams of every kind and never reads them, while the server must serve other
+        clients."""
         with contextlib.ExitStack() as held:
             admins = self._channel(held, self._place.admin)
             channel = self._channel(held, self._place.target)

@@ -68,8 +68,11 @@ def acquire(name: str, blocks: list[bytes], num_groups: int = 1) -> session_pb2.
 
 
 class Place:
-    """A server and helpers. `note` counts an input and its answer; `look` checks that others are
-    served."""
+    """A server, and helpers for its clients.
+
+    note: counts an input and its answer.
+    look: checks that other clients are served.
+    """
 
     def __init__(
         self,

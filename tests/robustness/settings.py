@@ -55,8 +55,12 @@ LONGROPE = {
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """`hit_tokens`: hits in the first engine's blocks. `difference`: the largest difference of
-    logprobs between the engine's answer from hits and its cold answer."""
+    """An engine's outcome with a value of a field.
+
+    hit_tokens: hits in the first engine's blocks.
+    difference: the largest difference of logprobs between the engine's answer from hits and its
+        cold answer.
+    """
 
     path: str
     value: Any
@@ -108,7 +112,8 @@ class Restarts:
         return engine.ask("generate", prompts=[self.prompt], max_tokens=ANSWER_TOKENS, salt=salt)
 
     def fill(self) -> int:
-        """Returns the number of tokens that an engine with the same settings hits."""
+        """Stores the prompt's blocks with an engine of the usual settings. Returns the number of
+        tokens that another such engine hits."""
         engine = self.engine()
         self.ask(engine)
         engine.ask("wait", connected=True, timeout_s=20.0)
@@ -118,7 +123,7 @@ class Restarts:
         return self.outcome("", None).hit_tokens
 
     def outcome(self, path: str, value: Any) -> Outcome:
-        """Returns the outcome of an engine with another value for one field."""
+        """Returns the outcome of an engine with this value for one field."""
         engine = self.engine(config_overrides={path: value} if path else {})
         patience = threading.Timer(PATIENCE_S, engine.process.kill)
         patience.start()

@@ -10,7 +10,8 @@ SEED, LONG_LIVES = 5, 77583
 
 
 def has_done(findings: Findings, has_disk: bool) -> bool:
-    """Returns True if each way that blocks can go (load, read in place, ...) was used."""
+    """Returns True if the campaign did all that it should: loads, reads in place, stores; with a
+    disk also promotions, and encoded blocks."""
     ways = [findings.loaded_blocks, findings.read_blocks, findings.acknowledged_blocks]
     ways += [findings.promoted_blocks, findings.encoded_blocks] if has_disk else []
     return all(ways)
@@ -28,7 +29,8 @@ def has_done(findings: Findings, has_disk: bool) -> bool:
 def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(
     roomy: bool, has_disk: bool, seed: int
 ) -> None:
-    """`run` raises at the first wrong byte, lost block, or server that ends by itself."""
+    """Runs the kill campaign. `run` raises at the first wrong byte, lost block, or server that ends
+    by itself."""
     findings = Findings()
     with campaign(seed, roomy=roomy, findings=findings, has_disk=has_disk) as running:
         running.run(15)

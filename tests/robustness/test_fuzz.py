@@ -10,8 +10,8 @@ KINDS = {"layouts", "ids again", "slow readers", "descriptors", "half sent", "se
 
 @pytest.mark.slow
 def test_no_input_breaks_the_server_or_a_reader_of_files() -> None:
-    """`fuzz` raises at the first INTERNAL, hang, traceback, changed byte, leak, or inconsistent
-    cache."""
+    """Runs the fuzzer. `fuzz` raises at the first INTERNAL, hang, traceback, changed byte, leak, or
+    inconsistent cache."""
     tally = fuzz(6000, 3)
     assert tally.inputs >= 6000
     assert set(UNARY) < set(tally.sent), "a call was never made"

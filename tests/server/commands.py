@@ -1,4 +1,5 @@
-"""Commands of `hotkv`, run in the tests' process, and the engine that tokenizes for them."""
+"""Runs commands of `hotkv` in the tests' process, and stands in for an engine that tokenizes for
+them."""
 
 import json
 import sys

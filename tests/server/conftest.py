@@ -1,4 +1,5 @@
-"""Fixtures for tests against a real server: a daemon for a file, or a fresh daemon for a test."""
+"""Fixtures for tests against a real server: a daemon that the tests of a file share, or a fresh
+daemon for each test."""
 
 import contextlib
 import uuid

@@ -69,11 +69,11 @@ class DeviceServer(Server):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A layout of pages.
+    """A layout of an engine's pages.
 
-    tensors: the pages.
-    sizes: bytes of each handle.
-    in_file: handles in a file instead of device memory.
+    tensors: where the pages lie.
+    sizes: bytes of each memory handle, by its id.
+    in_file: ids of the handles whose memory is a file instead of device memory.
     """
 
     tensors: tuple[PageTensor, ...]
@@ -109,7 +109,8 @@ SHAPES = {
 class DeviceEngine:
     """A worker session with KV on a device.
 
-    offers: kinds of order that it offers: `events`, `flags` and `file flags`.
+    offers: the ways to order copies after work on the device that it offers the server: `events`,
+        `flags` and `file flags`.
     """
 
     target: str

@@ -34,9 +34,9 @@ MINE = os.getuid()
 class Guarded:
     """A server with tenants.
 
-    This user may act for alpha (which may map the table), blind (which may not), tiny (which may
-    have a single session) and hoarder. beta needs OTHER_UID or a certificate, gamma a token,
-    by_group OTHER_GID.
+    The user that runs the tests may act for alpha (which may map the block table), blind (which may
+    not), tiny (which may have a single session) and hoarder. beta needs OTHER_UID or a certificate,
+    gamma a token, by_group OTHER_GID.
     """
 
     server: Server

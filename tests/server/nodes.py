@@ -32,7 +32,7 @@ def local_node(
     """Yields a node without capabilities, which `capable` adds.
 
     copies: the copy engine; by default a host engine with a thread.
-    config: settings of the core beside its sizes.
+    config: settings of the core besides its sizes.
     more: settings of the node.
     """
     memory = NodeMemory.open(folder / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)

@@ -41,9 +41,9 @@ class Answer:
 
 
 def get(port: int, path: str = "/", *, method: str = "GET", **headers: str) -> Answer:
-    """Requests a path of the server on this machine; underscores in the names of headers stand for
-    hyphens. Retries if the server's loop had no core for seconds, which happens beside a whole
-    suite."""
+    """Requests a path of the server on this machine; underscores in the names of headers stand
+    for hyphens. Retries if the server's loop had no core for seconds, as when a whole test suite
+    runs."""
     for _ in range(ASKS - 1):
         answer = _get(port, path, method, headers)
         if not (answer.status == 503 and b"the event loop does not answer" in answer.body):

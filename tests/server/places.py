@@ -35,7 +35,7 @@ class Connected(Protocol):
 
 
 class Place:
-    """A folder for successive servers, and an engine that stays.
+    """A folder in which servers run one after the other, and an engine that outlives them.
 
     command: runs the servers, like `demo.processes.Server`'s.
     """
@@ -130,8 +130,10 @@ def as_ids(blocks: list[bytes], at: int | Int32s) -> Int32s:
 
 
 def store(engine: Connected, blocks: list[bytes], at: int | Int32s = 0) -> set[int]:
-    """Stores the engine's blocks, from `at` on or those of `at`, under these hashes. Returns the
-    set of results."""
+    """Stores blocks of the engine under these hashes. Returns the set of results.
+
+    at: the first block id, or the id of each block.
+    """
     name = os.urandom(8).hex()
     run = BlockRun(0, blocks, as_ids(blocks, at))
     return set(engine.session.store(name, name, [run], 20).result(60).results[0].tolist())
@@ -144,7 +146,8 @@ def found(engine: Connected, blocks: list[bytes]) -> list[bool]:
 
 
 def load(engine: Connected, blocks: list[bytes], at: int | Int32s) -> TransferStatus:
-    """Leases the blocks, which must all be ready, and loads them to `at`."""
+    """Leases the blocks, which must all be ready, and loads them to the engine's blocks `at` (see
+    `as_ids`)."""
     name = os.urandom(8).hex()
     assert engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0].all()
     run = LoadRun(0, block_ids(len(blocks)), as_ids(blocks, at))
@@ -154,7 +157,7 @@ def load(engine: Connected, blocks: list[bytes], at: int | Int32s) -> TransferSt
 
 
 def spoil(place: Place, page: np.ndarray) -> None:
-    """Changes a byte of the slot whose first page this is, bypassing the server."""
+    """Changes a byte in the arena's file, in the slot that begins with the page `page`."""
     path = place.folder / "arena" / "arena"
     arena = np.memmap(path, np.uint8, "r+")
     at = arena.tobytes().find(page.tobytes())

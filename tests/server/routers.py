@@ -46,7 +46,8 @@ class Router:
         self.next_sequence = -1
 
     def wait_subscribed(self, engine: GroupsEngine) -> None:
-        """Waits until the first event arrives; the engine's key space is empty then."""
+        """Flushes the engine's empty key space until the subscriber receives the first event, and
+        drops these events."""
         deadline_s = time.monotonic() + 60
         while not self.sub.poll(100):
             assert time.monotonic() < deadline_s, "no event came"

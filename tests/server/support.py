@@ -29,7 +29,7 @@ class GroupsEngine:
     """An engine with a page for each block and group, and a connected worker session. Must be
     closed.
 
-    num_flags: words of its memory that its transfers may wait for.
+    num_flags: words of its memory that serve as flags: its transfers may wait until a flag is set.
     """
 
     def __init__(

@@ -104,7 +104,8 @@ def test_who_is_trusted_with_the_arena_maps_it_writable(place: Place, is_trusted
 
 
 def test_a_new_server_gives_a_new_arena(place: Place) -> None:
-    """The new server keeps the file if the size is the same."""
+    """Restarts the server with an arena of the same size, then of another. Only an arena of the
+    same size keeps its file and its blocks."""
     place.start()
     engine, blocks = place.connect(), hashes(10)
     store(engine, blocks)

@@ -59,7 +59,8 @@ def test_a_file_that_can_not_be_opened_again_fails_no_call(
 
 
 def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
-    """Writes a line for every accepted call. Omits lines of refused calls, and counts these."""
+    """Checks that the log has a line for every accepted call, but few lines and a count for refused
+    calls."""
     audit = AuditLog("all", tmp_path / "audit.jsonl")
     for _ in range(2):
         for _ in range(MAX_REFUSED_PER_S):
@@ -77,7 +78,8 @@ def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_no_server_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When the log's file is closed, lines still wait for the disk."""
+    """Closes the audit log while its lines wait for a full disk. `close` must return, and the lines
+    must appear in the server's log."""
     monkeypatch.setattr(
         audit_module, "_open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY)
     )
@@ -106,7 +108,8 @@ def test_lines_are_bounded_by_the_second() -> None:
 def test_what_can_be_no_file_is_refused_at_once_and_a_link_is_not_followed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Following a link would change the mode of another file, and write lines into it."""
+    """Refuses a pipe, a directory, a name that is too long, and links. Through a link the server
+    would change the mode of another file, and write lines into it."""
     path, other, link = (tmp_path / name for name in ("audit.jsonl", "other", "link"))
     os.mkfifo(tmp_path / "fifo")
     for file in (path, other):
@@ -130,7 +133,8 @@ def test_what_can_be_no_file_is_refused_at_once_and_a_link_is_not_followed(
 
 
 class _Odd(admin_pb2_grpc.AdminServiceServicer):
-    """A call that does not end, and a call that raises another exception than HotKVError."""
+    """A service with a call that does not end, and a call that raises an exception other than
+    HotKVError."""
 
     async def Evict(self, request: Any, context: Any) -> None:  # type: ignore[override]
         await asyncio.Event().wait()
@@ -140,7 +144,7 @@ class _Odd(admin_pb2_grpc.AdminServiceServicer):
 
 
 class _OddStream(warm_pb2_grpc.WarmStartServiceServicer):
-    """A stream that is refused after its first answer, or does not end."""
+    """A service with a stream that does not end, or is refused after its first answer."""
 
     async def ExportBlocks(self, request: Any, context: Any) -> AsyncIterator[Any]:  # type: ignore[override]
         yield warm_pb2.ExportBlocksResponse()
@@ -158,7 +162,7 @@ class _Evicts(admin_pb2_grpc.AdminServiceServicer):
 async def _served(
     folder: Path, admin: admin_pb2_grpc.AdminServiceServicer, pace: Pace, guard: Any = None
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """Serves these calls behind an edge that audits all of them; yields a channel."""
+    """Serves `admin` and a stream behind an interceptor that audits all calls; yields a channel."""
     audit, node = AuditLog("all", folder / "audit.jsonl"), Mock(refusals=Counter[Reason]())
     edge = EdgeInterceptor(node, pace, Guests(8), audit, lambda _: Peer("x"), ADMINS, guard)
     server = grpc.aio.server(interceptors=[edge])
@@ -199,7 +203,8 @@ def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Path) -> 
 
 
 def test_names_of_certificates_pass_for_nothing_else(tmp_path: Path) -> None:
-    """An authority may sign any name, even one that looks like another part of the log's line."""
+    """Checks that odd names are quoted: a certificate authority may sign any name, even one that
+    looks like another part of the log's line."""
     plain = Peer("peer=x", certificate_names=frozenset(("node-1.example.com", "a@b")))
     assert str(plain) == "peer=x certificate=a@b,node-1.example.com"
     for name in ("a with a token", "a,admin", "a\n2026-11-22 INFO hotkv_server.audit x", ""):

@@ -1,5 +1,6 @@
-"""The memory that clients can make the server allocate is bounded, for each kind of attack and for
-all at once. Clients that send malformed messages or do not read must wait; others need not."""
+"""The memory that clients can make the server allocate is bounded, for each kind of attack and
+for all at once. Clients that send malformed messages or do not read must wait; other clients
+need not."""
 
 import asyncio
 import contextlib
@@ -296,7 +297,8 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
 
 @pytest.mark.long
 def test_messages_that_never_come_whole_cost_their_own_bytes(own_server: Server) -> None:
-    """For each unfinished message, the server allocates at most the bytes of the whole message."""
+    """Sends halves of messages. For each, the server may allocate at most the bytes of the whole
+    message."""
     with contextlib.ExitStack() as held:
         silent, speaker = (held.enter_context(session_of(own_server)) for _ in range(2))
         connections, watch = [one._connection for one in (silent, speaker)], Watched(own_server)
@@ -369,8 +371,8 @@ def test_a_pace_is_kept(per_s: float, gaps_s: list[float]) -> None:
 
 
 def test_a_call_with_too_many_parts_is_refused_by_its_number(engine: Make) -> None:
-    """Images give each block several parts, so a store far below the bound of bytes has too
-    many."""
+    """Stores blocks with images, which count as several parts each. The message is far below the
+    bound of bytes, but has too many parts."""
     one, count = engine(engine_id="many parts"), MAX_PARTS // 5 + 1
     runs = [BlockRun(0, hashes(count), np.zeros(count, np.int32), extra_keys=[(("i", 1),)] * count)]
     error = one.session.store("t", "l", runs, 20).exception(60)
@@ -400,7 +402,8 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
 async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """gRPC does not end a call before its client reads the end, and no option changes that."""
+    """Opens sessions for a client that never reads. gRPC keeps such a call open, and no option
+    changes that, so the server must drop its answers and refuse more sessions."""
     monkeypatch.setattr(session_service, "SLOW_READER_S", 0.1)
     monkeypatch.setattr(node_sessions, "MAX_UNREAD_ENDS", 2)
     for_ever, ends, refusals = asyncio.Event(), list[str](), list[str]()
@@ -530,7 +533,8 @@ def quick_to_end() -> Iterator[Server]:
 def test_who_does_not_read_is_asked_for_nothing_more_and_closed(
     quick_to_end: Server, engine: Make, num_hashes: int, most_calls: int
 ) -> None:
-    """Small answers are bounded by their number, large answers by their bytes."""
+    """Sends requests without reading the answers, which are bounded by their number if small, by
+    their bytes if large. The server must stop reading requests, and then end the session."""
     server = quick_to_end
     quiet = engine(server.target, engine_id="quiet")
     deaf = PagedEngine(server.target, engine_id="deaf", model="deaf")

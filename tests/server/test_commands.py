@@ -77,7 +77,8 @@ def test_drain_does_not_wait_for_a_server_that_stays(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Fails if the server still listens after the limit. The next server's answer ends the wait."""
+    """Checks that `drain --wait` fails if the server still listens after the timeout, and stops
+    waiting if the next server answers."""
     monkeypatch.setattr(draining, "CLOSING_S", 0.0)
     monkeypatch.setattr(draining, "TOLD_S", 0.0)
     info = {"pid": 1, "state": "draining", "counters": {"leases": 2.0}}
@@ -211,8 +212,8 @@ WHOLE = ("--bytes-per-token", "131072", "--prefill-tokens-per-s", "1000", "--blo
 
 
 def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None:
-    """640 MiB hold two prompts, so each is evicted before it is asked again; three GiB hold all of
-    them."""
+    """Sizes a cache for ten prompts, each asked twice: 640 MiB hold two prompts, so each is evicted
+    before it is asked again; three GiB hold all of them."""
     status, printed, _ = alone("size", str(trace), "--arena", "640MiB,3GiB", *WHOLE)
     assert status == 0, printed
     answer = json.loads(alone("size", str(trace), "--arena", "3GiB", *WHOLE, "--json")[1])
@@ -246,8 +247,9 @@ def test_a_trace_may_come_through_a_pipe_of_the_shell(trace: Path) -> None:
 def test_live_traffic_is_recorded_and_sized(
     run: Run, stocked: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server knows the bytes of a token, the engine its speed. Each prompt comes twice; hits on
-    the device do not count as saved. The recording ends with the third prompt."""
+    """Takes the bytes of a token from the server, and the prefill speed from the engine. Each
+    prompt comes twice; hits on the device do not count as saved. The recording ends with the third
+    prompt."""
     monkeypatch.setattr(sizing, "MAX_BLOCKS", 3)
     stop, device = threading.Event(), 320
 

@@ -73,7 +73,8 @@ def test_there_and_back_in_every_layout(engine: Callable[..., DeviceEngine], sha
 def test_one_engine_reads_what_another_on_another_device_has_stored(
     engine: Callable[..., DeviceEngine], server: DeviceServer
 ) -> None:
-    """The metrics show what each device has copied, and that it is idle then."""
+    """Stores on device 0 and loads on device 1. The metrics must show what each device has copied,
+    and that it is idle then."""
     one, two, names = engine(shape="LHBNC"), engine(shape="BLHNC", device=1), hashes(4)
     one.fill(block_ids(0, 1, 2, 3), 7)
     done(one.store(names, block_ids(0, 1, 2, 3))[1])
@@ -219,7 +220,8 @@ def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) ->
 
 
 def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
-    """Copies are in flight. The next server and the engine continue with the stored blocks."""
+    """Kills the server while copies are in flight. The engine must load the blocks stored before
+    from the next server, with their bytes."""
     devices, names, ids = FakeDevices(1, 3, 0.002), hashes(8), np.arange(8, dtype=np.int32)
     one = None
     try:
@@ -248,7 +250,8 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
 def test_loads_end_when_the_device_has_left_a_dead_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a dead server's link closes, its device may still copy; loads wait for the device."""
+    """Kills the server during a load. Its device may still copy when its link closes, so the load
+    must not end before the device is done."""
     asked, has_left = threading.Event(), threading.Event()
 
     def wait_for_it() -> None:
@@ -273,8 +276,8 @@ def test_loads_end_when_the_device_has_left_a_dead_server(
 
 
 def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the link an engine cannot know when a dead server has released its memory. Client and
-    server refuse it."""
+    """Registers device memory without the link, by which an engine learns that a dead server has
+    released the memory. Client and server must refuse it."""
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
         # Patched for the whole test: an engine that finds the link again would register, and be

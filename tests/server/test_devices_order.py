@@ -119,7 +119,8 @@ def test_refusals_name_the_device_and_those_there_are(devices: Devices) -> None:
 def test_memory_that_is_stated_larger_than_its_allocation_is_refused(
     devices: Devices, memory: FakeAllocation
 ) -> None:
-    """Copies beyond it would cost the server the device, or touch another engine's memory."""
+    """States memory that ends beyond its allocation. A copy there would break the server's use of
+    the device, or touch another engine's memory."""
     fits = _cuda("k", memory, PAGE)
     _open(_layout(fits), devices).close()
     for num_bytes, base in ((PAGE + 1, PAGE), (2 * PAGE, PAGE), (PAGE, 2 * PAGE)):
@@ -163,7 +164,8 @@ def test_memory_of_another_device_than_its_uuid_says_is_refused(
 def test_a_handle_of_another_tenants_memory_opens_nothing(
     devices: Devices, memory: FakeAllocation
 ) -> None:
-    """A tenant with the 64 bytes of another's handle could read its memory by a store."""
+    """Opens another tenant's memory by its handle (64 bytes). It must be refused: by a store, a
+    tenant could otherwise read the memory."""
     layout = _layout(_cuda("k", memory))
 
     def of(tenant: str) -> SessionMemory:
@@ -256,7 +258,8 @@ def test_sessions_that_come_and_go_share_streams(
     memory: FakeAllocation,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The process keeps the stream of a closed session for later sessions."""
+    """Opens and closes sessions. The process must keep the streams of closed sessions for later
+    ones, and make no more."""
     made, new_stream = list[int](), runtime.new_stream
     monkeypatch.setattr(
         runtime,

@@ -79,7 +79,8 @@ class Node:
         )
 
     def tells_of(self, prompt: list[int], indexer: Indexer) -> bool:
-        """Makes another event. Returns True if the node is credited with the prompt by now."""
+        """Stores another prompt, which publishes an event. Returns True once the index credits the
+        node with `prompt`."""
         self.store("beta")
         return indexer.credits(prompt)[0] > 0
 

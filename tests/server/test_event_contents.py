@@ -1,4 +1,5 @@
-"""Contents of blocks for events, against a naive book: full rings, restarts, kills, damage."""
+"""The contents of blocks that are kept for events agree with a naive model, through full rings,
+restarts, kills and damage."""
 
 import errno
 import tempfile
@@ -36,7 +37,8 @@ Block = tuple[bytes, int]
 
 
 def run_of(version: int, first: int, count: int) -> BlocksStored:
-    """Returns a store of `count` blocks from `first` on. The tokens name version and block."""
+    """Returns the event of a store of `count` blocks, from number `first` on. Its tokens name the
+    version and the block."""
     numbers = range(first, first + count)
     tokens = np.repeat(numbers, BLOCK_TOKENS).astype(np.int32) + 1000 * version
     keys = tuple((("salt", b"digest", ("image", at)), None)[at % 2] for at in numbers)
@@ -58,11 +60,12 @@ def content_of(book: Contents, fingerprint: bytes, number: int) -> BlocksStored 
 
 
 class Book(RuleBasedStateMachine):
-    """Contents beside a naive book.
+    """Compares the kept contents of blocks with naive dicts.
 
     stored: version of each block's last store.
     cached: blocks that the cache has.
-    is_crowded: the cache has all blocks, more than fit. The ring then keeps the newest.
+    is_crowded: the cache has every block, more than fit in the ring. The ring then keeps the
+        newest.
     """
 
     @initialize()
@@ -157,7 +160,8 @@ class Book(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([1, 60]))
     def name_of_others(self, count: int) -> None:
-        """A full ring drops the names of key spaces that the server has forgotten."""
+        """Adds names of key spaces that the server has forgotten; a full ring must drop such
+        names."""
         for _ in range(count):
             self.others.append(len(self.others).to_bytes(32, "big"))
             self.book.add_name(self.others[-1], "n" * 200)
@@ -241,8 +245,8 @@ def test_the_thread_and_those_who_ask_write_the_same_queue(tmp_path: Path) -> No
 def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The ring may have far more blocks than the cache. A read that looked at all of them would
-    hold the event loop for seconds."""
+    """Reads a ring with far more blocks than the cache has. Looking at all of them in one step
+    would hold the event loop for seconds."""
     node, hub = SharedNode(MemoryStore(places=False), 10.0), EventHub()
     events = EventsCapability(node, EventSettings(), hub)  # type: ignore[arg-type]
     assert not any([*events.counters().values(), *events.gauges().values()])
@@ -334,7 +338,8 @@ def test_a_damaged_header_costs_the_contents_only(tmp_path: Path) -> None:
 
 
 def test_a_kill_costs_a_bounded_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer thread never runs here, so `keep` itself writes what exceeds the queue's bound."""
+    """Keeps contents without a writer thread. `keep` itself must write what exceeds the queue's
+    bound, so that a kill loses at most a full queue."""
     monkeypatch.setattr(contents.threading, "Thread", Mock())
     books = [Contents(tmp_path / "ring", 1 << 20, lambda *_: np.zeros(1, np.bool_))]
     monkeypatch.setattr(contents, "MAX_QUEUED_BYTES", 3 * run_of(2, 0, 1).num_bytes)

@@ -65,7 +65,8 @@ def tokens(count: int, first: int = 1000) -> list[int]:
 def stored(
     blocks: list[bytes], parent: bytes | None, token_ids: list[int], group: int, **fields: Any
 ) -> BlockStored:
-    """Returns the event that vLLM would publish of host blocks of a group of these tests."""
+    """Returns the event that vLLM would publish for blocks in host memory, of one of this file's
+    groups."""
     spec = (FULL, WINDOW, WIDE)[group]
     return BlockStored(
         block_hashes=[external(h) for h in blocks],

@@ -1,5 +1,5 @@
-"""Fences on the server's side: a store that could not be revoked is refused or dropped, and no page
-takes another's place."""
+"""Fences, the pages by which engines revoke stores, on the server's side: a store that could not be
+revoked is refused or dropped, and no page takes another's place."""
 
 import asyncio
 import os
@@ -59,7 +59,8 @@ async def test_a_fence_index_is_a_word_of_the_page_that_revokes_its_store(tmp_pa
 async def test_a_page_that_is_cut_short_revokes(
     tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Revokes a store even if the store's own word is in the rest of the page, and not set."""
+    """Cuts a fence's page short. Its stores must count as revoked, even if a store's own word is in
+    the rest of the page and is not set."""
     async with live_node(tmp_path) as node:
         fd = memory_file(FENCE_BYTES)
         session = await worker(node, fence_fd=os.dup(fd))
@@ -89,7 +90,8 @@ async def test_a_store_whose_page_goes_meanwhile_is_not_kept(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("handle_id", ["kv", FENCE_HANDLE])
 async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle_id: str) -> None:
-    """Otherwise the server would read the first file, while the engine writes into the second."""
+    """Sends two files under one name. The second must be refused, or the server would read the
+    first file while the engine writes into the second."""
     async with live_node(tmp_path) as node:
         session = await node.sessions.open("e", "worker", SPACE, "test")
         session.receive(handle_id, memory_file(FENCE_BYTES))
@@ -103,7 +105,8 @@ async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle
 async def test_a_registration_takes_no_file_that_a_closing_session_releases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread closes the files, while a call on the event loop tries to register them."""
+    """Closes a session's files on a thread, and tries to register one of them meanwhile. The
+    registration must find none."""
     async with live_node(tmp_path) as node:
         session, close = await node.sessions.open("e", "worker", SPACE, "test"), os.close
         for handle_id in ("a", "b"):

@@ -27,7 +27,7 @@ NUM_BLOCKS = 4 * FIRST
 
 
 class Dammed(Place):
-    """A place whose servers fill their arena as far as `let` allows."""
+    """A place whose servers allocate their arena's memory only as far as `let` allows."""
 
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
@@ -42,7 +42,7 @@ class Dammed(Place):
         scratch.replace(self.dam)
 
     def begin(self, *flags: str, patience_s: float = 0.1) -> Server:
-        """Starts the next server. The engine has found it when this returns."""
+        """Starts the next server, and waits until the engine is connected to it."""
         command = faults.command("dam", self.dam, str(patience_s))
         self.server = made = Server(self.folder, str(ARENA), *flags, command=command)
         made.wait_ready()
@@ -118,7 +118,8 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
 
 
 def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed) -> None:
-    """Sends stores of four times the first memory at once; the memory comes while they wait."""
+    """Sends stores of four times the arena's first memory. More memory comes while they wait: all
+    must succeed without an eviction."""
     place.begin(patience_s=60)
     assert place.engine is not None
     blocks, calls = hashes(NUM_BLOCKS), []

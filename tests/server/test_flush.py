@@ -24,7 +24,8 @@ Make = Callable[..., PagedEngine]
 
 
 def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
-    """Returns the number of blocks in the table; a call must find the same."""
+    """Returns how many of the blocks the block table shows as ready; a lookup call must find the
+    same."""
     probe = engine.session.probe(0, blocks)
     assert probe is not None
     looked_up = engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
@@ -33,7 +34,8 @@ def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
 
 
 def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> None:
-    """After each flush, engines store other bytes under the same hashes, as if weights changed."""
+    """Flushes again and again. After each flush, engines store other bytes under the same hashes,
+    as if weights changed; no older bytes may be loaded."""
     writer, late, reader = (
         engine(model="flush-generations", page_bytes=64 << 10) for _ in range(3)
     )

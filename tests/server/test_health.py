@@ -48,8 +48,8 @@ EXPIRED = "hotkv_server.cache.leases.leases:LeaseBook.expired"
 def broken(
     folder: Path, point: str, how: str, *flags: str, **more: Any
 ) -> Iterator[tuple[FaultyServer, PagedEngine]]:
-    """Yields a server that fails at a point after `break_it`, and an engine. The server is killed
-    at the end: some would wait for a copy that never ends."""
+    """Yields a server that fails at a point after `break_it`, and an engine. Kills the server at
+    the end, because it may wait for a copy that never ends."""
     with FaultyServer(folder, point, how, *flags, **more) as server:
         server.wait_ready()
         engine = PagedEngine(server.target, layers=2, num_blocks=64, page_bytes=4096).connect()
@@ -68,8 +68,9 @@ def begin_store(engine: PagedEngine, blocks: list[bytes], at: int = 0) -> Any:
 
 
 def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folder: Path) -> None:
-    """The invariant breaks in a store's commit: the server logs the block's story and does not
-    acknowledge the store. The next server serves the older blocks, and not these."""
+    """Breaks an invariant in a store's commit. The server must log the block's story, and not
+    acknowledge the store. The next server must serve the older blocks, and not those of the
+    store."""
     kept, lost = hashes(10), hashes(5)
     with FaultyServer(folder, "publish", "assert") as server:
         server.wait_ready()
@@ -193,7 +194,8 @@ def test_stalls_are_named_for_as_long_as_they_last() -> None:
 async def test_a_loop_in_turns_is_watched_until_it_returns(
     ends: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Health reports a turn that takes too long, but no long pause. `wake` ends a pause."""
+    """Checks that health reports a turn of the loop that takes too long, but no long pause between
+    turns. `wake` ends a pause."""
     health, wake, go_on, num_turns = Health(), asyncio.Event(), asyncio.Event(), 0
 
     async def work() -> None:

@@ -86,8 +86,8 @@ def demotes(count: int, message_id: str = "m") -> Hints:
 
 
 async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Handles reports, actions, a prefetch without a hit, and a count of blocks. Each part is a
-    slice here."""
+    """Handles many reports, actions, a prefetch without a hit, and a count of blocks. With slices
+    of 0 s the event loop must get a turn after each part."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = await opened(node)
     one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
@@ -138,7 +138,8 @@ class Tiers:
 
 
 async def test_prefetches_are_bounded_and_end(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenant's prefetches wait for each other's room, at most until their deadline."""
+    """Checks that a tenant's prefetches share a bounded room, and that a later prefetch waits for
+    it at most until its deadline."""
     now_s, one, tiers = [10.0], await opened(node), Tiers()
     for module in (hints_module, hint_work):
         monkeypatch.setattr(module, "time", Mock(monotonic=lambda: now_s[0]))
@@ -289,8 +290,8 @@ async def test_several_samples_of_a_prompt_release_their_session(
 async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
     node: Node, monkeypatch: pytest.MonkeyPatch, ends_with: Hints
 ) -> None:
-    """The session pauses for two seconds, so its blocks are held after its second end. A released
-    session and a request without a session are not held."""
+    """Ends two requests of a session, with a pause of two seconds between. Its blocks must be held
+    after the second end, except those of a released session or without a session."""
     now_s, one, held = [0.0], await opened(node), Mock()
     monkeypatch.setattr(hints_module, "time", Mock(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(node.core.space.policy, "hold", held)
@@ -316,7 +317,8 @@ async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
 async def test_receipts_take_back_hits_of_loads_that_failed_or_whose_session_closed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Load 1 is forgotten, since too many loads are open: its failure takes no hit back."""
+    """Reports failed loads, and closes the session: the receipt must lose their hits. Load 1 is
+    forgotten because too many loads are open, so its failure changes nothing."""
     monkeypatch.setattr(capability, "MAX_OPEN_LOADS", 3)
     one = await opened(node)
     of_router = replace(report(session_id="s"), saved_s=1.0)

@@ -81,7 +81,7 @@ class Chat:
         return self.engine.session.probe(0, blocks)
 
     def fill(self, num_blocks: int) -> None:
-        """Stores other blocks, two at a time, until so many were evicted."""
+        """Stores other blocks, two at a time, until `num_blocks` more blocks were evicted."""
         before = self.admin.info()["counters"]["evicted_blocks_total"]
         while self.admin.info()["counters"]["evicted_blocks_total"] < before + num_blocks:
             self.store(hashes(2))
@@ -102,7 +102,7 @@ class Chat:
     def send(
         self, action: dict[str, Any], of: list[bytes] | None = None, message_id: str = ""
     ) -> dict[str, Any]:
-        """Sends an action without a request, on the blocks `of`; returns its outcome."""
+        """Sends an action that belongs to no request, on the blocks `of`; returns its outcome."""
         message_id = message_id or os.urandom(6).hex()
         envelope = {"message_id": message_id, "actions": [{"action_id": "a", **action}]}
         with HintClient(self.server.target) as client:

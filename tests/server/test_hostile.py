@@ -53,7 +53,8 @@ MAX_DESCRIPTORS = 160
 
 
 def test_a_signal_ends_a_server_that_an_operator_lets_drain_for_long() -> None:
-    """The drain of an hour must not delay the drain of the signal."""
+    """Starts a drain of an hour, then sends SIGTERM. The server must end after the signal's shorter
+    drain."""
     options = ["--arena.slab-bytes", "64KiB", "--drain-timeout-s", "1"]
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *options) as server:
         server.wait_ready()
@@ -124,7 +125,7 @@ def raw_session(channel: grpc.Channel, server: Server) -> RawSession:
 
 
 def test_descriptors_for_connections_are_not_given_to_memory(short_of_descriptors: Server) -> None:
-    """A client that links much memory is refused before connections find no descriptor."""
+    """Links much memory. The server must refuse it while descriptors for connections are left."""
     server, fd, links = short_of_descriptors, memory_file(PAGE_BYTES), list[str]()
     with grpc.insecure_channel(server.target) as channel:
         sessions = [raw_session(channel, server) for _ in range(6)]
@@ -140,7 +141,8 @@ def test_descriptors_for_connections_are_not_given_to_memory(short_of_descriptor
 
 @pytest.mark.parametrize("num_bytes", [NUM_BLOCKS * PAGE_BYTES, 30 << 40])
 def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
-    """Loads into holes are charged to the server, which has no addresses for 30 TiB."""
+    """Registers files with holes. A load into a hole would allocate memory that counts as the
+    server's, and 30 TiB exceed its address space."""
     fd = os.memfd_create("holes")
     os.truncate(fd, num_bytes)
     tensors = (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),)
@@ -155,7 +157,8 @@ def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
 
 
 def test_who_cuts_its_memory_short_ends_nothing_and_its_ids_are_no_lines(server: Server) -> None:
-    """The client's transfers fail and are logged; the server drops their blocks."""
+    """Truncates an engine's memory during its stores. They must fail without ready blocks, and
+    their ids must forge no lines of the log."""
     outcomes = set()
     with marked_engine(server.target) as session:
         assert session._life.memory is not None
@@ -219,7 +222,8 @@ def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) ->
 
 
 def test_http_connections_that_come_at_once_are_bounded_too() -> None:
-    """The loop may accept many connections before it learns that a dropped connection has ended."""
+    """Opens many connections before the closes of dropped ones are known, as the event loop may.
+    Idle connections must be dropped beyond the bound."""
     http: Any = object.__new__(HttpServer)
     http._connections = {}
     asking, *waiting = (Mock(is_being_answered=n == 0) for n in range(3 * MAX_CONNECTIONS))
@@ -262,7 +266,8 @@ def test_http_answers_whatever_it_is_sent(server: Server, sent: bytes, status: b
 
 
 def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None:
-    """Sends stores with 3 MiB of text each, which wait while their mark does not pass."""
+    """Sends stores with 3 MiB of text each, which wait for a mark that never passes. Beyond a bound
+    of bytes they must be refused."""
 
     def anonymous_mib() -> int:
         status = Path(f"/proc/{own_server.pid}/status").read_text()
@@ -314,7 +319,8 @@ def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -
 
 
 def test_who_leaves_before_its_answer_comes_is_no_defect(server: Server) -> None:
-    """The peer that has left may link again, with the same descriptors."""
+    """Leaves the descriptor socket before the server answers. The log must name no defect, and the
+    session may link the same descriptors again."""
     fd, said = memory_file(PAGE_BYTES), b"left before the answer"
     with grpc.insecure_channel(server.target) as channel:
         session = raw_session(channel, server)

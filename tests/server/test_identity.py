@@ -106,7 +106,8 @@ def test_a_peer_does_not_show_its_token() -> None:
 
 
 class TicketMachine(RuleBasedStateMachine):
-    """Tickets beside a plain list of (ticket, uid, expiry). Three users can reach MAX_TICKETS."""
+    """Compares tickets with a plain list of (ticket, uid, expiry). Three users together can reach
+    MAX_TICKETS."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Blocks are compared before a client learns their offsets. Only the call that asks waits. Its
-answer respects changes of the lease or the residency during the wait."""
+"""Restored blocks are compared with their check values before a client learns their offsets.
+Only the call that asks waits. Its answer respects changes of the lease or the residency during
+the wait."""
 
 import asyncio
 import contextlib
@@ -42,8 +43,8 @@ PACKED = b"".join(HASHES)
 
 
 class Place:
-    """A node whose session `session` has eight restored blocks that were not compared yet.
-    Comparing waits for `go`."""
+    """A node whose session `session` has eight restored blocks that were not compared yet. The
+    comparison waits for `go`."""
 
     session: LiveSession
 
@@ -100,7 +101,7 @@ Opened = Callable[[], contextlib.AbstractAsyncContextManager[Place]]
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """Returns a function that makes a place; at its end checks that it holds no lease."""
+    """Returns a function that opens a `Place`, and checks at its end that no lease is left."""
 
     @contextlib.asynccontextmanager
     async def make() -> AsyncIterator[Place]:
@@ -138,7 +139,8 @@ async def test_others_are_served_while_blocks_are_compared(opened: Opened) -> No
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again: bool) -> None:
-    """By then the id of the ended lease may name a lease of other blocks."""
+    """Releases a lease while its blocks are compared. The waiting call must fail, even if a new
+    lease of other blocks has got the same id (`again`)."""
     async with opened() as place:
         waiting = place.acquire("a", HASHES[:2])
         await asyncio.sleep(0.02)
@@ -154,7 +156,8 @@ async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again:
 
 
 async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
-    """The late answer is the lease's grant, or a refusal if the lease was released meanwhile."""
+    """Opens two leases, and releases the first during the comparison. A ping is answered at once; a
+    refusal and a grant must follow."""
     async with opened() as place:
         place.spoil(0)
         sent: list[session_pb2.ConnectResponse] = []
@@ -214,7 +217,8 @@ async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: O
 async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
     opened: Opened,
 ) -> None:
-    """Neither leases nor residencies tell offsets, even of pinned blocks; engines ask again."""
+    """Opens leases and extends residencies before the tiers have confirmed the epoch. They must
+    give no offsets, even of pinned blocks; engines ask again."""
     async with opened() as place:
         place.go.set()
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})

@@ -1,5 +1,5 @@
 """The ledger of a real server: the sources of prompts' tokens, the reasons of misses, the figures
-for operators, and that it continues after a restart or a kill."""
+for operators, and its continuation after a restart or a kill."""
 
 import json
 import os
@@ -70,8 +70,8 @@ def test_tokens_are_counted_where_they_came_from(server: Server, groups_engine: 
 class Case(NamedTuple):
     """A request whose prompt has `named` blocks, of which the first `stored` are ready.
 
-    said: the engine's reason.
-    misses: tokens of whole blocks by reason.
+    said: the reason that the engine gave for its miss.
+    misses: expected tokens of whole blocks by reason.
     """
 
     named: int
@@ -119,7 +119,8 @@ def test_what_is_missed_has_a_reason(server: Server, groups_engine: Make, name: 
 def test_hits_of_a_fresh_engine_save_by_the_speed_of_the_one_before(
     server: Server, groups_engine: Make
 ) -> None:
-    """A fresh engine has not computed a prompt yet, so its own speed is unknown."""
+    """Checks that the savings of a fresh engine, which has computed no prompt yet, are estimated by
+    the speed of the model's earlier engine."""
     before, prompt = groups_engine("ledger-fresh"), hashes(4)
     before.session.report_requests([RequestReport(prompt, 65, 0, 0, 0.0)], 160.0)
     before.session.ping(10)
@@ -238,7 +239,8 @@ def is_written(place: Place) -> bool:
 
 
 def test_the_ledger_goes_on_after_a_kill_and_with_another_arena(place: Place) -> None:
-    """With an arena of another size the blocks are lost, but the ledger keeps its counts."""
+    """Kills the server, and starts the next with an arena of another size. The blocks are lost, but
+    the ledger must keep its counts."""
     place.start()
     use(place)
     before = savings(place)

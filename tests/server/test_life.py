@@ -147,7 +147,8 @@ def load_of_a_hung_server(server: Server, one: PagedEngine) -> "Future[TransferR
 
 
 def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engine: Make) -> None:
-    """Until it is dead, the stopped server might still write into the engine's memory."""
+    """Stops the server's process during a load. The load must stay open, as the server might still
+    write into the engine's memory."""
     one = engine(own_server.target, layers=4, num_blocks=128)
     future = load_of_a_hung_server(own_server, one)
     one.session.cancel("l")
@@ -169,7 +170,8 @@ def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engin
 def test_a_word_of_a_shared_fence_is_kept_until_its_store_is_answered(
     own_server: Server, engine: Make
 ) -> None:
-    """A hung server may wake at any moment, and read the word of a store without an answer."""
+    """Cancels a store of a hung server. The store's fence word must not be used again before the
+    answer, because the server may wake at any moment and read it."""
     one, fence = engine(own_server.target), SharedFence()
     words, config = Revocations([fence.place]), replace(one.session.config, engine_id="shared")
     with closing(Session(config, EngineMemory(one.layout, {"kv": one.fd}, fence=fence))) as session:
@@ -266,7 +268,8 @@ def test_a_hung_server_never_commits_what_was_taken_back(
     take_back: Callable[[PagedEngine, list[str], Stores], None],
     num_turns: int,
 ) -> None:
-    """The engine overwrites its blocks at once, and no wrong byte becomes ready."""
+    """Revokes stores, and overwrites the engine's blocks at once, also while the server hangs. No
+    wrong byte may become ready."""
     shape = {"layers": 8, "num_blocks": 64, "page_bytes": 16384}
     one, reader = (engine(own_server.target, **shape) for _ in range(2))
     random, kept = np.random.default_rng(5), []
@@ -307,7 +310,8 @@ def test_a_hung_server_never_commits_what_was_taken_back(
 
 
 def test_a_server_that_is_ready_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads numba's log, which names each kernel that numba loads or compiles."""
+    """Reads numba's log, which names each kernel that numba loads or compiles. It must name none
+    after the server is ready."""
     monkeypatch.setenv("NUMBA_DEBUG_CACHE", "1")
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as running:

@@ -1,4 +1,4 @@
-"""The live ledger over a real core, without a daemon: its bounds, and files that can't be
+"""The live ledger over a real core, without a daemon: bounds of its memory, and files that can't be
 written."""
 
 import logging

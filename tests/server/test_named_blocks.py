@@ -99,7 +99,7 @@ def test_a_prefix_names_the_block_in_each_key_space_and_group(
 
 
 class Crowded:
-    """Stands in for a client of a server that lists one of its two key spaces."""
+    """Stands in for a client of a server with two key spaces, of which one is listed."""
 
     def tell(self, topic: str, key_space_id: int = 0) -> dict[str, Any]:
         space = {"hash_byte_count": 32, "groups": [{"group_index": 0}]}
@@ -153,7 +153,8 @@ def test_a_dry_run_says_what_would_go_and_drops_nothing(
 def test_an_older_server_refuses_a_dry_run(
     stocked: tuple[Server, PagedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An older server does not know the call, and would ignore a flag of the evicting call."""
+    """Requests a dry run from an older server, which does not know this call. It would ignore a
+    flag of the evicting call, and evict."""
     with AdminClient(stocked[0].target) as admin:
         unknown = admin._channel.unary_unary(
             "/hotkv.v1.AdminService/NotThere", admin_pb2.PreviewEvictRequest.SerializeToString

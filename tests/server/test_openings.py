@@ -1,5 +1,5 @@
-"""A session is open when its key space has been written to the state file. Other sessions wait for
-the same write. A client that leaves before leaves no state behind."""
+"""A session is open only when its key space has been written to the state file. Other sessions wait
+for the same write. A client that leaves before leaves no state behind."""
 
 import asyncio
 import contextlib
@@ -135,7 +135,8 @@ async def leave_blocks(node: Node, space: KeySpace) -> None:
 async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
     tmp_path: Path, disk: Disk
 ) -> None:
-    """If a tenant has too many key spaces, even one with blocks is forgotten."""
+    """Opens more key spaces than a tenant may have. The oldest must be forgotten although it has
+    blocks, and a reader of events must be told."""
     async with node_in(tmp_path) as node:
         disk.go.set()
         node.core.catalog.max_of_tenant = 2
@@ -160,8 +161,8 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
 async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three sessions at once forget the same old key spaces. Blocks of the first are pinned, as by
-    a tier that hangs. The bound allows two new sessions; the third is refused."""
+    """Opens three sessions at once, which forget the same old key spaces. Blocks of the oldest are
+    pinned, as by a tier that hangs. The bound allows two new sessions; the third is refused."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     async with node_in(tmp_path) as node:
         disk.go.set()
@@ -183,7 +184,8 @@ async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
 async def test_no_more_open_than_may_although_they_wait_together(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refused session forgets no key space. Another tenant's sessions do not count."""
+    """Opens three sessions at once, of which two may open. The refused session must forget no key
+    space; another tenant's session does not count."""
     async with node_in(tmp_path) as node:
         disk.go.set()
         await node.sessions.open("e", "tool", SPACE, "test")
@@ -224,7 +226,8 @@ async def test_the_timer_forgets_what_was_left_long_ago(
 
 
 async def test_a_capability_that_raises_hides_no_event_from_the_others(tmp_path: Path) -> None:
-    """If opening raises, neither the session nor its new key space is left."""
+    """Lets a capability raise at each event. The other capability must get the event; if opening
+    raises, neither the session nor its new key space is left."""
     async with live_node(tmp_path) as node:
         broken, heard = Mock(spec=Capability), Mock(spec=Capability)
         node.capabilities += [broken, heard]

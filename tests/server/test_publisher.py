@@ -145,7 +145,8 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
 def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full(
     publisher: ZmqPublisher, reader: Reader
 ) -> None:
-    """If one of the key spaces is flushed, readers get the removal of its blocks instead."""
+    """Flushes one key space of a topic: readers must get the removal of its blocks. A clear must
+    then reach them, also with a full queue."""
     last = reader.wait_subscribed(publisher) + 1
     publisher.add_key_space(2, KEY_SPACE)
     publisher.publish(1.0, [KeySpaceCleared(2, (replace(removed([7]), key_space_id=2),))])
@@ -219,8 +220,8 @@ def test_readers_that_take_no_answer_and_long_requests_cost_little(
 def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
     publisher: ZmqPublisher, reader: Reader, tmp_path: Path
 ) -> None:
-    """Events queued before the end are still sent. The topic's messages kept for replay are
-    dropped. If the topic returns, its numbers still grow."""
+    """Events queued before the topic's end are still sent; its messages kept for replay are
+    dropped. If the topic returns, its sequence numbers go on growing."""
     last = reader.wait_subscribed(publisher)
     assert abs(last / 1e6 - time.time()) < 60, "numbers grow over a restart"
     publisher.publish(1.0, [stored([1])])
@@ -262,7 +263,8 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
 def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_state(
     reader: Reader, tmp_path: Path
 ) -> None:
-    """The missed messages may have removed blocks, so the reader gets the present state."""
+    """Replays from a message of an ended topic, whose messages are dropped. They may have removed
+    blocks, so the reader must get a clear and the present state."""
     publisher = publishing(tmp_path, per_endpoint=True, state=lambda: iter([stored([1])]))
     last = reader.wait_subscribed(publisher)
     publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
@@ -343,7 +345,8 @@ def test_a_reader_whose_messages_are_gone_gets_the_present_state(
 def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their_share(
     sent: list[tuple[int, int]],
 ) -> None:
-    """Clients choose models and so topics; without this each topic could take the whole limit."""
+    """Sends messages to four topics. Clients choose models and so topics; without shares, one topic
+    could take the whole limit."""
     publisher = object.__new__(ZmqPublisher)
     topics = {str(n): _Topic(str(n).encode()) for n in range(4)}
     publisher.__dict__.update(_kept={}, _buffer_bytes=MIB, _buffer_steps=1000, _sent_bytes=0)
@@ -368,7 +371,8 @@ def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their
 def test_what_was_queued_one_after_the_other_shares_a_message(
     publisher: ZmqPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Events keep their order, a clear marks a loss, and a message is bounded."""
+    """Checks that messages keep the order of events, have a clear where events were lost, and are
+    bounded in size."""
     sent: list[tuple[bytes, list[Any]]] = []
 
     def send(topic: _Topic, payload: bytes, num_events: int) -> None:
@@ -481,7 +485,8 @@ def test_endpoints_are_bound_where_vllm_binds_them(endpoint: str) -> None:
 def test_a_store_is_told_as_its_unbroken_runs(
     results: list[BlockResult], depth: int, has_tokens: bool, has_keys: bool
 ) -> None:
-    """Reports each stored block once, with its tokens, keys, parent and depth."""
+    """Checks that the events of a store name each stored block once, with its tokens, keys, parent
+    and depth."""
     n = len(results)
     run = Run(0, words_of(range(n)), words_of([99])[0] if depth else None, depth)
     tokens = np.arange(16 * n, dtype=np.int32) if has_tokens else np.zeros(0, np.int32)

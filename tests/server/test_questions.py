@@ -53,7 +53,8 @@ def server() -> Iterator[Server]:
 def ask(
     server: Server, body: Any, query: str = "?model=m", method: str = "POST"
 ) -> tuple[int, Any]:
-    """Returns the status, and the ranges or the text of the answer."""
+    """Asks which blocks of a prompt are cached. Returns the status, and the ranges of blocks found
+    or the text of the refusal."""
     data = body if isinstance(body, bytes) else json.dumps({"block_hashes": body}).encode()
     url = f"http://127.0.0.1:{http_port(server)}/api/v1/check_blocks{query}"
     request = urllib.request.Request(url, data, method=method)
@@ -141,8 +142,8 @@ RUNS = st.lists(
 def test_blocks_whose_prefix_was_stored_are_found(
     runs: list[tuple[int, int, int, str]],
 ) -> None:
-    """Two prompts differ in their first block only, so the chain tells them apart. Compares with a
-    list of all stores, in any order."""
+    """Stores parts of two prompts in any order. The prompts differ in their first block only, so
+    only the chain tells them apart. Compares with a list of all stores."""
     contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
     index = PromptIndex(contents)
     stored: set[tuple[int, int, str]] = set()
@@ -186,7 +187,8 @@ def test_blocks_whose_prefix_was_stored_are_found(
 def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise the first questions after a restart would take all threads for seconds."""
+    """Asks several times: each question must go on where the last one stopped. Otherwise the first
+    questions after a restart would take all threads for seconds."""
     monkeypatch.setattr(questions, "UPDATE_S", 0.0)
     contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
     for at in range(4):

@@ -41,7 +41,8 @@ class Rank:
         return [BlockResult(value) for value in result.results[0].tolist()]
 
     def load(self, lease_id: str, *runs: tuple[list[int], int]) -> TransferStatus:
-        """Loads positions of the lease to the engine's blocks from a number on."""
+        """Loads each run: the blocks at these positions of the lease, to the engine's blocks from
+        this id on."""
         loads = [
             LoadRun(0, np.array(positions, np.int32), block_ids(len(positions), first))
             for positions, first in runs
@@ -171,7 +172,8 @@ def test_a_flush_between_two_ranks_leaves_nothing(rank: Open) -> None:
 
 @pytest.mark.parametrize("survivor", [0, 1])
 def test_a_rank_that_goes_leaves_no_half_blocks(rank: Open, survivor: int) -> None:
-    """The part of a block that a rank wrote is dropped when the rank's session ends."""
+    """Closes the session of a rank that has written its part of two blocks. The part must be
+    dropped: the blocks are ready only once it is written again."""
     gone, stays = rank(1 - survivor), rank(survivor)
     blocks = hashes(2)
     assert gone.store("w", blocks) == [WRITTEN] * 2

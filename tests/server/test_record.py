@@ -145,7 +145,8 @@ def test_equal_ids_are_equal_prefixes(
 
 
 class Told:
-    """Stands for an admin client with `num_spaces` key spaces. Of three requests it misses one."""
+    """Stands in for an admin client of a server with `num_spaces` key spaces. It loses one of three
+    requests."""
 
     def __init__(self, num_spaces: int, pause_s: float = 0.0) -> None:
         self.num_spaces, self.pause_s, self.seconds = num_spaces, pause_s, 0.0

@@ -526,7 +526,8 @@ def test_an_answer_too_large_for_a_message_is_refused(server: Server) -> None:
 
 
 async def test_an_answer_about_a_topic_is_bounded_in_bytes(tmp_path: Path) -> None:
-    """A bound in characters would not do: a name may have characters of several bytes."""
+    """Answers with a name of characters of two bytes. The name is within the bound in characters,
+    but not in bytes, so it must be refused."""
 
     class Talks(Capability):
         def topics(self) -> Mapping[str, Topic]:
@@ -627,7 +628,8 @@ def test_nonsense_to_other_services_is_refused(server: Server, method: str, kind
 
 
 def test_no_module_keeps_an_exception() -> None:
-    """An exception that is raised again keeps the frames of each earlier raise."""
+    """Checks that no module has an exception as a variable: one that is raised again keeps the
+    frames of each earlier raise."""
     packages = (hotkv_proto, hotkv_client, hotkv_server, hotkv_sparse)
     names = [
         module.name

@@ -101,7 +101,8 @@ class Reloading:
         return sum(all(word in line for word in words) for line in lines)
 
     def reload(self, *words: str) -> None:
-        """Writes the settings, makes the server read them, and waits for such a line of its log."""
+        """Writes the settings, sends SIGHUP, and waits for a new line of the log that has all these
+        words."""
         self.write()
         before = self.logged(*words)
         os.kill(self.server.pid, signal.SIGHUP)
@@ -240,8 +241,8 @@ def test_the_rest_is_taken_up_if_tenants_or_tls_need_a_restart(running: Reloadin
 
 
 def test_a_reload_that_fails_has_changed_nothing_and_systemd_is_told() -> None:
-    """Guarantees fit the arena of the new file, which needs a restart, but not the running
-    arena."""
+    """Reloads guarantees that fit only the new arena size, which needs a restart, but not the
+    running arena. The reload must change nothing."""
     with runtime_folder(64 << 20) as folder, notified(folder / "notify") as told:
         config = folder / "hotkv.toml"
 
@@ -318,7 +319,8 @@ def test_streams_have_request_ids(running: Reloading) -> None:
 
 @pytest.mark.long
 def test_a_session_that_is_being_opened_ends_with_its_tenant() -> None:
-    """The session is still opening, because the write of its key space takes long."""
+    """Removes a tenant while its session is still opening, because the write of its key space takes
+    long. The session must end."""
     with runtime_folder(64 << 20) as folder:
         config = folder / "hotkv.toml"
 
@@ -455,7 +457,8 @@ sys.exit(main())
 
 
 def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
-    """The server had read the settings before the signal, and an operator signals only once."""
+    """Sends SIGHUP during the start, after the server has read its settings. It must reload them
+    once it is ready, as an operator signals only once."""
     with runtime_folder(64 << 20) as folder:
         config = folder / "hotkv.toml"
         config.write_text("drain_timeout_s = 6")

@@ -28,8 +28,8 @@ def listed(server: Server, one: GroupsEngine, field: str) -> dict[tuple[int, byt
 
 
 def touched(server: Server, one: GroupsEngine, report: RequestReport) -> set[tuple[int, bytes]]:
-    """Returns the blocks that a report touches: those used after a block that is stored right
-    before it."""
+    """Reports a request, and returns the blocks that the report touches: their last use is later
+    than that of a block stored right before."""
     mark = hashes(1)
     one.store(BlockRun(0, mark, block_ids(1)))
     # Longer than a policy's time step, so that the times of use differ.

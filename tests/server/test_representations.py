@@ -25,10 +25,11 @@ from tests.server.support import block_ids, hashes, number_of
 
 
 class Engine(RepresentationEngine):
-    """An engine with representations beside its KV, whose calls name both groups."""
+    """An engine with KV and representations, whose calls name the groups of both."""
 
     def store_runs(self, *runs: tuple[int, list[bytes]]) -> list[set[int]]:
-        """Stores under a new name, each run from block id 0 on. Returns the results of each run."""
+        """Stores runs of (group, hashes) in a new transfer, each from block id 0 on. Returns the
+        results of each run."""
         name = os.urandom(8).hex()
         made = [BlockRun(group, blocks, block_ids(len(blocks))) for group, blocks in runs]
         done = self.session.store(name, name, made, 20).result(60)

@@ -52,8 +52,8 @@ class Reader:
         return list(found.offsets.tolist())
 
     def check(self) -> bool:
-        """Reads every block, then the words. Returns True if the words say that the residency
-        holds; then all bytes must be right."""
+        """Compares the bytes of every block, and then asks the arena whether the residency still
+        holds. Returns True if it holds; then all bytes must be right."""
         is_as_stored = all(
             np.array_equal(self.arena.memory[offset : offset + SLOT_BYTES], pages)
             for offset, pages in self.expected.items()
@@ -107,7 +107,7 @@ def store_to(engine: PagedEngine, blocks: list[bytes], residency_id: str = "") -
 
 
 def resident(place: Place, count: int = 40, name: str = "r") -> tuple[Reader, list[bytes]]:
-    """Returns a reader of so many blocks, which were stored into its residency."""
+    """Returns a reader of `count` blocks that were stored into its residency, and their hashes."""
     engine = place.engine or place.connect()
     reader, blocks = Reader(engine.session, name, count), hashes(count)
     assert set(store_to(engine, blocks, name)) == {BlockResult.STORED}

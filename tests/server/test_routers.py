@@ -1,4 +1,5 @@
-"""Rules of routers that can't be run here, each in a few lines."""
+"""Stand-ins for routers that can't be run here: the rules by which each reads events, in a few
+lines."""
 
 import re
 from collections import defaultdict

@@ -126,7 +126,8 @@ def test_a_tenant_has_so_many_sessions(guarded: Guarded, engine: Make) -> None:
 
 
 def test_a_tenant_can_not_probe_another(guarded: Guarded, engine: Make) -> None:
-    """Existing leases and key spaces of others are refused in the same words as absent ones."""
+    """Names leases and key spaces of another tenant. They must be refused in the same words as
+    leases and key spaces that do not exist."""
     one, other = (engine(tenant, engine_id="shared-name") for tenant in ("alpha", "blind"))
     blocks = store(one)
     asked, run = [GroupHashes(0, blocks)], [LoadRun(0, block_ids(1), block_ids(1))]
@@ -227,7 +228,8 @@ def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engi
 
 @pytest.mark.skipif(MINE != 0, reason="only root may become another user")
 def test_a_link_needs_the_same_proof(guarded: Guarded, engine: Make) -> None:
-    """Another user cannot use a leaked session id on the descriptor socket."""
+    """Sends another user's session id on the descriptor socket, as after a leak. The server must
+    refuse it, and send no descriptors."""
     one = engine("alpha")
     assert one.session._connection is not None
     code = (
@@ -304,8 +306,8 @@ def test_admins_over_tcp_prove_it(guarded: Guarded) -> None:
 
 
 def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Make) -> None:
-    """The server refuses a flood of stores with a canonical code. The session and its neighbour go
-    on."""
+    """Sends a flood of stores. The server must refuse the excess with a canonical code; the session
+    and another session go on."""
     one, neighbour = engine("alpha", num_blocks=512, page_bytes=65536), engine("blind")
     run = BlockRun(0, hashes(400), block_ids(400))
     futures = [one.session.store(f"f{i}", f"f{i}", [run], 60) for i in range(3000)]
@@ -474,7 +476,7 @@ def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
 
 
 def test_a_token_proves_a_tenant_without_tls_and_the_admin_socket_may_lie_elsewhere() -> None:
-    """The operator may choose so, for example behind a proxy that speaks TLS."""
+    """Serves TCP without TLS, as an operator may choose behind a proxy that speaks TLS."""
     tenants = json.dumps([{"name": "gamma", "token_sha256": [sha256(TOKEN)]}])
     with runtime_folder(64 << 20) as folder:
         (folder / "token").write_text(TOKEN)

@@ -138,8 +138,8 @@ def test_a_server_without_its_valkey_starts_and_serves(nodes: Nodes, tmp_path: P
 def test_a_flush_that_the_store_missed_outlives_the_server(
     nodes: Nodes, valkey: Valkey, how: str
 ) -> None:
-    """A stopped store receives the flush twice: from the killed server, and from the next
-    server."""
+    """Kills a server that has flushed while the store was away. The next server must flush the
+    store; a stopped store then receives the flush twice, once from each server."""
     flags = flags_of(valkey)
     a, b = (one.start_sharing(*flags) for one in nodes)
     chain, kept = hashes(CHAIN), hashes(CHAIN)

@@ -31,7 +31,8 @@ KEY_SPACE = make_key_space("sliced", SLOT_ALIGN, SLOT_ALIGN)
 async def test_while_a_key_space_is_flushed_others_store_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, restores: bool
 ) -> None:
-    """A router that believes the events knows exactly which blocks are ready."""
+    """Stores blocks between the parts of a flush. A router that follows the events must know
+    exactly which blocks are ready."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(core_module, "BLOCKS", 1)
 
@@ -85,7 +86,8 @@ async def test_while_a_key_space_is_flushed_others_store_in_it(
 async def test_a_tenant_above_its_bound_loses_blocks_turn_by_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each turn continues the last one's pass. Blocks that become evictable go in a later pass."""
+    """Lowers a tenant's bound. Each turn must continue the last turn's pass; blocks that become
+    evictable are evicted in a later pass."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(space_module, "EVICTED_PER_PART", 2)
     monkeypatch.setattr(removals, "KEEPING_S", 0.0)

@@ -209,7 +209,8 @@ def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Ser
 
 
 def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Place) -> None:
-    """Uses a lease of a second every sixth of a second, then lets it expire and takes another."""
+    """Selects every sixth of a second under a lease of a second, which must stay. Then lets the
+    lease expire and takes another."""
     engine = sparse_engine(target=place.start("--leases.ttl-s", "1").target)
     session, blocks, query = engine.session, hashes(30), queries(1)[0]
     engine.store(blocks)
@@ -345,7 +346,8 @@ class Interrupted:
 
 
 def test_an_interrupted_selection_ends_its_stream() -> None:
-    """Otherwise the next selection would get the answer of the interrupted one."""
+    """Interrupts a selection that waits for its answer. The stream must end, or the next selection
+    would get this answer."""
     call = Interrupted()
     stream = Selects(SimpleNamespace(SelectBlocks=lambda _: call), "s")  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):

@@ -31,8 +31,11 @@ ARENA = ["--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB", "--http.port",
 def started(
     folder: Path, *flags: str, check: bool = False, before: Sequence[str] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a server that should refuse to start, with `--check` if `check` is set. `before`: a
-    command that runs the program; without one the server is forked. Returns the ended process."""
+    """Runs a server that should refuse to start. Returns the ended process.
+
+    check: runs it with `--check`.
+    before: a command that runs the program; without one the server is forked.
+    """
     arguments = ["run", "--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
     arguments += [*ARENA, *flags, *(["--check"] if check else [])]
     if not before:
@@ -56,7 +59,7 @@ def taken() -> Iterator[int]:
 
 
 def mistakes(folder: Path, elsewhere: Path, port: int) -> dict[str, list[str]]:
-    """Returns flags of a start that fails, by the words of the message."""
+    """Returns flags of starts that fail, each under a pattern of the expected message."""
     certificate, key = Authority(elsewhere, "authority").issue("server")
     key.chmod(0o644)
     (elsewhere / "zmq.py").write_text("raise ImportError('as if it were not there', name='zmq')\n")
@@ -128,7 +131,8 @@ def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
 def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_there(
     folder: Path, taken: int
 ) -> None:
-    """The start fails late, since the server binds addresses after it has made the arena."""
+    """Starts with addresses in use. The start fails late, since the server binds addresses after it
+    has made the arena; it must remove its own files, and keep older ones."""
     events = ("--events.endpoint", f"tcp://*:{taken}")
     port = str(free_port())
     tcp = ("--tcp-address", f"127.0.0.1:{port}", "--security.tcp-insecure", "true")
@@ -165,7 +169,8 @@ def program_or_skip(name: str) -> str:
 
 
 def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
-    """The file system has 8 MiB, in a mount namespace for this test."""
+    """Starts on a file system of 8 MiB, mounted in a mount namespace of its own. The message must
+    name the missing room."""
     command = 'mount -t tmpfs -o size=8m,mode=700 tmpfs "$0" && exec "$@"'
     mount = (program_or_skip("unshare"), "--mount", "/bin/sh", "-c", command, str(folder / "arena"))
     (folder / "arena").mkdir(mode=0o700)
@@ -177,7 +182,8 @@ def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
 
 
 def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
-    """If the tests run as root, the server has no capabilities, so that file modes restrict it."""
+    """Starts with directories that it may not write. If the tests run as root, the server has no
+    capabilities, so that file modes restrict it."""
     drop: tuple[str, ...] = ()
     if os.geteuid() == 0:
         drop = (program_or_skip("setpriv"), "--inh-caps=-all", "--bounding-set=-all")
@@ -199,7 +205,8 @@ def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
 
 
 def test_without_huge_pages_it_goes_on_and_says_so(tmp_path: Path) -> None:
-    """The arena is on a disk, whose file system has no huge pages for shared writable mappings."""
+    """Puts the arena on a disk, whose file system has no huge pages for shared writable
+    mappings."""
     with Server(tmp_path, "16MiB", "--arena.slab-bytes", "64KiB") as server:
         server.wait_ready()
         if server.counter("arena_huge_page_bytes"):
@@ -316,7 +323,8 @@ def test_help_lists_every_setting_with_its_default() -> None:
 
 
 def test_a_container_ends_at_sigterm_while_its_server_starts(folder: Path) -> None:
-    """The kernel ignores SIGTERM for the first process, unless the process handles it."""
+    """Sends SIGTERM to the first process of a container. The kernel ignores it there unless the
+    process handles it, which it must do from its start."""
     alone = ["unshare", "--pid", "--fork", "--kill-child"]
     if os.geteuid() or subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("namespaces of processes need root and unshare")

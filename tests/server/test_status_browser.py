@@ -301,7 +301,8 @@ def test_it_says_when_the_server_is_gone(visit: Visit) -> None:
 def test_tokens_are_entered_once_and_no_answer_closes_their_form(
     visit: Visit, tmp_path: Path
 ) -> None:
-    """Neither an answer under way when the form opened nor a refresh closes it."""
+    """Enters tokens in the page's form. A refresh must not close the form, nor an answer that was
+    under way when it opened."""
     viewers = tmp_path / "token"
     viewers.touch(0o600)
     viewers.write_text(TOKEN)

@@ -126,7 +126,8 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
     )
 
     def is_told() -> bool:
-        """Returns False while the node rests and the answer is older than the traffic."""
+        """Returns True once the answer includes all traffic. It may be older while the node
+        rests."""
         told = get(http_port(server), "/api/v1/savings?since_s=3600").figures
         return bool((hour["total"], hour["rows"]) == (told["total"], told["rows"]))
 
@@ -272,8 +273,8 @@ async def test_however_many_ask_the_node_is_asked_once_at_a_time(
 
 
 async def test_however_many_ask_for_savings_the_node_rests() -> None:
-    """The node rests with one window and with many. An answer is at most as old as the other
-    windows' reads take."""
+    """Asks for the savings of several time windows all the time. The node must rest between its
+    reads, and an answer is at most as old as the other windows' reads take."""
     spent_s, now_s, ages = 0.0, 1000.0, list[int]()
 
     async def read(since_s: float, has_names: bool) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def test_transfers_that_fail_are_counted_and_not_timed(folder: Path) -> None:
 
 
 def test_counters_of_the_ledger_begin_anew_and_never_fall(place: Place) -> None:
-    """Prometheus would take a fall for a restart of the counter at 0."""
+    """Takes the savings of a failed load back. No counter may fall: Prometheus would take that for
+    a restart of the counter at 0."""
     port = http_port(place.start())
     session = place.connect().session
     report = RequestReport(hashes(4), 70, 0, 48, 0.0, saved_s=2.0, report_id=1)
@@ -127,8 +128,8 @@ DELAYS_S = st.lists(st.sampled_from([0.0, 0.004, 0.006, 0.3, 7.0]), max_size=40)
 def test_a_delay_counts_as_often_as_it_was_measured_for(
     delays: list[float], seconds: int, is_refused: bool
 ) -> None:
-    """Compares with a model, on a made-up clock. A tick after a quiet one comes later, and counts
-    more. The system may refuse the thread of faulthandler."""
+    """Compares with a model, on a made-up clock. After a tick without delay, the next tick comes
+    later and counts more. `is_refused`: the system refuses the thread of faulthandler."""
     now_s, timers, armed_s = 100.0, list[tuple[float, Any]](), list[float]()
     samples, num_ticks = [0.0], 1
 

@@ -230,7 +230,7 @@ def test_the_screen_and_its_keys(server: Server) -> None:
 
 @pytest.mark.usefixtures("readings")
 def test_a_terminal_without_a_cursor_shows_lines(server: Server) -> None:
-    """Such terminals are, for example, the log of a build, or an editor's shell."""
+    """Uses a terminal of type `dumb`, as the log of a build or an editor's shell has it."""
     terminal = Terminal(server, "--count", "0", term="dumb")
     terminal.wait("hotkv-server", "alpha")
     terminal.end("\x03")
@@ -306,7 +306,7 @@ def test_every_engine_can_be_scrolled_to(
 
 
 def busy(readings: tuple[Reading, Reading]) -> Figures:
-    """Returns the widest figures, of a model with an engine and a model with two."""
+    """Returns figures of the greatest width, of a model with one engine and a model with two."""
     figures = figures_of(None, readings[1])
     most = {
         "prompt_tokens_per_s": 9_999_999.0, "hit_ratio": 1.0, "recent_hit_ratio": 1.0,

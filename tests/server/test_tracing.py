@@ -114,7 +114,8 @@ def request_(traced: Server) -> Iterator[Request]:
 def test_a_request_is_seen_from_its_lookup_to_the_disk(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
-    """A transfer's span has its wait and copy as children. No span has a hash or client's name."""
+    """Checks the spans of a request's calls. A transfer's span has its wait and its copy as
+    children. No span has a hash or a client's name."""
     blocks, parent = hashes(8), request_.traceparent
     request_.store(blocks, parent)
     assert request_.session.lookup([GroupHashes(0, [*blocks, *hashes(2)])], parent).result(60)
@@ -362,7 +363,8 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     }
 
     def written(hashes: np.ndarray) -> dict[str, int]:
-        """Returns the number of blocks in the spans of a write, by store."""
+        """Records the write of blocks to the disk. Returns the number of blocks in each span, by
+        the name of the store that had the blocks."""
         before = len(recorded.spans())
         for span in books.begin_writes(hashes, "disk"):
             span.end()

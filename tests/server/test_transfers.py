@@ -199,8 +199,8 @@ async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
 async def test_the_event_loop_does_not_wait_while_engine_memory_is_freed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """If the engine has died, the kernel takes some 0.3 s for each GiB. The engine's leases end
-    before its memory is freed."""
+    """Closes a session. A thread must free its memory, as the kernel takes some 0.3 s for each GiB
+    of a dead engine. Its leases end before."""
     async with live_node(tmp_path) as node:
         session, blocks, close = await worker(node), hashes(1), SessionMemory.close
         assert await store_in(node, session, blocks) == [BlockResult.STORED]
@@ -269,7 +269,8 @@ async def test_what_is_evicted_before_the_answer_is_not_answered_as_there(tmp_pa
 async def test_a_load_that_cannot_be_verified_fails_and_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
 ) -> None:
-    """The load's session is closed during the load, and waits for its end."""
+    """Closes the session during its load, whose verification may fail (`broken`). The close must
+    wait for the load's end."""
     async with live_node(tmp_path, config={"check_stride": 1}) as node:
         session, blocks, at = await worker(node), hashes(1), [np.zeros(1, np.int64)]
         assert await store_in(node, session, blocks) == [BlockResult.STORED]

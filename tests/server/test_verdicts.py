@@ -1,5 +1,5 @@
-"""The three sentences follow from the figures. `hotkv status` begins with them, in the API's
-words."""
+"""The three sentences at the head of `hotkv status` follow from its figures, and are those of the
+API."""
 
 import copy
 import json
@@ -45,7 +45,8 @@ def test_each_reason_of_a_miss_has_a_sentence() -> None:
 
 
 def said(**changes: Any) -> list[str]:
-    """Returns the sentences after changes to figures, each named by its path: `loop__lag_p99_s`."""
+    """Returns the sentences after changes to the figures. A figure is named by its path, such as
+    `loop__lag_p99_s`."""
     figures = copy.deepcopy(FIGURES)
     for path, value in changes.items():
         *way, last = path.split("__")

@@ -72,7 +72,8 @@ def space_of(one: SharingNode) -> dict[str, Any]:
 def test_a_new_node_fetches_what_its_sibling_uses(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:
-    """A watcher of events on the new node learns of the blocks before an engine connects."""
+    """Exports block names from a node and imports them on a new node. A watcher of the new node's
+    events must learn of the blocks before an engine connects."""
     (a, b), file = nodes, tmp_path / "blocks"
     cold, hot = hashes(CHAIN), hashes(CHAIN)
     a.fill(cold)
@@ -183,7 +184,7 @@ def test_no_device_and_no_link_is_replaced_by_a_file(tmp_path: Path) -> None:
 
 
 class TellsItsTimes:
-    """Stands in for a client's stub: keeps the deadline and the wait of a call."""
+    """Stands in for a client's stub: records the deadline and the requested wait of a call."""
 
     def PrefetchBlocks(
         self, request: warm_pb2.PrefetchBlocksRequest, timeout: float, metadata: object

@@ -25,8 +25,10 @@ def module(source: str) -> cuda_on_cpu.Module:
 
 
 class CpuDevice:
-    """A device on the CPU. `seed`: the order in which threads run; each launch has another. New
-    memory holds `poison` unless the device promises its content."""
+    """A device on the CPU. New memory holds `poison` unless the device promises its content.
+
+    seed: the order in which threads run; each launch has another.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed

@@ -1,5 +1,5 @@
-"""A plain hot set with sets and dicts, a block at a time. It models the contents of slots, not the
-slots."""
+"""A naive hot set of Python sets and dicts, which handles a block at a time. It models the contents
+of slots, not the slots."""
 
 from dataclasses import dataclass, field
 
@@ -49,7 +49,8 @@ class NaiveHotSet:
     def extend(
         self, first: int, last: int, count: int, num_complete: int, num_host: int
     ) -> tuple[list[int], list[int], list[int]] | None:
-        """Returns (new blocks, victims, swap out), or None if there is no room."""
+        """Extends the context to `count` blocks. Returns (new blocks, victims, blocks to swap out),
+        or None if there is no room."""
         fresh = list(range(max(self.count, num_host), count))
         before = (self.first, self.last)
         self.first, self.last = first, last

@@ -17,7 +17,8 @@ UNCALIBRATED = TOKEN_FORMATS + SUMMARIES
 
 @dataclass(frozen=True)
 class Case:
-    """keys [B, T, H, D], valid tokens [B], queries [Q, D], centre [H, D] or None."""
+    """A selection's input, for B blocks of T tokens, H KV heads, Q query heads and D channels: keys
+    [B, T, H, D], valid tokens [B], queries [Q, D], centre [H, D] or None."""
 
     keys: F32
     num_tokens: npt.NDArray[np.int32]
@@ -29,7 +30,8 @@ class Case:
         return self.keys.shape[2]
 
     def token_scores(self) -> F32:
-        """Computes q . k / sqrt(D), [Q, B, T], -inf for absent tokens."""
+        """Computes q . k / sqrt(D) for each query head, block and token: [Q, B, T], -inf for absent
+        tokens."""
         num_blocks, block_tokens, kv_heads, head_size = self.keys.shape
         grouped = self.query.reshape(kv_heads, len(self.query) // kv_heads, head_size)
         exact = np.einsum("bthd,hgd->hgbt", self.keys, grouped).reshape(

@@ -1,5 +1,5 @@
-"""mix2: axes from moments, codes of their channels, kernels against references, scores against
-exact attention."""
+"""The format mix2: axes from moments, codes of their channels, kernels against references, scores
+against exact attention."""
 
 import itertools
 from collections.abc import Callable
@@ -27,7 +27,8 @@ HEAD_SIZES = [1, 16, 40, 64, 80, 96, 128, 192, 256, 576]
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Keys [S, H, D] and queries [S, Q, D] of a layer, with the centre and axes of both."""
+    """Keys [S, H, D] and queries [S, Q, D] of a layer (S tokens, H KV heads, Q query heads, D
+    channels), with the centre and axes of both."""
 
     keys: F32
     queries: F32
@@ -56,7 +57,7 @@ def calibrated(
 
 
 def axes_of(case: Case, seed: int = 0) -> Axes:
-    """Returns axes that fit a case's keys in shape, not in content."""
+    """Returns axes with the shape of a case's keys, computed from other keys."""
     return calibrated(case.keys.shape[3], case.kv_heads, 1, 100, seed).axes
 
 
@@ -251,8 +252,8 @@ def test_places_cover_a_context_evenly() -> None:
 
 
 def test_axes_of_a_short_prompt_hold_for_a_long_context() -> None:
-    """Keys have much in common and are turned by RoPE: what looks constant in a short prompt is
-    what changes most later."""
+    """Computes axes from a short prompt whose keys have much in common and are turned by RoPE: what
+    looks constant there is what changes most later."""
     dice, head_size, length = np.random.default_rng(3), 64, 8192
     frequencies = 10000.0 ** -np.arange(0, 1, 1 / 32)
     common = 3 * dice.standard_normal((2, head_size))

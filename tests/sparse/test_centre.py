@@ -41,7 +41,7 @@ def _naive_bias(
     scale: float | None,
     axes: Axes,
 ) -> float:
-    """Computes a block at a time, only between 32 sinks and 64 recent tokens."""
+    """Computes a format's bias a block at a time, only between 32 sinks and 64 recent tokens."""
     errors, masses = [], []
     for query, position in zip(queries, positions, strict=True):
         total = exact_log_mass(query, keys[: position + 1], scale)

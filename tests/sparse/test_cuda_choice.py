@@ -123,8 +123,8 @@ def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
 
 
 class StepMachine(RuleBasedStateMachine):
-    """The device's step against the hot set's, from the same tables; other changes of a hot set
-    happen to the reference only."""
+    """Compares the device's step with the hot set's, from the same tables. Other changes of a hot
+    set are made on the reference only."""
 
     @initialize(
         capacity=st.integers(4, 40),

@@ -27,8 +27,8 @@ BF16_NAN = 0x7FC0
 def paged(
     keys_BTHD: np.ndarray, layout: str, dtype: str, order: np.ndarray
 ) -> tuple[Pages, np.ndarray]:
-    """Returns the keys in an engine's cache, at the pages `order`, beside values of NaN; and the
-    keys as the cache holds them, float32."""
+    """Returns an engine's cache with the keys at the pages `order`, next to values of NaN; and the
+    keys in the precision of the cache, as float32."""
     block_tokens, kv_heads, head_size = keys_BTHD.shape[1:]
     held, stored = as_stored(keys_BTHD, dtype)
     body = stored.transpose((0, 2, 1, 3) if layout == "HND" else (0, 1, 2, 3))
@@ -45,7 +45,8 @@ def paged(
 def built(
     case: Case, name: str, dtype: str, layout: str, seed: int
 ) -> tuple[Index, np.ndarray, np.ndarray]:
-    """Returns (index, rows, the keys as they were read). A row may be -1: its block is left out."""
+    """Builds the representations of a case. Returns (index, row of each block, the keys as they
+    were read). A row may be -1: its block is left out."""
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     rng, shape = np.random.default_rng(seed), IndexShape(name, kv_heads, head_size, block_tokens)
     index = Index(CpuDevice(seed), shape, num_blocks + 3, case.mu)
@@ -107,7 +108,8 @@ def test_builds_what_the_reference_builds(
 def selector_of(
     case: Case, name: str, rows: np.ndarray, packed: np.ndarray, seed: int
 ) -> CudaSelector:
-    """Returns a layer over the given representations; every block but the last is a candidate."""
+    """Returns a layer that selects by the given representations; every block but the last is a
+    candidate."""
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     device, most = CpuDevice(seed), num_blocks + 2
     config = SparseConfig(scorer=name, sink_tokens=0, recent_tokens=1, dense_layers=())

@@ -18,8 +18,8 @@ HEADS, GROUP, SIZE, LAYER = 2, 3, 64, 4
 
 
 class Engine:
-    """A sequence beside an absent sequence: keys and values, a cache of pages, an arena with copies
-    of complete blocks, the reference hot set."""
+    """A sequence next to an absent sequence: keys and values, a cache of pages, an arena with
+    copies of complete blocks, the reference hot set."""
 
     def __init__(
         self, config: SparseConfig, block: int, num_tokens: int, num_slots: int, seed: int
@@ -196,8 +196,8 @@ def test_steps_are_the_references_steps(
 
 @pytest.mark.parametrize(("policy", "seed"), [("lru", 1), ("lru", 2), ("none", 3)])
 def test_a_full_hot_set_makes_the_references_steps(policy: str, seed: int) -> None:
-    """The context gains blocks that are in host memory only, and selections fill the hot set, so
-    that always kept blocks take the slots of selected ones."""
+    """Adds blocks that are in host memory only, and fills the hot set by selections, so that always
+    kept blocks take the slots of selected ones. Each step must be the reference's."""
     config = SparseConfig(
         sparse_topk=30, sink_tokens=1, recent_tokens=3, max_correction_blocks=1, cache_policy=policy
     )

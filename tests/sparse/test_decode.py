@@ -1,4 +1,4 @@
-"""A decode step in a single compiled call against the same step made of its parts."""
+"""A decode step in a single compiled call gives the results of the same step made of its parts."""
 
 from typing import Any
 
@@ -30,7 +30,8 @@ def axes_of(keys: Any) -> tuple[Any, Axes]:
 
 
 def pages_of(stored: Any, run: int, pair: int) -> Any:
-    """Returns keys [B, T, H, D] as pages, in the order [T / run][D / pair][run][pair]."""
+    """Returns keys [B blocks, T tokens, H heads, D channels] as pages, in the order [T / run][D /
+    pair][run][pair]."""
     blocks, tokens, heads, size = stored.shape
     parts = stored.reshape(blocks, tokens // run, run, heads, size // pair, pair)
     ordered = np.ascontiguousarray(parts.transpose(0, 3, 1, 4, 2, 5))

@@ -238,7 +238,8 @@ def test_a_config_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_config_of_qwen_is_read(tmp_path: Path) -> None:
-    """Qwen has biases that no field shows, and a window that is switched off."""
+    """Reads a config of Qwen, which has biases that no field shows, and a window that is switched
+    off."""
     sizes = {"num_hidden_layers": 48, "num_attention_heads": 40, "hidden_size": 5120}
     sizes |= {"intermediate_size": 13824, "vocab_size": 152064, "sliding_window": 131072}
     file = config_file(tmp_path, model_type="qwen2", use_sliding_window=False, **sizes)

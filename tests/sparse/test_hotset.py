@@ -1,4 +1,4 @@
-"""The hot set against a naive model that knows every slot's content."""
+"""The hot set agrees with a naive model that knows every slot's content."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,8 @@ from tests.sparse.support import selection_of
 
 
 class Machine(RuleBasedStateMachine):
-    """`content` is the slots' content, written when the engine or the prefetcher would write it."""
+    """Compares a hot set with a naive model. `content`: the block in each slot, changed when the
+    engine or the prefetcher would write the slot."""
 
     @initialize(
         capacity=st.integers(1, 14),
@@ -183,7 +184,8 @@ def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
 
 
 def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:
-    """A context gains blocks at once that are in host memory, so these have no slots yet."""
+    """Adds several blocks to a context at once. They are in host memory and have no slots yet, so
+    they must take those of selected blocks."""
     hot = HotSet(5, 0)
     hot.extend(Span(1, 9, 10), 10, 10)
     hot.seed(np.array([0, 9, 3, 4, 5], np.int32))

@@ -43,8 +43,8 @@ def refusal(reason: Reason | None) -> Iterator[None]:
 
 
 class BookMachine(RuleBasedStateMachine):
-    """Two sessions with at most three sequences of at most nine blocks each. A session may have as
-    many blocks as the common bound leaves."""
+    """Compares the book of sequences with a dict: two sessions with at most three sequences of at
+    most nine blocks each. A session may have as many blocks as the common bound leaves."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Selections straight from slots of an arena against the same functions on copies, and refusals."""
+"""Selections straight from slots of an arena equal those of the same functions on copies; bad
+requests are refused."""
 
 import re
 from dataclasses import replace
@@ -52,7 +53,8 @@ class Slots:
                     at += pool[0].size
 
     def mu(self, spec: SelectSpec, layer: int, shard: int, name: str) -> F32 | None:
-        """Returns the centre as an engine has it: a rank's heads, and for token formats only."""
+        """Returns the centre as the engine of a rank has it: the rank's heads. None for formats
+        that do not represent tokens."""
         if layer not in spec.centres or name not in TOKEN_FORMATS:
             return None
         mu_HD: F32 = np.frombuffer(spec.centres[layer].mu, "<f4").reshape(-1, spec.head_size)

@@ -136,7 +136,8 @@ class Cluster:
             replica.kill()
 
     def is_well(self) -> bool:
-        """Returns True if all servers agree that each slot belongs to its first owner."""
+        """Returns True if all servers agree that each slot belongs to the server that had it
+        first."""
         infos = [one.client.execute_command("CLUSTER", "INFO") for one in self.nodes]
         if not all(b"cluster_state:ok" in said for said in infos):
             return False

@@ -23,8 +23,8 @@ ODD = np.array(
 
 
 def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
-    """Returns a block with values like those of models. `odd_share`: the share of odd values and
-    random bits."""
+    """Returns a block with values like a model's. `odd_share`: the share of odd values and random
+    bits."""
     rng = np.random.default_rng(seed)
     floats = rng.normal(size=num_bytes // 2).astype(np.float32) * np.float32(2.0 ** (seed % 40))
     values = (floats.view(np.uint32) >> 16).astype(np.uint16)
@@ -55,7 +55,8 @@ def between(content: Any, others: int) -> Any:
 
 
 def inner(memory: Any, others: int) -> Any:
-    """Returns the content of `between`'s memory. Checks that the other bytes are unchanged."""
+    """Returns the bytes of a memory made by `between`, without its margins. Checks that the margins
+    still have the bytes `others`."""
     assert (memory[:BEFORE_BYTES] == others).all() and (memory[-BEFORE_BYTES:] == others).all()
     return memory[BEFORE_BYTES:-BEFORE_BYTES]
 

@@ -1,4 +1,5 @@
-"""Runs the tiers' event-loop side in this process, over tiers that tests delay or fail."""
+"""Runs the part of the tiers on the event loop in this process, over tiers that tests delay or
+fail."""
 
 import contextlib
 import time
@@ -135,8 +136,10 @@ class Setup(Node):
 class SharedNode(Node):
     """A node with a shared tier.
 
-    `folder`: keeps its notes over restarts. `left`: the blocks of an earlier server, if any.
-    `disk`: the store of a tier below. `other`: the store of a second shared tier.
+    folder: keeps its notes over restarts.
+    left: the blocks of an earlier server, if any.
+    disk: the store of a tier below.
+    other: the store of a second shared tier.
     """
 
     def __init__(

@@ -73,9 +73,9 @@ def quickest_s(call: Callable[[], object], times: int) -> float:
 class Store:
     """A store behind `proxy`.
 
-    `bench`, `direct`: open a tier over the proxy, and past it.
-    `set_epoch`: replaces the epoch of `flush_contract.NAME`; None removes it.
-    `name`: begins the tier's problems.
+    bench, direct: open a tier over the proxy, and past it.
+    set_epoch: replaces the epoch of `flush_contract.NAME`; None removes it.
+    name: the first word of the tier's problems.
     """
 
     proxy: FaultProxy

@@ -36,8 +36,8 @@ async def earlier(
 
 
 async def test_what_fails_is_tried_again_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each move has one block. The check raises for the first, and for one that waits with
-    another."""
+    """Copies blocks, one in each move. The comparison of their bytes raises for the first block,
+    and for one that waits with another; all must be copied in the end."""
     monkeypatch.setattr(tier_copies, "AGAIN_S", 0.2)
     async with nodes() as (a, b):
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
@@ -144,7 +144,8 @@ async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
 
 @pytest.mark.parametrize("noted", ["nothing", "the epoch before", "the epoch before in another"])
 async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, noted: str) -> None:
-    """If it were written under the new epoch, all nodes would load the flushed block."""
+    """Restarts a node with blocks that may be older than a flush. They must not be written under
+    the new epoch, from which all nodes would load them."""
     store, other = MemoryStore(places=False), None
     flushed = store
     if noted == "the epoch before in another":
@@ -191,8 +192,8 @@ async def test_what_comes_from_the_disk_is_offered() -> None:
 async def test_no_store_gets_what_another_still_had_during_a_flush(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second store raises its epoch later. Before that, a node loads a block from this store,
-    demotes it to its disk, and promotes it again."""
+    """Delays the raise of the second store's epoch. Meanwhile a node loads a block from this store,
+    demotes it to its disk, and promotes it again; it must not be copied to the other store."""
     for name in ("TELL_S", "SPARE_S", "CALM_S", "MISSED_S"):
         monkeypatch.setattr(epoch_book, name, 60.0)
     monkeypatch.setattr(tier_epochs, "TELL_S", 60.0)
@@ -243,8 +244,8 @@ async def test_a_restart_does_not_flood_the_store(
 async def test_a_later_copy_holds_its_blocks_from_the_moment_it_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Right after that moment, a call evicts a block and reuses its entry. Meanwhile the copy
-    waits, because new blocks use the whole limit."""
+    """Evicts a block and reuses its entry right after a copy has taken its blocks. The copy waits
+    meanwhile, because new blocks use the whole limit."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
     compared.set()
 

@@ -36,9 +36,12 @@ def encoding(
     content: Callable[[int], Any] = mixed,
     **options: Any,
 ) -> Iterator[tuple[Disk, Bench]]:
-    """Yields a disk whose slots can be encoded, with staging memory for `staging_rooms` encoded
-    blocks, and a bench. `numbers`: blocks that are on the disk only. Checks that all staging memory
-    is free at the end."""
+    """Yields a disk whose slots can be encoded, and a bench. Checks that all staging memory is free
+    at the end.
+
+    numbers: blocks that are on the disk only.
+    staging_rooms: encoded blocks for which the staging memory has room.
+    """
 
     def stages(arena: Region) -> Staged:
         return Staged(arena, staging_rooms * ROOM_BYTES)

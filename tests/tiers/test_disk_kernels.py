@@ -166,7 +166,8 @@ def test_kernels_go_on_after_signals_and_short_moves() -> None:
 
 @given(st.lists(st.integers(241, 3 * SLOT_ALIGN), max_size=5), st.integers(0, 63), st.data())
 def test_seals_are_those_of_the_package(sizes: list[int], first: int, data: st.DataObject) -> None:
-    """Covers any address, any length that the kernel handles, and any key."""
+    """Compares the kernel's seals with the package's, at any address, of any length that the kernel
+    handles, and for any key."""
     room = memory(sum(sizes) + 64)
     room[:] = np.frombuffer(np.random.default_rng(sum(sizes)).bytes(len(room)), np.uint8)
     begins = first + np.cumsum([0, *sizes])[:-1].astype(np.int64)

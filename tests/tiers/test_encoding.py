@@ -48,8 +48,11 @@ from tests.tiers.support import Asked
 
 
 class Store:
-    """The state that all connections of a test share. `before`: called with the name of each
-    call. `until_s`: the time limit of the last probe or read."""
+    """The state that all connections of a test share.
+
+    before: called with the name of each call.
+    until_s: the time limit of the last probe or read.
+    """
 
     def __init__(self) -> None:
         self.content: dict[bytes, tuple[bytes, int]] = {}
@@ -267,7 +270,8 @@ def test_blocks_of_nodes_that_do_not_encode_are_found() -> None:
 
 
 def test_a_deadline_ends_a_read_but_no_probe() -> None:
-    """A late probe holds no slots, and ending it would close the connection."""
+    """Checks that the deadline limits a read in the store, but not a probe: a late probe holds no
+    slots, and ending it would close the connection."""
     with over() as made:
         deadline_s = time.monotonic() + 15
         blocks = made.bench.blocks([1], [1])
@@ -312,7 +316,8 @@ def test_blocks_that_are_larger_than_the_staging_memory_are_stored_plain() -> No
 
 
 def test_reads_wait_for_staging_until_their_deadline() -> None:
-    """Hanging writes hold half of the staging memory, so a read goes on, until reads hang too."""
+    """Hangs writes, which may hold only half of the staging memory, so a read goes on. Once reads
+    hang too, further reads must wait until their deadline."""
     goes_on, hanging = threading.Event(), list[str]()
 
     def hang(name: str) -> None:
@@ -362,8 +367,8 @@ def test_a_connection_is_closed_before_its_memory_is_another_ones() -> None:
 
 @pytest.mark.parametrize("raised_at", [None, 1, 2, 3, 4])
 def test_a_flush_during_a_read_refuses_all_its_blocks(raised_at: int | None) -> None:
-    """Two blocks are encoded, two plain. Staging memory has room for one, so six requests are
-    sent."""
+    """Reads two encoded and two plain blocks; staging memory has room for one, so that takes six
+    requests. A flush during any of them must refuse all four blocks."""
     with over(staging_slots=1, connections=1, content=lambda n: mixed(2 + n % 2)) as made:
         made.bench.fill(range(4), range(4))
         assert (made.bench.write(range(4), range(4)) == Write.STORED).all()
@@ -395,8 +400,8 @@ def test_epochs_and_depths_reach_the_store() -> None:
 
 
 def test_a_probe_asks_for_both_forms() -> None:
-    """A block that is found in either form is found; if either form failed, the block is
-    unknown."""
+    """Answers a probe for both forms of three blocks. A block found in either form is found; if one
+    form failed and the other is not found, the block is unknown (FAILED)."""
 
     class Inner:
         def probe(

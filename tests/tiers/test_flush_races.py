@@ -29,8 +29,8 @@ def test_flushes_keep_their_contract(store: Store) -> None:
 @pytest.mark.parametrize("ask", [read, probe])
 @pytest.mark.parametrize("at", range(5))
 def test_no_old_block_after_a_flush_was_answered(store: Store, at: int, ask: Ask) -> None:
-    """The first `at` requests of node B's call reach the store before the flush, the others after
-    it."""
+    """Flushes on node A during a call of node B: the first `at` requests of the call reach the
+    store before the flush, the others after it."""
     told, done = [], list[list[int]]()
     options = {"connections": 1, "on_epoch": lambda *flush: told.append(flush)}
     with store.direct() as node_a, store.bench(**options) as node_b:
@@ -64,7 +64,8 @@ def test_no_old_block_after_a_flush_was_answered(store: Store, at: int, ask: Ask
 def test_a_call_that_loses_its_epoch_finds_nothing(
     store: Store, ask: Ask, reply_bytes: int, more: int
 ) -> None:
-    """All blocks (or answers to a probe) arrive, but the answer with the epoch does not."""
+    """Cuts the connection when all blocks (or answers to a probe) have come, but not the answer
+    with the epoch. The call must find nothing."""
 
     def lost(piece: bytes) -> Iterator[bytes]:
         if b"/epochs/1/" in piece[:500]:

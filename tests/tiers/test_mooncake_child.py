@@ -25,8 +25,11 @@ RPC_FAIL, OTHER = -900, -1
 
 
 class Store:
-    """Values by name. `codes`: wrong answers, by the name of a method. `said`: the called
-    methods."""
+    """A fake store: values by name.
+
+    codes: wrong answers, by the name of a method.
+    said: the called methods.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -196,7 +199,8 @@ def test_an_epoch_that_is_no_number_ends_with_a_flush(made: Made, value: bytes) 
 
 
 def test_an_epoch_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> None:
-    """Until the master drops such an epoch, its key still exists, but has no bytes."""
+    """Reads an epoch whose key still exists, but without bytes, until the master drops it. Each
+    call must report the store as away."""
     epoch = made.ask("epochs", fingerprints=["f"])["epochs"]["f"]
     made.store.codes["unreadable"] = True
     for do in ("read", "probe", "epochs"):
@@ -219,7 +223,8 @@ def test_an_old_epoch_that_another_node_puts_first_is_no_flush(made: Made) -> No
 
 
 def test_a_flush_that_leaves_no_trace_has_failed(made: Made) -> None:
-    """Without room for a new epoch, a flush removes the old one, which other nodes notice."""
+    """Flushes a store without room for a new epoch. The first flush removes the old epoch, which
+    other nodes notice; the next can change nothing, and must fail."""
     made.ask("epochs", fingerprints=["f"])
     made.store.codes["put_one"] = FULL_CODE
     assert made.ask("raise", fingerprint="f", floor=0)["epoch"] == NO_EPOCH

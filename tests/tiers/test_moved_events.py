@@ -190,7 +190,8 @@ async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> N
 
 @pytest.mark.parametrize("is_full", [False, True])
 async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(is_full: bool) -> None:
-    """A full store has no room for the new epoch: the flush removes the old one."""
+    """Flushes on another node, also in a full store (`is_full`), which has no room for the new
+    epoch: there the flush removes the old one."""
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one) as ear, heard(other) as far:
@@ -215,7 +216,8 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(is_ful
 async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_meanwhile(
     monkeypatch: pytest.MonkeyPatch, of_pool: bool
 ) -> None:
-    """`of_pool`: subscribers of the pool's events get no events of this node's blocks."""
+    """Stores a block between two parts of a flush. `of_pool`: subscribers of the pool's events get
+    no events of this node's blocks."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = SharedNode(MemoryStore(places=False), 10.0)
     async with heard(one, of_pool=of_pool) as ear:
@@ -260,7 +262,8 @@ def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_an_event_says_what_is_known_of_its_blocks(is_known: bool) -> None:
-    """When the event is published, another block may have the number of the block's parent."""
+    """Checks an event's parents and contents, also if another block has got the number (entry) of a
+    block's parent before the event is published."""
     one = Setup(0.0)
     one.put([0, 1, 2])
     index = one.core.space.index

@@ -75,7 +75,7 @@ class World:
 
 
 def waits_until(limits: list[float], answers: threading.Event) -> Callable[[Client, float], None]:
-    """Returns a part that records its time limit and waits for an answer up to it."""
+    """Returns a part of a call that records its time limit, and waits for an answer up to it."""
 
     def do(client: Client, until_s: float) -> None:
         limits.append(until_s - time.monotonic())
@@ -151,7 +151,8 @@ def test_no_part_waits_for_a_connection_while_there_is_another() -> None:
 
 
 def test_all_threads_connect_after_a_problem() -> None:
-    """When one thread ends the problem, the others connect too: no part waits for a connection."""
+    """Lets one thread end the problem. The others must connect too, so that no later part of a call
+    waits for a connection."""
     world, both = World(2, connects_first=True), threading.Barrier(2)
 
     def fail(client: Client, until_s: float) -> None:
@@ -190,7 +191,7 @@ def test_all_that_wait_for_a_connection_show() -> None:
 
 
 def test_the_longest_wait_shows() -> None:
-    """The reported wait includes a part that is the first of its connection."""
+    """Checks that the reported wait includes the first part that a connection carries."""
     world, limits, answers = World(2), list[float](), threading.Event()
     try:
         for number, name in enumerate(("longest", "later"), 1):

@@ -95,7 +95,8 @@ async def test_a_read_ends_although_its_blocks_can_not_be_checked(monkeypatch: A
 
 
 async def test_what_a_broken_tier_reads_on_trial_is_no_hit() -> None:
-    """A lease does not wait for a trial read, so its blocks must not count as hits."""
+    """Leases blocks while a broken tier is tried by a read. The lease does not wait for this read,
+    so its blocks must not count as hits."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.problem, one.tier.faults.is_hung = "gone", True
@@ -116,7 +117,8 @@ async def test_a_confirmation_that_ends_while_room_is_made_is_none(monkeypatch: 
 
 
 async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
-    """With compression a disk has places of two sizes; the choice between them reads all places."""
+    """Fills a disk again and again. Few blocks may be evicted in one turn of the event loop: with
+    compression, places have two sizes, and the choice between them reads all places."""
     monkeypatch.setattr(room, "EVICTED_PER_PART", 1)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
@@ -191,7 +193,8 @@ async def test_blocks_that_come_up_evict_no_block_of_their_prompt(is_ahead: bool
 async def test_many_ask_at_once_and_each_block_is_read_once(
     monkeypatch: Any, move_blocks: int
 ) -> None:
-    """A call for many blocks begins several moves; between these other calls are served."""
+    """Makes several calls for the same many blocks. A call begins several moves, and other calls
+    must be served between these."""
     monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", move_blocks)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
@@ -230,7 +233,8 @@ async def test_blocks_of_the_first_moves_stay_while_the_last_begin(monkeypatch: 
 
 
 async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> None:
-    """A caller's blocks stay pinned while it waits for another tier, which may take long."""
+    """Holds blocks for a caller that waits for another tier. They stay pinned, perhaps for long, so
+    they must count in the bound of moves."""
     monkeypatch.setattr(tier_drive, "PREFETCH_PAUSE_S", 0.0)
     lost, *first = range(NUM_SLOTS // 8 + 1)
     async with made() as one:
@@ -255,7 +259,8 @@ async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> Non
 
 
 async def test_a_prefetch_of_many_blocks_leaves_room_for_stores() -> None:
-    """The prefetch loads at most an eighth of the arena at a time."""
+    """Prefetches half of the arena from a tier that hangs. At most an eighth may be moving at a
+    time, so stores find the rest."""
     many = list(range(NUM_SLOTS // 2))
     async with made() as one:
         await one.lie_below(many)
@@ -369,7 +374,8 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
 async def test_nothing_is_evicted_for_blocks_of_a_dead_tier(
     monkeypatch: Any, why: str, is_early: bool
 ) -> None:
-    """The same holds if the node drains or closes, also if it begins to once there is room."""
+    """Asks for blocks of a tier that is dead. Nothing may be evicted for them; nor if the node
+    drains or closes, even when it begins to once there is room."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.put(list(range(100, 100 + NUM_SLOTS)))
@@ -406,7 +412,8 @@ async def test_reads_that_fail_lose_nothing_below() -> None:
 
 
 async def test_blocks_whose_encoded_form_is_too_large_are_written_plain(monkeypatch: Any) -> None:
-    """The server computes no check values here, so only the tier's seals are compared."""
+    """Refuses the encoded form of all blocks. The server computes no check values here, so the
+    tier's seals are compared."""
     size = 2 * SLOT_ALIGN
     async with made(check_stride=0, slot_bytes=size, encoded_bytes=lambda size: size // 2) as one:
         write, sizes = one.tier.write, list[int]()
@@ -465,7 +472,8 @@ async def test_a_flush_waits_for_no_tick(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_move_that_is_given_up_while_its_check_values_are_computed() -> None:
-    """The event loop gives the move up, because another call of the tier hangs."""
+    """Gives a move up while a thread computes its check values, as the event loop does if another
+    call of the tier hangs."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         lists = [HashList(0, words_of(BLOCKS))]

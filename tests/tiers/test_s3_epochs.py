@@ -70,7 +70,8 @@ def test_a_flush_of_a_full_bucket_removes_the_epoch(s3_server: Server, prefix: s
 def test_an_epoch_that_can_not_be_read_costs_its_key_space_only(
     s3_server: Server, prefix: str
 ) -> None:
-    """But if a store lists names and none of its objects can be read, the store counts as away."""
+    """Cuts reads of some epochs. If a store lists names and none of its objects can be read, the
+    store must count as away."""
     lost = list[bytes]()
 
     def cut(piece: bytes) -> Iterator[bytes]:
@@ -92,7 +93,7 @@ def test_an_epoch_that_can_not_be_read_costs_its_key_space_only(
 
 
 class Objects:
-    """A store that is full, or that ignores a condition of a write."""
+    """A made-up store that is full, or that ignores a condition of a write."""
 
     def __init__(self, *, is_full: bool = False, ignores: str = "") -> None:
         self._bytes: dict[str, bytes] = {}

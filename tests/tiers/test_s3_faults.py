@@ -1,5 +1,5 @@
 """Faults that only a bucket has: its answers to writes, cancelled reads, and threads that writes
-leave to reads. `test_remote_faults` has the others."""
+must leave free for reads. `test_remote_faults` has the other faults."""
 
 import asyncio
 import sys

@@ -27,10 +27,12 @@ def key(number: int) -> bytes:
 class Listed:
     """A bucket of packs with a single block each.
 
-    `looks`: number of names that each look got. `fronts`: packs whose lists were read, in order.
-    `error`: raised by looks. `lost`, `denied`, `refused`: packs that can't be read, because of an
-    error, as the store forbids it, or as it refuses the access key. `turns`: each read of lists
-    acquires it.
+    looks: number of names that each look got.
+    fronts: packs whose lists were read, in order.
+    error: raised by looks.
+    lost, denied, refused: packs that can't be read, because of an error, as the store forbids it,
+        or as it refuses the access key.
+    turns: each read of lists acquires it.
     """
 
     PAGE = 4
@@ -152,8 +154,8 @@ def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
     monkeypatch: pytest.MonkeyPatch,
     wrong_at_start: bool,
 ) -> None:
-    """A node without a battery starts with a random time, until NTP corrects it. Other nodes write
-    packs before and after."""
+    """Sets the node's clock a day ahead, and then right: a machine without a clock battery starts
+    with any time, until NTP corrects it. Other nodes write packs before and after."""
     ahead_s = 0.0
     clock = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic)
     monkeypatch.setattr(lister_module, "time", clock)
@@ -273,8 +275,8 @@ def test_a_store_that_fails_all_reads_is_not_an_empty_store(
 def test_a_pack_that_can_not_be_read_hides_no_other_pack(
     bucket: Listed, index: PackIndex, lister: Lister, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A store may have lost or forbid single objects. They are read again, because they may come
-    back. Other packs are not: each look stops where the previous look ended."""
+    """Loses and forbids single objects. They must be read again, because they may come back. Other
+    packs must not: each look stops where the previous look ended."""
     long_ago_us = now_us() - 3600 * 10**6
     names = [bucket.add(number, long_ago_us + number) for number in range(40)]
     bucket.lost, bucket.denied = {names[1], names[38]}, {names[2], names[39]}
@@ -317,7 +319,8 @@ def test_new_packs_that_can_not_be_read_do_no_harm_to_known_ones(
 def test_packs_that_the_store_forbids_are_read_again_in_turn(
     bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The key space can be used although no pack can be read. The lister's state stays bounded."""
+    """Forbids all packs. The key space must be usable all the same, and the lister's state
+    bounded."""
     count = 3 * LISTS_AT_ONCE
     monkeypatch.setattr(lister_module, "MAX_UNREAD", count - 2)
     names = [bucket.add(number, 10**15 + number) for number in range(count)]

@@ -186,7 +186,8 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(
 def test_two_servers_of_one_name_are_told(
     s3_server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Packs that both write in the same microsecond would have the same name."""
+    """Gives two servers the same node name. Packs that both write in the same microsecond would
+    have the same name, so the second write must fail."""
     monkeypatch.setattr(client, "_now_us", lambda: 10**15)
     prefix = new_prefix()
     with bench_over(s3_server, prefix, node="a") as one:

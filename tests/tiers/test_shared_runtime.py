@@ -92,7 +92,8 @@ async def test_a_lookup_that_may_not_wait_serves_the_next() -> None:
 
 
 async def test_a_flush_counts_though_the_store_is_away() -> None:
-    """The engine does not wait for the store, which receives the flush when it is back."""
+    """Flushes while the store is away. The engine must not wait for the store, which receives the
+    flush when it is back."""
     async with nodes() as (a, b):
         await a.share(BLOCKS)
         assert await b.looked_up(BLOCKS[:1]) == [True]
@@ -117,7 +118,8 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
 async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
     is_flushed: bool,
 ) -> None:
-    """Such a block may be older than a flush, because the store may have lost its epochs."""
+    """Stores blocks before the store is first reached. They may be older than a flush, because the
+    store may have lost its epochs."""
     made = [SharedNode(MemoryStore(places=False), 10.0)]
     made.append(SharedNode(made[0].tier._store, 10.0))
     a, b = made
@@ -166,7 +168,8 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
 
 
 async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
-    """However many flushes there were, the epoch is raised once later, and few tasks are left."""
+    """Flushes 200 times while the store is away. Few tasks may be left, and the epoch is raised
+    once later."""
     async with nodes(1) as (a,):
         a.tier.faults.problem = "gone"
         await asyncio.gather(*(a.flush() for _ in range(200)))
@@ -211,7 +214,8 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
 
 
 async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_away() -> None:
-    """The disk serves none: its blocks may be older than a flush that the other store knows of."""
+    """Looks up blocks that a store and the disk have, while another store is away. Only the store
+    may serve: the disk's blocks may be older than a flush that the other store knows of."""
     node = SharedNode(
         MemoryStore(places=False),
         10.0,
@@ -273,7 +277,8 @@ async def test_a_hung_store_costs_a_bounded_wait() -> None:
 async def test_a_store_that_answers_no_question_for_epochs_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The store reports no problem, but counts as away. Blocks in host memory are still served."""
+    """Fails each request for epochs, without a problem of the store. It must count as away; blocks
+    in host memory are still served."""
     async with nodes(1, lookup_wait_s=0.2) as (a,):
         await a.share(BLOCKS)
         with monkeypatch.context() as patch:
@@ -291,7 +296,8 @@ async def test_a_store_that_answers_no_question_for_epochs_is_away(
 async def test_nobody_waits_long_for_a_store_that_never_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A lookup that may wait for ten minutes ends once the store counts as away."""
+    """Looks blocks up with a wait of up to ten minutes. The lookup must end once the store counts
+    as away."""
     one = SharedNode(MemoryStore(places=False), 600.0)
     monkeypatch.setattr(one.tier, "epochs", lambda names, until_s, on_done: None)
     async with running(one):
@@ -388,7 +394,8 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
 
 
 async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node also asks again about blocks that it would forget while a lookup waits."""
+    """Looks the same blocks up twice. The node must probe the store again for found blocks that it
+    would forget during the lookup's wait."""
     monkeypatch.setattr(tier_shared, "FOUND_S", 10.05)
     async with nodes(lookup_wait_s=10.0) as (a, b):
         await a.share(BLOCKS)
@@ -402,7 +409,8 @@ async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.Mo
 async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A block whose bytes are still being compared must not be written under the new epoch."""
+    """Flushes while the bytes of blocks are compared for a copy. They must not be written under the
+    new epoch."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
 
     async def late(*arguments: Any) -> Any:
@@ -425,7 +433,8 @@ async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
 async def test_what_came_from_the_disk_stays_while_the_store_is_slow_to_answer(
     monkeypatch: pytest.MonkeyPatch, *, is_ahead: bool
 ) -> None:
-    """The lease, or (`is_ahead`) a call before it, begins to load the disk's blocks."""
+    """Leases blocks of the disk while the store hangs. The lease, or (`is_ahead`) a call before it,
+    begins to load them."""
     monkeypatch.setattr(epoch_book, "CONFIRMED_S", 60.0)
     async with running(
         one := SharedNode(MemoryStore(places=False), 60.0, disk=MemoryStore(places=True))
@@ -507,7 +516,8 @@ async def test_a_read_that_sees_another_epoch_has_the_store_asked_at_once(
 async def test_a_flush_that_breaks_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_noted: bool
 ) -> None:
-    """If the flush can't be noted down, its answer says so, and it is noted later."""
+    """Breaks a flush in host memory once. If the flush can't be noted down either (`is_noted` is
+    False), its answer must say so, and it is noted later."""
     monkeypatch.setattr(tier_epochs, "TELL_S", 60.0 if is_noted else 0.1)
     monkeypatch.setattr(tier_epochs, "SAVE_AGAIN_S", 0.1)
     async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
@@ -544,7 +554,8 @@ async def test_a_flush_that_breaks_begins_again(
 async def test_a_book_that_is_written_slowly_is_not_written_again_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that hangs would otherwise get another write at each tick."""
+    """Hangs the disk while the book of flushes is written. No further write may begin, or a hanging
+    disk would get one at each tick."""
     writes, goes_on = list[Any](), threading.Event()
 
     def slow(*arguments: Any, **named: Any) -> None:

@@ -228,7 +228,11 @@ def test_a_start_passes_over_what_an_earlier_server_left_damaged(
 
 
 class Bad(SharedMemoryTier):
-    """A tier with wrong reads. `answers` replace the codes; `flips` changes the bytes."""
+    """A tier with wrong reads.
+
+    answers: replaces the codes of all blocks.
+    flips: changes the bytes.
+    """
 
     answers: Read | None = None
     flips = False

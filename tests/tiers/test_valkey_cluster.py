@@ -1,5 +1,5 @@
-"""The tier in a cluster of Valkey servers keeps the contract; a flush counts wherever blocks and
-epoch lie; a dead server costs hits."""
+"""The tier in a cluster of Valkey servers keeps the contract; a flush counts whichever servers have
+the blocks and the epoch; a dead server costs hits."""
 
 import contextlib
 import ssl
@@ -192,13 +192,15 @@ def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
 
 
 def maps_and_redirects(cluster: Cluster) -> list[tuple[object, object]]:
-    """Returns how often each server was asked for its map of slots, and has answered MOVED."""
+    """Returns for each server (times that it was asked for its map of slots, times that it answered
+    MOVED)."""
     said = [one.client.info("all") | one.client.info("errorstats") for one in cluster.nodes]
     return [(one.get("cmdstat_cluster|slots"), one.get("errorstat_MOVED")) for one in said]
 
 
 def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> None:
-    """Kills the owner of the epoch while blocks are read; its replica takes over with both."""
+    """Kills the server with the epoch while blocks are read. Its replica must take over with the
+    blocks and the epoch."""
     numbers = list(range(24))
     with running(tmp_path) as cluster, over(cluster, connections=2, timeout_s=1.0) as bench:
         victim = cluster.owner(b"hotkv/1/%b/epoch" % NAME.encode())
@@ -353,8 +355,9 @@ def test_a_server_that_hangs_is_given_up_after_its_time(cluster: Cluster) -> Non
 def test_a_server_that_has_left_the_cluster_hides_no_other(
     cluster: Cluster, tmp_path: Path, has_old_map: bool
 ) -> None:
-    """The server was replaced, and has started without the cluster's file; or (`has_old_map`) it
-    was cut off, and still names a server that is gone."""
+    """Names a server that has left the cluster before the others. It was replaced and started
+    without the cluster's file, or (`has_old_map`) cut off, and still names a server that is
+    gone."""
     gone, *ports = free_ports(3)
     left = Node(tmp_path / "left", *ports, "")
     try:

@@ -34,8 +34,10 @@ def scripted(
     *script: bytes, by_name: Mapping[bytes, bytes] | None = None, **options: object
 ) -> Iterator[Bench]:
     """Yields a bench over a server that answers each command with the next reply of `script`, anew
-    in each connection. `by_name`: replies to commands of these names; || separates the first reply
-    from later ones. PORT stands for the server's port."""
+    in each connection. PORT in a reply stands for the server's port.
+
+    by_name: replies to commands of these names; || separates the first reply from later replies.
+    """
 
     def answer(client: socket.socket) -> None:
         replies = list(script)

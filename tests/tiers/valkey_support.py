@@ -125,7 +125,7 @@ def arena_of(num_bytes: int) -> Region:
 def rig_maker(
     server: Server, address: Callable[[], str], **options: object
 ) -> Callable[[], "contextlib.AbstractContextManager[Rig]"]:
-    """Returns a function that makes rigs over the server, each empty at first."""
+    """Returns a function that makes rigs of the contract over the server, each empty at first."""
 
     @contextlib.contextmanager
     def make() -> Iterator[Rig]:

@@ -53,7 +53,7 @@ def packed_hashes(numbers: Words64) -> bytes:
 
 
 def derived(numbers: Words64, offset_words: Words64) -> Words64:
-    """Returns the words from which depth, size, owner and check value of a record follow."""
+    """Returns for each record the word from which its depth, size, owner and check value follow."""
     return spread((numbers << np.uint64(32)) ^ offset_words)
 
 
@@ -62,7 +62,7 @@ class Counts:
     """Counts of the reader.
 
     torn: records that contradict themselves.
-    wrong: answers that are never right, as an entry for a key that is never inserted.
+    wrong: answers that are never right, such as an entry for a key that is never inserted.
     """
 
     probes: int = 0

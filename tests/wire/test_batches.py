@@ -36,7 +36,8 @@ SIZES = st.lists(st.sampled_from([0, 1, 100, 20_000, 40_000, 70_000]), max_size=
 
 
 def request(number: int, size: int) -> session_pb2.ConnectRequest:
-    """Returns a request of about `size` bytes. Every third may wait, to be sent with the next."""
+    """Returns a request of about `size` bytes. Every third is of a kind that may wait until the
+    next is sent."""
     text = "x" * size
     if number % 3:
         asked = cache_pb2.CancelTransferRequest(transfer_id=text)
@@ -138,7 +139,8 @@ STEPS = st.lists(st.sampled_from([0, 15, 96, 145, 394, 794, "read", "look"]), ma
 def test_a_client_that_does_not_read_is_not_served_and_loses_its_session(
     steps: list[int | str],
 ) -> None:
-    """Number: the server queues a message with so long a text. "look": SLOW_READER_S pass."""
+    """Makes steps and compares with a model. A number: the server queues a message with a text of
+    this length. "look": SLOW_READER_S pass."""
     ends, looks, handle = list[HotKVError](), list[Callable[[], None]](), mock.Mock()
     queued, num_ends, num_read = list[int](), 0, 0
     planned: int | None = None  # Messages that were read when the next look was planned.
@@ -202,7 +204,8 @@ def test_a_client_that_does_not_read_is_not_served_and_loses_its_session(
 async def test_a_session_hears_first_that_it_is_open_then_notices_then_answers(
     tmp_path: Path,
 ) -> None:
-    """Blocks may be evicted while the session opens. A notice names a bounded number of blocks."""
+    """Evicts blocks while the session opens. Their notices must come after the opening, each with a
+    bounded number of blocks."""
     written: list[session_pb2.ConnectResponse] = []
 
     async def write(message: session_pb2.ConnectResponse) -> None:

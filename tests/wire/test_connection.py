@@ -1,4 +1,4 @@
-"""A life of a client's stream: each call is resolved once, or is refused with a reason. An
+"""The life of a client's stream: each call is resolved once, or is refused with a reason. An
 unreadable answer, of a newer or a broken server, fails its own call only. A process with a client
 forks like any other process."""
 
@@ -138,8 +138,8 @@ os._exit(0)
 
 
 def test_grpc_does_not_hold_up_a_fork(tmp_path: Path) -> None:
-    """gRPC's handlers report a call under way that keeps them from stopping threads. If they stop
-    the threads, they may wait for ever."""
+    """Forks during a call. gRPC's fork handlers, which must be off, would print that the call keeps
+    them from stopping threads; or they stop the threads, and may wait for ever."""
     environment = {k: v for k, v in os.environ.items() if k != "GRPC_ENABLE_FORK_SUPPORT"}
     command = [sys.executable, "-c", FORKS, str(tmp_path / "socket")]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
@@ -167,7 +167,8 @@ with OddServer(sys.argv[1], Server(lambda number: [masks_by(number)])):
 
 
 def test_a_forked_process_has_no_session(target: str) -> None:
-    """A call in the forked process fails at once: its answer could never come."""
+    """Makes a call in a forked process. It must fail at once, because its answer could never
+    come."""
     command = [sys.executable, "-c", FORKED, target]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert f"no server at {target} (closed)" in done.stdout, done.stderr
@@ -261,8 +262,8 @@ def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]
 def test_an_answer_whose_reader_breaks_fails_its_call_alone(
     made: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A caller can't cancel its future: a cancelled future could not be resolved, and its exception
-    would end the stream."""
+    """Breaks the reader of an answer: only this call may fail. A caller can't cancel its future,
+    because a cancelled future could not be resolved, and its exception would end the stream."""
     broken, given_up, other = (call(made, body) for body in ("lookup", "ping", "ping"))
     assert not given_up.cancel()
 
@@ -291,7 +292,8 @@ def test_a_status_that_only_newer_servers_know_is_a_failure(made: Connection, bo
 
 @pytest.mark.parametrize("body", BODIES)
 def test_an_answer_to_another_call_fails_this_one(made: Connection, body: str) -> None:
-    """A caller never gets a value of another type than the call promises."""
+    """Answers a call by the answer of another. It must fail: a caller never gets a value of another
+    type than the call promises."""
     others = {"", *ANSWERS} - {"error", _answers.ANSWERED_AS.get(body, body)}
     futures = [call(made, body) for _ in others]
     serve(made, *(answer(kind, number) for number, kind in enumerate(sorted(others), 1)))
@@ -383,7 +385,8 @@ def test_a_link_without_a_table_opens_no_session_and_leaves_no_descriptor(
 
 
 class Server:
-    """Answers for an OddServer: opens sessions, and answers each call with `say` of its number."""
+    """The answers of an `OddServer`: opens sessions, and answers each call by `say` of its
+    number."""
 
     def __init__(self, say: Callable[[int], list[bytes]]) -> None:
         self.say = say
@@ -468,7 +471,8 @@ def answered_again(session: Session) -> Any:
 def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
     target: str, hash_bytes: int, answers: bool | None
 ) -> None:
-    """No part has more hashes than a call may have. `answers` None: the server refuses them all."""
+    """Looks up more hashes than a call may have: no part may have more. `answers` None: the server
+    refuses all parts."""
     counts: list[int] = []
 
     def says(packed: bytes) -> list[bytes]:
@@ -501,7 +505,8 @@ def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
 def test_reports_that_a_server_leaves_unread_end_its_stream_once(
     made: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Until then, unsent reports take a bounded part of the engine's memory."""
+    """Sends reports to a server that reads none. Unsent reports may take only a bounded part of the
+    engine's memory; then the stream ends."""
     monkeypatch.setattr(connection, "MAX_UNSENT", 3)
     made.call = Mock()
     assert made.submit(_wire.ping(), pending(), None) is None
@@ -577,7 +582,8 @@ def test_a_session_can_be_closed_while_it_looks_for_a_server(
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, opens: bool) -> None:
-    """`wait_opened` ends at once if no server opens the session, or if the answer opens none."""
+    """Waits for a slow server by `wait_opened`. It must end at once if no server opens the session,
+    or if the server's answer opens none."""
     asked, goes_on = threading.Event(), threading.Event()
 
     def slow(packed: bytes) -> list[bytes]:

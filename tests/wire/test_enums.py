@@ -1,4 +1,4 @@
-"""Enums of the wire: the code has the same numbers, and users read each value as a word."""
+"""Enums of the protocol: the code has the same numbers, and users read each value as a word."""
 
 from pathlib import Path
 from typing import Any

@@ -82,7 +82,7 @@ def test_the_field_is_what_the_sentence_begins_with(message: str, field: str) ->
 
 
 class Refusing:
-    """A stub whose calls fail, those with streams after a first answer."""
+    """A stub whose calls fail; a call that streams answers fails after the first answers."""
 
     def GetHintOutcomes(self, request: Any, **how: Any) -> Any:
         raise FailedCall()

@@ -20,8 +20,8 @@ STUBS = Path(__file__).resolve().parents[2] / "proto" / "hotkv_proto" / "v1"
 
 @pytest.fixture(scope="module")
 def saw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Returns what the foreign client printed after using a real server. For it, `hotkv_proto` has
-    only the stubs."""
+    """Returns what the foreign client printed after using a real server. Of `hotkv_proto` it can
+    import only the stubs."""
     path = tmp_path_factory.mktemp("stubs")
     (path / "hotkv_proto").mkdir()
     (path / "hotkv_proto" / "__init__.py").touch()

@@ -99,7 +99,8 @@ def test_reports_come_in_messages_that_the_server_takes(hash_bytes: int) -> None
 def test_what_a_report_says_for_the_ledger_arrives(
     miss: Miss, seconds: tuple[float, float], number: int, failed: bool
 ) -> None:
-    """A time of more than a day counts as a day, a reason that engines can't know as UNKNOWN."""
+    """Sends a report. A time of more than a day must count as a day, and a reason that engines
+    can't know as UNKNOWN."""
     saved_s, wait_s = seconds
     tokens = (10, 0, 0, 0.0)
     known = {"miss": miss, "saved_s": saved_s, "wait_s": wait_s, "report_id": number}

@@ -30,10 +30,11 @@ OTHER = crafted_hash(0, NUM_BUCKETS, OTHER_TAG, 1, SALT, 16)
 
 
 class Scene:
-    """A table with `BLOCK` in bucket 0. The writer replaces it by `OTHER` in two halves.
+    """A table with `BLOCK` in bucket 0. The writer replaces it by `OTHER` in two halves. The second
+    may come when the reader rereads the sequence number, or later.
 
-    `half`: writes the new entry word; the tag is still old. `rest`: writes the new tag. The second
-    half may come when the reader rereads the number, or later.
+    half: writes the new entry word; the tag is still old.
+    rest: writes the new tag.
     """
 
     def __init__(self) -> None:
@@ -87,8 +88,8 @@ def watched(array: Words, after: Callable[[], None]) -> Any:
 
 
 def as_python(name: str, scene: Scene) -> Callable[..., None]:
-    """Returns a kernel as a Python function. The writer steps after its first load of a sequence
-    number, and before it loads the number again."""
+    """Returns a kernel as a Python function, in which the writer makes a step after the kernel's
+    first load of a sequence number, and before it loads the number again."""
     kernels: Any = native.load("hotkv_proto.kernels")
 
     def load32(array: Words, row: int, column: int) -> np.uint32:
@@ -178,7 +179,8 @@ def test_a_bucket_that_stays_is_believed(how: str) -> None:
     ],
 )
 def test_a_row_is_read_again_when_its_number_has_moved(first: int, second: int) -> None:
-    """`_stable_rows` returns the last state of the bucket, whatever the writer did before."""
+    """Lets the writer step at any two reads of `_stable_rows`. It must return the last state of the
+    bucket."""
     scene = Scene()
 
     def step() -> None:

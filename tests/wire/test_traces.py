@@ -80,7 +80,8 @@ def test_engines_that_seed_alike_and_forks_name_spans_differently() -> None:
 
 
 def test_spans_beyond_the_rate_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When spans began and ended does not count: parts of a transfer lie seconds apart."""
+    """Ends many spans at the same moment. Their own begins and ends do not count for the rate,
+    because the parts of a transfer lie seconds apart."""
     now_s = [7.0]
     one = Recorded(max_spans_per_s=3)
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
@@ -94,7 +95,8 @@ def test_spans_beyond_the_rate_are_dropped_and_counted(monkeypatch: pytest.Monke
 
 
 def test_no_span_ends_before_it_began() -> None:
-    """A clock may be set back; viewers would show a negative duration as centuries."""
+    """Ends a span before its begin, as when a clock is set back. Viewers would show a negative
+    duration as centuries."""
     one = Recorded()
     span = begun(one.traces)
     span.child("b", span.began_ns).end(ended_ns=span.began_ns - 1)

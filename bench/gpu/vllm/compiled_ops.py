@@ -193,7 +193,8 @@ def segment_buffers(device: Any, heads: int, head_size: int) -> dict[str, Any]:
 
 
 def segments(q: Any) -> dict[str, Any]:
-    """Returns the arguments of a decode step with queries [T, H, D]."""
+    """Returns the arguments that Triton's kernel needs for a decode step with queries [tokens,
+    heads, channels]."""
     return segment_buffers(q.device, q.shape[1], q.shape[2])
 
 
