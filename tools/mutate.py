@@ -3,6 +3,7 @@ and runs the tests that belong to the file.
 
     python -m tools.mutate --minutes 30            # a random sample; --seed repeats it
     python -m tools.mutate --only proto/hotkv_proto/order.py --number 999
+    python -m tools.mutate --only proto/hotkv_proto/order.py --every    # which tests are needed
 
 Invariant: a mutant lives in a copy of the tree, never in the checkout; each worker has its own
 copy. A mutant is killed when a test fails that passes without it, or its tests do not end.
@@ -12,6 +13,7 @@ could see it. The score is killed / (mutants that ran - equivalent ones).
 
 import argparse
 import ast
+import collections
 import functools
 import random
 import sys
@@ -50,6 +52,12 @@ class Tally:
     killed: list[Mutant] = field(default_factory=list)
     survivors: list[Mutant] = field(default_factory=list)
     equivalent: list[Mutant] = field(default_factory=list)
+    kills: collections.Counter[str] = field(default_factory=collections.Counter)
+    """Killed mutants by test."""
+    only_kills: collections.Counter[str] = field(default_factory=collections.Counter)
+    """Likewise those that no other test killed."""
+    only_file: collections.Counter[str] = field(default_factory=collections.Counter)
+    """Killed mutants by test file that no test of another file killed."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -57,6 +65,25 @@ class Tally:
         """Returns the share of killed mutants, without known equivalents; 1 if no mutant ran."""
         counted = len(self.killed) + len(self.survivors)
         return len(self.killed) / counted if counted else 1.0
+
+    def add(self, mutant: Mutant, failed: Sequence[str]) -> None:
+        """Counts a mutant that made tests fail."""
+        with self.lock:
+            (self.killed if failed else self.survivors).append(mutant)
+            tests = {line.partition("[")[0].rpartition(" ")[2] for line in failed}
+            files = {test.partition("::")[0] for test in tests}
+            self.kills.update(tests)
+            self.only_kills.update(tests if len(tests) == 1 else ())
+            self.only_file.update(files if len(files) == 1 else ())
+
+    def print_tests(self) -> None:
+        """Prints how many mutants each test killed, by file."""
+        print("killed, killed by this test only, test")
+        for file in sorted({test.partition("::")[0] for test in self.kills}):
+            print(f"{file}: {self.only_file[file]} by this file only")
+            for test, number in sorted(self.kills.items()):
+                if test.partition("::")[0] == file:
+                    print(f"  {number:5} {self.only_kills[test]:5}  {test.partition('::')[2]}")
 
 
 def tests_of(path: str) -> list[str]:
@@ -137,6 +164,10 @@ def main() -> int:
         "--only", nargs="*", default=[], help="files or folders, as the table TESTS names them"
     )
     parser.add_argument("--match", default="", help="only mutants whose name has this text")
+    parser.add_argument("--tests", nargs="*", default=[], help="run these for each mutant")
+    parser.add_argument(
+        "--every", action="store_true", help="count by test: run all tests after a failure too"
+    )
     parser.add_argument("--check", action="store_true", help="only look for stale table entries")
     flags = parser.parse_args()
     if flags.check:
@@ -167,16 +198,18 @@ def main() -> int:
                 with tally.lock:
                     tally.equivalent.append(job)
                 return
-            seen_by = worker.seen_by(job, tests_of(job.path), sound)
-            with tally.lock:
-                (tally.killed if seen_by else tally.survivors).append(job)
+            most = 1_000 if flags.every else 1
+            seen_by = worker.seen_by(job, flags.tests or tests_of(job.path), sound, most)
+            tally.add(job, seen_by)
             print(
                 f"{'killed' if seen_by else 'LIVES '} {job.path}:{job.line} {job.function}: "
-                f"{job.change}  {seen_by}",
+                f"{job.change}  {', '.join(seen_by[:3])}",
                 flush=True,
             )
 
         share_out(workers, mutants, run, began_s + 60 * flags.minutes)
+    if flags.every:
+        tally.print_tests()
     for mutant in sorted(tally.survivors, key=lambda m: (m.path, m.line)):
         print(f"survivor {mutant.path}:{mutant.line} {mutant.function}: {mutant.change}")
     counts = (

@@ -84,20 +84,25 @@ class Worker:
     def __repr__(self) -> str:
         return f"Worker({self.tree}, {self._num_changed} mutants)"
 
-    def failed(self, tests: Sequence[str], limit_s: float, caches: str = "") -> str:
-        """Returns the first of the tests that fails, or a message at the time limit; empty if all
-        pass. Ends all processes of the tests."""
+    def failed(
+        self, tests: Sequence[str], limit_s: float, caches: str = "", most: int = 1
+    ) -> list[str]:
+        """Returns at most `most` of the tests that fail, or a message at the time limit. Ends all
+        processes of the tests."""
         output = self.tree.parent / "output"
-        self._forker.stdin.write(json.dumps([str(output), caches, *tests]).encode() + b"\n")
+        order = json.dumps([str(output), caches, str(most), *tests])
+        self._forker.stdin.write(order.encode() + b"\n")
         self._pid = int(self._forker.stdout.readline())
         has_ended = self._has_ended(limit_s)
         self.stop()
         status = int(self._forker.stdout.readline())
         if not has_ended:
-            return f"longer than {limit_s:.0f} s"
+            return [f"longer than {limit_s:.0f} s"]
         lines = output.read_text().splitlines() if status else []
         named = [line for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))]
-        return named[0].split(" - ")[0] if named else f"exit status {status}" if status else ""
+        if status and not named:
+            return [f"exit status {status}"]
+        return [line.split(" - ")[0] for line in named]
 
     def _has_ended(self, limit_s: float) -> bool:
         return bool(select.select([self._forker.stdout], [], [], limit_s)[0])
@@ -131,20 +136,24 @@ class Worker:
             if is_kernel:
                 shutil.rmtree(caches, ignore_errors=True)
 
-    def seen_by(self, mutant: Mutant, tests: Sequence[str], sound: set[str]) -> str:
-        """Returns the first of `tests` that fails with the mutant; empty if none fails. Exits if
-        that test also fails without the mutant, because it would kill every mutant.
+    def seen_by(
+        self, mutant: Mutant, tests: Sequence[str], sound: set[str], most: int = 1
+    ) -> list[str]:
+        """Returns at most `most` of `tests` that fail with the mutant. Exits if such a test also
+        fails without the mutant, because it would kill every mutant.
 
         sound: tests known to pass without a mutant, to which it adds.
         """
         tests = [test for test in tests if (self.tree / test).exists()]
         with self.changed(mutant) as caches:
-            failed = self.failed(tests, LONGEST_S, caches)
-        test = failed.partition(" ")[2] if failed.startswith(("FAILED ", "ERROR ")) else ""
-        if test and test not in sound:
-            if self.failed([test], LONGEST_S):
-                raise SystemExit(f"mutate: without any mutant, too: {failed}")
-            sound.add(test)
+            failed = self.failed(tests, LONGEST_S, caches, most)
+        named = {
+            line.partition(" ")[2] for line in failed if line.startswith(("FAILED ", "ERROR "))
+        }
+        if new := sorted(named - sound):
+            if unsound := self.failed(new, LONGEST_S, most=most):
+                raise SystemExit(f"mutate: without any mutant, too: {', '.join(unsound)}")
+            sound.update(new)
         return failed
 
 
@@ -189,8 +198,8 @@ def share_out(
 
 def main() -> None:
     """Imports libraries, then forks a process for each order that it reads from standard input: a
-    file for the tests' output, a folder for compiled kernels, and test files. Answers with the
-    process's number, and at its end with its exit status."""
+    file for the tests' output, a folder for compiled kernels, the number of failures at which to
+    end, and test files. Answers with the process's number, and at its end with its exit status."""
     from tests.support.waiting import end_with_the_parent
 
     end_with_the_parent()
@@ -210,7 +219,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _run(output: str, caches: str, *tests: str) -> int:
+def _run(output: str, caches: str, most: str, *tests: str) -> int:
     """Runs the tests in this process, which leads a group; returns the exit status of pytest."""
     import pytest
 
@@ -220,7 +229,7 @@ def _run(output: str, caches: str, *tests: str) -> int:
             os.dup2(file.fileno(), number)
     if caches:
         os.environ["NUMBA_CACHE_DIR"] = caches
-    flags = ("-x", "-q", "-p", "no:cacheprovider", f"--timeout={SLOWEST_TEST_S}")
+    flags = (f"--maxfail={most}", "-q", "-p", "no:cacheprovider", f"--timeout={SLOWEST_TEST_S}")
     try:
         return int(pytest.main([*flags, *tests]))
     finally:
