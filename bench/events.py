@@ -68,7 +68,8 @@ class Stored:
 
 
 def round_us(servers: Mapping[str, Stored], count: int, stores: int) -> dict[str, float]:
-    """Returns the microseconds of a store in each server, over the turns of a round."""
+    """Runs the servers in turns. Returns for each server the mean time of one store in
+    microseconds."""
     times: dict[str, list[float]] = {name: [] for name in servers}
     names = list(servers)
     for turn in range(TURNS):

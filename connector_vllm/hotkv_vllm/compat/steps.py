@@ -384,8 +384,8 @@ def forget_blocks(offloading: Any, request: Any) -> None:
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
     Source: vLLM 0.32; 0.33 clears the ids itself. `_update_req_states` appends the blocks that a
-    step lists to the recorded ids. In the request's next turn a step lists all its blocks again. If
-    the ids were not cleared, blocks would be stored under the keys of other blocks.
+    step lists to the recorded ids. In the request's next turn, a step lists all blocks of the
+    request again. If the ids were not cleared, blocks would be stored under the keys of others.
     """
     if getattr(request, "resumable", False):
         for group in offloading._req_status[request.request_id].group_states:

@@ -668,7 +668,7 @@ class Sharing:
 
 
 def _lasting(handshakes: list[HotKVHandshake]) -> list[HotKVHandshake]:
-    """Returns the handshakes without the fields that may differ between handshakes of the same
-    engine: why a rank has no session at the moment (`absent`), and whether its weights must be
-    checked (`weights_in_doubt`, always after a wake-up)."""
+    """Returns the handshakes without the two fields that change during an engine's life: why a
+    rank has no session at the moment (`absent`), and whether its weights must be checked
+    (`weights_in_doubt`; True in each handshake after a wake-up)."""
     return [replace(h, absent="", weights_in_doubt=False) for h in handshakes]

@@ -157,8 +157,8 @@ class StepPlanner:
     def _plan_stores(
         self, cache: Assembly, scheduler_output: Any
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-        """Returns the stores of blocks that this step completes, and the ids of the stores in
-        flight that must end before the step writes blocks."""
+        """Returns the stores to start for the blocks that this step fills, and the ids of earlier
+        stores that must end first, because the step overwrites blocks that they still read."""
         block_state = scheduler_output.kv_connector_block_state
         handoffs = block_state.boundary_state_offloads
         if handoffs:

@@ -186,9 +186,12 @@ class Removals:
         return num_blocks
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
-        """Sets the tenants' shares of the arena and of the catalog of key spaces. After that,
-        `keep_bounds` evicts blocks of tenants above their new burst bounds. Raises INVALID_FIELD if
-        the shares are not possible (`TenantBook.check_shares`)."""
+        """Sets the tenants' shares of the arena and of the catalog of key spaces.
+
+        Evicts nothing itself: the timer's next calls of `keep_bounds` evict the blocks of tenants
+        that exceed their new bounds. Raises INVALID_FIELD if the shares are not possible
+        (`TenantBook.check_shares`).
+        """
         self._core.space.tenants.share_out(shares)
         self._core.catalog.share_out(len(shares))
         self._keeping, self._keep_at_s, self._seen = None, 0.0, None
