@@ -195,6 +195,18 @@ def test_what_can_not_be_tokenised(
     assert status == 2 and not printed and said in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(("key", "said"), [("k", "tuned is an adapter"), ("", "VLLM_API_KEY")])
+def test_an_engine_with_an_api_key_hides_no_adapter(
+    alone: Run, tokenizer_url: str, tmp_path: Path, monkeypatch: Any, key: str, said: str
+) -> None:
+    monkeypatch.setattr(Tokenizer, "key", "k")
+    monkeypatch.setattr(Tokenizer, "answer", (200, '{"tokens": [1]}'))
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    (path := tmp_path / "chat").write_text('{"model": "tuned", "prompt": "Why?"}')
+    status, _, error = alone("explain", "--chat", str(path), "--engine", tokenizer_url)
+    assert status == 2 and said in error
+
+
 # size
 
 
