@@ -327,10 +327,11 @@ def _check_choice(name: str, values: Mapping[str, Any], allowed: tuple[str, ...]
 def _check_target(target: str) -> None:
     path = target.removeprefix("unix:")
     host, _, port = target.rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
     fine = (
         path.startswith("/")
         if target.startswith("unix:")
-        else bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
+        else bool(host) and "/" not in host and is_port
     )
     if not fine:
         raise ConfigError(

@@ -309,8 +309,10 @@ async def serve(
     try:
         listeners = await Listeners.open(settings, node)
     except BaseException:
-        await node.close()
-        opened.close(keep=not opened.is_new, has_served=False)
+        try:
+            await node.close()
+        finally:
+            opened.close(keep=not opened.is_new, has_served=False)
         raise
     reloader = Reloader(load or (lambda: settings), settings, node, listeners)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -592,15 +592,22 @@ def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("later", "has_missed"), [((7, 7), True), ((9, 9), False), ((NO_EPOCH, 11), False)]
+    ("later", "lost", "has_missed"),
+    [
+        ((7, 7), range(0), True),
+        ((9, 9), range(0), False),
+        ((NO_EPOCH, 11), range(0), False),
+        ((9, 9), range(15, 41), False),
+    ],
 )
 def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
-    later: tuple[int, int], has_missed: bool
+    later: tuple[int, int], lost: range, has_missed: bool
 ) -> None:
     """The other node's settings have only one of the two stores, or both. A store that is full has
     no epoch after the flush, and a new one once it has room.
 
     `later`: the epochs of the store after the flush.
+    `lost`: turns in which this node alone can't reach the other store.
     """
     book = EpochBook(("other", "store"))
     found = []
@@ -608,7 +615,8 @@ def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
         book.use(FP, float(turn))
         epochs = {"other": 9 if turn > 20 else 7, "store": 7 if turn < 25 else later[turn // 45]}
         for name, epoch in epochs.items():
-            book.shown(name, {FP: epoch}, 0, float(turn), (FP,))
+            if name == "store" or turn not in lost:
+                book.shown(name, {FP: epoch}, 0, float(turn), (FP,))
         if book.begin_flush(float(turn)):
             book.flushed(FP, float(turn))
         found += book.missed(float(turn))

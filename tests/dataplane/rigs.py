@@ -169,7 +169,7 @@ def mixed_rig() -> Iterator[Rig]:
 
 @dataclass
 class SwitchedGate:
-    """A gate that passes or raises on command, and counts questions."""
+    """A gate that passes or raises on command, at its release too, and counts questions."""
 
     is_open: bool = False
     error: Exception | None = None
@@ -187,3 +187,5 @@ class SwitchedGate:
 
     def release(self) -> None:
         self.num_released += 1
+        if self.error is not None:
+            raise self.error

@@ -48,15 +48,19 @@ class Tokenizer(BaseHTTPRequestHandler):
 
     answer: status and body.
     models: answer to `/v1/models`.
+    key: API key that `/v1/models` wants.
     asked: path and body of the last request.
     """
 
     answer: tuple[int, str] = (200, "")
     models = json.dumps({"data": [{"id": "tiny"}, {"id": "tuned", "parent": "tiny"}]})
+    key = ""
     asked: tuple[str, dict[str, Any]] = ("", {})
 
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/v1/models" else 404)
+        is_admitted = self.headers["Authorization"] == f"Bearer {self.key}"
+        known = 200 if is_admitted else 401
+        self.send_response(known if self.path == "/v1/models" else 404)
         self.end_headers()
         self.wfile.write(self.models.encode())
 

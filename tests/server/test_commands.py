@@ -17,6 +17,7 @@ import pytest
 
 from demo.processes import ROOT, Server
 from hotkv_client import RequestReport
+from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli, completion, draining, help_text, sizing
 from hotkv_client.command.tables import human_seconds
 from hotkv_client.testing import PagedEngine
@@ -193,6 +194,27 @@ def test_what_can_not_be_tokenised(
     path.write_text(text)
     status, printed, error = alone("explain", "--chat", str(path), "--engine", tokenizer_url)
     assert status == 2 and not printed and said in error and len(error.splitlines()) == 1
+
+
+def test_a_server_of_another_version_is_told_in_a_line(
+    run: Run, stocked: PagedEngine, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(AdminClient, "info", lambda _: {"version": "0.0.1"})
+    status, printed, error = run("status")
+    assert status == 1 and not printed and "of another version" in error
+    assert '"version": "0.0.1"' in run("status", "--json")[1]
+
+
+@pytest.mark.parametrize(("key", "said"), [("k", "tuned is an adapter"), ("", "VLLM_API_KEY")])
+def test_an_engine_with_an_api_key_hides_no_adapter(
+    alone: Run, tokenizer_url: str, tmp_path: Path, monkeypatch: Any, key: str, said: str
+) -> None:
+    monkeypatch.setattr(Tokenizer, "key", "k")
+    monkeypatch.setattr(Tokenizer, "answer", (200, '{"tokens": [1]}'))
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    (path := tmp_path / "chat").write_text('{"model": "tuned", "prompt": "Why?"}')
+    status, _, error = alone("explain", "--chat", str(path), "--engine", tokenizer_url)
+    assert status == 2 and said in error
 
 
 # size

@@ -18,6 +18,7 @@ from demo.processes import Server
 from hotkv_client.testing import PagedEngine
 from hotkv_server.cli import main
 from hotkv_server.settings import Settings, load_settings, sources
+from hotkv_server.testing import faults
 from tests.server.certificates import Authority
 from tests.server.faulty import folder
 from tests.support import daemons
@@ -159,6 +160,17 @@ def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_th
     (arena.parent / "ledger").write_bytes(b"counts")
     assert started(folder, *events, "--arena.bytes", "32MiB").returncode == 1
     assert (arena.parent / "ledger").read_bytes() == b"counts" and not arena.exists()
+
+
+def test_a_start_whose_end_fails_too_leaves_nothing(folder: Path) -> None:
+    """Starts with a port for two listeners; closing the node then raises."""
+    port, point = free_port(), "hotkv_server.node.node:Node.close"
+    command = [*faults.command("break", point, "refuse", folder), *ARENA, "--http.port", str(port)]
+    command += ["--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
+    command += ["--tcp-address", f"127.0.0.1:{port}", "--security.tcp-insecure", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and f"injected at {point}" in done.stderr
+    assert not left_in(folder)
 
 
 def program_or_skip(name: str) -> str:

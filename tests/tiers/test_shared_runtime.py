@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -519,7 +520,7 @@ async def test_a_flush_that_breaks_begins_again(
     """Breaks a flush in host memory once. If the flush can't be noted down either (`is_noted` is
     False), its answer must say so, and it is noted later."""
     monkeypatch.setattr(tier_epochs, "TELL_S", 60.0 if is_noted else 0.1)
-    monkeypatch.setattr(tier_epochs, "SAVE_AGAIN_S", 0.1)
+    monkeypatch.setattr(tier_epochs, "AGAIN_S", 0.1)
     async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
         flushed_here, broken = one.epochs._flush, list[int]()
 
@@ -549,6 +550,24 @@ async def test_a_flush_that_breaks_begins_again(
         closing = asyncio.create_task(one.tiers.close())
         assert await flushing == ("shared", tier_epochs.NOTES)
         await closing
+
+
+async def test_a_flush_that_breaks_does_not_begin_again_at_each_tick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tier_epochs, "AGAIN_S", 60.0)
+    async with running(one := SharedNode(MemoryStore(places=False), 10.0)):
+        flush_here = AsyncMock(side_effect=OSError("broken"))
+        one.epochs._flush = flush_here
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        one.put(BLOCKS)
+        flushing = asyncio.create_task(one.flush())
+        await eventually(lambda: flush_here.called, "it does not begin")
+        for _ in range(20):
+            await asyncio.sleep(0)
+            one.epochs._work()
+        assert flush_here.await_count == 1
+    await flushing
 
 
 async def test_a_book_that_is_written_slowly_is_not_written_again_meanwhile(

@@ -182,6 +182,7 @@ def test_a_load_that_is_cancelled_while_it_waits_ends(
     loads = server.count("load")
     finish(one, server, device)
     assert server.count("load") == loads == (kind is not OrderKind.HOST)
+    assert "failed_loads" not in one.counters
     assert_nothing_is_kept(one, device)
 
 

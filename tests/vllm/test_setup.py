@@ -36,6 +36,7 @@ PROMPT = prompt(1, 200)
         ("hotkv.target", "unix:relative", "unix:/absolute/path"),
         ("hotkv.target", "host:65536", "host:port"),
         ("hotkv.target", "host:0", "host:port"),
+        ("hotkv.target", "host:٧٧", "host:port"),
         ("hotkv.target", ":7", "host:port"),
         ("hotkv.target", "http://host:1", "host:port"),
         ("hotkv.target", 7, "a string"),

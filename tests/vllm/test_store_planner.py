@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_client.types import BlockResult
+from hotkv_client.types import BlockResult, BlockRun
 from hotkv_proto.groups import GroupSpec
+from hotkv_proto.messages.fields import MAX_LISTS
 from hotkv_vllm.scheduler import stores_in_flight
-from hotkv_vllm.scheduler.stores import ANSWER_BLOCKS
+from hotkv_vllm.scheduler.stores import ANSWER_BLOCKS, portions
 from tests.vllm.parts import (
     BLOCK_BYTES,
     FULL,
@@ -325,3 +326,11 @@ def test_a_block_is_stored_if_every_rank_has_stored_its_shard(
     # Only blocks that every rank has stored are offered again.
     mask = parts.finder.hidden.mask(0, hashes, np.ones(3, np.bool_))
     assert mask.sum() == counts[0] + counts[1]
+
+
+def test_a_store_has_no_more_runs_than_the_server_accepts() -> None:
+    """Portions the blocks of a step in which very many requests each complete a block."""
+    runs = [BlockRun(0, [b"%032d" % n], np.array([n], np.int32)) for n in range(3 * MAX_LISTS)]
+    parts = portions(runs)
+    assert [run for part in parts for run in part] == runs
+    assert max(map(len, parts)) <= MAX_LISTS

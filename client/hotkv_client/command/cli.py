@@ -391,7 +391,12 @@ def _main(arguments: Sequence[str] | None) -> int:
     except (ValueError, OSError) as error:
         return failures.wrong(error, as_json=options.json)
     if answer is not None:
-        print(json.dumps(answer, indent=2) if options.json else show(answer))
+        try:
+            text = json.dumps(answer, indent=2) if options.json else show(answer)
+        except KeyError as error:
+            why = f"the answer has no {error}, so the server is of another version; try --json"
+            return failures.failed(why, as_json=False)
+        print(text)
     return 1 if options.command == "ping" and not answer["serving"] else 0
 
 

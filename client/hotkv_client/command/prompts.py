@@ -5,8 +5,10 @@ Always true: a chat with images or a cache salt, or for a LoRA adapter that the 
 refused, with the reason, because the hashes of its blocks depend on more than its tokens.
 """
 
+import http
 import http.client
 import json
+import os
 import struct
 import sys
 import urllib.error
@@ -67,7 +69,7 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
     """Asks an engine to tokenise a chat or prompt in a file. Returns the packed token ids.
 
     Raises OSError if the file can't be read. Raises ValueError if the file holds no chat or prompt,
-    if its model is an adapter, or if the engine does not answer.
+    if its model is an adapter, or if the engine does not answer or wants another API key.
 
     path: a request of vLLM's chat or completion API in JSON, or a list of messages, or plain text.
     engine: the engine's URL, such as `http://127.0.0.1:8000`.
@@ -94,12 +96,19 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
 
 
 def _is_adapter(model: Any, url: str, timeout_s: float) -> bool:
-    """Returns True if an engine lists the model as a LoRA adapter: as a model with a parent. `url`:
-    address of the engine's list of models."""
+    """Returns True if an engine lists the model as a LoRA adapter: as a model with a parent. Raises
+    ValueError if the engine wants an API key other than VLLM_API_KEY's. `url`: address of the
+    engine's list of models."""
+    key = os.environ.get("VLLM_API_KEY", "")
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             listed = json.loads(answer.read(MAX_ANSWER_BYTES))["data"]
         return any(one["id"] == model and one.get("parent") for one in listed)
+    except urllib.error.HTTPError as error:
+        if model and error.code == http.HTTPStatus.UNAUTHORIZED:
+            raise ValueError(f"{url} wants the engine's API key: set VLLM_API_KEY") from error
+        return False
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         return False
 

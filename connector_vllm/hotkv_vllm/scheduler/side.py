@@ -174,10 +174,10 @@ class HotKVScheduler:
         if report.load_seconds:
             self.requests.choice.told(self.requests.states, report.load_seconds)
         for request_id in loads.ended(output.finished_recving or ()):
-            if request_id in failed:
-                self.stats.add("failed_loads")
             state = self.requests.states.get(request_id)
             if state is not None:
+                if request_id in failed:
+                    self.stats.add("failed_loads")
                 late = self.requests.choice.end(state, request_id in failed)
                 cache.reports.load_ended(state, request_id in failed, is_late=late)
                 is_excused = late or not sharing.links.are_complete

@@ -132,6 +132,9 @@ def prompt_boundaries(
 STORE_BLOCKS = 1 << 13
 """Most blocks of one store. The server accepts up to 2^16 blocks in a call, but the blocks of a
 shorter store become visible to other engines sooner."""
+STORE_RUNS = 256
+"""Most runs of one store. The server refuses more than 1024 runs in a call, and reserves slots for
+all runs of a call before it serves another call."""
 Handoff = tuple[int, int, int]
 """A recurrent state that vLLM offers for storing in this step (Mamba "align" mode): number of its
 vLLM group, id of its block, and the number of tokens that the state covers."""
@@ -323,11 +326,11 @@ class MissingBlocks:
 
 def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:
     """Distributes runs (consecutive blocks of a group), in their order, over stores of at most
-    STORE_BLOCKS blocks. A run must not be longer than that."""
+    STORE_BLOCKS blocks and STORE_RUNS runs. A run must not have more blocks than that."""
     stores: list[list[BlockRun]] = []
     room = 0
     for run in runs:
-        if not stores or len(run.hashes) > room:
+        if not stores or len(run.hashes) > room or len(stores[-1]) == STORE_RUNS:
             stores.append([])
             room = STORE_BLOCKS
         stores[-1].append(run)

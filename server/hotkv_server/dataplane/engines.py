@@ -303,7 +303,7 @@ class CopyEngines:
                 if isinstance(failure, DeviceError)
                 else f"{type(failure).__name__}: {failure}"
             )
-        with contextlib.suppress(DeviceError):
+        with contextlib.suppress(Exception):
             gate.release()
         if error:
             fail(job, error)

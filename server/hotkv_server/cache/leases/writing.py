@@ -243,9 +243,9 @@ class Reservations:
             index.pin(named.staying, 1)
         groups = [run.group_index for run in runs]
         answers: dict[int, tuple[NDArray[np.uint8], Entries]] = {}
-        reserved, full = [lease.entries], set[int]()
+        reserved, full, seen = [lease.entries], set[int](), set[int]()
         for at in blocks_first(groups):
-            if named is not None and all(groups[before] != groups[at] for before in answers):
+            if named is not None and groups[at] not in seen:
                 words = named.words[at]
             else:
                 words = index.find(record.number, groups[at], runs[at].hashes)
@@ -255,6 +255,7 @@ class Reservations:
                     self._insert(lease, record, runs, at, words, results, now_s, has_promise, full)
                 )
             answers[at] = results, words
+            seen.add(groups[at])
         if named is not None:
             lease.entries = np.concatenate(reserved)
             index.pin(named.staying, -1)

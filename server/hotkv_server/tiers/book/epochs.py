@@ -87,8 +87,10 @@ class EpochStanding:
     `told`: number of flush requests that the store's epoch covers; -1: it does not even cover the
         request that an earlier server has saved.
     `told_s`: when the store answered the raise that covers these requests.
+    `shown_s`: when the question was sent whose answer last showed an epoch, or none.
     `changed_s`: when the question was sent whose answer last showed a later epoch than this node
         had adopted. An epoch that a store begins after it had none does not count.
+    `unchanged_s`: `shown_s` before that answer: the store has raised the epoch since then.
     `emptied_s`: when the question was sent whose answer last showed no epoch, so that no node could
         read blocks from the store.
     `is_reported`: True if `EpochBook.missed` has returned the store since then.
@@ -108,7 +110,9 @@ class EpochStanding:
     raise_for: int = 0
     told: int = 0
     told_s: float = NEVER_S
+    shown_s: float = NEVER_S
     changed_s: float = NEVER_S
+    unchanged_s: float = NEVER_S
     emptied_s: float = NEVER_S
     is_reported: bool = False
 
@@ -405,6 +409,8 @@ class EpochBook:
                 standing.emptied_s = sent_s
             elif NO_EPOCH < standing.epoch < epoch != standing.target and not has_none:
                 standing.changed_s, standing.is_reported = sent_s, False
+                standing.unchanged_s = sent_s if standing.shown_s == NEVER_S else standing.shown_s
+            standing.shown_s = sent_s
             if NO_EPOCH < epoch < standing.epoch:
                 if not standing.is_untold:
                     standing.is_untold, standing.raise_s = True, NEVER_S
@@ -447,15 +453,15 @@ class EpochBook:
         return found
 
     def _missed(self, record: Record) -> list[str]:
-        """Returns the stores that seem to have missed a flush: another store has shown a new epoch,
-        but they have shown none, from MISSED_S before that until now. Perhaps the node that flushed
-        can't reach these stores, or its settings lack them, or the other store has lost its
-        epochs."""
-        changed_s = max((one.changed_s for one in self._mine(record)), default=NEVER_S)
+        """Returns the stores that seem to have missed a flush: another store has raised its epoch,
+        but they have shown no new epoch from MISSED_S before the raise until now. Perhaps the node
+        that flushed can't reach these stores, or its settings lack them, or the other store has
+        lost its epochs."""
+        raised_s = max((one.unchanged_s for one in self._mine(record)), default=NEVER_S)
         return [
             name
             for name, one in zip(self.stores, self._mine(record), strict=True)
-            if max(one.changed_s, one.told_s, one.emptied_s) < changed_s - MISSED_S
+            if max(one.changed_s, one.told_s, one.emptied_s) < raised_s - MISSED_S
         ]
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:

@@ -55,8 +55,8 @@ them."""
 DEAF_TICKS = 30
 """After a stop of the process (see GAP_S), no store begins to count as away for this number of
 ticks."""
-SAVE_AGAIN_S = 1.0
-"""Wait after a failed write of the book, before the next try."""
+AGAIN_S = 1.0
+"""Wait after a failed write of the book or a failed flush on this node, before the next try."""
 NOTES = "disk"
 """The tier name that a flush reports as pending if the book could not be written to its files in
 time."""
@@ -134,7 +134,7 @@ class Epochs:
         self._ticks = self._deaf_until = 0
         self._ticked_s = now_s()
         self._is_flushing = self._is_saving = False
-        self._save_at_s = 0.0
+        self._save_at_s = self._flush_at_s = 0.0
         self._is_nudged = False
         self._idle_at_s = 0.0
         self._clerk = Clerk("epochs")
@@ -418,7 +418,8 @@ class Epochs:
             if not store.is_raising and (one := self.book.begin_raise(store.name, at_s)):
                 store.is_raising = True
                 self._tasks.spawn(self._raise(store, one))
-        if not self._is_flushing and (fingerprint := self.book.begin_flush(at_s)):
+        is_free = not self._is_flushing and at_s >= self._flush_at_s
+        if is_free and (fingerprint := self.book.begin_flush(at_s)):
             self._is_flushing = True
             self._tasks.spawn(self._flush_here(fingerprint))
         is_unsaved = self.book.saved < self.book.revision
@@ -500,6 +501,7 @@ class Epochs:
                 self.book.flushed(fingerprint, now_s())
             else:
                 self.book.broke(fingerprint)
+                self._flush_at_s = now_s() + AGAIN_S
             self._wake()
 
     async def _save(self) -> None:
@@ -508,7 +510,7 @@ class Epochs:
             await asyncio.wrap_future(self._clerk.do(lambda: self._notes.write(text)))
             self.book.saved = revision
         except OSError as error:
-            self._save_at_s = now_s() + SAVE_AGAIN_S
+            self._save_at_s = now_s() + AGAIN_S
             log.error("epochs not written down, so the next server may know of no flush: %s", error)
         finally:
             self._is_saving = False
