@@ -2,18 +2,14 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.offloading import scheduler
 from hotkv_vllm.offloading.scheduler import DoorScheduler
-from hotkv_vllm.stats import HookClock, HotKVStats
-from tests.offloading.rig import Rig, keys_of
+from tests.offloading.rig import Rig, keys_of, scheduler_side
 from tests.support.waiting import stop
 from tests.vllm.processes import Daemon
 
@@ -21,32 +17,18 @@ KEYS = keys_of("idle", 30)
 
 
 @pytest.fixture
-def reader(own_daemon: Daemon) -> Iterator[Rig]:
-    """Yields a rig whose server has `KEYS`, stored by another rig."""
-    writer, rig = (Rig(own_daemon.target).connected() for _ in range(2))
-    writer.store(KEYS)
-    yield rig
-    writer.close()
-    rig.close()
+def reader(rigs: Any, own_daemon: Daemon) -> Rig:
+    """Returns a rig whose server has `KEYS`, stored by another rig."""
+    rigs(own_daemon).store(KEYS)
+    rig: Rig = rigs(own_daemon)
+    return rig
 
 
 def side_of(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, wait_s: float, num_replicas: int = 1
 ) -> DoorScheduler:
     monkeypatch.setattr(scheduler, "IDLE_WAIT_S", wait_s)
-    monkeypatch.setattr(scheduler.checks, "counts_media", lambda _: False)
-    monkeypatch.setattr(scheduler, "group_block_tokens", lambda *_: (16,))
-    monkeypatch.setattr(scheduler, "doubtful_tokens", lambda *_: None)
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=num_replicas),
-        kv_transfer_config=SimpleNamespace(
-            engine_id="engine", is_kv_consumer=True, is_kv_producer=True
-        ),
-        model_config=SimpleNamespace(served_model_name="model"),
-    )
-    edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
-    settings: Any = ConnectorConfig()
-    return DoorScheduler(config, SimpleNamespace(num_blocks=4), settings, rig.tier, edge)
+    return scheduler_side(rig.tier, monkeypatch, num_replicas=num_replicas)
 
 
 def test_an_idle_engine_hits_in_the_step_that_asks(

@@ -179,40 +179,33 @@ def test_without_a_server_everything_misses_and_nothing_waits(tmp_path):
     engine.close()
 
 
-def test_a_server_that_hangs_costs_a_request_its_patience_only(own_daemon):
+def test_a_server_that_hangs_costs_a_request_its_patience_only(rigs, own_daemon):
     keys = keys_of("hang", 40)
-    writer = Rig(own_daemon.target).connected()
-    writer.store(keys)
-    reader = Rig(own_daemon.target).connected()
+    rigs(own_daemon).store(keys)
+    reader = rigs(own_daemon)
     stop(own_daemon.pid)
     assert reader.hits(keys, patience_s=20.0) == 0
     assert reader.hits(keys, patience_s=1.0) == 0, "the next request does not wait"
     os.kill(own_daemon.pid, signal.SIGCONT)
     wait_for(lambda: not reader.tier.transfers.is_hung)
     assert reader.hits(keys) == 40
-    writer.close()
-    reader.close()
 
 
-def test_rows_of_a_store_are_free_again_although_the_server_hangs(own_daemon):
+def test_rows_of_a_store_are_free_again_although_the_server_hangs(rigs, own_daemon):
     keys = keys_of("hung store", 10)
-    writer = Rig(own_daemon.target, **{"hotkv.store_timeout_s": 0.2}).connected()
+    writer = rigs(own_daemon, **{"hotkv.store_timeout_s": 0.2})
     stop(own_daemon.pid)
     writer.store(keys)
     # Overwrite the rows before the server reads them.
     writer.rows[:] = 7
     os.kill(own_daemon.pid, signal.SIGCONT)
-    reader = Rig(own_daemon.target).connected()
-    assert reader.hits(keys) == 0
-    writer.close()
-    reader.close()
+    assert rigs(own_daemon).hits(keys) == 0
 
 
-def test_a_reset_does_not_wait_for_a_lease_that_is_never_answered(own_daemon):
+def test_a_reset_does_not_wait_for_a_lease_that_is_never_answered(rigs, own_daemon):
     keys = keys_of("drain", 10)
-    writer = Rig(own_daemon.target).connected()
-    writer.store(keys)
-    reader = Rig(own_daemon.target).connected()
+    rigs(own_daemon).store(keys)
+    reader = rigs(own_daemon)
     context = reader.request(keys)
     stop(own_daemon.pid)
     assert reader.lookup_once(context, keys) is None
@@ -222,15 +215,14 @@ def test_a_reset_does_not_wait_for_a_lease_that_is_never_answered(own_daemon):
     resetting.join(20.0)
     assert not resetting.is_alive()
     os.kill(own_daemon.pid, signal.SIGCONT)
-    writer.close()
-    reader.close()
 
 
-def test_a_server_killed_under_a_load_costs_a_miss_and_is_offered_again_what_it_missed(own_daemon):
+def test_a_server_killed_under_a_load_costs_a_miss_and_is_offered_again_what_it_missed(
+    rigs, own_daemon
+):
     keys, later = keys_of("killed", 40), keys_of("stored without a server", 10)
-    writer = Rig(own_daemon.target).connected()
-    writer.store(keys)
-    reader = Rig(own_daemon.target).connected()
+    rigs(own_daemon).store(keys)
+    reader = rigs(own_daemon)
     stop(own_daemon.pid)
     context = reader.request(keys)
     assert reader.lookup_once(context, keys) is None
@@ -244,10 +236,7 @@ def test_a_server_killed_under_a_load_costs_a_miss_and_is_offered_again_what_it_
     reader.connected()
     assert reader.hits(keys) == 40, "what was ready before is still there"
     reader.store(later)
-    other = Rig(own_daemon.target).connected()
-    assert other.hits(later) == 10
-    for rig in (writer, reader, other):
-        rig.close()
+    assert rigs(own_daemon).hits(later) == 10
 
 
 # ------------------------------------------------------------------------------- faults of hotkv's
