@@ -70,25 +70,24 @@ RESIDENTS = (
 TIERS = (
     "tests/tiers/test_runtime.py tests/tiers/test_shared_runtime.py "
     "tests/tiers/test_copies_again.py tests/tiers/test_moved_events.py "
-    "tests/tiers/test_tier_reads.py "
+    "tests/tiers/test_reads.py "
     "tests/server/test_tiers.py tests/server/test_shared_tiers.py"
 )
 """The daemon's side of tiers, over a tier in memory."""
 DISK = (
     "tests/tiers/test_slab_file.py tests/tiers/test_disk_tier.py tests/tiers/test_disk_encoded.py "
-    "tests/tiers/test_disk_faults.py tests/tiers/test_disk_calls.py "
-    "tests/tiers/test_disk_kernels.py"
+    "tests/tiers/test_disk_calls.py tests/tiers/test_disk_kernels.py"
 )
 S3 = (
     "tests/tiers/test_s3_words.py tests/tiers/test_s3_packs.py tests/tiers/test_s3_lister.py "
-    "tests/tiers/test_s3_model.py tests/tiers/test_s3_faults.py tests/tiers/test_s3_epochs.py "
-    "tests/tiers/test_remote_faults.py tests/tiers/test_flush_races.py "
-    "tests/tiers/test_s3_contract.py tests/tiers/test_s3_sharing.py"
+    "tests/tiers/test_s3_faults.py tests/tiers/test_s3_epochs.py "
+    "tests/tiers/test_remote_faults.py "
+    "tests/tiers/test_s3_sharing.py"
 )
 VALKEY = (
     "tests/tiers/test_valkey_words.py tests/tiers/test_valkey_values.py "
     "tests/tiers/test_valkey_epochs.py tests/tiers/test_remote_faults.py "
-    "tests/tiers/test_flush_races.py tests/tiers/test_valkey_contract.py "
+    "tests/tiers/test_valkey_contract.py "
     "tests/tiers/test_valkey_cluster.py"
 )
 CALLS = (
@@ -292,7 +291,7 @@ TESTS: dict[str, str] = {
         "tests/core/test_lower_memory.py tests/server/test_tiers.py"
     ),
     "server/hotkv_server/tiers/drive/reads.py": (
-        "tests/tiers/test_tier_choice.py tests/tiers/test_tier_reads.py tests/server/test_tiers.py"
+        "tests/tiers/test_reads.py tests/server/test_tiers.py"
     ),
     "server/hotkv_server/tiers/drive/breaker.py": (
         "tests/tiers/test_runtime.py tests/tiers/test_shared_runtime.py "
@@ -306,15 +305,14 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/tiers/s3/": S3,
     "server/hotkv_server/tiers/valkey/": f"tests/tiers/test_resp.py {VALKEY}",
     "server/hotkv_server/tiers/mooncake/": (
-        "tests/tiers/test_mooncake_words.py tests/tiers/test_mooncake_child.py "
-        "tests/tiers/test_mooncake.py"
+        "tests/tiers/test_mooncake_child.py tests/tiers/test_mooncake.py"
     ),
     "server/hotkv_server/tiers/remote/": (
         f"tests/tiers/test_remote_workers.py tests/tiers/test_resp.py {VALKEY} {S3} "
         "tests/tiers/test_encoding.py"
     ),
     "server/hotkv_server/tiers/compression/": (
-        "tests/tiers/test_compression.py tests/tiers/test_compression_staging.py "
+        "tests/tiers/test_compression.py "
         "tests/tiers/test_encoding.py tests/tiers/test_disk_encoded.py"
     ),
     "server/hotkv_server/wire/session.py": f"tests/wire/test_batches.py {CALLS}",

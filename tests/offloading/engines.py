@@ -27,3 +27,12 @@ def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, A
             **extra,
         },
     }
+
+
+def multi(connectors: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the `kv_transfer_config` of a MultiConnector over these connectors."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadKey,
@@ -33,8 +34,12 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
-from hotkv_vllm.config import ConfigError
+from hotkv_vllm.config import ConfigError, ConnectorConfig
+from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.offloading import scheduler
+from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.offloading.tier import HotKVTier
+from hotkv_vllm.stats import HookClock, HotKVStats
 from tests.support.waiting import wait_for
 
 ROW_BYTES = 4096
@@ -52,6 +57,36 @@ def keys_of(name: str, count: int, group: int = 0) -> list[OffloadKey]:
 def row_of(key: OffloadKey) -> Any:
     """Returns the bytes that the row of a key must have, uint8 [ROW_BYTES]."""
     return np.frombuffer(hashlib.sha256(key).digest() * (ROW_BYTES // 32), np.uint8)
+
+
+def scheduler_side(
+    tier: Any,
+    patch: pytest.MonkeyPatch,
+    *,
+    role: str = "kv_both",
+    num_ranks: int = 1,
+    num_replicas: int = 1,
+) -> DoorScheduler:
+    """Returns the connector's scheduler side over a tier, for a model with one group of layers.
+
+    role: vLLM's `kv_role`.
+    """
+    patch.setattr(scheduler.checks, "counts_media", lambda _: False)
+    patch.setattr(scheduler, "group_block_tokens", lambda *_: (CHUNK_TOKENS,))
+    patch.setattr(scheduler, "doubtful_tokens", lambda *_: None)
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=num_ranks, data_parallel_size=num_replicas),
+        kv_transfer_config=SimpleNamespace(
+            engine_id="engine",
+            is_kv_consumer=role != "kv_producer",
+            is_kv_producer=role != "kv_consumer",
+        ),
+        model_config=SimpleNamespace(served_model_name="model"),
+    )
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=CHUNK_TOKENS))
+    blocks: Any = SimpleNamespace(num_blocks=4, kv_cache_groups=[group])
+    edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
+    return DoorScheduler(config, blocks, ConnectorConfig(), tier, edge)
 
 
 class Rig:

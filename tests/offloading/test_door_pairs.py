@@ -23,18 +23,14 @@ from vllm.v1.request import Request, RequestStatus
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import warm_start
-from hotkv_vllm.config import ConfigError, ConnectorConfig
-from hotkv_vllm.hooks import HookEdge
-from hotkv_vllm.offloading import scheduler
+from hotkv_vllm.config import ConfigError
 from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
 from hotkv_vllm.offloading.key_space import full_key_space, is_portable, rank_factors
 from hotkv_vllm.offloading.messages import PageFormat
-from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.offloading.tier import HELD_STEPS
-from hotkv_vllm.stats import HookClock, HotKVStats
 from hotkv_vllm.testing.host_copies import HostCopies
-from tests.offloading.engines import door_config
-from tests.offloading.rig import Rig, keys_of
+from tests.offloading.engines import door_config, multi
+from tests.offloading.rig import Rig, keys_of, scheduler_side
 from tests.pairs.table import REFUSALS
 from tests.server.support import PATIENT
 from tests.support.waiting import wait_for
@@ -106,30 +102,11 @@ def test_tenants_do_not_share(rigs: Any, daemon: Daemon) -> None:
     assert rigs(daemon, **{"hotkv.tenant": "t"}).hits(keys) == 20
 
 
-def role(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attaches a scheduler's side (`DoorScheduler`) with this `kv_role` to the rig's tier."""
-    monkeypatch.setattr(scheduler.checks, "counts_media", lambda _: False)
-    monkeypatch.setattr(scheduler, "group_block_tokens", lambda *_: (16,))
-    monkeypatch.setattr(scheduler, "doubtful_tokens", lambda *_: None)
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
-        kv_transfer_config=SimpleNamespace(
-            engine_id="engine",
-            is_kv_consumer=name != "kv_producer",
-            is_kv_producer=name != "kv_consumer",
-        ),
-        model_config=SimpleNamespace(served_model_name="model"),
-    )
-    edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
-    blocks = SimpleNamespace(num_blocks=4)
-    DoorScheduler(config, blocks, ConnectorConfig(), rig.tier, edge)
-
-
 def test_a_producer_stores_and_hits_nothing(
     rigs: Any, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, producer = keys_of("producer", 20), rigs(daemon)
-    role(producer, "kv_producer", monkeypatch)
+    scheduler_side(producer.tier, monkeypatch, role="kv_producer")
     producer.store(keys)
     empty(producer)
     assert producer.hits(keys) == 0
@@ -140,7 +117,7 @@ def test_a_consumer_hits_and_stores_nothing(
     rigs: Any, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, consumer = keys_of("consumer", 20), rigs(daemon)
-    role(consumer, "kv_consumer", monkeypatch)
+    scheduler_side(consumer.tier, monkeypatch, role="kv_consumer")
     rigs(daemon).store(keys[:10])
     assert consumer.hits(keys) == 10
     consumer.store(keys)
@@ -264,10 +241,7 @@ def test_a_session_with_streamed_input_stores_its_blocks_under_their_names(
     tokens = list(session.all_token_ids)[:-1]
     one.abort("s")
     stores(one, daemon, before + len(tokens) // BLOCK_TOKENS)
-    other.add("again", tokens, 4)
-    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
-    assert other.outputs["again"] == answer_of(tokens, 4)
-    assert other.external["again"] == usable(tokens)
+    assert asked_again(other, tokens) == usable(tokens)
 
 
 @pytest.mark.parametrize("is_canonical", [False, True])
@@ -296,6 +270,21 @@ def test_engines_share_whether_or_not_the_scheduler_sees_what_loading_changes(
     )
     assert own.fingerprint == apart.fingerprint
     assert rank_factors(unloaded, groups, offloading) != said.factors
+
+
+def asked_again(engine: Engine, tokens: list[int]) -> int:
+    """Has an engine answer this prompt, and checks the answer. Returns the number of tokens whose
+    KV it has loaded."""
+    engine.add("again", tokens, 4)
+    wait_for(lambda: engine.step() or "again" in engine.finished, "the answer")
+    assert engine.outputs["again"] == answer_of(tokens, 4)
+    return engine.external["again"]
+
+
+def until_idle(engine: Engine) -> None:
+    """Steps until hotkv has no store or load under way."""
+    transfers = engine.connector._door._tier.transfers
+    wait_for(lambda: engine.step() or transfers.is_idle, "the end of all transfers")
 
 
 def usage(daemon: Daemon) -> dict[str, Any]:
@@ -373,11 +362,8 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     # Three chunks of full attention are stored, and two or three of each group of windows.
     stores(one, daemon, before + 7)
     tokens += one.outputs["first"]
-    wait_for(lambda: one.step() or one.connector._door._tier.transfers.is_idle)
-    other.add("again", tokens[:390], 4)
-    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
-    assert other.external["again"] == 384
-    assert other.outputs["again"] == tokens[390:394]
+    until_idle(one)
+    assert asked_again(other, tokens[:390]) == 384
 
 
 def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
@@ -394,7 +380,7 @@ def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
     assert one.local["hits"] == 96
     one.generate("new", prompt(122, 100), 2)
     stores(one, daemon, before + 3)
-    wait_for(lambda: one.step() or one.connector._door._tier.transfers.is_idle)
+    until_idle(one)
     assert daemon.counter("stored_blocks_total") == before + 3
     assert model().generate("again", prompt(120, 100), 2)[1] == 0
 
@@ -428,14 +414,10 @@ def test_blocks_of_answers_that_another_connector_decodes_sparsely_are_not_store
 ) -> None:
     without_layers(monkeypatch)
 
+    own = transfer_config(**SPARSE, tenant="own")
+
     def around(door: dict[str, Any]) -> dict[str, Any]:
-        own = transfer_config(**SPARSE, tenant="own")
-        both = [door, own] if ours_first else [own, door]
-        return {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"connectors": both},
-        }
+        return multi([door, own] if ours_first else [own, door])
 
     one, other = model(around, Approximate), model()
     tokens, before = prompt(140, 110), daemon.counter("stored_blocks_total")
@@ -445,9 +427,7 @@ def test_blocks_of_answers_that_another_connector_decodes_sparsely_are_not_store
     assert one.num_sparse_rows
     one.generate("next", prompt(141, 100), 2)
     stores(one, daemon, before + 6)
-    other.add("again", [*tokens, *one.outputs["a"]], 4)
-    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
-    assert other.external["again"] == 96
+    assert asked_again(other, [*tokens, *one.outputs["a"]]) == 96
     ended = [ours(meta).sparse_rows.ended for meta in one.metas]
     assert sum("a" in one for one in ended) == 1, "the workers hear of each end once"
 
@@ -464,10 +444,8 @@ def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemo
     one.run()
     assert one.local["second"] == 288
     stores(one, daemon, before + 2)
-    wait_for(lambda: one.step() or one.connector._door._tier.transfers.is_idle)
-    other.add("again", tokens[:270], 4)
-    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
-    assert other.outputs["again"] == answer_of(tokens[:270], 4)
+    until_idle(one)
+    asked_again(other, tokens[:270])
 
 
 @pytest.mark.parametrize("limit", [0, 64])
@@ -480,7 +458,7 @@ def test_the_partial_last_block_of_a_prompt_is_not_stored_beyond_the_limit(
     before = daemon.counter("stored_blocks_total")
     one.add("a", prompt(150 + limit, 120), 60, transfer={"max_offload_tokens": limit})
     one.run()
-    wait_for(lambda: one.step() or one.connector._door._tier.transfers.is_idle)
+    until_idle(one)
     assert daemon.counter("stored_blocks_total") == before + limit // BLOCK_TOKENS
 
 
@@ -514,9 +492,7 @@ def test_stores_end_before_another_connector_loads_into_their_blocks(
     for what in copies.values():
         copy(*what)
     stores(one, daemon, before + 6)
-    other.add("again", first, 4)
-    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
-    assert (other.outputs["again"], other.external["again"]) == (answer_of(first, 4), 192)
+    assert asked_again(other, first) == 192
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
@@ -553,9 +529,7 @@ def test_blocks_that_another_connector_failed_to_load_are_not_stored(
     stores(one, daemon, before + 3)
     for engine in (one, other):
         engine.drop_local()
-        engine.add("again", tokens, 4)
-        wait_for(lambda engine=engine: engine.step() or "again" in engine.finished, "the answer")
-        assert engine.outputs["again"] == answer_of(tokens, 4)
+        asked_again(engine, tokens)
 
 
 def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
@@ -571,10 +545,7 @@ def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
     one.run()
     one.generate("next", prompt(96, 100), 2)
     stores(one, daemon, before + 6)
-    other.add("again", tokens, 4)
-    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
-    assert other.external["again"] == 96
-    assert other.outputs["again"] == answer_of(tokens, 4)
+    assert asked_again(other, tokens) == 96
 
 
 def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
@@ -592,9 +563,7 @@ def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
     one.generate("next", prompt(99, 100), 2)
     stores(one, daemon, before + 8)
     tokens += one.outputs["a"]
-    other.add("again", tokens, 4)
-    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
-    assert other.external["again"] == 64
+    assert asked_again(other, tokens) == 64
 
 
 def test_blocks_that_runner_v2_zeroes_before_their_store_are_not_stored(
@@ -612,7 +581,7 @@ def test_blocks_that_runner_v2_zeroes_before_their_store_are_not_stored(
     stores(one, daemon, before + 6)
     for engine in (one, other):
         engine.drop_local()
-        assert engine.generate("again", tokens, 4)[0] == answer_of(tokens, 4)
+        asked_again(engine, tokens)
 
 
 # ---------------------------------------------------------------------------------- in real engines
@@ -717,12 +686,27 @@ def num_blocks(batch: list[dict[str, Any]], num_tokens: int = TOKENS) -> int:
     return sum((len(one["tokens"]) + num_tokens - 1) // BLOCK_TOKENS for one in batch)
 
 
-def longer(batch: list[dict[str, Any]], answers: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the next turns of conversations."""
-    return [
+def twice_as_plain(
+    stage: Stage, engine: EngineProcess, batch: list[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns an engine's answers of `Stage.twice`. Checks that an engine without a connector
+    gives the same answers."""
+    cold, warm = stage.twice(engine, batch, num_blocks(batch))
+    plain = stage.plain.ask("sample", requests=batch, params={"max_tokens": TOKENS})
+    assert same(plain, cold) and same(plain, warm)
+    return cold, warm
+
+
+def next_turns_as_plain(
+    stage: Stage, engine: EngineProcess, batch: list[dict[str, Any]], answers: dict[str, Any]
+) -> None:
+    """Continues the conversations, and compares with an engine without a connector."""
+    turns = [
         {"tokens": one["tokens"] + answer}
         for one, answer in zip(batch, answers["tokens"], strict=True)
     ]
+    found, plain = (each.ask("sample", requests=turns) for each in (engine, stage.plain))
+    assert same(found, plain)
 
 
 def test_a_pause_keeps_the_cache_of_the_server(stage: Stage) -> None:
@@ -775,11 +759,8 @@ def test_hints_and_sessions_reach_the_server(stage: Stage) -> None:
 def test_requests_that_are_preempted(stage: Stage) -> None:
     batch = texts(3, (200,) * 6)
     engine = stage.start(**FEW_BLOCKS)
-    cold, warm = stage.twice(engine, batch, num_blocks(batch))
-    plain = stage.plain.ask("sample", requests=batch, params={"max_tokens": TOKENS})
-    assert engine.ask("preempted")["requests"] > 0
-    assert same(plain, cold) and same(plain, warm)
-    assert sum(warm["cached"]) > 0
+    _, warm = twice_as_plain(stage, engine, batch)
+    assert engine.ask("preempted")["requests"] > 0 and sum(warm["cached"]) > 0
 
 
 @pytest.mark.long
@@ -789,13 +770,9 @@ def test_drafts_that_are_rejected_are_not_stored(stage: Stage) -> None:
         # The prompts repeat themselves, so that the drafter finds drafts.
         one["tokens"] = one["tokens"][:20] * (len(one["tokens"]) // 20 + 1)
     engine = stage.start(speculative_config=NGRAM)
-    cold, warm = stage.twice(engine, batch, num_blocks(batch))
-    assert engine.ask("drafted")["tokens"] > 0
-    plain = stage.plain.ask("sample", requests=batch, params={"max_tokens": TOKENS})
-    assert same(plain, cold) and same(plain, warm) and warm["cached"] == hits(batch)
-    turns = longer(batch, cold)
-    found = engine.ask("sample", requests=turns)
-    assert same(found, stage.plain.ask("sample", requests=turns))
+    cold, warm = twice_as_plain(stage, engine, batch)
+    assert engine.ask("drafted")["tokens"] > 0 and warm["cached"] == hits(batch)
+    next_turns_as_plain(stage, engine, batch, cold)
 
 
 @pytest.mark.long
@@ -803,12 +780,9 @@ def test_asynchronous_scheduling(stage: Stage) -> None:
     """vLLM turns asynchronous scheduling off in CPU engines; the test turns it on again."""
     batch = texts(5, (200,) * 4)
     engine = stage.start(config_overrides={"scheduler_config.async_scheduling": True}, **FEW_BLOCKS)
-    cold, warm = stage.twice(engine, batch, num_blocks(batch))
-    plain = stage.plain.ask("sample", requests=batch, params={"max_tokens": TOKENS})
-    assert same(plain, cold) and same(plain, warm) and sum(warm["cached"]) > 0
-    turns = longer(batch, cold)
-    found = engine.ask("sample", requests=turns)
-    assert same(found, stage.plain.ask("sample", requests=turns))
+    cold, warm = twice_as_plain(stage, engine, batch)
+    assert sum(warm["cached"]) > 0
+    next_turns_as_plain(stage, engine, batch, cold)
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.offloading.engines import door_config
+from tests.offloading.engines import door_config, multi
 from tests.support.waiting import stop, wait_for
 from tests.vllm.adapters import LORA, adapter, write_adapter
 from tests.vllm.checkpoint import write_weights
@@ -248,11 +248,7 @@ def test_both_doors_in_one_multiconnector(daemon, start, tmp_path, is_own_first)
     identity = tmp_path.name
     own = transfer_config(target=daemon.target, weights_identity=identity)
     door = door_config(daemon.target, **{"hotkv.weights_identity": identity})
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [own, door] if is_own_first else [door, own]},
-    }
+    both = multi([own, door] if is_own_first else [door, own])
     batch = prompts(8, LENGTHS)
     one, other = (start(daemon, kv_transfer_config=both) for _ in range(2))
     cold = one.ask_each(batch, 6)

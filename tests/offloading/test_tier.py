@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,12 +19,14 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from hotkv_proto.blocks import Retention
 from hotkv_proto.reports import Miss
 from hotkv_vllm import link
-from hotkv_vllm.offloading import tier
+from hotkv_vllm.offloading import scheduler, tier
 from hotkv_vllm.offloading.region import NoRegion, region_of
 from hotkv_vllm.offloading.requests import SHARE_ALONE
+from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.offloading.tier import HELD_STEPS, HOOK_ERRORS
-from tests.offloading.rig import Rig, keys_of
+from tests.offloading.rig import Rig, keys_of, scheduler_side
 from tests.support.waiting import stop, wait_for
+from tests.vllm.processes import Daemon
 
 
 def test_another_engine_hits_what_one_has_stored(rigs):
@@ -179,40 +182,33 @@ def test_without_a_server_everything_misses_and_nothing_waits(tmp_path):
     engine.close()
 
 
-def test_a_server_that_hangs_costs_a_request_its_patience_only(own_daemon):
+def test_a_server_that_hangs_costs_a_request_its_patience_only(rigs, own_daemon):
     keys = keys_of("hang", 40)
-    writer = Rig(own_daemon.target).connected()
-    writer.store(keys)
-    reader = Rig(own_daemon.target).connected()
+    rigs(own_daemon).store(keys)
+    reader = rigs(own_daemon)
     stop(own_daemon.pid)
     assert reader.hits(keys, patience_s=20.0) == 0
     assert reader.hits(keys, patience_s=1.0) == 0, "the next request does not wait"
     os.kill(own_daemon.pid, signal.SIGCONT)
     wait_for(lambda: not reader.tier.transfers.is_hung)
     assert reader.hits(keys) == 40
-    writer.close()
-    reader.close()
 
 
-def test_rows_of_a_store_are_free_again_although_the_server_hangs(own_daemon):
+def test_rows_of_a_store_are_free_again_although_the_server_hangs(rigs, own_daemon):
     keys = keys_of("hung store", 10)
-    writer = Rig(own_daemon.target, **{"hotkv.store_timeout_s": 0.2}).connected()
+    writer = rigs(own_daemon, **{"hotkv.store_timeout_s": 0.2})
     stop(own_daemon.pid)
     writer.store(keys)
     # Overwrite the rows before the server reads them.
     writer.rows[:] = 7
     os.kill(own_daemon.pid, signal.SIGCONT)
-    reader = Rig(own_daemon.target).connected()
-    assert reader.hits(keys) == 0
-    writer.close()
-    reader.close()
+    assert rigs(own_daemon).hits(keys) == 0
 
 
-def test_a_reset_does_not_wait_for_a_lease_that_is_never_answered(own_daemon):
+def test_a_reset_does_not_wait_for_a_lease_that_is_never_answered(rigs, own_daemon):
     keys = keys_of("drain", 10)
-    writer = Rig(own_daemon.target).connected()
-    writer.store(keys)
-    reader = Rig(own_daemon.target).connected()
+    rigs(own_daemon).store(keys)
+    reader = rigs(own_daemon)
     context = reader.request(keys)
     stop(own_daemon.pid)
     assert reader.lookup_once(context, keys) is None
@@ -222,15 +218,14 @@ def test_a_reset_does_not_wait_for_a_lease_that_is_never_answered(own_daemon):
     resetting.join(20.0)
     assert not resetting.is_alive()
     os.kill(own_daemon.pid, signal.SIGCONT)
-    writer.close()
-    reader.close()
 
 
-def test_a_server_killed_under_a_load_costs_a_miss_and_is_offered_again_what_it_missed(own_daemon):
+def test_a_server_killed_under_a_load_costs_a_miss_and_is_offered_again_what_it_missed(
+    rigs, own_daemon
+):
     keys, later = keys_of("killed", 40), keys_of("stored without a server", 10)
-    writer = Rig(own_daemon.target).connected()
-    writer.store(keys)
-    reader = Rig(own_daemon.target).connected()
+    rigs(own_daemon).store(keys)
+    reader = rigs(own_daemon)
     stop(own_daemon.pid)
     context = reader.request(keys)
     assert reader.lookup_once(context, keys) is None
@@ -244,10 +239,7 @@ def test_a_server_killed_under_a_load_costs_a_miss_and_is_offered_again_what_it_
     reader.connected()
     assert reader.hits(keys) == 40, "what was ready before is still there"
     reader.store(later)
-    other = Rig(own_daemon.target).connected()
-    assert other.hits(later) == 10
-    for rig in (writer, reader, other):
-        rig.close()
+    assert rigs(own_daemon).hits(later) == 10
 
 
 # ------------------------------------------------------------------------------- faults of hotkv's
@@ -319,3 +311,68 @@ def test_lookups_of_a_long_prompt_cost_one_probe(rigs, monkeypatch):
         reader.step()
     assert len(probes) < 20, time.monotonic()
     reader.manager.on_request_finished(context)
+
+
+# ------------------------------------------------------------------- engines without other work
+
+KEYS = keys_of("idle", 30)
+
+
+@pytest.fixture
+def reader(rigs: Any, own_daemon: Daemon) -> Rig:
+    """Returns a rig whose server has `KEYS`, stored by another rig."""
+    rigs(own_daemon).store(KEYS)
+    rig: Rig = rigs(own_daemon)
+    return rig
+
+
+def side_of(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, wait_s: float, num_replicas: int = 1
+) -> DoorScheduler:
+    monkeypatch.setattr(scheduler, "IDLE_WAIT_S", wait_s)
+    return scheduler_side(rig.tier, monkeypatch, num_replicas=num_replicas)
+
+
+def test_an_idle_engine_hits_in_the_step_that_asks(
+    reader: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = side_of(reader, monkeypatch, wait_s=20.0)
+    context = reader.request(KEYS)
+    assert not side.promote(reader.manager), "nothing was asked for"
+    assert reader.lookup_once(context, KEYS) is None
+    assert side.promote(reader.manager)
+    assert reader.lookup_once(context, KEYS) == len(KEYS)
+    reader.load(context, KEYS)
+
+
+@pytest.mark.parametrize("why", ["a request is under way", "replicas step together"])
+def test_an_engine_that_has_something_else_to_do_does_not_wait(
+    reader: Rig, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    has_replicas = why == "replicas step together"
+    side = side_of(reader, monkeypatch, wait_s=20.0, num_replicas=2 if has_replicas else 1)
+    running = SimpleNamespace(request_id="running")
+    if not has_replicas:
+        side.allocated(running, 0)
+    context = reader.request(KEYS)
+    assert reader.lookup_once(context, KEYS) is None
+    assert not side.promote(reader.manager)
+    assert reader.tier.transfers is not None and reader.tier.transfers.is_idle
+    side.finished(running)
+    assert side.promote(reader.manager) != has_replicas
+    side.end_step()
+    reader.load(context, KEYS[: reader.lookup(context, KEYS)])
+
+
+def test_a_server_that_hangs_is_not_waited_for(
+    reader: Rig, own_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = side_of(reader, monkeypatch, wait_s=0.001)
+    context = reader.request(KEYS)
+    stop(own_daemon.pid)
+    assert reader.lookup_once(context, KEYS) is None
+    assert not side.promote(reader.manager)
+    side.end_step()
+    assert reader.lookup_once(context, KEYS) is None
+    os.kill(own_daemon.pid, signal.SIGCONT)
+    reader.load(context, KEYS[: reader.lookup(context, KEYS)])

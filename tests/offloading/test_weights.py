@@ -27,9 +27,9 @@ from hotkv_vllm.identity.rekeying import RankWeights
 from hotkv_vllm.offloading import scheduler, worker
 from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
 from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
-from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.stats import HookClock, HotKVStats
+from tests.offloading.rig import scheduler_side
 from tests.vllm.changing_weights import FakeWatch
 from tests.vllm.desks import blocks
 from tests.vllm.parts import admission
@@ -125,6 +125,11 @@ def joined(ranks):
     return report if isinstance(report, DoorReport) else DoorReport()
 
 
+def request_of(name, **more):
+    told = {"lora_request": None, "kv_transfer_params": None, "mm_features": ()} | more
+    return SimpleNamespace(request_id=name, **told)
+
+
 def space_of(identity="files"):
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,))
     return KeySpace("m", identity, "bfloat16", (group,), 16)
@@ -138,23 +143,10 @@ def made(patch, *, is_reset=False, is_refused=False):
     """
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
     patch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: False)
-    patch.setattr(scheduler.checks, "counts_media", lambda _: False)
     patch.setattr(scheduler.checks, "is_pausing", lambda: False)
-    patch.setattr(scheduler, "group_block_tokens", lambda *_: (16,))
-    patch.setattr(scheduler, "doubtful_tokens", lambda *_: None)
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=NUM_RANKS, data_parallel_size=1),
-        kv_transfer_config=SimpleNamespace(
-            engine_id="engine", is_kv_consumer=True, is_kv_producer=True
-        ),
-        model_config=SimpleNamespace(served_model_name="model"),
-    )
     tier = Tier()
     tier.is_refused = is_refused
-    edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
-    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
-    kv_cache_config = SimpleNamespace(num_blocks=4, kv_cache_groups=[group])
-    side = DoorScheduler(config, kv_cache_config, ConnectorConfig(), tier, edge)
+    side = scheduler_side(tier, patch, num_ranks=NUM_RANKS)
     if is_reset:
         side.reset(is_device_empty=True)
         side.begin_step(SimpleNamespace(total_num_scheduled_tokens=100))
@@ -412,10 +404,9 @@ def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
     may be encoded by old weights."""
     side, tier = made(monkeypatch)
     side._counts_media = media == "counted"
-    request = SimpleNamespace(
-        request_id="r",
+    request = request_of(
+        "r",
         lora_request="adapter" if has_adapter else None,
-        kv_transfer_params=None,
         mm_features=("picture",) if has_media else (),
     )
     side.arrived(request)
@@ -433,13 +424,7 @@ def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
 def test_media_of_a_later_turn_leave_a_session_with_streamed_input_out(monkeypatch):
     side, tier = made(monkeypatch)
     side._counts_media = True
-    session = SimpleNamespace(
-        request_id="s",
-        lora_request=None,
-        kv_transfer_params=None,
-        num_computed_tokens=0,
-        mm_features=[],
-    )
+    session = request_of("s", num_computed_tokens=0, mm_features=[])
     side.arrived(session)
     side.got_blocks(session, blocks([1, 2]), None)
     assert tier.told == {"s": False}
@@ -450,10 +435,7 @@ def test_media_of_a_later_turn_leave_a_session_with_streamed_input_out(monkeypat
 
 def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):
     side, tier = made(monkeypatch)
-    request = SimpleNamespace(
-        request_id="r", lora_request=None, kv_transfer_params=None, mm_features=()
-    )
-    side.arrived(request)
+    side.arrived(request_of("r"))
     assert tier.told == {"r": False}
     side.reset(is_device_empty=False)
     assert tier.told == {"r": True} and not tier.may_repeat

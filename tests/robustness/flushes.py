@@ -1,10 +1,10 @@
-"""The flush campaign: nodes that share a store flush while everything around them breaks
+"""The flush campaign: nodes that share a Valkey flush while everything around them breaks
 (docs/robustness.md). A block's bytes say how many flushes had begun when it was stored. A load is
 stale if its bytes were stored before a flush began, and it began after that flush's answer without
 pending tiers. Host memory of a node that can't reach the store may return such a block
 (docs/tiers.md): this counts as stale only if a block was promoted from a tier in the meantime.
 
-`python -m tests.robustness.flushes --flushes 500 --seed 7 --nodes 3 --store valkey` prints counts.
+`python -m tests.robustness.flushes --flushes 500 --seed 7 --nodes 3` prints counts.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Findings:
 class Link:
     """A node's connection to the store."""
 
-    def __init__(self, target: tuple[str, int] | str) -> None:
+    def __init__(self, target: str) -> None:
         self.proxy = FaultProxy(target)
         self.is_cut = False
 
@@ -158,7 +158,7 @@ class Node(Place):
 class Campaign:
     """See the module. Starts the nodes when it is entered."""
 
-    def __init__(self, seed: int, store: "ValkeyStore | BucketStore", folder: Path, num_nodes: int):
+    def __init__(self, seed: int, store: "ValkeyStore", folder: Path, num_nodes: int):
         self.dice = random.Random(seed)
         self.findings = Findings(seed)
         self.store = store
@@ -426,72 +426,15 @@ class ValkeyStore:
         self._server.close()
 
 
-class BucketStore:
-    """A bucket in SeaweedFS. Packs are never deleted, so an old copy differs by its epoch only."""
-
-    def __init__(self, folder: Path) -> None:
-        from tests.tiers.s3_support import Server
-
-        folder.mkdir()
-        self._server = Server(folder)
-        self._server.wait()
-        self.target = ("127.0.0.1", self._server.port)
-        self._copies: list[dict[str, bytes]] = []
-        self.is_up = True
-
-    def flags(self, port: int) -> list[str]:
-        from tests.tiers.s3_support import BUCKET
-
-        settings = {
-            "bucket": BUCKET,
-            "endpoint": f"http://127.0.0.1:{port}",
-            "credentials-file": str(self._server.keys["hotkv"]),
-            "refresh-s": "0.2",
-            "timeout-s": "2",
-        }
-        return [word for key, value in settings.items() for word in (f"--tiers.s3.{key}", value)]
-
-    def _epochs(self) -> dict[str, bytes]:
-        paths = self._server.paths("hotkv/epochs")
-        return {path: self._server.bytes_of(path) for path in paths}
-
-    def copy(self) -> None:
-        self._copies.append(self._epochs())
-
-    def put_back(self, dice: random.Random) -> None:
-        for path, value in dice.choice(self._copies).items() if self._copies else ():
-            self._server.store.put(path, value)
-
-    def empty(self) -> None:
-        for path in self._epochs():
-            self._server.store.delete(path)
-
-    def kill(self) -> None:
-        self._server._process.send_signal(signal.SIGSTOP)
-        self.is_up = False
-
-    def come_back(self) -> None:
-        self._server._process.send_signal(signal.SIGCONT)
-        self.is_up = True
-
-    def close(self) -> None:
-        self._server.close()
-
-
-STORES: dict[str, Any] = {"valkey": ValkeyStore, "s3": BucketStore}
-
-
 def campaign(
-    seed: int, store: str, num_nodes: int, num_flushes: int, seconds: float = float("inf")
+    seed: int, num_nodes: int, num_flushes: int, seconds: float = float("inf")
 ) -> Findings:
-    with tempfile.TemporaryDirectory(prefix="hotkv-flushes-") as name:
-        folder = Path(name)
-        made = STORES[store](folder / "store")
-        try:
-            with Campaign(seed, made, folder, num_nodes) as running:
-                return running.run(num_flushes, seconds)
-        finally:
-            made.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="hotkv-flushes-") as name,
+        contextlib.closing(ValkeyStore(Path(name) / "store")) as store,
+        Campaign(seed, store, Path(name), num_nodes) as running,
+    ):
+        return running.run(num_flushes, seconds)
 
 
 def main() -> bool:
@@ -501,9 +444,8 @@ def main() -> bool:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "big"))
     parser.add_argument("--nodes", type=int, default=3)
-    parser.add_argument("--store", choices=STORES, default="valkey")
     chosen = parser.parse_args()
-    found = campaign(chosen.seed, chosen.store, chosen.nodes, chosen.flushes, chosen.seconds)
+    found = campaign(chosen.seed, chosen.nodes, chosen.flushes, chosen.seconds)
     print(json.dumps(asdict(found), indent=2))
     return bool(found.stale)
 

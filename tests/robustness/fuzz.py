@@ -1,15 +1,14 @@
 """Fuzzing: odd, mutated and meaningless messages to every call of a real server, odd clients
-(`odd_sessions`, `odd_connections`), and mutated files for its readers. The server answers each
+(`odd_clients`), and mutated files for its readers. The server answers each
 message with a response or a canonical refusal, never INTERNAL. It stays alive, quick and small, and
-logs no traceback; a bystander's blocks come back byte for byte. Whatever files contain, the
-restored cache is consistent.
+logs no traceback; a bystander's blocks come back byte for byte. A reader of a mutated file reads it
+or refuses it.
 
 `python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints inputs and answers.
 """
 
 import argparse
 import collections
-import json
 import os
 import queue
 import random
@@ -32,10 +31,8 @@ from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
-from hotkv_proto.errors import HotKVError
 from hotkv_proto.table import TableGeometry
 from hotkv_proto.v1 import session_pb2, sparse_pb2
-from hotkv_server.cache.restore import restore
 from hotkv_server.memory.arena import USE_FILE, _read_use
 from hotkv_server.memory.state import (
     KnownKeySpace,
@@ -44,12 +41,9 @@ from hotkv_server.memory.state import (
     read_state,
     write_state,
 )
-from tests.robustness.odd_calls import UNARY, odd_envelope
-from tests.robustness.odd_connections import OddConnections
-from tests.robustness.odd_place import Place
-from tests.robustness.odd_sessions import OddSessions
+from tests.robustness.odd_calls import SERVER_STREAMS, UNARY, odd_envelope
+from tests.robustness.odd_clients import OddClients
 from tests.robustness.raw_client import BAD_CODES, Footprint, code_of, word_of
-from tests.server.support import http_port
 
 NUM_BLOCKS = 64
 HASHES = [random.Random(number).randbytes(32) for number in range(48)]
@@ -58,8 +52,6 @@ IN_FLIGHT = 32
 PING_DEADLINE_S = 10.0
 SETTLE_S = 30.0
 """The server has released everything of a client this long after the client's end."""
-KINDS_OF_ROUND = 2
-"""Kinds of odd clients in a round; after three rounds each had its turn."""
 MORE_DESCRIPTORS, MORE_BYTES = 64, 96 << 20
 """Allowed growth of the server once a round's clients are gone: 32 MiB for key spaces
 (`MAX_WEIGHT_BYTES`), 32 MiB for free heap that is not returned yet (`FREE_BYTES`), and as much
@@ -213,12 +205,10 @@ class Fuzzer:
         self.keep()
         self.channel = grpc.insecure_channel(server.target)
         path = Path(server.target.removeprefix("unix:")).with_name("admin.sock")
-        admin, chance = f"unix:{path}", random.Random(seed)
-        self.admin_channel = grpc.insecure_channel(admin)
+        self.admin_channel = grpc.insecure_channel(f"unix:{path}")
         self.odd = Odd(seed, self.session_id(self.victim))
-        port = http_port(server)
-        place = Place(server.target, admin, port, chance, self.tally.note, self.look)
-        self.kinds = [*OddSessions(place).kinds().items(), *OddConnections(place).kinds().items()]
+        clients = OddClients(server.target, random.Random(seed), self.tally.note)
+        self.kinds = [*clients.kinds().items()]
         self.rounds = 0
         self.first = self.most = self.last = Footprint(server.pid)
 
@@ -278,14 +268,23 @@ class Fuzzer:
         has_grown |= now.anonymous_bytes > self.first.anonymous_bytes + MORE_BYTES
         return f"{now}, after {self.first} at first" if has_grown else ""
 
-    def unary(self, count: int) -> None:
-        names = sorted(UNARY)
+    def calls(self, count: int) -> None:
+        """Makes unary calls, and calls that the server answers with a stream, of which the fuzzer
+        reads one answer."""
+        kinds = UNARY | SERVER_STREAMS
         for _ in range(count):
-            name = self.odd.random.choice(names)
-            channel = self.admin_channel if name.startswith("Admin") else self.channel
-            call = channel.unary_unary(f"/hotkv.v1.{name}")
+            name = self.odd.random.choice(sorted(kinds))
+            is_admin = name.startswith(("Admin", "Event"))
+            channel = self.admin_channel if is_admin else self.channel
+            package = "grpc.health.v1" if name == "Health/Watch" else "hotkv.v1"
+            path, message = f"/{package}.{name}", self.odd.message(kinds[name])
             try:
-                call(self.odd.message(UNARY[name]), timeout=PING_DEADLINE_S)
+                if name in SERVER_STREAMS:
+                    call = channel.unary_stream(path)(message, timeout=PING_DEADLINE_S)
+                    next(call)
+                    call.cancel()
+                else:
+                    channel.unary_unary(path)(message, timeout=PING_DEADLINE_S)
                 self.tally.note(name, "answered")
             except grpc.RpcError as error:
                 self.tally.note(name, code_of(error))
@@ -332,21 +331,20 @@ class Fuzzer:
         self.tally.answers[name][word_of(kind.FromString(answer))] += 1
 
     def round(self) -> None:
-        """Makes calls and streams of each kind, then two kinds of odd clients."""
-        self.unary(300)
+        """Makes calls and streams of each kind, then one kind of odd clients."""
+        self.calls(300)
         opening = _wire.open_session(self.victim.session.config).SerializeToString()
         self.stream("/hotkv.v1.SessionService/Connect", session_pb2.ConnectRequest, [opening])
         if self.odd.random.random() < 0.2:
             self.stream("/hotkv.v1.SessionService/Connect", session_pb2.ConnectRequest, [])
         self.stream("/hotkv.v1.SparseService/SelectBlocks", sparse_pb2.SelectBlocksRequest, [])
-        for _ in range(KINDS_OF_ROUND):
-            name, do = self.kinds[self.rounds % len(self.kinds)]
-            self.rounds += 1
-            try:
-                do()
-            except BaseException as error:
-                error.add_note(f"while odd clients did: {name}")
-                raise
+        name, do = self.kinds[self.rounds % len(self.kinds)]
+        self.rounds += 1
+        try:
+            do()
+        except BaseException as error:
+            error.add_note(f"while odd clients did: {name}")
+            raise
 
     def close(self) -> None:
         for one in (self.bystander, self.victim, self.channel, self.admin_channel):
@@ -365,11 +363,10 @@ class FileFuzzer:
     def __init__(self, folder: Path, seed: int, tally: Tally) -> None:
         from tests.core import old_tables as cases
 
-        self.chance, self.tally, self.cases = random.Random(seed), tally, cases
+        self.chance, self.tally = random.Random(seed), tally
         self.folder, self.path = folder, folder / "file"
-        table = cases.filled().space.index.table
-        self.records, self.geometry = table.records.copy(), table.geometry
-        self.header = table.geometry.pack()
+        self.geometry = cases.filled().space.index.table.geometry
+        self.header = self.geometry.pack()
         space = KnownKeySpace(1, cases.KEY_SPACE, (cases.KIND,))
         write_state(self.path, ServerState(1 << 16, (space,)))
         self.state = self.path.read_bytes()
@@ -378,7 +375,6 @@ class FileFuzzer:
     def each(self) -> dict[str, Callable[[], None]]:
         return {
             "table header": self.try_header,
-            "table records": self.try_records,
             "state.json": self.try_state,
             "use": self.try_use,
         }
@@ -402,16 +398,6 @@ class FileFuzzer:
     def try_use(self) -> None:
         (self.folder / USE_FILE).write_bytes(spoil(self.use, self.chance))
         _read_use(self.folder / USE_FILE, self.geometry)
-
-    def try_records(self) -> None:
-        spoiled = spoil(self.records.tobytes(), self.chance).ljust(self.records.nbytes, b"\0")
-        records = np.frombuffer(spoiled, np.uint32).reshape(self.records.shape).copy()
-        core = self.cases.empty()
-        try:
-            restore(core, records, {1: 1}, None, 5.0)
-        except HotKVError as error:
-            raise AssertionError(f"restore refused: {error}") from error
-        core.check_invariants()
 
 
 FLAGS = (
@@ -452,7 +438,6 @@ def main() -> int:
     options = argparse.ArgumentParser(description="Fuzzes every call and every file.")
     options.add_argument("--inputs", type=int, default=1_000_000)
     options.add_argument("--seed", type=int, default=int(time.time()))
-    options.add_argument("--json", action="store_true", help="print one JSON object last")
     chosen = options.parse_args()
     print(f"seed {chosen.seed}", flush=True)
     began_s, last_s = time.monotonic(), [0.0]
@@ -466,8 +451,6 @@ def main() -> int:
     for name, count, answers in tally.rows():
         print(f"{name:34} {count:8}  {answers}")
     print(f"{'all':34} {tally.inputs:8}  in {time.monotonic() - began_s:.0f} s; {tally.footprints}")
-    if chosen.json:
-        print(json.dumps({"inputs": tally.inputs, "sent": tally.sent, "answers": tally.answers}))
     return 0
 
 

@@ -1,13 +1,14 @@
-"""Unary calls of the fuzzer, and odd envelopes of hints for them."""
+"""Calls of the fuzzer with a single request, and odd envelopes of hints for them."""
 
 import json
 import random
 from typing import Any
 
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 
 from hotkv_proto.hints import ActionType
-from hotkv_proto.v1 import admin_pb2, cache_pb2, hints_pb2, sparse_pb2, warm_pb2
+from hotkv_proto.v1 import admin_pb2, cache_pb2, events_pb2, hints_pb2, sparse_pb2, warm_pb2
 
 UNARY: dict[str, type[Message]] = {
     "CacheService/Lookup": cache_pb2.LookupRequest,
@@ -28,6 +29,12 @@ UNARY: dict[str, type[Message]] = {
     "WarmStartService/PrefetchBlocks": warm_pb2.PrefetchBlocksRequest,
 }
 """Calls of the admin that do not change the bystander's blocks."""
+SERVER_STREAMS: dict[str, type[Message]] = {
+    "Health/Watch": health_pb2.HealthCheckRequest,
+    "AdminService/WatchRequests": admin_pb2.WatchRequestsRequest,
+    "EventService/Subscribe": events_pb2.SubscribeRequest,
+}
+"""Calls that the server answers with a stream."""
 
 
 def odd_envelope(chance: random.Random) -> str:

@@ -12,18 +12,15 @@ back to an old copy."""
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("store", "num_nodes", "num_flushes", "seed"),
+    ("num_nodes", "num_flushes", "seed"),
     [
-        pytest.param("valkey", 3, 7, ALL_FAULTS, marks=pytest.mark.long),
-        pytest.param("valkey", 2, 25, 5, marks=pytest.mark.campaign),
-        pytest.param("s3", 2, 25, 5, marks=pytest.mark.campaign),
+        pytest.param(3, 7, ALL_FAULTS, marks=pytest.mark.long),
+        pytest.param(2, 25, 5, marks=pytest.mark.campaign),
     ],
 )
-def test_no_block_of_before_a_flush_is_loaded(
-    store: str, num_nodes: int, num_flushes: int, seed: int
-) -> None:
+def test_no_block_of_before_a_flush_is_loaded(num_nodes: int, num_flushes: int, seed: int) -> None:
     with quick_servers():
-        found = campaign(seed, store, num_nodes, num_flushes)
+        found = campaign(seed, num_nodes, num_flushes)
     assert not found.stale, found
     assert found.answered and found.loads, found
     faults = {"cut_or_heal", "stop_or_go_on", "kill", "lose_power", "store_older"}

@@ -28,10 +28,9 @@ class Node:
     """A server of the cluster, which keeps its folder and ports over restarts. `client`: an
     independent client."""
 
-    def __init__(self, folder: Path, port: int, bus_port: int, password: str) -> None:
+    def __init__(self, folder: Path, port: int, bus_port: int) -> None:
         folder.mkdir(parents=True)
         self._folder = folder
-        self._password = password
         self.path = folder / "socket"
         self.port, self._bus_port = port, bus_port
         self.start()
@@ -50,11 +49,9 @@ class Node:
             "appendonly": "no",
             "logfile": self._folder / "log",
         }
-        if self._password:
-            words |= {"requirepass": self._password, "masterauth": self._password}
         flags = [str(word) for name, value in words.items() for word in (f"--{name}", value)]
         self.process = subprocess.Popen([binary(), *flags], stdout=subprocess.DEVNULL)
-        self.client = valkey_client.Valkey(port=self.port, password=self._password or None)
+        self.client = valkey_client.Valkey(port=self.port)
         wait_for(self._answers, "a server of the cluster does not start")
 
     def _answers(self) -> bool:
@@ -82,22 +79,18 @@ class Node:
 class Cluster:
     """Three primaries without replicas, each with a third of the slots."""
 
-    def __init__(self, folder: Path, password: str = "", *, needs_all: bool = True) -> None:
+    def __init__(self, folder: Path) -> None:
         ports = free_ports(2 * NUM_NODES)
         self.nodes: list[Node] = []
         try:
             for at in range(NUM_NODES):
-                self.nodes.append(
-                    Node(folder / str(at), ports[2 * at], ports[2 * at + 1], password)
-                )
+                self.nodes.append(Node(folder / str(at), ports[2 * at], ports[2 * at + 1]))
             bounds = [NUM_SLOTS * at // NUM_NODES for at in range(NUM_NODES + 1)]
             for at, one in enumerate(self.nodes):
                 one.client.execute_command(
                     "CLUSTER", "ADDSLOTSRANGE", bounds[at], bounds[at + 1] - 1
                 )
                 one.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", at + 1)
-                if not needs_all:
-                    one.client.config_set("cluster-require-full-coverage", "no")
             for other in range(1, NUM_NODES):
                 port, bus_port = ports[2 * other], ports[2 * other + 1]
                 self.nodes[0].client.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus_port)
@@ -116,7 +109,7 @@ class Cluster:
     def replica_of(self, primary: Node, folder: Path) -> Iterator[Node]:
         """Yields a replica of a primary, in sync."""
         port, bus_port = free_ports(2)
-        replica = Node(folder, port, bus_port, "")
+        replica = Node(folder, port, bus_port)
         self.suspect_after(QUICK_MS)
         try:
             self.nodes[0].client.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus_port)
@@ -155,9 +148,6 @@ class Cluster:
             next(at for at in range(NUM_NODES) if slot < NUM_SLOTS * (at + 1) // NUM_NODES)
         ]
 
-    def names(self, pattern: str = "*") -> list[bytes]:
-        return [key for one in self.nodes for key in one.client.keys(pattern)]
-
     def flushall(self) -> None:
         for one in self.nodes:
             one.client.flushall()
@@ -187,10 +177,10 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running(folder: Path, password: str = "", *, needs_all: bool = True) -> Iterator[Cluster]:
+def running(folder: Path) -> Iterator[Cluster]:
     """Yields a cluster. Skips the test if it can't start."""
     try:
-        cluster = Cluster(folder, password, needs_all=needs_all)
+        cluster = Cluster(folder)
     except OSError as error:
         pytest.skip(f"no Valkey cluster: {error}")
     try:

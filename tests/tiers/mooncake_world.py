@@ -6,24 +6,19 @@ The master, and the owner of the store's memory, are child processes; both end w
 
 import contextlib
 import importlib.util
-import itertools
 import mmap
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hotkv_client import GroupHashes, LoadRun, TransferStatus
-from hotkv_client.admin import AdminClient
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.testing import flush_contract
@@ -36,13 +31,11 @@ from hotkv_server.testing.tier_contract import (
     check_tier,
     key,
 )
-from hotkv_server.tiers.book.epochs import CONFIRMED_S
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.mooncake.tier import mooncake_tier
 from hotkv_server.tiers.mooncake.words import epoch_key, quoted
 from hotkv_server.tiers.protocol import Read, Write
-from tests.server.places import found
-from tests.server.sharing import SharingNode, check_sharing, node
+from tests.server.sharing import check_sharing, node
 from tests.server.support import PATIENT, hashes
 from tests.support.waiting import end_with_the_parent, stop, wait_for
 from tests.tiers.mooncake_owner import MASTER, set_up
@@ -54,28 +47,25 @@ OWNED_BYTES = 64 << 20
 class World:
     """Runs the processes. `client`: an independent client, to read and change values."""
 
-    def __init__(self, owned_bytes: int = OWNED_BYTES, num_owners: int = 1) -> None:
+    def __init__(self, owned_bytes: int = OWNED_BYTES) -> None:
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
         self._owned_bytes = owned_bytes
         self.start_master()
-        self.owners: list[subprocess.Popen[bytes]] = []
-        for number in range(num_owners):
-            self.start_owner(number)
+        self.start_owner()
         self.client = set_up(f"127.0.0.1:{CLIENT_PORT}", 0)
 
-    def start_owner(self, number: int = 0) -> None:
+    def start_owner(self) -> None:
         """Starts a process that provides memory to the store, again or for the first time."""
         command = [sys.executable, "-m", "tests.tiers.mooncake_owner"]
-        owner = subprocess.Popen(
-            [*command, f"127.0.0.1:{OWNER_PORT + number}", str(self._owned_bytes)],
+        self.owner = subprocess.Popen(
+            [*command, f"127.0.0.1:{OWNER_PORT}", str(self._owned_bytes)],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=end_with_the_parent,
         )  # fmt: skip
-        assert owner.stdout is not None and owner.stdout.readline() == b"owns\n"
-        self.owners[number : number + 1] = [owner]
+        assert self.owner.stdout is not None and self.owner.stdout.readline() == b"owns\n"
 
-    def kill_owner(self, number: int = 0) -> None:
-        self.owners[number].kill()
-        self.owners[number].wait()
+    def kill_owner(self) -> None:
+        self.owner.kill()
+        self.owner.wait()
 
     def start_master(self) -> None:
         spec = importlib.util.find_spec("mooncake")
@@ -93,8 +83,7 @@ class World:
     def close(self) -> None:
         self.client.close()
         self.kill_master()
-        for number in range(len(self.owners)):
-            self.kill_owner(number)
+        self.kill_owner()
 
     def damage(self, name: bytes, at: int = 30) -> None:
         value = bytearray(self.client.get(quoted(name)))
@@ -253,7 +242,7 @@ def check_faults(world: World) -> None:
         bench = Bench(one)
         bench.fill([1, 2], [0, 1])
         wait_for(lambda: bench.write([1], [0]).tolist() in ([Write.STORED], [Write.PRESENT]))
-        for process in (world.owners[0], world.master):
+        for process in (world.owner, world.master):
             stop(process.pid)
             assert bench.read([1], [5]).tolist() == [Read.FAILED]
             assert "has not answered in time" in one.tier.problem()
@@ -280,267 +269,22 @@ def check_faults(world: World) -> None:
 
 
 def check_daemons() -> None:
-    World()
+    """Checks that two daemons find each other's blocks, count each other's flushes, and share
+    again after the store's memory and its master were lost."""
+    world = World()
+    flags = ("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1")
     with node() as a, node() as b:
-        check_sharing(a.start_sharing(*Kills.FLAGS), b.start_sharing(*Kills.FLAGS))
-
-
-@dataclass(frozen=True)
-class Part:
-    """A process of the world. `node`: the node if the process is its server."""
-
-    name: str
-    pid: Callable[[], int]
-    kill: Callable[[], None]
-    start: Callable[[], object]
-    node: SharingNode | None = None
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Stored blocks, and their bytes [layer, block, byte]."""
-
-    blocks: list[bytes]
-    content: np.ndarray
-
-
-class Kills:
-    """Daemons over the store. Each part in turn is killed or stopped, also around a flush.
-
-    Invariants: a node loads only the stored bytes. Once a flush has answered without pending tiers,
-    or the store has a new epoch, no node loads an older block from the store. (Host memory may
-    still have such a block, if its node could not ask the store since.) `heals`: once all parts run
-    again, each node finds the blocks that the others store, and no node loads an older block.
-    """
-
-    FLAGS = (
-        *("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1"),
-        *PATIENT,
-    )
-
-    def __init__(self, world: World, nodes: Sequence[SharingNode], seed: int) -> None:
-        self._world, self._nodes, self._dice = world, nodes, random.Random(seed)
-        self._stored: list[Chain] = []
-        self._gone: list[Chain] = []
-        self.num_loads = 0
-        for one in nodes:
-            one.start_sharing(*self.FLAGS)
-        self._fingerprint = self._told(nodes[0])
-        self._epoch = b""
-        self.heals()
-
-    def _told(self, node: SharingNode) -> str:
-        assert node.server is not None
-        with AdminClient(node.server.target) as admin:
-            (key_space,) = admin.key_spaces()
-        return str(key_space["fingerprint"])
-
-    def run(self, num_faults: int) -> None:
-        faults = self._faults()
-        for _ in range(num_faults):
-            self.put(self._dice.choice(self._nodes))
-            fault, part = next(faults)
-            print(f"{fault.__name__} {part.name}", flush=True)
-            fault(part)
-            self.load_some()
-            self.heals()
-            # All nodes know the store's epoch by now.
-            self.check_gone(self._gone[:2], self._nodes)
-            self.check_gone(self._dice.sample(self._gone, min(2, len(self._gone))), self._nodes)
-
-    def _faults(self) -> Iterator[tuple[Callable[[Part], None], Part]]:
-        """Yields each kind of fault in turn. In the course of a run, each kind hits each part."""
-        kinds = [
-            *(self.kill, self.kill_child, self.stop),
-            *(self.flush_then_kill, self.flush_while_stopped, self.flush_while_dead),
-        ]
-        parts = list(self._parts())
-        while True:
-            of_kinds = [self._dice.sample(parts, len(parts)) for _ in kinds]
-            for of_turn in zip(*of_kinds, strict=True):
-                yield from self._dice.sample(list(zip(kinds, of_turn, strict=True)), len(kinds))
-
-    def _parts(self) -> Iterator[Part]:
-        world = self._world
-        for number, one in enumerate(self._nodes):
-            start = partial(one.start_sharing, *self.FLAGS)
-            yield Part(f"node {number}", partial(_pid, one), one.stop, start, one)
-        for number in range(len(world.owners)):
-            pid = partial(lambda at: world.owners[at].pid, number)
-            kill, start_again = (
-                partial(act, number) for act in (world.kill_owner, world.start_owner)
-            )
-            yield Part(f"owner {number}", pid, kill, start_again)
-        yield Part("master", lambda: world.master.pid, world.kill_master, world.start_master)
-
-    def running(self, without: SharingNode | None = None) -> list[SharingNode]:
-        return [node for node in self._nodes if node is not without]
-
-    def put(self, node: SharingNode) -> Chain:
-        blocks = hashes(4)
-        self._stored.append(Chain(blocks, node.put(blocks)))
-        return self._stored[-1]
-
-    def load_some(self, without: SharingNode | None = None) -> None:
-        for chain in self._dice.sample(self._stored, min(4, len(self._stored))):
-            self.load(self._dice.choice(self.running(without)), chain)
-
-    def load(self, node: SharingNode, chain: Chain) -> int:
-        """Loads blocks. Returns their number. Raises AssertionError if bytes are wrong."""
-        engine = node.engine
-        assert engine is not None and engine.session.wait_connected(60)
-        engine.kv[:] = 0
-        name = os.urandom(8).hex()
-        found(engine, chain.blocks)
-        lease = engine.session.acquire(name, [GroupHashes(0, chain.blocks)]).result(60)
-        at = np.flatnonzero(lease.pinned[0]).astype(np.int32)
-        is_done = False
-        if len(at):
-            result = engine.session.load(name, name, [LoadRun(0, at, at)], 60).result(90)
-            is_done = result.status is TransferStatus.DONE
-        engine.session.release(name)
-        if not is_done:
-            return 0
-        assert np.array_equal(engine.kv[:, at], chain.content[:, at]), "wrong bytes"
-        self.num_loads += 1
-        return len(at)
-
-    def heals(self) -> None:
-        for one, other in itertools.permutations(self._nodes, 2):
-            try:
-                wait_for(partial(self._is_shared, one, other), "blocks are not shared", 240.0)
-            except AssertionError:
-                self._say_why()
-                raise
-
-    def _say_why(self) -> None:
-        """Prints the nodes' states of the store, and the ends of their logs."""
-        print(f"epoch: {self.epoch()!r}", flush=True)
-        for one in self._nodes:
-            assert one.server is not None
-            with AdminClient(one.server.target) as admin:
-                print(admin.tiers(), flush=True)
-                counters = admin.info()["counters"]
-            shared = {name: n for name, n in counters.items() if name.startswith("shared_")}
-            print(shared, flush=True)
-            print((one.folder / "hotkv-server.log").read_text()[-2000:], flush=True)
-
-    def _is_shared(self, one: SharingNode, other: SharingNode) -> bool:
-        before, chain = one.num_copied(), self.put(one)
-        until_s = time.monotonic() + 2.0
-        while time.monotonic() < until_s:
-            if one.num_copied() >= before + 4 and self.load(other, chain) == 4:
-                return True
-            time.sleep(0.05)
-        return False
-
-    # Flushes
-
-    def flush(self, without: SharingNode | None = None) -> Callable[[], None]:
-        """Flushes on a node. Returns a check that no older block is loaded. If the flush is
-        pending, the check must wait until all parts run.
-
-        The check leaves out blocks in host memory of nodes that have not asked the store.
-        """
-        node = self._dice.choice(self.running(without))
-        chains, self._stored = self._stored, []
-        nodes = [node]
-        for one in self.running(without):
-            if one is not node and self._dice.random() < 0.7:
-                assert one.server is not None
-                with AdminClient(one.server.target) as admin:
-                    admin.evict(everything=True)
-                nodes.append(one)
-        before = self._epoch
-        assert node.engine is not None
-        pending = node.engine.session.flush().result(90).pending_tiers
-        print(f"  flushed, pending: {list(pending)}", flush=True)
-        some = self._dice.sample(chains, min(4, len(chains)))
-        self._gone = chains + self._gone
-
-        def check() -> None:
-            if pending:
-                wait_for(lambda: self.epoch() not in (b"", before), "a new epoch", 240.0)
-                time.sleep(2 * CONFIRMED_S)
-            self.check_gone(some, nodes)
-
-        if not pending:
-            check()
-        return check
-
-    def epoch(self) -> bytes:
-        """Returns the epoch in the store; empty if it can't be read."""
-        return bytes(self._world.client.get(epoch_key(self._fingerprint)))
-
-    def check_gone(self, chains: Sequence[Chain], nodes: Sequence[SharingNode]) -> None:
-        for one, chain in itertools.product(nodes, chains):
-            assert self._lacks(one, chain), "a flushed block is loaded"
-
-    def _lacks(self, node: SharingNode, chain: Chain) -> bool:
-        return not self.load(node, chain)
-
-    # Faults
-
-    def kill(self, part: Part) -> None:
-        part.kill()
-        self.load_some(part.node)
-        part.start()
-
-    def kill_child(self, part: Part) -> None:
-        """Kills the children of a node's tier."""
-        node = part.node or self._dice.choice(self._nodes)
-        assert node.server is not None
-        for pid in children_of(node.server.pid):
-            os.kill(pid, signal.SIGKILL)
-
-    def stop(self, part: Part) -> None:
-        with stopped(part):
-            self.load_some(part.node)
-
-    def flush_then_kill(self, part: Part) -> None:
-        self._epoch = self.epoch()
-        check = self.flush()
-        part.kill()
-        self.load_some(part.node)
-        part.start()
-        check()
-
-    def flush_while_stopped(self, part: Part) -> None:
-        self._epoch = self.epoch()
-        with stopped(part):
-            check = self.flush(part.node)
-        check()
-
-    def flush_while_dead(self, part: Part) -> None:
-        self._epoch = self.epoch()
-        part.kill()
-        check = self.flush(part.node)
-        part.start()
-        check()
-
-
-def _pid(node: SharingNode) -> int:
-    assert node.server is not None
-    return node.server.pid
-
-
-@contextlib.contextmanager
-def stopped(part: Part) -> Iterator[None]:
-    """Stops the part until the context ends."""
-    pid = part.pid()
-    stop(pid)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def check_kills(seed: int = 1, num_faults: int = 6) -> None:
-    """Checks that killing or stopping any single part costs hits only."""
-    with node() as a, node() as b:
-        kills = Kills(World(num_owners=2), (a, b), seed)
-        kills.run(num_faults)
-        print(f"{kills.num_loads} loads", flush=True)
+        check_sharing(*(one.start_sharing(*flags, *PATIENT) for one in (a, b)))
+        for kill, start in (
+            (world.kill_owner, world.start_owner),
+            (world.kill_master, world.start_master),
+        ):
+            kill()
+            start()
+            a.until_copying()
+            chain = hashes(4)
+            content = a.fill(chain)
+            wait_for(partial(b.loads, chain, content), "blocks are not shared", 240.0)
 
 
 def check_orphans(world: World) -> None:
@@ -555,27 +299,22 @@ def check_orphans(world: World) -> None:
 
 def children_of_this() -> list[int]:
     """Returns the process ids of this process's Mooncake children."""
-    return children_of(os.getpid())
-
-
-def children_of(parent: int) -> list[int]:
-    listed = Path(f"/proc/{parent}/task").glob("*/children")
+    listed = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [int(pid) for file in listed for pid in file.read_text().split()]
     return [pid for pid in pids if b"mooncake.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-CHECKS: dict[str, Callable[..., None]] = {
+CHECKS: dict[str, Callable[[], None]] = {
     "compressed": check_compressed,
     "one node": check_one_node,
     "daemons": check_daemons,
-    "kills": check_kills,
     "full": check_full,
 }
 
 
 def main() -> int:
     os.environ["MC_TCP_BIND_ADDRESS"] = "127.0.0.1"
-    CHECKS[sys.argv[1]](*map(int, sys.argv[2:]))
+    CHECKS[sys.argv[1]]()
     print("passed", flush=True)
     # The native client's threads do not end by themselves.
     os._exit(0)

@@ -1,26 +1,38 @@
-"""The disk tier works on real files, direct and buffered: the contract, files cut short."""
+"""The disk tier keeps the contract on real files, direct and buffered. Over disks that fail, lag
+and hang, each block gets its result, each call ends once, and a slot is free only when the disk can
+no longer touch it."""
 
 import contextlib
 import errno
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault
 from hotkv_server.testing.tier_contract import (
     ARENA_BYTES,
     SLOT_BYTES,
     SLOTS,
+    WAIT_S,
     Bench,
     Rig,
     check_tier,
+    content,
 )
-from hotkv_server.tiers.protocol import Read, Write
+from hotkv_server.tiers.disk import calls
+from hotkv_server.tiers.disk.slab_file import SlabFile
+from hotkv_server.tiers.protocol import Codes, Read, Write
+from tests.support.waiting import wait_for
 from tests.tiers.disks import disk, shm_folder
+from tests.tiers.support import Asked
 
-STORED, FAILED = int(Write.STORED), int(Write.FAILED)
+STORED, FULL, FAILED = int(Write.STORED), int(Write.FULL), int(Write.FAILED)
 
 
 @pytest.mark.parametrize("num_threads", [1, 8])
@@ -105,3 +117,158 @@ def test_it_names_its_problem_and_says_what_it_is(tmp_path: Path) -> None:
         assert facts.places and not facts.is_shared and facts.capacity_bytes == ARENA_BYTES
         made.tier.probe([b"a", b"b"], 0.0, lambda codes: answers.append(codes.tolist()))
         assert answers == [[FAILED, FAILED]]
+
+
+HANGS = Fault(hangs=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "written", "read"),
+    [
+        *(
+            (Fault(code=code), FAILED, Read.CORRUPT)
+            for code in (errno.EIO, errno.EROFS, errno.EINVAL)
+        ),
+        *(
+            (Fault(code=code), FULL, Read.CORRUPT)
+            for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        ),
+        *(
+            (Fault(moved_bytes=moved), FAILED, Read.CORRUPT)
+            for moved in (0, SLOT_ALIGN, SLOT_BYTES - SLOT_ALIGN)
+        ),
+    ],
+)
+def test_a_fault_costs_its_block_only(
+    tmp_path: Path, fault: Fault, written: int, read: int
+) -> None:
+    with disk(tmp_path) as made:
+        bench, numbers = Bench(made.rig()), [1, 2, 3]
+        bench.fill(numbers, numbers)
+        made.io.writes[2 * SLOT_BYTES] = fault
+        codes, seals = bench.answer(bench.blocks(numbers, numbers))
+        assert codes.tolist() == [STORED, written, STORED]
+        assert (seals > 0).tolist() == [True, False, True]
+        for _ in range(3):
+            assert bench.write([2], [2]).tolist() == [written]
+        assert bool(made.tier.problem()) == (written == FAILED and bool(fault.code))
+        made.io.heal()
+        assert bench.write(numbers, numbers).tolist() == [STORED] * 3 and not made.tier.problem()
+        bench.arena[:] = 0
+        # The slot already has the block's bytes, but the result must say that they were not read.
+        bench.fill([2], [8])
+        made.io.reads[2 * SLOT_BYTES] = fault
+        assert bench.read(numbers, [7, 8, 9]).tolist() == [Read.FOUND, read, Read.FOUND]
+        # If only one block is read, a read at another place shows whether the whole disk fails.
+        assert bench.read([2], [8]).tolist() == [read]
+        made.io.reads[EVERYWHERE] = made.io.reads.pop(2 * SLOT_BYTES)
+        assert bench.read([2], [8]).tolist() == [FAILED if fault.code else read]
+        assert np.array_equal(bench.slot(9), content(3))
+        figures = made.tier.figures()
+        assert (figures.written_blocks, figures.read_blocks) == (5, 2)
+        assert figures.failed_blocks == 4 * (written == FAILED) + bool(fault.code)
+        assert figures.corrupt_blocks == 2 + (not fault.code)
+        assert figures.read_bytes == 2 * SLOT_BYTES
+
+
+def test_the_page_cache_does_not_hide_a_dead_disk(tmp_path: Path) -> None:
+    with disk(tmp_path, direct=False) as made:
+        bench = made.stored([0, 2])
+        os.fsync(made.file.fd)
+        made.io.reads[EVERYWHERE] = Fault(code=errno.EIO)
+        made.io.cached |= {0, ARENA_BYTES - SLOT_ALIGN}
+        assert bench.read([0, 2], [5, 6]).tolist() == [Read.FOUND, FAILED]
+        with pytest.raises(OSError):
+            os.preadv(made.file.fd, [bytearray(SLOT_ALIGN)], 0, os.RWF_NOWAIT)
+        made.io.heal()
+        made.io.reads[2 * SLOT_BYTES] = Fault(code=errno.EIO)
+        assert bench.read([0, 2], [5, 6]).tolist() == [Read.FOUND, Read.CORRUPT]
+
+
+def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads write the blocks of one call."""
+    monkeypatch.setattr(calls, "MAX_PIECE_BYTES", SLOT_BYTES)
+    with disk(tmp_path, num_threads=4) as made:
+        bench = made.stored([1, 2])
+        asked = Asked(bench)
+        made.io.writes[EVERYWHERE] = HANGS
+        asked.write("all", range(10, 30))
+        made.io.wait_hung(3)
+        now_s = time.monotonic()
+        assert 10 <= made.tier.stalled_s(now_s + 10) < 20
+        assert made.tier.stalled_s(now_s - 10) == 0
+        for _ in range(20):
+            bench.check_read([1, 2], [5, 6])
+        assert made.io.num_hung == 3
+        assert made.tier.figures().queued_bytes == 20 * SLOT_BYTES
+        made.io.heal()
+        assert asked.wait("all") == [STORED] * 20
+        wait_for(lambda: made.tier.stalled_s(now_s + 10) == 0, "the stall did not end")
+        assert made.tier.figures().queued_bytes == 0
+
+
+def test_a_read_whose_deadline_passes_while_the_disk_hangs_ends_then(tmp_path: Path) -> None:
+    with disk(tmp_path, num_threads=1) as made:
+        bench = made.stored([1, 2, 3])
+        asked = Asked(bench)
+        made.io.reads[SLOT_BYTES] = HANGS
+        asked.read("begun", [1], [5], within_s=0.05)
+        made.io.wait_hung(1)
+        asked.read("queued", [2], [6], within_s=0.05)
+        asked.read("patient", [3], [7])
+        assert asked.wait("queued") == [FAILED]
+        # The disk may still write into the first block's slot.
+        assert asked.codes.keys() == {"queued"}
+        made.io.heal()
+        assert asked.wait("begun") == asked.wait("patient") == [Read.FOUND]
+        assert (False, 2 * SLOT_BYTES) not in made.io.begun
+        assert not bench.slot(6).any()
+
+
+def test_closing_does_not_wait_for_ever_and_ends_no_call_too_early(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with disk(tmp_path, num_threads=1, close_wait_s=0.05) as made:
+        bench = made.stored([1, 2])
+        asked = Asked(bench)
+        made.io.reads[SLOT_BYTES] = HANGS
+        asked.read("begun", [1], [5])
+        made.io.wait_hung(1)
+        asked.read("queued", [2], [6])
+        asked.write("written", [9])
+        made.tier.close()
+        assert "the disk hangs" in caplog.text
+        assert asked.codes == {"queued": [FAILED], "written": [FAILED]}
+        # The descriptor is still in use. It stays open, so that no other file gets its number.
+        with pytest.raises(OSError, match="in use"):
+            SlabFile.open(tmp_path, ARENA_BYTES)
+        assert bench.read([2], [6]).tolist() == [FAILED]
+        made.io.heal()
+        assert asked.wait("begun") == [Read.FOUND]
+        assert np.array_equal(bench.slot(5), content(1))
+        wait_for(lambda: not made.file.is_open, "the file was not closed")
+        SlabFile.open(tmp_path, ARENA_BYTES).close()
+
+
+def test_a_call_that_raises_or_makes_no_sense_harms_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[list[int]] = []
+
+    def fail(codes: Codes) -> None:
+        raise RuntimeError("of the caller")
+
+    with disk(tmp_path, num_threads=2) as made:
+        bench = made.stored([1])
+        blocks: Any = bench.blocks([1], [5])
+        nowhere = type(blocks)(blocks.keys, blocks.slots, blocks.num_bytes)
+        for _ in range(3):
+            made.tier.read(blocks, time.monotonic() + WAIT_S, fail)
+            made.tier.read(
+                nowhere, time.monotonic() + WAIT_S, lambda codes: answers.append(codes.tolist())
+            )
+        wait_for(lambda: caplog.text.count("RuntimeError: of the") == 3, "not all were logged")
+        wait_for(lambda: answers == [[FAILED]] * 3, "a read did not end")
+        assert "a piece of 1 blocks" in caplog.text
+        bench.check_read([1], [6])
+        assert made.tier.figures().queued_bytes == 0

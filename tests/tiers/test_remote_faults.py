@@ -1,12 +1,13 @@
-"""A store that is dead, hung, slow or answers garbage costs hits, never bytes: each fault over a
-real Valkey and a real S3 server, through a proxy."""
+"""A store that is dead, hung, slow or answers garbage costs hits, never bytes. A flush that a node
+has answered counts on every other node, whenever it happens during a call. Each over a real Valkey
+and a real S3 server, through a proxy."""
 
 import gc
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -14,13 +15,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hotkv_server.testing import flush_contract
 from hotkv_server.testing.fault_proxy import Dam, changed_at, cut_after, nothing
+from hotkv_server.testing.flush_contract import NAME, epoch, flush, keys_of, probe, read, write
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes, content
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote import calls
 from hotkv_server.tiers.remote.calls import PART_BLOCKS, PART_BYTES, cut
+from hotkv_server.tiers.valkey.resp import command
 from tests.support.waiting import wait_for
-from tests.tiers.support import Asked, Store, broken, quickest_s
+from tests.tiers.support import Asked, Gate, Store, broken, quickest_s
 
 NUMBERS = [3, 6, 9]
 """Blocks of the same key space that are in the store."""
@@ -258,3 +262,83 @@ def test_parts_are_all_rows_in_order_and_bounded(sizes: list[int]) -> None:
         # Each part is as large as allowed: one more block would exceed a limit.
         more = num_bytes[part.start : after.start + 1]
         assert len(more) > PART_BLOCKS or more.sum() > PART_BYTES
+
+
+# ------------------------------------------------------------------------------------------ flushes
+
+Ask = Callable[..., list[int]]
+REPLY_BYTES = len(b"$%d\r\n\r\n" % (SLOT_BYTES + 24)) + SLOT_BYTES + 24
+"""Bytes of a block's reply from Valkey on the wire."""
+
+
+def test_flushes_keep_their_contract(store: Store) -> None:
+    flush_contract.check_flushes(
+        flush_contract.Store(store.direct, lambda: store.set_epoch(None), store.set_epoch)
+    )
+
+
+@pytest.mark.parametrize("ask", [read, probe])
+@pytest.mark.parametrize("at", range(5))
+def test_no_old_block_after_a_flush_was_answered(store: Store, at: int, ask: Ask) -> None:
+    """Flushes on node A during a call of node B: the first `at` requests of the call reach the
+    store before the flush, the others after it."""
+    told, done = [], list[list[int]]()
+    options = {"connections": 1, "on_epoch": lambda *flush: told.append(flush)}
+    with store.direct() as node_a, store.bench(**options) as node_b:
+        now = epoch(node_a.tier)
+        keys = keys_of(now, 4)
+        write(node_b, keys)
+        assert ask(node_b.tier, keys, {NAME: now}) == [Read.FOUND] * 4
+        if store.is_valkey:
+            gate = Dam(at * len(command(b"GET" if ask is read else b"EXISTS", keys[0])))
+        else:
+            gate = Gate(b"GET", "/epochs/1/" if at or ask is probe else "/blocks/1/")
+        store.proxy.on_command = gate
+        thread = threading.Thread(target=lambda: done.append(ask(node_b.tier, keys, {NAME: now})))
+        thread.start()
+        assert gate.is_full.wait(60)
+        # Give the store time to execute the requests that have passed, before the flush.
+        time.sleep(0.05)
+        raised = flush(node_a.tier)
+        gate.opened.set()
+        thread.join()
+        assert done == [[Read.ABSENT] * 4] and told == [(NAME, raised)]
+        store.proxy.on_command = nothing
+        # Blocks of the new epoch are found.
+        keys = keys_of(raised, 2)
+        write(node_b, keys)
+        assert ask(node_b.tier, keys, {NAME: raised}) == [Read.FOUND] * 2
+
+
+@pytest.mark.parametrize(("ask", "reply_bytes"), [(read, REPLY_BYTES), (probe, len(b":1\r\n"))])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_a_call_that_loses_its_epoch_finds_nothing(
+    store: Store, ask: Ask, reply_bytes: int, more: int
+) -> None:
+    """Cuts the connection when all blocks (or answers to a probe) have come, but not the answer
+    with the epoch. The call must find nothing."""
+
+    def lost(piece: bytes) -> Iterator[bytes]:
+        if b"/epochs/1/" in piece[:500]:
+            raise ConnectionAbortedError
+        yield piece
+
+    with store.bench(connections=1) as bench:
+        now = epoch(bench.tier)
+        keys = keys_of(now, 2)
+        write(bench, keys)
+        assert ask(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
+        if store.is_valkey:
+            store.proxy.on_reply = cut_after(2 * reply_bytes + more)
+        else:
+            store.proxy.on_command = lost
+        assert ask(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
+        store.proxy.on_reply = store.proxy.on_command = nothing
+        assert ask(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
+
+
+def test_nobody_answers_for_a_dead_store(store: Store) -> None:
+    with store.bench() as bench:
+        assert epoch(bench.tier)
+        with broken(store.proxy):
+            assert epoch(bench.tier) is None and flush(bench.tier) is None

@@ -24,7 +24,7 @@ from hotkv_server.tiers.drive.tasks import check_values
 from hotkv_server.tiers.protocol import Blocks, OnWrite, Read, Write
 from tests.core.support import begin_store, evict, words_of
 from tests.support.waiting import eventually
-from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup
+from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup, SharedNode, nodes
 
 
 @contextlib.asynccontextmanager
@@ -328,23 +328,6 @@ async def test_a_session_whose_leases_wait_already_waits_for_no_more(monkeypatch
         assert not one.tiers._waiting
 
 
-async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> None:
-    async with made(0.2) as one:
-        await one.lie_below(BLOCKS)
-        one.tier.faults.is_hung = True
-        lists = [HashList(0, words_of(BLOCKS))]
-        began_s = time.monotonic()
-        assert not any(await one.leased(BLOCKS))
-        assert time.monotonic() - began_s >= 0.2
-        monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
-        assert not one.tiers.has_some(one.session, [HashList(0, words_of([50]))])
-        assert not any(one.lies_elsewhere(BLOCKS))
-        # The late read's blocks are ready for the next caller.
-        one.tier.faults.is_hung = False
-        monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: 0.0)
-        await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
-
-
 async def test_blocks_that_would_come_later_than_they_are_computed_are_left() -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)
@@ -354,19 +337,60 @@ async def test_blocks_that_would_come_later_than_they_are_computed_are_left() ->
         assert one.below.reads.left_blocks == len(BLOCKS)
 
 
-async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
-    async with made() as one:
-        await one.lie_below(BLOCKS)
-        one.tier.faults.problem = "gone"
+@contextlib.asynccontextmanager
+async def lying(where: str, lookup_wait_s: float = 10.0) -> AsyncIterator[Setup | SharedNode]:
+    """Yields a node without BLOCKS in host memory. They lie on its disk, or (`where` is "shared")
+    in a store that it shares with another node."""
+    if where == "disk":
+        async with made(lookup_wait_s) as one:
+            await one.lie_below(BLOCKS)
+            yield one
+        return
+    async with nodes(lookup_wait_s=lookup_wait_s) as (other, one):
+        await other.share(BLOCKS)
+        assert await one.looked_up(BLOCKS) == [True] * 6
+        yield one
+
+
+@pytest.mark.parametrize("where", ["disk", "shared"])
+async def test_a_dead_tier_is_a_miss_at_once_and_comes_back(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    async with lying(where) as one:
+        one.tier.faults.problem, num_written = "gone", one.tier.figures().written_blocks
+        one.put([30])
         # One read is tried; later callers do not wait for it.
         assert not any(await one.leased(BLOCKS))
         assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
-        one.put([20, 21])
-        await asyncio.sleep(0.2)
-        assert len(one.lower.down.waiting) == 2
+        monkeypatch.setattr(breaker, "RETRY_S", 0.1)
+        assert not any(await asyncio.wait_for(one.leased(BLOCKS), 5.0))
+        assert await one.leased([30]) == [True]
         one.tier.faults.problem = ""
+        (drive,) = (*one.tiers.shared, *([one.tiers.below] if one.tiers.below else []))
+        await eventually(lambda: drive.breaker.lets_pass, "it is not tried again")
         assert all(await one.leased(BLOCKS))
-        await one.until_down(len(BLOCKS) + 2)
+        # The block that was stored meanwhile is written now.
+        await eventually(lambda: one.tier.figures().written_blocks > num_written, "not written")
+
+
+@pytest.mark.parametrize("where", ["disk", "shared"])
+async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any, where: str) -> None:
+    async with lying(where, 0.2) as one:
+        one.tier.faults.is_hung = True
+        lists = [HashList(0, words_of(BLOCKS))]
+        began_s = time.monotonic()
+        assert not any(await asyncio.wait_for(one.leased(BLOCKS), 5.0))
+        assert time.monotonic() - began_s >= 0.2
+        one.put([40])
+        assert await one.leased([40]) == [True]
+        monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
+        assert not one.tiers.has_some(one.session, [HashList(0, words_of([50]))])
+        ready = one.core.lookup(1, lists)
+        assert not one.tiers.lookups.lies_elsewhere(1, lists, ready)[0].any()
+        # The late read's blocks are ready for the next caller.
+        one.tier.faults.is_hung = False
+        monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: 0.0)
+        await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
 
 
 @pytest.mark.parametrize("is_early", [True, False])

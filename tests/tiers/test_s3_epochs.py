@@ -1,4 +1,4 @@
-"""Epochs as objects of a bucket; races of flushes are in `test_flush_races`."""
+"""Epochs as objects of a bucket; races of flushes are in `test_remote_faults`."""
 
 import time
 from collections.abc import Iterator

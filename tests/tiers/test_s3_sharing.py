@@ -1,5 +1,5 @@
-"""Nodes read each other's blocks, at few requests; damaged or removed blocks in the bucket are
-misses."""
+"""The tier in S3 keeps the contract over a real server. Nodes read each other's blocks, at few
+requests, and agree with a dict; damaged or removed blocks in the bucket are misses."""
 
 import time
 from collections import Counter
@@ -8,6 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
+
+from pathlib import Path
+
+import pytest
 
 from hotkv_server.testing import flush_contract
 from hotkv_server.testing.fault_proxy import FaultProxy
@@ -29,6 +33,23 @@ from tests.tiers.s3_support import (
     write,
 )
 from tests.tiers.support import Gate
+
+pytest.importorskip("obstore", reason="obstore speaks S3")
+
+import contextlib
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hotkv_server.testing.tier_contract import check_round_trip, check_tier
+from tests.server.certificates import Authority
+from tests.tiers.s3_support import rig_maker
+from tests.tiers.support import tls_proxy
+
+pytest.importorskip("obstore", reason="obstore speaks S3")
+
+from hotkv_server.testing.tier_contract import Bench
 
 
 def test_odd_keys(s3_server: Server) -> None:
@@ -221,3 +242,105 @@ def test_key_spaces_beyond_the_bound_are_looked_at_anew(
         flush_contract.write(bench, keys)
         assert "Lister(2 key spaces" in repr(bench.tier._shared)
         assert flush_contract.read(bench.tier, keys, {}) == [Read.FOUND] * 5
+
+
+@pytest.mark.parametrize("connections", [1, 6])
+def test_a_bucket_keeps_the_contract(s3_server: Server, connections: int) -> None:
+    with proxied(s3_server) as (proxy, _):
+        check_tier(rig_maker(s3_server, proxy, connections=connections), seed=connections)
+
+
+def test_blocks_come_back_over_tls(s3_server: Server, tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path, "ca"), Authority(tmp_path, "other")
+    with tls_proxy(("127.0.0.1", s3_server.port), authority) as proxy:
+        endpoint = f"https://127.0.0.1:{proxy.port}"
+        make = rig_maker(s3_server, proxy, endpoint=endpoint, ca_file=authority.path)
+        check_round_trip(make, seed=3)
+        options = {"endpoint": endpoint, "ca_file": other.path}
+        with bench_over(s3_server, new_prefix(), **options) as bench:
+            wait_for(bench.tier.problem, "no problem")
+            assert "certificate that does not pass" in bench.tier.problem()
+
+
+NUMBERS = st.lists(st.integers(0, 11), min_size=1, max_size=8, unique=True)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(0, 1), NUMBERS),
+        st.tuples(st.just("read"), st.integers(0, 1), NUMBERS),
+        st.tuples(st.just("forget"), st.integers(0, 1), NUMBERS),
+        st.tuples(st.just("restart"), st.integers(0, 1), st.just([])),
+        st.tuples(st.just("damage"), st.integers(0, 1), st.lists(st.integers(0, 1 << 20))),
+        st.tuples(st.just("expire"), st.just(0), st.just([])),
+        st.tuples(st.just("cut"), st.just(0), st.lists(st.integers(0, 1 << 20), min_size=1)),
+    ),
+    max_size=12,
+)
+
+
+def key_of_three(number: int) -> bytes:
+    """Returns a key in one of three key spaces, so that a write becomes up to three packs."""
+    return b"hotkv/1/0%d/1/0/%032x" % (number % 3, number)
+
+
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@given(STEPS)
+def test_two_nodes_agree_with_a_dict(
+    s3_server: Server, steps: list[tuple[str, int, list[int]]]
+) -> None:
+    prefix = new_prefix()
+    # For each node: the blocks that it stored or found, unchanged since. It must find them again.
+    sure: list[set[int]] = [set(), set()]
+    ever: set[int] = set()
+    with contextlib.ExitStack() as stack:
+
+        def started() -> Bench:
+            return stack.enter_context(bench_over(s3_server, prefix))
+
+        nodes = [started(), started()]
+        for what, who, given_to_it in steps:
+            if what == "write":
+                codes = write(nodes[who], given_to_it, key_of_three)
+                assert set(codes) <= {Write.STORED, Write.PRESENT}
+                for number, code in zip(given_to_it, codes, strict=True):
+                    assert code == Write.PRESENT or number not in sure[who]
+                    ever.add(number)
+                    if code == Write.STORED:
+                        sure[who].add(number)
+            elif what == "read":
+                codes = read(nodes[who], given_to_it, key_of_three)
+                for number, code in zip(given_to_it, codes, strict=True):
+                    assert code == Read.FOUND or number not in sure[who]
+                    assert code != Read.FAILED and not nodes[who].tier.problem()
+                    assert code == Read.ABSENT or number in ever
+                    (sure[who].add if code == Read.FOUND else sure[who].discard)(number)
+            elif what == "forget":
+                nodes[who].tier.forget([key_of_three(number) for number in given_to_it])
+                sure[who] -= set(given_to_it)
+            elif what == "restart":
+                nodes[who] = started()
+                sure[who] = set()
+            elif what == "damage" and (packs := s3_server.packs(prefix)):
+                for at in given_to_it:
+                    path = packs[at % len(packs)]
+                    if body := s3_server.bytes_of(path):
+                        s3_server.flip(path, at % len(body))
+                # Any block may be found or not: nodes keep lists of packs that the bucket has lost.
+                sure = [set(), set()]
+            elif what == "expire" and (packs := s3_server.packs(prefix)):
+                s3_server.store.delete(packs[-1])
+                sure = [set(), set()]
+            elif what == "cut" and (packs := s3_server.packs(prefix)):
+                body = s3_server.bytes_of(packs[-1])
+                s3_server.store.put(packs[-1], body[: given_to_it[0] % (len(body) or 1)])
+                sure = [set(), set()]
+        # A node that starts now finds blocks that are stored now.
+        everything = list(range(12))
+        write(nodes[0], everything, key_of_three)
+        codes = read(nodes[0], everything, key_of_three)
+        lost = [number for number in everything if codes[number] != Read.FOUND]
+        write(nodes[0], lost, key_of_three)
+        found = read(started(), everything, key_of_three)
+        again = read(nodes[0], everything, key_of_three)
+        assert again == [Read.FOUND] * 12
+        assert all(code in (Read.FOUND, Read.CORRUPT, Read.ABSENT) for code in found)
+        assert all(list_bytes(path.rpartition("/")[2]) for path in s3_server.packs(prefix))

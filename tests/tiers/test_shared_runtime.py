@@ -239,42 +239,6 @@ async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_a
         assert all(await leasing) and node.shared.num_fetched == 6
 
 
-async def test_a_dead_store_is_a_miss_at_once_and_comes_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with nodes() as (a, b):
-        await a.share(BLOCKS)
-        assert await b.looked_up(BLOCKS[:1]) == [True]
-        b.tier.faults.problem = "gone"
-        b.put([30])
-        # A single trial is due; later callers do not wait.
-        await b.leased(BLOCKS)
-        monkeypatch.setattr(breaker, "RETRY_S", 0.1)
-        began_s = time.monotonic()
-        assert not any(await b.leased(BLOCKS)) and await b.leased([30]) == [True]
-        assert time.monotonic() - began_s < 5.0
-        b.tier.faults.problem = ""
-        await eventually(lambda: b.shared.breaker.lets_pass, "it is not tried again")
-        assert all(await b.leased(BLOCKS))
-
-
-async def test_a_hung_store_costs_a_bounded_wait() -> None:
-    async with nodes(lookup_wait_s=0.2) as (a, b):
-        await a.share(BLOCKS)
-        assert await b.looked_up(BLOCKS) == [True] * 6
-        b.tier.faults.is_hung = True
-        began_s = time.monotonic()
-        assert not any(await b.leased(BLOCKS))
-        assert 0.2 <= time.monotonic() - began_s < 5.0
-        assert await asyncio.wait_for(b.looked_up([50]), 20) == [False]
-        b.put([40])
-        assert await b.leased([40]) == [True]
-        b.tier.faults.is_hung = False
-        # The late read's blocks are ready for the next caller.
-        await eventually(lambda: b.shared.num_fetched == 6, "the read did not end")
-        assert all(await b.leased(BLOCKS))
-
-
 async def test_a_store_that_answers_no_question_for_epochs_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,17 +2,14 @@
 the blocks and the epoch; a dead server costs hits."""
 
 import contextlib
-import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.flush_contract import (
     NAME,
     Store,
@@ -24,14 +21,15 @@ from hotkv_server.testing.flush_contract import (
     write,
 )
 from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, key
-from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
+from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.valkey.cluster import NUM_SLOTS, ClusterPipe, slot_of
-from tests.server.certificates import Authority
+from hotkv_server.tiers.valkey.epochs import epoch_key
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_for
-from tests.tiers.cluster_support import PATIENT_MS, QUICK_MS, Cluster, Node, running
+from tests.tiers.cluster_support import QUICK_MS, Cluster, Node, running
 from tests.tiers.valkey_support import bench_over, tier_over
 
+EPOCH_KEY = epoch_key(NAME)
 PASSWORD = "correct-horse-battery"
 RIGHTS = (
     "~hotkv/1/* +get +set +exists +unlink +incrby +hello +client|setname "
@@ -52,25 +50,21 @@ def cluster(shared: Cluster) -> Cluster:
     return shared
 
 
-def make_rigs(cluster: Cluster, **options: object) -> "contextlib._GeneratorContextManager[Rig]":
-    @contextlib.contextmanager
-    def make() -> Iterator[Rig]:
-        cluster.flushall()
-        with tier_over(cluster.address, cluster=True, **options) as (tier, arena):
-            yield Rig(tier, arena, lambda key, at: cluster.damage(key), cluster.killed)
-
-    return make  # type: ignore[return-value]
-
-
 def over(cluster: Cluster, **options: object) -> "contextlib.AbstractContextManager[Bench]":
     return bench_over(cluster.address, cluster=True, **options)
 
 
 def test_a_cluster_keeps_the_contract(cluster: Cluster) -> None:
-    check_tier(make_rigs(cluster), seed=11)  # type: ignore[arg-type]
+    @contextlib.contextmanager
+    def make() -> Iterator[Rig]:
+        cluster.flushall()
+        with tier_over(cluster.address, cluster=True) as (tier, arena):
+            yield Rig(tier, arena, lambda key, at: cluster.damage(key), cluster.killed)
+
+    check_tier(make, seed=11)
 
 
-def test_a_user_of_few_rights_keeps_the_contract(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_user_of_few_rights_reads_and_writes(cluster: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "password"
     path.touch(mode=0o600)
     path.write_text(PASSWORD)
@@ -80,23 +74,6 @@ def test_a_user_of_few_rights_keeps_the_contract(cluster: Cluster, tmp_path: Pat
         bench.fill([1, 2], [0, 1])
         assert (bench.write([1, 2], [0, 1]) == Write.STORED).all()
         bench.check_read([1, 2], [4, 5])
-    path.write_text("wrong")
-    with over(cluster, user="kv", password_file=path) as bench:
-        wait_for(bench.tier.problem, "no problem is known")
-        assert "rejects user and password" in bench.tier.problem()
-        assert "wrong" not in bench.tier.problem()
-    path.write_text(PASSWORD)
-    for one in cluster.nodes:
-        one.client.execute_command("ACL", "SETUSER", "kv", "-get")
-    with over(cluster, user="kv", password_file=path) as bench:
-
-        def is_refused() -> str:
-            """Reads a block. Returns the tier's problem: empty if the answer was only late."""
-            assert bench.read([1], [4]).tolist() == [Read.FAILED]
-            return bench.tier.problem()
-
-        wait_for(is_refused, "no problem is known")
-        assert "forbids this user" in bench.tier.problem()
     for one in cluster.nodes:
         one.client.execute_command("ACL", "SETUSER", "kv", "-cluster|slots")
     with over(cluster, user="kv", password_file=path) as bench:
@@ -105,12 +82,11 @@ def test_a_user_of_few_rights_keeps_the_contract(cluster: Cluster, tmp_path: Pat
 
 
 def test_flushes_keep_their_contract(cluster: Cluster) -> None:
-    key_of_epoch = b"hotkv/1/%b/epoch" % NAME.encode()
-    owner = cluster.owner(key_of_epoch).client
+    owner = cluster.owner(EPOCH_KEY).client
     store = Store(
         lambda **options: over(cluster, **options),
-        lambda: owner.delete(key_of_epoch),
-        lambda value: owner.set(key_of_epoch, value),
+        lambda: owner.delete(EPOCH_KEY),
+        lambda value: owner.set(EPOCH_KEY, value),
     )
     check_flushes(store)
 
@@ -129,8 +105,7 @@ def test_a_flush_counts_that_is_answered_after_the_blocks_have_come(
             reply = value(self, *arguments)  # type: ignore[arg-type]
             if not self._sent:
                 asked.set()
-                owner = cluster.owner(b"hotkv/1/%b/epoch" % NAME.encode())
-                owner.client.incr(b"hotkv/1/%b/epoch" % NAME.encode())
+                cluster.owner(EPOCH_KEY).client.incr(EPOCH_KEY)
             return reply
 
         monkeypatch.setattr(ClusterPipe, "value", flushed_after_the_last)
@@ -138,25 +113,24 @@ def test_a_flush_counts_that_is_answered_after_the_blocks_have_come(
         assert asked.is_set()
 
 
-def test_a_full_cluster_says_so_and_a_flush_counts(cluster: Cluster) -> None:
-    with over(cluster) as bench:
-        now = epoch(bench.tier)  # type: ignore[arg-type]
-        assert now
-        keys = keys_of(now, 4)
-        write(bench, keys)
-        for one in cluster.nodes:
-            one.client.config_set("maxmemory", "1mb")
-        try:
-            bench.fill([7], [0])
-            assert bench.write([7], [0]).tolist() == [Write.FULL]
-            assert read(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 4  # type: ignore[arg-type]
-            assert flush(bench.tier) == NO_EPOCH  # type: ignore[arg-type]
-            assert read(bench.tier, keys, {NAME: now}) == [Read.ABSENT] * 4  # type: ignore[arg-type]
-        finally:
-            for one in cluster.nodes:
-                one.client.config_set("maxmemory", "0")
-        again = epoch(bench.tier)  # type: ignore[arg-type]
-        assert again and again > now
+def begin_move(old: Node, new: Node, slots: set[int]) -> Callable[[Iterable[Node]], None]:
+    """Begins to move hash slots between servers. Returns a function that ends the move, and tells
+    servers of it in order."""
+    ids = [one.client.execute_command("CLUSTER", "MYID") for one in (old, new)]
+    for slot in slots:
+        new.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+        old.client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+
+    def end(told: Iterable[Node]) -> None:
+        for one in told:
+            for slot in slots:
+                one.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+
+    return end
+
+
+def move(old: Node, new: Node, name: bytes) -> None:
+    old.client.execute_command("MIGRATE", "127.0.0.1", new.port, name, 0, 5000)
 
 
 def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
@@ -167,22 +141,16 @@ def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
         assert (bench.write(numbers[:6], numbers[:6]) == Write.STORED).all()
         old = cluster.owner(key(0))
         new = next(one for one in cluster.nodes if one is not old)
-        ids = [one.client.execute_command("CLUSTER", "MYID") for one in (old, new)]
         moving = [at for at in numbers if cluster.owner(key(at)) is old]
         assert any(at >= 6 for at in moving)
-        slots = {slot_of(key(at)) for at in moving}
-        for slot in slots:
-            new.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
-            old.client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+        end = begin_move(old, new, {slot_of(key(at)) for at in moving})
         assert (bench.write(numbers[6:], numbers[6:]) == Write.STORED).all()
         assert any(new.client.keys(key(at)) for at in moving)
         bench.check_read(numbers, numbers)
         for at in moving:
-            old.client.execute_command("MIGRATE", "127.0.0.1", new.port, key(at), 0, 5000)
+            move(old, new, key(at))
         bench.check_read(numbers, numbers)
-        for one in (new, old, *cluster.nodes):
-            for slot in slots:
-                one.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+        end((new, old, *cluster.nodes))
         bench.check_read(numbers, numbers)
         bench.check_read(numbers, numbers)
         # By now the tier knows the new map of slots, and does not ask for it again.
@@ -203,7 +171,7 @@ def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> No
     blocks and the epoch."""
     numbers = list(range(24))
     with running(tmp_path) as cluster, over(cluster, connections=2, timeout_s=1.0) as bench:
-        victim = cluster.owner(b"hotkv/1/%b/epoch" % NAME.encode())
+        victim = cluster.owner(EPOCH_KEY)
         with cluster.replica_of(victim, tmp_path / "replica") as replica:
             bench.fill(numbers, numbers)
             assert (bench.write(numbers, numbers) == Write.STORED).all()
@@ -234,7 +202,7 @@ def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> No
 
 def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
     with running(tmp_path) as cluster, over(cluster) as bench:
-        owner = cluster.owner(b"hotkv/1/%b/epoch" % NAME.encode())
+        owner = cluster.owner(EPOCH_KEY)
         # The tier connects before the owner has a replica.
         wait_for(lambda: flush(bench.tier))
         with cluster.replica_of(owner, tmp_path / "replica") as replica:
@@ -250,56 +218,12 @@ def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
             wait_for(lambda: owner.client.wait(1, 500) == 1)
             wait_for(lambda: (flush(bench.tier) or 0) > (before or 0))
             # If a key has moved, replicas of its old owner do not count.
-            name = b"hotkv/1/%b/epoch" % NAME.encode()
             new = next(one for one in cluster.nodes if one is not owner)
-            ids = [one.client.execute_command("CLUSTER", "MYID") for one in (owner, new)]
-            slot = slot_of(name)
-            new.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
-            owner.client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
-            owner.client.execute_command("MIGRATE", "127.0.0.1", new.port, name, 0, 5000)
+            end = begin_move(owner, new, {slot_of(EPOCH_KEY)})
+            move(owner, new, EPOCH_KEY)
             assert flush(bench.tier) is None
-            for one in (new, owner):
-                one.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+            end((new, owner))
             wait_for(lambda: (flush(bench.tier) or 0) > (before or 0))
-
-
-def test_tls_reaches_every_server(tmp_path: Path) -> None:
-    """Proxies speak TLS; the servers announce the proxies' ports."""
-    authority = Authority(tmp_path, "ca")
-    certificate, secret = authority.issue("hotkv")
-    numbers = list(range(12))
-    with running(tmp_path / "cluster") as cluster, contextlib.ExitStack() as stack:
-        proxies = []
-        cluster.suspect_after(QUICK_MS)
-        for node in cluster.nodes:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(*authority.issue("valkey"))
-            proxies.append(
-                stack.enter_context(contextlib.closing(FaultProxy(str(node.path), context)))
-            )
-            node.client.config_set("cluster-announce-port", proxies[-1].port)
-        ports = {proxy.port for proxy in proxies}
-        wait_for(
-            lambda: all(
-                {part[2][1] for part in node.client.execute_command("CLUSTER", "SLOTS")} == ports
-                for node in cluster.nodes
-            )
-        )
-        cluster.suspect_after(PATIENT_MS)
-        with bench_over(
-            f"127.0.0.1:{proxies[0].port}",
-            cluster=True,
-            connect_timeout_s=20.0,
-            timeout_s=20.0,
-            tls=True,
-            ca_file=authority.path,
-            cert_file=certificate,
-            key_file=secret,
-        ) as bench:
-            bench.fill(numbers, numbers)
-            assert (bench.write(numbers, numbers) == Write.STORED).all()
-            assert all(node.client.dbsize() for node in cluster.nodes)
-            bench.check_read(numbers, numbers)
 
 
 def test_slots_of_keys(cluster: Cluster) -> None:
@@ -359,7 +283,7 @@ def test_a_server_that_has_left_the_cluster_hides_no_other(
     without the cluster's file, or (`has_old_map`) cut off, and still names a server that is
     gone."""
     gone, *ports = free_ports(3)
-    left = Node(tmp_path / "left", *ports, "")
+    left = Node(tmp_path / "left", *ports)
     try:
         if has_old_map:
             left.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, NUM_SLOTS - 1)
@@ -369,22 +293,6 @@ def test_a_server_that_has_left_the_cluster_hides_no_other(
             assert bench.write([1], [1]).tolist() == [Write.STORED]
     finally:
         left.kill()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"address": "a:1,b:2"},
-        {"address": "unix:/run/v.sock", "cluster": True},
-        {"address": "a:1", "cluster": True, "database": 1},
-        {"address": "a:1", "cluster": True, "tls": True, "server_name": "b"},
-        {"address": "a:1,b", "cluster": True},
-        {"address": "a:1,,b:2", "cluster": True},
-    ],
-)
-def test_settings_that_make_no_cluster(settings: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
-        ValkeySettings(**settings)  # type: ignore[arg-type]
 
 
 def test_servers_of_a_cluster() -> None:

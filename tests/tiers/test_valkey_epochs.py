@@ -1,4 +1,4 @@
-"""Epochs as keys of a Valkey; races of flushes are in `test_flush_races`."""
+"""Epochs as keys of a Valkey; races of flushes are in `test_remote_faults`."""
 
 import threading
 import time

@@ -1,0 +1,367 @@
+"""Odd clients of a server: they register odd layouts, reuse ids, and send strange descriptors. Each
+kind is counted under `KIND: what`. A client's `with` block closes everything that it opened; no
+wait is longer than DEADLINE_S."""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import numpy as np
+
+from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SessionConfig
+from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import sparse as _sparse_wire
+from hotkv_proto.blocks import NO_OPTIONS, Retention, StoreOptions
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS, Layout, MemoryHandle, PageTensor
+from hotkv_proto.order import NO_ORDER
+from hotkv_proto.v1 import cache_pb2, session_pb2
+from tests.robustness.raw_client import RawSession, word_of
+
+INT32 = np.int32
+NUM_BLOCKS = 48
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+"""gRPC options of a channel that shares no connection with others."""
+NAMES = ("a", "b", "c")
+"""Few names, so that ids come again."""
+GOOD_LAYOUTS = ("one-byte runs", "many runs", "transposed", "interleaved")
+LAYOUTS = (*GOOD_LAYOUTS, "too many runs", "odd numbers")
+OF_LEASES = ("acquire", "reserve", "store", "load", "release", "cancel", "create", "append")
+CALLS = (*OF_LEASES, "open residency", "extend residency", "close residency", "delete")
+ODD_SIZES = (0, 1, 2, 7, 64, 4096, 8192, -1, (1 << 31) - 1, 1 << 47, 1 << 62)
+
+F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE, F_SEAL_FUTURE_WRITE = 1033, 2, 4, 8, 16
+SEALS = (F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE, F_SEAL_FUTURE_WRITE, 14)
+LATER_SEALS = (F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE)
+PUNCH_HOLE = 0x03
+"""FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE."""
+PLAIN_FILES = ("whole", "whole", "whole", "holes", "short", "empty", "sealed", "read-only", "path")
+STRANGE_FILES = (*PLAIN_FILES, "pipe", "socket", "device", "folder")
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def memory_file(num_bytes: int, *, filled: bool = True) -> int:
+    """Returns a memfd. Unless `filled`, the file is one hole."""
+    fd = os.memfd_create("odd", os.MFD_ALLOW_SEALING)
+    if filled and num_bytes:
+        os.posix_fallocate(fd, 0, num_bytes)
+    else:
+        os.truncate(fd, num_bytes)
+    return fd
+
+
+def run_of(blocks: list[bytes], ids: np.ndarray | None = None, **more: Any) -> BlockRun:
+    """Returns a run of group 0; block ids count from 0 unless `ids` are given."""
+    places = np.arange(len(blocks), dtype=INT32) if ids is None else ids
+    return BlockRun(0, blocks, places, **more)
+
+
+def store(
+    name: str,
+    runs: list[BlockRun],
+    *,
+    lease: str = "",
+    timeout_s: float = 20.0,
+    options: StoreOptions = NO_OPTIONS,
+    fence_index: int = 0,
+) -> session_pb2.ConnectRequest:
+    return _wire.store(name, lease or name, runs, timeout_s, options, fence_index, 32)
+
+
+def acquire(name: str, blocks: list[bytes], num_groups: int = 1) -> session_pb2.ConnectRequest:
+    return _wire.acquire(name, [GroupHashes(0, blocks)] * num_groups, 0, 32)
+
+
+class OddClients:
+    """Makes clients of a server.
+
+    note: counts an input and its answer.
+    """
+
+    def __init__(
+        self, target: str, chance: random.Random, note: Callable[[str, str], None]
+    ) -> None:
+        self.target, self.chance, self.note = target, chance, note
+
+    def kinds(self) -> dict[str, Callable[[], None]]:
+        """Returns the kinds of clients, by name. Each call makes some tens of inputs."""
+        return {
+            "layouts": self.layouts,
+            "ids again": self.ids_again,
+            "descriptors": self.descriptors,
+        }
+
+    @contextlib.contextmanager
+    def session(self, *, slot_bytes: int = 8192, model: str = "odd") -> Iterator[RawSession]:
+        """Opens a session over a new channel, whose key space has one group; closes it
+        afterwards."""
+        group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (slot_bytes,))
+        space = KeySpace(f"{model} {slot_bytes}", "w", "bfloat16", (group,), 16)
+        asked = SessionConfig(self.target, f"odd {model}", Role.TOOL, space)
+        with grpc.insecure_channel(self.target, OWN_CONNECTION) as channel:
+            session = RawSession(channel, self.target, _wire.open_session(asked))
+            try:
+                yield session
+            finally:
+                session.close(abruptly=self.chance.random() < 0.5)
+
+    def hashes(self, count: int) -> list[bytes]:
+        """Returns hashes, half of them from a small set that other calls use too."""
+        return [
+            bytes([self.chance.randrange(64)]) * 32
+            if self.chance.random() < 0.5
+            else self.chance.randbytes(32)
+            for _ in range(count)
+        ]
+
+    def plain(self, num_bytes: int, slot_bytes: int = 8192) -> Layout:
+        tensor = PageTensor(0, "kv", 0, slot_bytes, slot_bytes, 0)
+        handles = (MemoryHandle("kv", num_bytes),)
+        return Layout(0, num_bytes // slot_bytes, handles, (tensor,), "x")
+
+    @contextlib.contextmanager
+    def working(self, model: str) -> Iterator[tuple[RawSession, list[bytes]]]:
+        """Opens a session with memory and a read lease `lease` on sixteen blocks."""
+        fd = memory_file(NUM_BLOCKS * 8192)
+        try:
+            with self.session(model=model) as session:
+                assert session.link({"kv": fd}) == "answered"
+                self.must(session, _wire.register_memory(self.plain(NUM_BLOCKS * 8192), NO_ORDER))
+                blocks = [bytes([number]) * 32 for number in range(16)]
+                self.must(session, store("first", [run_of(blocks)]))
+                self.must(session, acquire("lease", blocks))
+                yield session, blocks
+        finally:
+            os.close(fd)
+
+    def must(
+        self, session: RawSession, request: session_pb2.ConnectRequest
+    ) -> session_pb2.ConnectResponse:
+        word, answer = session.ask(request)
+        assert word == "answered", f"{word}: {answer}"
+        return answer
+
+    def collect(self, kind: str, session: RawSession, asked: dict[int, str]) -> None:
+        answers = session.answers(set(asked))
+        for number, what in asked.items():
+            answer = answers.get(number)
+            self.note(f"{kind}: {what}", "ended" if answer is None else word_of(answer))
+        asked.clear()
+
+    def _ids(self, count: int) -> np.ndarray:
+        return np.array([self.chance.randrange(NUM_BLOCKS) for _ in range(count)], INT32)
+
+    def _sizes(self, *counts: int) -> list[int]:
+        """Returns a list of odd sizes, whose length is one of the counts."""
+        return [self.chance.choice(ODD_SIZES) for _ in range(self.chance.choice(counts))]
+
+    def layouts(self) -> None:
+        """Registers layouts with many runs and with single bytes. Blocks stored through the valid
+        layouts come back unchanged."""
+        for _ in range(3):
+            what = self.chance.choice(LAYOUTS)
+            slot_bytes, count = (1 << 19, 2) if "many" in what else (4096, 8)
+            layout = self._odd_layout(what, slot_bytes, count)
+            wanted = layout.handles[0].num_bytes
+            fd = memory_file(wanted if 0 < wanted <= 1 << 22 else 1 << 16)
+            try:
+                with self.session(slot_bytes=slot_bytes, model="layouts") as session:
+                    assert session.link({"kv": fd}) == "answered"
+                    word, _ = session.ask(_wire.register_memory(layout, NO_ORDER))
+                    self.note(f"layouts: {what}", word)
+                    if word == "answered":
+                        self._copy_through(session, fd, layout, count)
+            finally:
+                os.close(fd)
+
+    def _odd_layout(self, what: str, slot_bytes: int, count: int) -> Layout:
+        chance, size = self.chance, 2 * count * slot_bytes
+        dims: tuple[tuple[int, int], ...]
+        base, run, stride, num_tensors = 0, 1, 2 * slot_bytes, 1
+        match what:
+            case "one-byte runs":
+                dims = ((slot_bytes, 2),)
+            case "many runs":
+                dims = ((4, slot_bytes // 2), (slot_bytes // 4, 2))
+            case "too many runs":
+                dims = ((1024, slot_bytes), (1024, 4))
+            case "transposed":
+                dims = ((64, 64), (64, 1))
+            case "interleaved":
+                dims, run, stride = ((slot_bytes // 16, 16 * 2 * count),), 16, 16
+            case _:
+                pairs = range(chance.randrange(10))
+                dims = tuple((chance.choice(ODD_SIZES), chance.choice(ODD_SIZES)) for _ in pairs)
+                run, stride = self._sizes(2)
+                base, size = chance.choice((0, 0, 0, *ODD_SIZES)), chance.choice((size, *ODD_SIZES))
+                count, num_tensors = chance.choice((count, *ODD_SIZES)), chance.choice((1, 1, 2))
+        tensor = PageTensor(0, "kv", base, stride, run, 0, dims)
+        return Layout(0, count, (MemoryHandle("kv", size),), (tensor,) * num_tensors, "x")
+
+    def _copy_through(self, session: RawSession, fd: int, layout: Layout, count: int) -> None:
+        """Stores half of the blocks, loads them into the other half, and compares; now and then a
+        transfer is cancelled."""
+        memory = np.frombuffer(mmap.mmap(fd, 0), np.uint8)
+        memory[:] = np.frombuffer(self.chance.randbytes(len(memory)), np.uint8)
+        (tensor,), half = layout.tensors, count // 2
+        starts = tensor.base_offset_bytes + tensor.run_offsets()
+        places = starts[:, None] + np.arange(tensor.run_bytes)
+        blocks = [self.chance.randbytes(32) for _ in range(half)]
+        name = self.chance.randbytes(4).hex()
+        word, answer = session.ask(store(name, [run_of(blocks)]))
+        self.note("layouts: store", word)
+        if word != "answered" or set(answer.store.runs[0].results) != {1}:
+            return
+        leased = self.must(session, acquire(name, blocks)).acquire_lease
+        at = np.flatnonzero(np.frombuffer(leased.groups[0].flags, np.uint8)).astype(INT32)
+        number = session.put(_wire.load(name, name, [LoadRun(0, at, at + INT32(half))], 20))
+        if self.chance.random() < 0.2:
+            session.put(_wire.cancel(name))
+            session.answers({number})
+            self.note("layouts: load", "cancelled")
+            return
+        loaded = session.answers({number})[number]
+        self.note("layouts: load", word_of(loaded))
+        if loaded.load.status == cache_pb2.TRANSFER_STATUS_DONE:
+            for block in at.tolist():
+                one = memory[places + block * tensor.block_stride_bytes]
+                other = memory[places + (block + half) * tensor.block_stride_bytes]
+                assert np.array_equal(one, other), f"other bytes came back through {layout}"
+
+    def ids_again(self) -> None:
+        """Reuses a few ids of leases, transfers and sequences for other purposes, many at a
+        time."""
+        with self.working("ids") as (session, _):
+            asked: dict[int, str] = {}
+            for _ in range(60):
+                what = self.chance.choice(CALLS)
+                asked[session.put(self._again(what))] = what
+                if self.chance.random() < 0.2:
+                    self.collect("ids again", session, asked)
+            self.collect("ids again", session, asked)
+
+    def _again(self, what: str) -> session_pb2.ConnectRequest:
+        chance, name, other = self.chance, self.chance.choice(NAMES), self.chance.choice(NAMES)
+        hashes = self.hashes(chance.randrange(8))
+        ids, parent, short_s = self._ids(len(hashes)), bytes(chance.choice((0, 32))), (0.001, 20.0)
+        run = BlockRun(0, hashes, ids, depth=chance.choice((0, 3)), parent_hash=parent)
+        match what:
+            case "acquire":
+                groups, ttl_s = [GroupHashes(0, hashes)], chance.choice((0.0, 0.001, 60.0))
+                wants_offsets = chance.random() < 0.3
+                return _wire.acquire(name, groups, ttl_s, 32, wants_offsets=wants_offsets)
+            case "reserve":
+                retention = Retention(chance.randrange(-8, 9), 1.0, pin=chance.random() < 0.3)
+                without_ids = [replace(run, block_ids=np.empty(0, INT32))]
+                return _wire.reserve(name, without_ids, chance.choice((0.0, 0.001)), retention, 32)
+            case "store":
+                runs, timeout_s = [run] * chance.choice((1, 1, 2)), chance.choice(short_s)
+                options = StoreOptions(residency_id=chance.choice(("", name)))
+                return store(other, runs, lease=name, timeout_s=timeout_s, options=options)
+            case "load":
+                positions = np.array(chance.sample(range(8), min(len(hashes), 8)), INT32)
+                lease, loads = chance.choice((name, "lease")), [LoadRun(0, positions, ids)]
+                return _wire.load(other, lease, loads, chance.choice(short_s))
+            case "release":
+                return _wire.release(name)
+            case "cancel":
+                return _wire.cancel(other)
+            case "create":
+                return _sparse_wire.create_sequence(name, 0, hashes, None, 32)
+            case "open residency":
+                counts = {chance.choice((0, 0, 0, 1, -1)): chance.choice((0, 1, 8, 300, 1 << 33))}
+                return _wire.open_residency(name, counts)
+            case "extend residency":
+                group, first = chance.choice((0, 0, 0, 1)), chance.choice((0, 0, 3, -1))
+                return _wire.extend_residency(name, group, first, hashes, 32)
+            case "close residency":
+                return _wire.close_residency(name)
+            case "append":
+                return _sparse_wire.append_blocks(name, chance.randrange(4), hashes, 32)
+            case _:
+                return _sparse_wire.delete_sequence(name)
+
+    def descriptors(self) -> None:
+        """Sends fences and memory that are too short, have holes, are sealed, are spoiled
+        afterwards, or are not memory at all."""
+        note, num_bytes = self.note, NUM_BLOCKS * 8192
+        for _ in range(4):
+            with contextlib.ExitStack() as held:
+                session = held.enter_context(self.session(model="descriptors"))
+                kinds = {
+                    FENCE_HANDLE: self._strange_file(held, 4 * FENCE_WORDS),
+                    "kv": self._strange_file(held, num_bytes),
+                }
+                fds = {name: fd for name, (_, fd) in kinds.items()}
+                word = session.link(fds)
+                for name, (what, _) in kinds.items():
+                    kind = "fence" if name == FENCE_HANDLE else "memory"
+                    note(f"descriptors: {kind} {what}", word)
+                if word != "answered":
+                    plain = memory_file(num_bytes)
+                    held.callback(os.close, plain)
+                    note("descriptors: link again", session.link({"kv": plain}))
+                register = _wire.register_memory(self.plain(num_bytes), NO_ORDER)
+                note("descriptors: register", session.ask(register)[0])
+                asked: dict[int, str] = {}
+                for number in range(8):
+                    run = run_of(self.hashes(NUM_BLOCKS))
+                    word_index = self.chance.choice((0, 1, 7, FENCE_WORDS - 1, FENCE_WORDS, -1))
+                    request = store(f"{number}", [run], fence_index=word_index)
+                    asked[session.put(request)] = "store"
+                    if self.chance.random() < 0.4:
+                        self._spoil(self.chance.choice(list(fds.values())))
+                self.collect("descriptors", session, asked)
+
+    def _strange_file(self, held: contextlib.ExitStack, num_bytes: int) -> tuple[str, int]:
+        what = self.chance.choice(STRANGE_FILES)
+        match what:
+            case "pipe":
+                fd, other = os.pipe()
+                held.callback(os.close, other)
+            case "socket":
+                one, two = socket.socketpair()
+                held.callback(two.close)
+                fd = one.detach()
+            case "device":
+                fd = os.open("/dev/zero", os.O_RDWR)
+            case "folder":
+                fd = os.open("/dev/shm", os.O_RDONLY)
+            case _:
+                size = {"short": num_bytes // 2, "empty": 0}.get(what, num_bytes)
+                fd = memory_file(size, filled=what != "holes")
+                if what == "sealed":
+                    # A file with mappings can't be sealed against writing, and the server may have
+                    # mapped it.
+                    fcntl.fcntl(fd, F_ADD_SEALS, self.chance.choice(SEALS))
+                if what in ("read-only", "path"):
+                    mode = os.O_RDONLY if what == "read-only" else os.O_PATH
+                    plain, fd = fd, os.open(f"/proc/self/fd/{fd}", mode)
+                    os.close(plain)
+        held.callback(os.close, fd)
+        return what, fd
+
+    def _spoil(self, fd: int) -> None:
+        """Changes a file that the server may have mapped, if the system allows it."""
+        with contextlib.suppress(OSError):
+            match self.chance.choice(("cut", "grow", "punch", "write", "seal")):
+                case "cut":
+                    os.truncate(fd, self.chance.choice((0, 1, 2048, 4096)))
+                case "grow":
+                    os.truncate(fd, 1 << 23)
+                case "punch":
+                    libc.fallocate(fd, PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(4096))
+                case "write":
+                    word_index = self.chance.choice((0, 1, 7, FENCE_WORDS - 1))
+                    os.pwrite(fd, (1).to_bytes(4, "little"), 4 * word_index)
+                case _:
+                    fcntl.fcntl(fd, F_ADD_SEALS, self.chance.choice(LATER_SEALS))
