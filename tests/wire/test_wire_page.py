@@ -1,9 +1,9 @@
-"""docs/wire.md has the reasons, limits and features of the code."""
+"""docs/wire.md has the reasons, limits, features and table format of the code."""
 
 import re
 from pathlib import Path
 
-from hotkv_proto import hints, keys, layout, traces, versions, words
+from hotkv_proto import hints, keys, layout, table, traces, versions, words
 from hotkv_proto.errors import RETRYABLE, Reason
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
@@ -58,10 +58,13 @@ LIMITS = {
 }
 
 
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
 def rows(title: str) -> list[list[str]]:
     """Returns the cells of the table under a heading, without its first two lines."""
-    section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    lines = [line for line in section(title).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
@@ -89,3 +92,21 @@ def test_versions_and_features_are_those_of_the_code() -> None:
     assert f"speak {versions.OLDEST_VERSION} to {versions.NEWEST_VERSION}" in PAGE
     named = {name.strip("`") for name, _ in rows("Versions and features")}
     assert named == {name for name, number in session_pb2.Feature.items() if number}
+
+
+def test_the_block_table_has_the_numbers_of_the_code() -> None:
+    text = section("Block table")
+    states = (table.STATE_RESERVED, table.STATE_READY, table.STATE_DETACHED)
+    for said in (
+        f"magic `{table.MAGIC.decode()}`",
+        f"format version (uint32, {table.FORMAT_VERSION})",
+        f"0x{int(table._MULTIPLIER):X}",
+        f"through {table.MAX_PROBE_BUCKETS} buckets at most",
+        f"{table._MAX_RETRIES} attempts",
+        f"| header | {table.HEADER_BYTES} |",
+        f"| buckets | {4 * table.BUCKET_WORDS} × `num_buckets` |",
+        f"| records | {4 * table.RECORD_WORDS} × (`capacity` + 1) |",
+        f"in units of {table.SLOT_ALIGN} bytes",
+        "({} reserved, {} ready, {} detached)".format(*states),
+    ):
+        assert said in text, said
