@@ -102,11 +102,8 @@ def test_the_foreign_clients_lookup_agrees(table_path: tuple[Path, BlockIndex]) 
     assert seen == {(False, False), (True, False), (True, True)}
 
 
-@pytest.mark.parametrize(("at", "value"), [(0, b"HOTKVTB2"), (8, b"\x02")])
-def test_a_table_of_another_format_is_refused(
-    table_path: tuple[Path, BlockIndex], at: int, value: bytes
-) -> None:
+def test_a_table_of_another_version_is_refused(table_path: tuple[Path, BlockIndex]) -> None:
     packed = bytearray(table_path[0].read_bytes())
-    packed[at : at + len(value)] = value
+    packed[8] += 1
     with pytest.raises(ValueError, match="block table has magic"):
         BlockTable.open(np.frombuffer(packed, np.uint8))
