@@ -315,7 +315,9 @@ TESTS: dict[str, str] = {
         "tests/tiers/test_compression.py "
         "tests/tiers/test_encoding.py tests/tiers/test_disk_encoded.py"
     ),
-    "server/hotkv_server/wire/session.py": f"tests/wire/test_batches.py {CALLS}",
+    "server/hotkv_server/wire/session.py": (
+        f"tests/wire/test_batches.py tests/wire/test_versions.py {CALLS}"
+    ),
     "server/hotkv_server/wire/guard/audit.py": f"tests/server/test_audit.py {CALLS}",
     "server/hotkv_server/wire/guard/peers.py": f"tests/server/test_identity.py {CALLS}",
     "server/hotkv_server/wire/": CALLS,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import hotkv_proto
 from hotkv_proto.table import TableGeometry
 from hotkv_server import cli as server_cli
 from hotkv_server.daemon import STOP_S
@@ -51,33 +50,26 @@ def rendered(name: str) -> Objects:
     return objects.of_chart(*SETS[name])
 
 
-class Node:
-    """Folders in place of a node's and a pod's, and the pod's settings in them."""
-
-    def __init__(self, folder: Path, found: Objects, *flags: str) -> None:
-        self.folder, self.secrets = folder, folder / "secrets"
-        self.secrets.mkdir()
-        self.authority = Authority(self.secrets, "authority")
-        self._fill(found)
-        text = found.settings_file
-        for place, own in PLACES.items():
-            text = text.replace(f'"{place}', f'"{folder / own}')
-        config = folder / "hotkv.toml"
-        config.write_text(text)
-        tcp = ["--tcp-address", "127.0.0.1:0"] if "tcp_address" in text else []
-        self.arguments = ["run", "--config", str(config), *tcp, *flags]
-        self.target = f"unix:{folder}/admin/admin.sock"
-
-    def _fill(self, found: Objects) -> None:
-        """Makes the files of Secrets, as the kubelet does."""
-        certificate, key = self.authority.issue("server", "localhost")
-        known = {"tls.crt": certificate, "tls.key": key, "ca.crt": self.authority.path}
-        sources = found.volumes.get("secrets", {"projected": {"sources": []}})["projected"]
-        for source in sources["sources"]:
-            for item in source["secret"]["items"]:
-                contents, path = known.get(item["key"]), self.secrets / item["path"]
-                path.write_bytes(contents.read_bytes() if contents else b"secret")
-                path.chmod(sources["defaultMode"])
+def arguments_of(found: Objects, folder: Path) -> list[str]:
+    """Makes the files of Secrets and settings below the folder, as the kubelet does. Returns the
+    server's arguments."""
+    secrets = folder / "secrets"
+    secrets.mkdir()
+    authority = Authority(secrets, "authority")
+    certificate, key = authority.issue("server", "localhost")
+    known = {"tls.crt": certificate, "tls.key": key, "ca.crt": authority.path}
+    sources = found.volumes.get("secrets", {"projected": {"sources": []}})["projected"]
+    for source in sources["sources"]:
+        for item in source["secret"]["items"]:
+            contents, path = known.get(item["key"]), secrets / item["path"]
+            path.write_bytes(contents.read_bytes() if contents else b"secret")
+            path.chmod(sources["defaultMode"])
+    text, config = found.settings_file, folder / "hotkv.toml"
+    for place, own in PLACES.items():
+        text = text.replace(f'"{place}', f'"{folder / own}')
+    config.write_text(text)
+    tcp = ["--tcp-address", "127.0.0.1:0"] if "tcp_address" in text else []
+    return ["run", "--config", str(config), *tcp]
 
 
 SMALL = ("--arena.bytes", "32MiB", "--http.port", "-1")
@@ -151,20 +143,17 @@ def test_a_pod_that_ends_has_time_to_drain(rendered: Objects, tmp_path: Path) ->
 def test_a_pod_has_memory_for_arena_and_index(rendered: Objects, tmp_path: Path) -> None:
     larger = objects.of_chart(sets=("settings.arena.max_blocks=100000000",))
     for found in (rendered, larger):
-        check_memory(found, loaded(found, tmp_path))
-
-
-def check_memory(rendered: Objects, settings: Settings) -> None:
-    arena, tiers = settings.arena, settings.tiers
-    geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
-    needed_bytes = arena.bytes + table_file_bytes(geometry) + SPARE_BYTES
-    if tiers.disk.path is not None:
-        below = TableGeometry.for_capacity(tiers.capacity, 1, tiers.disk.bytes)
-        needed_bytes += table_file_bytes(below)
-    resources = rendered.server["resources"]
-    memory = resources["limits"]["memory"]
-    assert memory == resources["requests"]["memory"]
-    assert needed_bytes <= objects.num_bytes(memory) < 1.1 * needed_bytes + (2 << 30)
+        settings = loaded(found, tmp_path)
+        arena, tiers = settings.arena, settings.tiers
+        geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
+        needed_bytes = arena.bytes + table_file_bytes(geometry) + SPARE_BYTES
+        if tiers.disk.path is not None:
+            below = TableGeometry.for_capacity(tiers.capacity, 1, tiers.disk.bytes)
+            needed_bytes += table_file_bytes(below)
+        limits, requests = (found.server["resources"][name] for name in ("limits", "requests"))
+        assert limits["memory"] == requests["memory"]
+        memory_bytes = objects.num_bytes(limits["memory"])
+        assert needed_bytes <= memory_bytes < 1.1 * needed_bytes + (2 << 30)
 
 
 def loaded(found: Objects, folder: Path) -> Settings:
@@ -183,7 +172,6 @@ def test_the_server_accepts_the_settings(
         pytest.importorskip("obstore", reason="S3 needs Python 3.11")
     found = objects.of_chart(*SETS[chosen])
     flags = [*SMALL, "--copy.cuda", "off", "--tiers.disk.bytes", "16MiB", "--arena.pin", "auto"]
-    node = Node(tmp_path, found, *flags, "--check")
     secret = {"secretKeyRef": {"name": "hotkv-tenants", "key": "tenants.json"}}
     for variable, source in found.environment.items():
         if variable == "HOTKV_EVENTS__NODE":
@@ -192,7 +180,7 @@ def test_the_server_accepts_the_settings(
         elif isinstance(source, dict):
             assert (variable, source) == ("HOTKV_SECURITY__TENANTS", secret)
             monkeypatch.setenv(variable, TENANTS)
-    status = server_cli.main(node.arguments)
+    status = server_cli.main([*arguments_of(found, tmp_path), *flags, "--check"])
     printed, said = capsys.readouterr()
     assert (status, said) == (0, "")
     settings: dict[str, Any] = json.loads(printed)
@@ -334,5 +322,3 @@ def test_schema_and_plain_manifest_are_up_to_date() -> None:
     objects.of_chart()
     assert chart.schema_text() == chart.SCHEMA.read_text()
     assert chart.manifest() == chart.MANIFEST.read_text()
-    text = objects.yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
-    assert text["appVersion"] == text["version"] == hotkv_proto.__version__

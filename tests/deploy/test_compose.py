@@ -12,6 +12,7 @@ from hotkv_server.daemon import STOP_S
 from hotkv_server.settings import Settings, load_settings
 from tests.deploy import objects
 from tests.deploy.dockerfile import ROOT, is_sent, parse
+from tests.deploy.objects import HOST_NAMESPACES, check_connector
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (extra dev)")
 
@@ -40,6 +41,14 @@ def test_compose_takes_it(files: tuple[str, ...]) -> None:
     found = objects.of_compose(*files, MODEL="of/mine")
     assert found["vllm"]["command"][0] == "--model=of/mine"
     assert ("pid" in found["hotkv"]) == (len(files) == 2)
+
+
+def test_the_offloading_file_gives_gpus_to_the_engine_only() -> None:
+    found = objects.of_compose("compose.yaml", "compose.offloading.yaml")
+    added = yaml.safe_load((ROOT / "compose.offloading.yaml").read_text())["services"]
+    assert set(added) == {"vllm"} and "devices" in json.dumps(added)
+    assert not HOST_NAMESPACES & (found["vllm"].keys() | found["hotkv"].keys())
+    check_connector(found["vllm"]["command"], int(added["vllm"]["shm_size"][:-2]) << 30)
 
 
 def test_the_cache_outlives_the_container(services: dict[str, Any], settings: Settings) -> None:

@@ -15,6 +15,7 @@ from hotkv_client.command import cli
 from hotkv_server.cli import SHARED_KERNELS, kernels
 from hotkv_server.settings import tomllib
 from tests.deploy.dockerfile import ROOT, is_sent, parse
+from tools import release
 
 DOCKERFILE = ROOT / "Dockerfile"
 HADOLINT = shutil.which("hadolint", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
@@ -75,5 +76,5 @@ def test_variants_choose_extras(tmp_path: Path, variant: str, extras: str | None
     command = ["/bin/sh", "-c", text.partition(" && ")[0] + ' && echo "$extras"']
     env, where = {"VARIANT": variant}, {"text": True, "cwd": tmp_path}
     done = subprocess.run(command, env=env, capture_output=True, **where)
-    expected = "" if extras is None else f"server,events,s3,otel{extras}"
+    expected = "" if extras is None else release.IMAGE_EXTRAS + extras
     assert (done.stdout, done.returncode) == (expected, int(extras is None)), done.stderr

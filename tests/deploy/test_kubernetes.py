@@ -12,7 +12,7 @@ from hotkv_client.command import cli
 from hotkv_server.settings import Settings, load_settings
 from tests.deploy import objects
 from tests.deploy.dockerfile import parse
-from tests.deploy.objects import ROOT, VERSIONS, Objects
+from tests.deploy.objects import HOST_NAMESPACES, ROOT, VERSIONS, Objects, check_connector
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +93,14 @@ def test_a_shared_cache_of_a_cpu_engine_fits_its_shared_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "kind", "patch"),
+    ("base", "kind", "patch", "namespaces"),
     [
-        ("hotkv.yaml", "DaemonSet", "gpu.yaml"),
-        ("vllm.yaml", "Deployment", "vllm-gpu.yaml"),
+        ("hotkv.yaml", "DaemonSet", "gpu.yaml", {"hostPID", "hostIPC"}),
+        ("vllm.yaml", "Deployment", "vllm-gpu.yaml", {"hostPID", "hostIPC"}),
+        ("vllm.yaml", "Deployment", "vllm-offloading.yaml", set()),
     ],
 )
-def test_patches_for_gpus_fit(base: str, kind: str, patch: str) -> None:
+def test_patches_for_gpus_fit(base: str, kind: str, patch: str, namespaces: set[str]) -> None:
     before, added = objects.of_manifest(base).one(kind), objects.of_manifest(patch).one(kind)
     # kustomize finds the object that a patch changes by these fields.
     assert before["apiVersion"] == added["apiVersion"]
@@ -109,9 +110,18 @@ def test_patches_for_gpus_fit(base: str, kind: str, patch: str) -> None:
     for version in (VERSIONS[0], VERSIONS[-1]):
         objects.validate(after, version)
     old, new = (item["spec"]["template"]["spec"] for item in (before, after))
-    assert new["hostPID"] and new["hostIPC"] and new["runtimeClassName"] == "nvidia"
+    assert HOST_NAMESPACES & new.keys() == namespaces and new["runtimeClassName"] == "nvidia"
     assert len(new["containers"]) == 1, "the patch names another container"
-    assert new["containers"][0]["securityContext"] == old["containers"][0]["securityContext"]
+    rights = [pod["containers"][0].get("securityContext") for pod in (old, new)]
+    assert rights[0] == rights[1]
+
+
+def test_the_tier_of_an_engine_that_offloads_fits_its_shared_memory() -> None:
+    base, patch = (objects.of_manifest(f"vllm{name}.yaml") for name in ("", "-offloading"))
+    engine = objects.merged(base.one("Deployment"), patch.one("Deployment"))
+    pod = engine["spec"]["template"]["spec"]
+    (shm,) = (one for one in pod["volumes"] if one["name"] == "shm")
+    check_connector(pod["containers"][0]["args"], objects.num_bytes(shm["emptyDir"]["sizeLimit"]))
 
 
 def test_kernels_of_gpus_are_kept_where_the_server_may_write(manifest: Objects) -> None:
@@ -149,3 +159,7 @@ def test_nodes_with_gpus_take_the_pod() -> None:
     assert "tolerations" not in objects.of_chart().pod
     patch = objects.of_manifest("gpu.yaml").one("DaemonSet")
     assert patch["spec"]["template"]["spec"]["tolerations"] == [taint]
+    # Engines that use vLLM's own offloading do the copies: the server's pod needs no GPU.
+    pod = objects.of_chart("gpu-offloading").pod
+    assert not HOST_NAMESPACES & pod.keys() and "runtimeClassName" not in pod
+    assert pod["tolerations"] and pod["nodeSelector"]

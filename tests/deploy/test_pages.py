@@ -1,5 +1,5 @@
 """The Markdown pages name files that exist: their links, the paths in CONTRIBUTING, and the tests
-in each row of docs/deployments.md."""
+in each row of docs/deployments.md. Pictures are small and have a version for dark pages."""
 
 import ast
 import dataclasses
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hotkv_vllm.config import ConnectorConfig
-from tools import connector_settings
+from tools import connector_settings, pictures
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -40,6 +40,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert found.exists(), f"{target} is not there"
         if anchor:
             assert anchor in anchors(found), f"{target} has no heading for #{anchor}"
+
+
+def test_pictures_are_small_and_there_for_dark_pages() -> None:
+    made = {path.name: path for path in Path(pictures.IMAGES).iterdir()}
+    assert [name for name, path in made.items() if path.stat().st_size >= 150_000] == []
+    stems = {path.stem for path in made.values() if path.suffix == ".png"}
+    assert [stem for stem in stems if f"{stem.removesuffix('_dark')}_dark" not in stems] == []
 
 
 def test_contributing_names_paths_that_exist() -> None:

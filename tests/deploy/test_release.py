@@ -12,10 +12,8 @@ import pytest
 
 import hotkv_proto
 from hotkv_server.settings import load_settings, tomllib
-from hotkv_vllm.compat.uses import LIST
 from tests.deploy import objects
-from tests.deploy.dockerfile import parse
-from tools import chart, check_dist, dashboard, helm, lock, metrics_reference, release
+from tools import check_dist, helm, lock, release
 from tools.release import ROOT, Release, ReleaseError
 
 VERSION = hotkv_proto.__version__
@@ -117,11 +115,6 @@ def test_folders_of_something_else_are_left_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_image_and_its_list_have_the_same_extras() -> None:
-    build = parse((ROOT / "Dockerfile").read_text())[0]
-    assert f"cpu) extras={release.IMAGE_EXTRAS} ;;" in build.last("RUN") + str(build.steps)
-
-
 def test_setup_takes_the_lock_for_the_vllm_that_it_installs() -> None:
     (default,) = re.findall(r"^VLLM +\?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert f"{default}; python_version >= '3.11'" in lock.wanted((ROOT / "Makefile").read_text())
@@ -140,15 +133,6 @@ def test_the_lock_has_what_the_project_asks_for() -> None:
     names = {check_dist.plain(re.split(r"[<>=!~\[; ]", one)[0]) for one in asked} - {"hotkv"}
     locked = {line.partition("==")[0] for line in lock.LOCK.read_text().splitlines()}
     assert names <= locked and not locked & set(lock.LEFT_OUT)
-
-
-def test_files_that_programs_make_are_marked() -> None:
-    made = [chart.SCHEMA, chart.MANIFEST, dashboard.FILE, metrics_reference.PAGE, lock.LOCK, LIST]
-    made += (ROOT / "proto" / "hotkv_proto" / "v1").glob("*_pb2*")
-    asked = ["git", "check-attr", "linguist-generated", "--", *made]
-    answers = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert len(answers.splitlines()) == len(made) > 20
-    assert [line for line in answers.splitlines() if not line.endswith(": set")] == []
 
 
 def test_workflows_run_the_pythons_that_packages_ask_for() -> None:

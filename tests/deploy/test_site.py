@@ -63,12 +63,6 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path / "repository"
 
 
-def staged(repository: Path) -> Path:
-    folder = repository / "build" / "docs"
-    site_build.stage(repository, folder, lambda diagram, theme: f"<svg>{theme} {diagram}</svg>")
-    return folder
-
-
 def test_the_table_of_contents_has_every_page() -> None:
     named = {page for section in site_build.read_nav(ROOT) for page in section.pages}
     written = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
@@ -83,33 +77,6 @@ def test_pages_of_this_repository_link_to_pages_of_the_site(tmp_path: Path) -> N
         for target, _ in site_build.LINK.findall(page.read_text()):
             if not target.startswith("http") and target.endswith(".md"):
                 assert (page.parent / target).is_file(), f"{page}: {target}"
-
-
-def test_files_outside_docs_get_pages_of_their_own(repository: Path) -> None:
-    pages = staged(repository)
-    front = (pages / "index.md").read_text()
-    assert (
-        "[settings](source/deploy/a.toml.md)" in front
-        and "first.md\nRead it <source/README.md>" in front
-    )
-    assert "[read me](source/README.md#use-it), [up](index.md)" in (pages / "first.md").read_text()
-    assert "[map](../index.md)" in (pages / "source" / "README.md").read_text()
-    assert "[First](first.md), [its end](first.md#the-end)" in front
-    assert "````toml\na = 1\n````" in (pages / "source" / "deploy" / "a.toml.md").read_text()
-
-
-def test_pictures_have_a_version_for_dark_pages(repository: Path) -> None:
-    pages = staged(repository)
-    front, first = ((pages / name).read_text() for name in ("index.md", "first.md"))
-    assert "{image} images/one.svg\n:alt: One\n:class: only-light" in front
-    assert "{image} images/one_dark.svg\n:alt: One\n:class: only-dark" in front
-    assert "![Two](../images/two.svg)" in (pages / "source" / "README.md").read_text()
-    for name in ("one", "one_dark", "two"):
-        shown = (pages / "images" / f"{name}.svg").read_text()
-        assert shown == (repository / "docs" / "images" / f"{name}.svg").read_text()
-    assert "first_0_light.svg" in first and "first_0_dark.svg" in first
-    assert "neutral flowchart" in (pages / "first_0_light.svg").read_text()
-    assert "dark flowchart" in (pages / "first_0_dark.svg").read_text()
 
 
 def built(repository: Path) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,5 @@
-"""Each command that a message, an alert or a help text of hotkv names can be run as printed, and
-each flag that a message of `hotkv` names exists.
+"""Each command that a message, an alert or a help text of hotkv names can be run as printed, each
+flag that a message of `hotkv` names exists, and packages that a message advises are on an index.
 
 Messages are all texts of the sources except docstrings.
 """
@@ -17,6 +17,8 @@ import pytest
 from demo.processes import ROOT, Server
 from hotkv_client.command import cli, draining, help_text
 from hotkv_client.testing import PagedEngine
+from hotkv_proto import extras
+from hotkv_server.settings import tomllib
 from hotkv_server.simulate import command as simulation
 from tests.server.commands import TOKENS, Tokenizer, prompt_hashes, tokenizer_url
 from tests.server.places import store
@@ -157,6 +159,23 @@ def test_each_flag_that_a_message_names_is_there() -> None:
         # `doctor` names commands of the host; hotkv's own commands are run above.
         for flag in FLAG.findall(text) if "/doctor.py:" not in place else ():
             assert flag in known, (place, text)
+
+
+@pytest.mark.parametrize("extra", ["server", "cli", "events", "otel", "s3", "mooncake", "cuda12"])
+def test_advice_names_what_the_extra_needs(extra: str) -> None:
+    def names(requirements: list[str]) -> list[str]:
+        return sorted(re.split(r"[<>=!~ ;]", one)[0].lower() for one in requirements)
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = project["optional-dependencies"][extra]
+    assert names(extras.packages(extra)) == names(needed) != []
+    assert extras.advice(extra).startswith("pip install ") and "hotkv" not in extras.advice(extra)
+
+
+def test_no_message_names_a_package_that_is_on_no_index() -> None:
+    assert extras.advice("nothing") == "pip install '.[nothing]' in a clone of hotkv"
+    found = [place for package in PACKAGES for place, text in texts(package) if "hotkv[" in text]
+    assert found == []
 
 
 def _commands() -> Iterator[cli.CommandParser]:

@@ -45,9 +45,7 @@ from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2_grpc
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.node import sessions as node_sessions
-from hotkv_server.node.session import OUTBOX_MESSAGES
 from hotkv_server.security.identity import AccessControl, Peer
-from hotkv_server.testing import faults
 from hotkv_server.wire import session as session_service
 from hotkv_server.wire.edge import Edge
 from hotkv_server.wire.guard import interceptor
@@ -295,22 +293,6 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
     bystander.close()
 
 
-@pytest.mark.long
-def test_messages_that_never_come_whole_cost_their_own_bytes(own_server: Server) -> None:
-    """Sends halves of messages. For each, the server may allocate at most the bytes of the whole
-    message."""
-    with contextlib.ExitStack() as held:
-        silent, speaker = (held.enter_context(session_of(own_server)) for _ in range(2))
-        connections, watch = [one._connection for one in (silent, speaker)], Watched(own_server)
-        halves_of_sessions(own_server, held)
-        for _ in range(20):
-            speaker.lookup([GroupHashes(0, hashes(4))]).result(60)
-            time.sleep(0.05)
-        assert watch.close() < NUM_HALVES * MAX_MESSAGE_BYTES + SLACK_BYTES
-        assert silent.connected and speaker.connected
-        assert [one._connection for one in (silent, speaker)] == connections, "a session has ended"
-
-
 def test_a_message_that_declares_too_much_is_refused_before_it_comes(own_server: Server) -> None:
     watch = Watched(own_server)
     sender = HalfSender(own_server.runtime_folder / "grpc.sock")
@@ -515,52 +497,3 @@ async def test_guests_who_do_not_read_their_end_are_few(
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-
-
-@pytest.fixture
-def quick_to_end() -> Iterator[Server]:
-    """Yields a server that ends the session of a client that does not read for a second."""
-    hurry = faults.command("hurry")
-    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", command=hurry) as running:
-        running.wait_ready()
-        yield running
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("num_hashes", "most_calls"), [(4096, OUTBOX_MESSAGES), ((1 << 17) - 1024, 21)]
-)
-def test_who_does_not_read_is_asked_for_nothing_more_and_closed(
-    quick_to_end: Server, engine: Make, num_hashes: int, most_calls: int
-) -> None:
-    """Sends requests without reading the answers, which are bounded by their number if small, by
-    their bytes if large. The server must stop reading requests, and then end the session."""
-    server = quick_to_end
-    quiet = engine(server.target, engine_id="quiet")
-    deaf = PagedEngine(server.target, engine_id="deaf", model="deaf")
-    asked, ended, num_sent = [GroupHashes(0, hashes(num_hashes))], threading.Event(), 0
-
-    def requests() -> Iterator[_wire.Request]:
-        nonlocal num_sent
-        yield _wire.open_session(deaf.session.config)
-        request = _wire.lookup(asked, 32)
-        for number in range(1, most_calls):
-            request.request_id = num_sent = number
-            yield request
-        ended.wait()
-
-    options = [*channels.OPTIONS, ("grpc.http2.bdp_probe", 0)]
-    with grpc.insecure_channel(server.target, options) as channel:
-        call = _wire.connect(_wire.Stub(channel), requests())
-        try:
-            wait_for(lambda: "does not read what it is sent" in server.log.read_text())
-            # The answers that were sent come first, then the status.
-            with pytest.raises(grpc.RpcError) as refused:
-                list(call)
-            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        finally:
-            ended.set()
-            call.cancel()
-    print(f"{num_sent} calls were taken")
-    quiet.session.lookup(asked).result(60)
-    deaf.close()

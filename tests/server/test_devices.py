@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from demo.processes import ROOT, ChildError, Server, runtime_folder
-from hotkv_client import BlockResult, LoadRun
-from hotkv_client.types import After, TransferStatus
+from hotkv_client import BlockResult
+from hotkv_client.types import TransferStatus
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import SessionLostError
-from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
+from hotkv_proto.order import NO_ORDER, OrderKind
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.robustness.raw_client import RawSession
 from tests.server.devices_support import SHAPES, DeviceEngine, DeviceServer, block_ids, done
@@ -186,16 +186,6 @@ def test_a_store_behind_a_mark_can_be_revoked(
 
     wait_for(is_stored)
     assert results[-1] == BlockResult.STORED
-
-
-def test_a_mark_of_another_kind_is_not_sent(engine: Callable[..., DeviceEngine]) -> None:
-    for offers, wrong in ((("flags",), OrderKind.EVENTS), ((), OrderKind.FLAGS)):
-        one, after = engine(offers=offers), After(wrong, DeviceMark(0, 0))
-        with pytest.raises(SessionLostError):
-            one.store(hashes(1), block_ids(0), after)[1].result(60)
-        with pytest.raises(SessionLostError):
-            run = LoadRun(0, block_ids(0), block_ids(0))
-            one.session.load("l", "l", [run], 5, after).result(60)
 
 
 # Deaths

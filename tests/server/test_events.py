@@ -12,7 +12,6 @@ from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    KVEventBatch,
 )
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
@@ -212,22 +211,3 @@ def test_kinds_of_groups_have_vllms_names() -> None:
 
     assert set(KINDS) == set(GroupKind)
     assert set(KINDS.values()) <= {kind.value for kind in KVCacheSpecKind}
-
-
-def test_our_classes_are_vllms() -> None:
-    """Compares the fields, their order, their defaults and their encoding."""
-    from hotkv_server.events import wire
-
-    pairs = [
-        (wire.BlockStored, BlockStored),
-        (wire.BlockRemoved, BlockRemoved),
-        (wire.AllBlocksCleared, AllBlocksCleared),
-    ]
-    for ours, theirs in [*pairs, (wire.KVEventBatch, KVEventBatch)]:
-        assert ours.__struct_fields__ == theirs.__struct_fields__
-        assert ours.__struct_defaults__ == theirs.__struct_defaults__
-        assert (ours.__struct_config__.tag, ours.__struct_config__.array_like) == (
-            theirs.__struct_config__.tag,
-            theirs.__struct_config__.array_like,
-        )
-        assert ours.__struct_config__.omit_defaults == theirs.__struct_config__.omit_defaults

@@ -3,26 +3,23 @@ answers, nor their order."""
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import grpc
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo.processes import Server, runtime_folder
-from hotkv_client import Role, SessionConfig
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
-from hotkv_proto.v1 import cache_pb2, errors_pb2, session_pb2, session_pb2_grpc
-from hotkv_proto.versions import MAX_BATCH_BYTES, Feature
+from hotkv_proto.v1 import cache_pb2, errors_pb2, session_pb2
+from hotkv_proto.versions import MAX_BATCH_BYTES
 from hotkv_server.cache.values import EvictionNotice
 from hotkv_server.node.removals import NOTICE_BLOCKS
 from hotkv_server.wire import session as session_service
@@ -212,7 +209,7 @@ async def test_a_session_hears_first_that_it_is_open_then_notices_then_answers(
         written.append(message)
 
     async def requests() -> AsyncIterator[session_pb2.ConnectRequest]:
-        yield ping(1)
+        yield session_pb2.ConnectRequest(request_id=1, ping=session_pb2.Ping())
 
     async with live_node(tmp_path) as node:
         session = await node.sessions.open("e", "tool", SPACE, "test")
@@ -229,46 +226,3 @@ async def test_a_session_hears_first_that_it_is_open_then_notices_then_answers(
         sizes[:2], sizes[2:4], sizes[4:]
     ]  # fmt: skip
     assert [one.hashes[0] for some in groups for one in some] == [*range(5)]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as running:
-        running.wait_ready()
-        yield running
-
-
-def ping(number: int) -> session_pb2.ConnectRequest:
-    return session_pb2.ConnectRequest(request_id=number, ping=session_pb2.Ping())
-
-
-def batch(*requests: session_pb2.ConnectRequest, number: int = 0) -> session_pb2.ConnectRequest:
-    return session_pb2.ConnectRequest(
-        request_id=number, batch=session_pb2.RequestBatch(requests=requests)
-    )
-
-
-@pytest.mark.parametrize("features", [[], [Feature.BATCHES]])
-def test_a_server_serves_each_request_of_a_batch_if_both_know_of_batches(
-    server: Server, features: list[Feature]
-) -> None:
-    opening = _wire.open_session(SessionConfig(server.target, "e", Role.TOOL, SPACE))
-    opening.open_session.features[:] = [session_pb2.Feature.ValueType(one) for one in features]
-    release = cache_pb2.ReleaseLeaseRequest(lease_id="none")
-    released = session_pb2.ConnectRequest(request_id=8, release_lease=release)
-    requests = [
-        opening,
-        batch(ping(7), released, batch(ping(9), number=10), opening, number=6),
-        batch(number=11),
-        ping(12),
-    ]
-    with grpc.insecure_channel(server.target) as channel:
-        call = session_pb2_grpc.SessionServiceStub(channel).Connect(iter(requests))
-        opened, *answers = _answers.each(call)
-    assert list(opened.session_opened.features) == features
-    bodies = {answer.request_id: answer.WhichOneof("body") for answer in answers}
-    if features:
-        assert bodies == {7: "pong", 8: "release_lease", 10: "error", 12: "pong"}
-    else:
-        assert bodies == {6: "error", 11: "error", 12: "pong"}
-        assert all(answer.WhichOneof("body") != "batch" for answer in answers)

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from demo.processes import Server, runtime_folder
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import Reason
@@ -18,31 +16,25 @@ CLIENT = Path(__file__).with_name("foreign_client.py")
 STUBS = Path(__file__).resolve().parents[2] / "proto" / "hotkv_proto" / "v1"
 
 
-@pytest.fixture(scope="module")
-def saw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Returns what the foreign client printed after using a real server. Of `hotkv_proto` it can
-    import only the stubs."""
-    path = tmp_path_factory.mktemp("stubs")
-    (path / "hotkv_proto").mkdir()
-    (path / "hotkv_proto" / "__init__.py").touch()
-    (path / "hotkv_proto" / "v1").symlink_to(STUBS)
+def test_it_stores_finds_loads_revokes_and_is_refused(tmp_path: Path) -> None:
+    """Runs the foreign client against a real server. Of `hotkv_proto` it can import only the
+    stubs."""
+    (tmp_path / "hotkv_proto").mkdir()
+    (tmp_path / "hotkv_proto" / "__init__.py").touch()
+    (tmp_path / "hotkv_proto" / "v1").symlink_to(STUBS)
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as server:
         server.wait_ready()
         done = subprocess.run(
             [sys.executable, str(CLIENT), str(server.runtime_folder)],
-            env={**os.environ, "PYTHONPATH": str(path)},
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
             capture_output=True,
             text=True,
             timeout=60,
         )
     assert done.returncode == 0, done.stderr
-    answer: dict[str, object] = json.loads(done.stdout)
-    return answer
-
-
-def test_it_stores_finds_loads_revokes_and_is_refused(saw: dict[str, object]) -> None:
+    saw = json.loads(done.stdout)
     modules = saw.pop("modules")
-    assert isinstance(modules, list) and "hotkv_proto.v1.session_pb2" in modules
+    assert "hotkv_proto.v1.session_pb2" in modules
     for name in set(modules) - {"hotkv_proto", "hotkv_proto.v1"}:
         assert name.endswith(("_pb2", "_pb2_grpc")), "it knows nothing of hotkv but the stubs"
     assert saw == {

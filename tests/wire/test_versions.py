@@ -1,4 +1,4 @@
-"""Versions and features of the protocol: two sides agree on them, or report why not."""
+"""Versions and features of the protocol: two sides agree on them, and use only what both know."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from demo.processes import Server, runtime_folder
 from hotkv_client import Role, SessionConfig
+from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
 from hotkv_proto import versions
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation, signed_salt, unsigned_salt
-from hotkv_proto.v1 import session_pb2, session_pb2_grpc
+from hotkv_proto.v1 import cache_pb2, session_pb2, session_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--arena.slab-bytes", "64KiB")
@@ -67,6 +68,42 @@ def test_only_features_that_both_know_are_used(
 ) -> None:
     opened = open_with(server, features=named)
     assert list(opened.features) == used
+
+
+def ping(number: int) -> session_pb2.ConnectRequest:
+    return session_pb2.ConnectRequest(request_id=number, ping=session_pb2.Ping())
+
+
+def batch(*requests: session_pb2.ConnectRequest, number: int = 0) -> session_pb2.ConnectRequest:
+    return session_pb2.ConnectRequest(
+        request_id=number, batch=session_pb2.RequestBatch(requests=requests)
+    )
+
+
+@pytest.mark.parametrize("features", [[], [versions.Feature.BATCHES]])
+def test_a_server_serves_each_request_of_a_batch_if_both_know_of_batches(
+    server: Server, features: list[versions.Feature]
+) -> None:
+    opening = _wire.open_session(SessionConfig(server.target, "e", Role.TOOL, SPACE))
+    opening.open_session.features[:] = [session_pb2.Feature.ValueType(one) for one in features]
+    release = cache_pb2.ReleaseLeaseRequest(lease_id="none")
+    released = session_pb2.ConnectRequest(request_id=8, release_lease=release)
+    requests = [
+        opening,
+        batch(ping(7), released, batch(ping(9), number=10), opening, number=6),
+        batch(number=11),
+        ping(12),
+    ]
+    with grpc.insecure_channel(server.target) as channel:
+        call = session_pb2_grpc.SessionServiceStub(channel).Connect(iter(requests))
+        opened, *answers = _answers.each(call)
+    assert list(opened.session_opened.features) == features
+    bodies = {answer.request_id: answer.WhichOneof("body") for answer in answers}
+    if features:
+        assert bodies == {7: "pong", 8: "release_lease", 10: "error", 12: "pong"}
+    else:
+        assert bodies == {6: "error", 11: "error", 12: "pong"}
+        assert all(answer.WhichOneof("body") != "batch" for answer in answers)
 
 
 def test_salts_are_those_that_the_server_writes_the_table_with(server: Server) -> None:

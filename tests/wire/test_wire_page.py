@@ -1,16 +1,36 @@
-"""docs/wire.md has the reasons, limits and features of the code."""
+"""docs/wire.md has the reasons, limits, features and table format of the code. The code has the
+numbers of the wire's enums, and users read each value as a word."""
 
 import re
 from pathlib import Path
+from typing import Any
 
-from hotkv_proto import hints, keys, layout, traces, versions, words
+import pytest
+
+from hotkv_client import Role
+from hotkv_client.wire import admin as _admin_wire
+from hotkv_proto import hints, keys, layout, table, traces, versions, words
+from hotkv_proto.blocks import BlockResult, TransferStatus
 from hotkv_proto.errors import RETRYABLE, Reason
+from hotkv_proto.groups import GroupKind
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
 from hotkv_proto.messages.hints import MAX_ENVELOPE_CHARS
 from hotkv_proto.messages.layout import MAX_KEY_SPACE_BYTES
 from hotkv_proto.messages.session import MAX_REPORTS
-from hotkv_proto.v1 import errors_pb2, session_pb2
+from hotkv_proto.order import OrderKind
+from hotkv_proto.reports import SPARSE_COUNTERS
+from hotkv_proto.v1 import (
+    admin_pb2,
+    cache_pb2,
+    errors_pb2,
+    events_pb2,
+    layout_pb2,
+    residency_pb2,
+    session_pb2,
+    sparse_pb2,
+)
+from hotkv_proto.versions import Feature
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.node import sessions, transfers
 from hotkv_server.residency.book import register as residency_book
@@ -58,10 +78,13 @@ LIMITS = {
 }
 
 
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
 def rows(title: str) -> list[list[str]]:
     """Returns the cells of the table under a heading, without its first two lines."""
-    section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    lines = [line for line in section(title).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
@@ -82,10 +105,79 @@ def test_the_schema_names_the_same_codes() -> None:
     for reason in Reason:
         comment = text.partition(f"  ERROR_REASON_{reason.name} = ")[0].rpartition(";")[2]
         assert re.findall(r"\b[A-Z_]{6,}\b", comment)[-1] == CODES[reason].name
-        assert errors_pb2.ErrorReason.Value(f"ERROR_REASON_{reason.name}") == reason
 
 
 def test_versions_and_features_are_those_of_the_code() -> None:
     assert f"speak {versions.OLDEST_VERSION} to {versions.NEWEST_VERSION}" in PAGE
     named = {name.strip("`") for name, _ in rows("Versions and features")}
     assert named == {name for name, number in session_pb2.Feature.items() if number}
+
+
+def test_the_block_table_has_the_numbers_of_the_code() -> None:
+    text = section("Block table")
+    states = (table.STATE_RESERVED, table.STATE_READY, table.STATE_DETACHED)
+    for said in (
+        f"magic `{table.MAGIC.decode()}`",
+        f"format version (uint32, {table.FORMAT_VERSION})",
+        f"0x{int(table._MULTIPLIER):X}",
+        f"through {table.MAX_PROBE_BUCKETS} buckets at most",
+        f"{table._MAX_RETRIES} attempts",
+        f"| header | {table.HEADER_BYTES} |",
+        f"| buckets | {4 * table.BUCKET_WORDS} × `num_buckets` |",
+        f"| records | {4 * table.RECORD_WORDS} × (`capacity` + 1) |",
+        f"in units of {table.SLOT_ALIGN} bytes",
+        "({} reserved, {} ready, {} detached)".format(*states),
+    ):
+        assert said in text, said
+
+
+# Enums
+
+FILES = (admin_pb2, cache_pb2, errors_pb2, events_pb2, layout_pb2, residency_pb2, session_pb2)
+FILES += (sparse_pb2,)
+
+
+def enums() -> list[Any]:
+    """Returns descriptors of the wire's enums, except the enums of reasons and roles."""
+    return [
+        enum
+        for file in FILES
+        for enum in file.DESCRIPTOR.enum_types_by_name.values()
+        if enum.name not in ("ErrorReason", "SessionRole")
+    ]
+
+
+@pytest.mark.parametrize("kind", enums(), ids=lambda kind: kind.name)
+def test_an_enum_has_a_word_for_each_value(kind: Any) -> None:
+    for value in kind.values[1:]:
+        said = fields.enum_word(kind, value.number)
+        assert said and value.name.endswith(said.upper().replace(" ", "_"))
+    assert fields.enum_word(kind, 0) == ""
+
+
+def test_the_client_shows_a_number_that_it_does_not_know() -> None:
+    group = layout_pb2.KvGroup(kind=layout_pb2.KvGroupKind.ValueType(99))
+    assert _admin_wire.plain(group)["kind"] == 99
+
+
+@pytest.mark.parametrize(
+    ("ours", "wire", "prefix"),
+    [
+        (Reason, errors_pb2.ErrorReason, "ERROR_REASON_"),
+        (BlockResult, cache_pb2.BlockResult, "BLOCK_RESULT_"),
+        (TransferStatus, cache_pb2.TransferStatus, "TRANSFER_STATUS_"),
+        (GroupKind, layout_pb2.KvGroupKind, "KV_GROUP_KIND_"),
+        (OrderKind, layout_pb2.DeviceOrderKind, "DEVICE_ORDER_KIND_"),
+        (Role, session_pb2.SessionRole, "SESSION_ROLE_"),
+        (Feature, session_pb2.Feature, "FEATURE_"),
+    ],
+)
+def test_enums_have_the_numbers_of_the_wire(ours: Any, wire: Any, prefix: str) -> None:
+    assert {one.name: int(one) for one in ours} == {
+        name.removeprefix(prefix): number for name, number in wire.items() if number
+    }
+
+
+def test_counters_of_sparse_layers_have_the_names_of_the_wire() -> None:
+    names = tuple(field.name for field in sparse_pb2.LayerCounters.DESCRIPTOR.fields)
+    assert names == ("layer_index", *SPARSE_COUNTERS)
