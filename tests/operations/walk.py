@@ -1,7 +1,7 @@
 """An operator's walk (`make walk`): from `pip install` in an empty environment to a server that is
 watched, queried, killed, drained and upgraded under traffic of vLLM with a real model. `--release
 DIR` uses the wheel of a release. Prints each step with its result; exits with status 1 at the first
-failure. Debian's prometheus and chromium take part if they are installed (`make programs`)."""
+failure. Debian's prometheus takes part if it is installed (`make programs`)."""
 
 import argparse
 import contextlib
@@ -19,7 +19,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from demo import prompts
 from demo.processes import (
@@ -38,8 +37,6 @@ from tests.vllm.http_server import HttpServer
 
 ARENA_BYTES = 256 << 20
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 6, 300, 4
-BLOCK_TOKENS = 128
-"""vLLM's block size on CPUs."""
 QUESTIONS = ("Is it working?", "Does it pay?", "What limits it?")
 SHORTEST_WAY = (
     "vllm.entrypoints.openai.api_server",
@@ -248,56 +245,9 @@ def look(service: Service) -> None:
     savings = service.hotkv("savings")
     assert "saved" in savings, savings
     say("savings", savings.splitlines()[1])
-    status = json.loads(service.get("/api/v1/status"))
     page = service.get("/").decode()
-    assert "<title>" in page and len(page) <= 150_000, "the page is missing or too large"
-    say("page", f"{len(page) / 1000:.0f} KB; API with {', '.join(list(status)[:6])}, …")
-    browser = shutil.which("chromium")
-    if browser is None:
-        say("browser", "left out: no chromium here")
-        return
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000"]
-    command = [browser, *flags, "--dump-dom", f"{service.url}/"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-    assert "host" in shown, "the browser shows no tier"
-    say("browser", f"{len(shown) / 1000:.0f} KB of page with figures")
-
-
-def explain(service: Service, traffic: Traffic) -> None:
-    """Shows the reasons of four kinds of misses, beside a hit."""
-
-    def spaces(tokens: list[int]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(
-            service.hotkv("explain", "--json", *map(str, tokens))
-        )
-        return found
-
-    def verdicts(tokens: list[int]) -> set[str]:
-        return {block["verdict"] for space in spaces(tokens) for block in space["blocks"]}
-
-    known, gone, flushed, cut = traffic.prompts[:4]
-    short, absent = cut[:5], list(range(1000, 1000 + PROMPT_TOKENS))
-    wait(lambda: "ready" in verdicts(known), "a prompt is there")
-    found = {"there": verdicts(known), "never stored": verdicts(absent)}
-    assert found["never stored"] == {"never stored"}, f"{found}"
-    first = spaces(gone)[0]
-    hashes = [block["block_hash"] for block in first["blocks"] if block["verdict"] == "ready"]
-    number = str(first["key_space_id"])
-
-    def removed() -> bool:
-        # The traffic may store the prompt again at any moment.
-        service.hotkv("evict", "--key-space", number, *hashes)
-        found["removed"] = verdicts(gone)
-        return "removed" in found["removed"]
-
-    wait(removed, "a prompt is removed")
-    service.hotkv("flush", "--key-space", number)
-    found["flushed"] = verdicts(flushed)
-    assert "ready" not in found["flushed"], f"{found}"
-    shown = service.hotkv("explain", *map(str, short))
-    assert "block" in shown, shown
-    found["shorter than a block"] = verdicts(short)
-    say("explain", "; ".join(f"{kind}: {', '.join(sorted(v)) or '-'}" for kind, v in found.items()))
+    assert "<title>" in page, "the page is missing"
+    say("page", f"{len(page) / 1000:.0f} KB")
 
 
 @contextlib.contextmanager
@@ -366,36 +316,6 @@ def reload(service: Service) -> None:
     say("reload", "log_level = debug without a restart")
 
 
-def second_door(service: Service, model: Path, folder: Path) -> None:
-    """Starts engines with hotkv behind vLLM's own offloading: the second hits the first engine's
-    blocks."""
-    extra = {
-        "cpu_bytes_to_use": 256 << 20,
-        "hotkv.target": service.target,
-        # vLLM's offloading refuses CPU engines; only the copy is replaced here.
-        "spec_name": "HostTieringSpec",
-        "spec_module_path": "hotkv_vllm.testing.host_copies",
-    }
-    config = {"kv_connector": "HotKVOffloadingConnector", "kv_role": "kv_both"}
-    config |= {"kv_connector_extra_config": extra}
-    settings = EngineSettings(str(model), engine_args={"kv_transfer_config": config})
-    prompt, answers = prompts.token_ids(model, 77, PROMPT_TOKENS), []
-    stored = service.num_blocks() + PROMPT_TOKENS // BLOCK_TOKENS
-    for name in ("first behind", "second behind"):
-        with Engine(name, settings, folder) as engine:
-            engine.wait_ready()
-            answers.append(engine.generate(prompt, ANSWER_TOKENS))
-            shown = service.hotkv("sessions")
-            assert "offloading" in shown, f"hotkv sessions names no such door: {shown}"
-            wait(lambda: service.num_blocks() >= stored, "every whole block is stored")
-    first, second = answers
-    assert not first.hit_tokens, "a new prompt hit"
-    assert second.hit_tokens > 0, "the second engine did not hit"
-    assert first.token_ids == second.token_ids, "the tokens differ"
-    times = f"first token after {second.ttft_s:.3f} s, {first.ttft_s:.2f} computed"
-    say("second door", f"{second.hit_tokens} tokens from the other engine; {times}; tokens equal")
-
-
 def walk(folder: Path, shared_memory: Path, release: Path | None) -> None:
     installed = Installed(folder, release)
     bench = json.loads(installed.hotkv("bench", "--seconds", "3", "--arena-mib", "256", "--json"))
@@ -416,7 +336,6 @@ def walk(folder: Path, shared_memory: Path, release: Path | None) -> None:
             traffic.hits_again("requests hit")
             heads(service, engine)
             look(service)
-            explain(service, traffic)
             with watched(service, folder) as watching:
                 alert(service, traffic, watching)
                 upgrade(service, traffic)
@@ -424,7 +343,6 @@ def walk(folder: Path, shared_memory: Path, release: Path | None) -> None:
         assert not traffic.failures, "; ".join(traffic.failures)
         say("traffic", f"{traffic.num_requests} requests, {traffic.num_hits} hits, 0 failed")
         shortest_way(service, model, folder)
-        second_door(service, model, folder)
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 written."""
 
 import logging
+import os
 import threading
 import time
 from dataclasses import replace
@@ -98,6 +99,29 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
 async def turn(world: World, clerk: Clerk) -> None:
     await world.ledger.turn(clerk)
     await world.ledger.close()
+
+
+@pytest.mark.parametrize("damage", ["torn", "link", "pipe"])
+def test_a_file_that_is_no_ledger_begins_anew_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    world, file = World(tmp_path), tmp_path / "ledger"
+    world.report()
+    world.ledger.save()
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "torn":
+        file.write_bytes(content[: len(content) // 2])
+    elif damage == "link":
+        file.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(file)
+    world = World(tmp_path)
+    assert not world.ledger.savings().total.requests
+    assert caplog.text.count("ledger begins anew") == 1
+    world.report()
+    world.ledger.save()
+    assert World(tmp_path).ledger.savings().total.requests == 1
 
 
 async def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(

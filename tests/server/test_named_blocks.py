@@ -11,8 +11,6 @@ from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import named_blocks
 from hotkv_client.testing import PagedEngine
-from hotkv_proto.errors import HotKVError
-from hotkv_proto.v1 import admin_pb2
 from tests.server.commands import Run, runner
 from tests.server.places import store
 from tests.server.support import number_of
@@ -148,18 +146,3 @@ def test_a_dry_run_says_what_would_go_and_drops_nothing(
     done = json.loads(run("evict", "--all", "--json")[1])
     counts = "evicted_block_count", "kept_block_count"
     assert [done[name] for name in counts] == [said[name] for name in counts] == [3, 1]
-
-
-def test_an_older_server_refuses_a_dry_run(
-    stocked: tuple[Server, PagedEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests a dry run from an older server, which does not know this call. It would ignore a
-    flag of the evicting call, and evict."""
-    with AdminClient(stocked[0].target) as admin:
-        unknown = admin._channel.unary_unary(
-            "/hotkv.v1.AdminService/NotThere", admin_pb2.PreviewEvictRequest.SerializeToString
-        )
-        monkeypatch.setattr(admin._stubs.admin, "PreviewEvict", unknown)
-        with pytest.raises(HotKVError):
-            admin.evict(everything=True, dry_run=True)
-        assert len(admin.blocks()["blocks"]) == 4

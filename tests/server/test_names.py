@@ -109,12 +109,6 @@ def test_engines_of_one_name_are_told_apart_and_names_outlive_all(place: Place) 
     assert MODEL in said and "old" in said
 
 
-def test_an_older_server_tells_no_names() -> None:
-    """Rows of an older server lack the fields of names, so ids are shown."""
-    row = {"tenant": "", "model": ARCHITECTURE, "engine_id": ID}
-    assert cli.tables.engine_of(row) == ID and cli.tables.model_of(row) == ARCHITECTURE
-
-
 # The book of names
 
 SPACE = KeySpace(

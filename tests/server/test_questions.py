@@ -1,10 +1,11 @@
 """Routers ask for the cached blocks of a prompt, as Dynamo's router asks a shared cache."""
 
 import asyncio
+import contextlib
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -184,21 +185,29 @@ def test_blocks_whose_prefix_was_stored_are_found(
             assert np.array_equal(words[:whole], words_of(range(salt, salt + whole)))
 
 
+FINGERPRINT = b"k" * 32
+
+
+def prompt_index(num_blocks: int) -> PromptIndex:
+    """Returns an index over contents with the first blocks of TOKENS, each from its own store."""
+    contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
+    for at in range(num_blocks):
+        tokens = RunContent(np.array(TOKENS[16 * at : 16 * at + 16], np.int32))
+        parent = words_of([at - 1])[0] if at else None
+        contents.keep(FINGERPRINT, BlocksStored(0, 0, words_of([at]), parent, at, tokens))
+    return PromptIndex(contents)
+
+
 def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Asks several times: each question must go on where the last one stopped. Otherwise the first
     questions after a restart would take all threads for seconds."""
     monkeypatch.setattr(questions, "UPDATE_S", 0.0)
-    contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
-    for at in range(4):
-        tokens = RunContent(np.array(TOKENS[16 * at : 16 * at + 16], np.int32))
-        parent = words_of([at - 1])[0] if at else None
-        contents.keep(b"k" * 32, BlocksStored(0, 0, words_of([at]), parent, at, tokens))
-    index = PromptIndex(contents)
+    index = prompt_index(4)
 
     def found() -> int:
-        return int(index.find(b"k" * 32, 0, DYNAMO_HASHES[:4])[1].sum())
+        return int(index.find(FINGERPRINT, 0, DYNAMO_HASHES[:4])[1].sum())
 
     assert [found() for _ in range(6)] == [1, 2, 3, 4, 4, 4]
     with index._lock:
@@ -212,65 +221,52 @@ def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
 def test_contents_behind_a_read_that_failed_are_read_by_the_next_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
-    index = PromptIndex(contents)
-    for at in range(2):
-        tokens = RunContent(np.array(TOKENS[16 * at : 16 * at + 16], np.int32))
-        parent = words_of([0])[0] if at else None
-        contents.keep(b"k" * 32, BlocksStored(0, 0, words_of([at]), parent, at, tokens))
-    reads = [contents._bytes_at]
+    index = prompt_index(2)
+    reads = [index._contents._bytes_at]
     with monkeypatch.context() as patch, pytest.raises(IndexError):
-        patch.setattr(contents, "_bytes_at", lambda position: reads.pop()(position))
-        index.find(b"k" * 32, 0, DYNAMO_HASHES[:2])
-    assert index.find(b"k" * 32, 0, DYNAMO_HASHES[:2])[1].all()
+        patch.setattr(index._contents, "_bytes_at", lambda position: reads.pop()(position))
+        index.find(FINGERPRINT, 0, DYNAMO_HASHES[:2])
+    assert index.find(FINGERPRINT, 0, DYNAMO_HASHES[:2])[1].all()
 
 
 def test_a_salted_block_is_not_found() -> None:
-    contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
+    index = prompt_index(0)
     tokens = RunContent(np.array(TOKENS[:32], np.int32), "", (None, ("salt",)))
-    contents.keep(b"k" * 32, BlocksStored(0, 0, words_of([1, 2]), None, 0, tokens))
-    _, known = PromptIndex(contents).find(b"k" * 32, 0, DYNAMO_HASHES[:2])
-    assert known.tolist() == [True, False]
+    index._contents.keep(FINGERPRINT, BlocksStored(0, 0, words_of([1, 2]), None, 0, tokens))
+    assert index.find(FINGERPRINT, 0, DYNAMO_HASHES[:2])[1].tolist() == [True, False]
 
 
-def answering(one: SharedNode) -> EventsCapability:
-    """Returns a capability that answers questions about the node's two blocks."""
+@contextlib.asynccontextmanager
+async def answering() -> AsyncIterator[tuple[SharedNode, Callable[[], Awaitable[Any]]]]:
+    """Yields a node over a shared tier, and a function that asks for its two blocks."""
+    one = SharedNode(MemoryStore(places=False), 10.0)
     events = EventsCapability(one, EventSettings())  # type: ignore[arg-type]
     events._settings = EventSettings(answers=True)
     key_space = one.core.key_space(1)
     events.key_space_added(1, key_space)
     tokens = RunContent(np.array(TOKENS[:32], np.int32))
-    events._contents.keep(
-        key_space.fingerprint, BlocksStored(1, 0, words_of([1, 2]), None, 0, tokens)
-    )
-    return events
-
-
-async def test_a_shared_tier_that_hangs_delays_no_answer_beyond_https_limit() -> None:
-    one = SharedNode(MemoryStore(places=False), 10.0)
-    events, key_space = answering(one), one.core.key_space(1)
+    run = BlocksStored(1, 0, words_of([1, 2]), None, 0, tokens)
+    events._contents.keep(key_space.fingerprint, run)
     await one.start()
     try:
-        one.put([1])
-        one.tier.faults.is_hung = True
-        asked = events.check_blocks(key_space.model, 16, DYNAMO_HASHES[:2])
-        found = await asyncio.wait_for(asked, ANSWER_TIMEOUT_S - 0.5)
-        assert found is not None and found.tolist() == [True, False]
+        yield one, lambda: events.check_blocks(key_space.model, 16, DYNAMO_HASHES[:2])
     finally:
         one.tier.faults.is_hung = False
         await one.tiers.close()
 
 
+async def test_a_shared_tier_that_hangs_delays_no_answer_beyond_https_limit() -> None:
+    async with answering() as (one, ask_for_two):
+        one.put([1])
+        one.tier.faults.is_hung = True
+        found = await asyncio.wait_for(ask_for_two(), ANSWER_TIMEOUT_S - 0.5)
+        assert found.tolist() == [True, False]
+
+
 async def test_a_key_space_that_is_forgotten_during_a_question_has_no_blocks() -> None:
-    one = SharedNode(MemoryStore(places=False), 10.0)
-    events, key_space = answering(one), one.core.key_space(1)
-    one.core.close_session(one.number, 0.0)
-    await one.start()
-    try:
-        asked = asyncio.create_task(events.check_blocks(key_space.model, 16, DYNAMO_HASHES[:2]))
+    async with answering() as (one, ask_for_two):
+        one.core.close_session(one.number, 0.0)
+        asked = asyncio.ensure_future(ask_for_two())
         await asyncio.sleep(0)
         assert one.core.catalog.forget(1)
-        found = await asked
-        assert found is not None and not found.any()
-    finally:
-        await one.tiers.close()
+        assert not (await asked).any()

@@ -93,7 +93,7 @@ class Reloading:
 
     def write(self) -> None:
         """Writes the present settings as TOML."""
-        self.path.write_text("\n".join(toml({**self.top, "security": self.security})))
+        self.path.write_text(file_of(**self.top, security=self.security))
 
     def logged(self, *words: str) -> int:
         """Returns the number of lines of the log that have all these words."""
@@ -134,21 +134,35 @@ def tenant(name: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "uids": [MINE], **more}
 
 
-def toml(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields lines of TOML: plain values first, then tables."""
-    tables = {key: value for key, value in values.items() if _is_table(value)}
-    for key, value in values.items():
-        if key not in tables:
-            yield f"{key} = {json.dumps(value)}"
-    for key, table in tables.items():
-        for one in table if isinstance(table, list) else [table]:
-            yield f"[[{prefix}{key}]]" if isinstance(table, list) else f"[{prefix}{key}]"
-            yield from toml(one, f"{prefix}{key}.")
+def toml(value: Any) -> str:
+    """Returns a value as TOML, a dict as an inline table."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + "}"
+    return f"[{', '.join(map(toml, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
-def _is_table(value: Any) -> bool:
-    first = value[0] if isinstance(value, list) and value else value
-    return isinstance(first, dict)
+def file_of(**settings: Any) -> str:
+    """Returns the text of a configuration file."""
+    return "\n".join(f"{key} = {toml(value)}" for key, value in settings.items())
+
+
+@contextlib.contextmanager
+def configured(
+    text: str, code: str = "", arena: str = "16MiB"
+) -> Iterator[tuple[Path, Server, Callable[..., None]]]:
+    """Runs a server with a configuration file. Yields the file, the server, and a function that
+    waits for words in the server's log.
+
+    code: a Python program that runs the server.
+    """
+    with runtime_folder(64 << 20) as folder:
+        config = folder / "hotkv.toml"
+        config.write_text(text)
+        flags = ("--config", str(config), "--arena.slab-bytes", "64KiB")
+        command = (sys.executable, "-c", code, "run") if code else ()
+        with Server(folder, arena, *flags, command=command) as server:
+            server.wait_ready()
+            yield config, server, lambda words: wait_for(lambda: words in server.log.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +210,7 @@ def test_wrong_settings_change_nothing_and_are_named(running: Reloading) -> None
     for text, said in (
         ("log_level = 'loud'\n", "log_level"),
         ("this is no TOML", "hotkv.toml"),
-        (before.replace("[security]", "[security]\nno_such_thing = 1"), "no_such_thing"),
+        (before.replace("security = {", "security = {no_such_thing = 1, "), "no_such_thing"),
         (before.replace("server.key", "gone.key"), "gone.key"),
         (before.replace("audit.jsonl", "none/audit.jsonl"), "security.audit_file"),
     ):
@@ -240,31 +254,24 @@ def test_the_rest_is_taken_up_if_tenants_or_tls_need_a_restart(running: Reloadin
     running.reload("settings reloaded", "nothing")
 
 
-def test_a_reload_that_fails_has_changed_nothing_and_systemd_is_told() -> None:
+def test_a_reload_that_fails_has_changed_nothing_and_systemd_is_told(tmp_path: Path) -> None:
     """Reloads guarantees that fit only the new arena size, which needs a restart, but not the
     running arena. The reload must change nothing."""
-    with runtime_folder(64 << 20) as folder, notified(folder / "notify") as told:
-        config = folder / "hotkv.toml"
 
-        def write(arena: str, guarantee: str, timeout_s: int) -> None:
-            top = {"drain_timeout_s": timeout_s, "arena": {"bytes": arena}}
-            shared = {"tenants": [tenant("alpha", guaranteed_bytes=guarantee)]}
-            config.write_text("\n".join(toml({**top, "security": shared})))
+    def text(arena: str, guarantee: str, timeout_s: int) -> str:
+        shared = {"tenants": [tenant("alpha", guaranteed_bytes=guarantee)]}
+        return file_of(drain_timeout_s=timeout_s, arena={"bytes": arena}, security=shared)
 
-        write("16MiB", "1MiB", 1)
-        flags = ("--config", str(config), "--arena.slab-bytes", "64KiB")
-        command = (sys.executable, "-c", WITHOUT_ARENA_FLAG, "run")
-        with Server(folder, "", *flags, command=command) as server:
-            server.wait_ready()
-            write("64MiB", "32MiB", 2)
-            os.kill(server.pid, signal.SIGHUP)
-            wait_for(lambda: "not reloaded" in server.log.read_text())
-            assert "settings not reloaded, the old ones stay: INVALID_FIELD" in (
-                server.log.read_text()
-            )
-            wait_for(lambda: told()[-2:] == ["RELOADING=1", "READY=1"])
-            os.kill(server.pid, signal.SIGTERM)
-            wait_for(lambda: "draining timeout_s=1.0" in server.log.read_text())
+    with (
+        notified(tmp_path / "notify") as told,
+        configured(text("16MiB", "1MiB", 1), WITHOUT_ARENA_FLAG, "") as (config, server, says),
+    ):
+        config.write_text(text("64MiB", "32MiB", 2))
+        os.kill(server.pid, signal.SIGHUP)
+        says("settings not reloaded, the old ones stay: INVALID_FIELD")
+        wait_for(lambda: told()[-2:] == ["RELOADING=1", "READY=1"])
+        os.kill(server.pid, signal.SIGTERM)
+        says("draining timeout_s=1.0")
 
 
 @contextlib.contextmanager
@@ -321,29 +328,22 @@ def test_streams_have_request_ids(running: Reloading) -> None:
 def test_a_session_that_is_being_opened_ends_with_its_tenant() -> None:
     """Removes a tenant while its session is still opening, because the write of its key space takes
     long. The session must end."""
-    with runtime_folder(64 << 20) as folder:
-        config = folder / "hotkv.toml"
 
-        def write(*names: str) -> None:
-            security = {"tenants": [tenant(name) for name in names]}
-            config.write_text("\n".join(toml({"security": security})))
+    def text(*names: str) -> str:
+        return file_of(security={"tenants": [tenant(name) for name in names]})
 
-        write("alpha", "beta")
-        flags = ("--config", str(config), "--arena.slab-bytes", "64KiB")
-        command = (sys.executable, "-c", SLOW_TO_OPEN, "run")
-        with Server(folder, "16MiB", *flags, command=command) as server:
-            server.wait_ready()
-            beta = PagedEngine(server.target, tenant="beta")
-            beta.session.start()
-            wait_for(lambda: "is being opened" in server.log.read_text())
-            write("alpha")
-            os.kill(server.pid, signal.SIGHUP)
-            wait_for(lambda: "for which this peer may not act" in server.log.read_text())
-            assert not beta.session.wait_connected(0)
-            assert server.cli("sessions").count("beta") == 0
-            admitted = [line for line in server.log.read_text().splitlines() if "admitted" in line]
-            assert not any("'beta'" in line for line in admitted)
-            beta.close()
+    with configured(text("alpha", "beta"), SLOW_TO_OPEN) as (config, server, says):
+        beta = PagedEngine(server.target, tenant="beta")
+        beta.session.start()
+        says("is being opened")
+        config.write_text(text("alpha"))
+        os.kill(server.pid, signal.SIGHUP)
+        says("for which this peer may not act")
+        assert not beta.session.wait_connected(0)
+        assert server.cli("sessions").count("beta") == 0
+        lines = server.log.read_text().splitlines()
+        assert not any("admitted" in line and "'beta'" in line for line in lines)
+        beta.close()
 
 
 def test_a_budget_and_the_log_level_change(running: Reloading) -> None:
@@ -459,40 +459,30 @@ sys.exit(main())
 def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
     """Sends SIGHUP during the start, after the server has read its settings. It must reload them
     once it is ready, as an operator signals only once."""
-    with runtime_folder(64 << 20) as folder:
-        config = folder / "hotkv.toml"
-        config.write_text("drain_timeout_s = 6")
-        command = (sys.executable, "-c", CHANGED_AT_THE_START, "run")
-        with Server(folder, "16MiB", "--config", str(config), command=command) as server:
-            server.wait_ready()
-            wait_for(lambda: "reloaded changed=drain_timeout_s" in server.log.read_text())
-            assert server.log.read_text().count("settings reloaded") == 1
+    with configured("drain_timeout_s = 6", CHANGED_AT_THE_START) as (_, server, says):
+        says("reloaded changed=drain_timeout_s")
+        assert server.log.read_text().count("settings reloaded") == 1
 
 
 def test_reloads_one_after_the_other_and_while_it_drains_do_no_harm() -> None:
-    with runtime_folder(64 << 20) as folder:
-        config = folder / "hotkv.toml"
-        config.write_text("drain_timeout_s = 6")
-        with Server(folder, "16MiB", "--config", str(config)) as server:
-            server.wait_ready()
-            engine = PagedEngine(server.target).connect()
-            for _ in range(20):
-                os.kill(server.pid, signal.SIGHUP)
-            config.unlink()
+    with configured("drain_timeout_s = 6") as (config, server, says):
+        engine = PagedEngine(server.target).connect()
+        for _ in range(20):
             os.kill(server.pid, signal.SIGHUP)
-            wait_for(lambda: "there is no file" in server.log.read_text())
-            held = engine.session
-            blocks = store(engine)
-            assert held.acquire("held", [GroupHashes(0, blocks)], 600).result(60).pinned[0].all()
-            os.kill(server.pid, signal.SIGTERM)
-            wait_for(lambda: "draining timeout_s=6.0" in server.log.read_text())
-            config.write_text("drain_timeout_s = 1")
-            os.kill(server.pid, signal.SIGHUP)
-            wait_for(lambda: "reloaded changed=drain_timeout_s" in server.log.read_text())
-            held.release("held")
-            engine.close()
-        text = server.log.read_text()
-        assert "hotkv_server.daemon stopped" in text and "Traceback" not in text
+        config.unlink()
+        os.kill(server.pid, signal.SIGHUP)
+        says("there is no file")
+        held, blocks = engine.session, store(engine)
+        assert held.acquire("held", [GroupHashes(0, blocks)], 600).result(60).pinned[0].all()
+        os.kill(server.pid, signal.SIGTERM)
+        says("draining timeout_s=6.0")
+        config.write_text("drain_timeout_s = 1")
+        os.kill(server.pid, signal.SIGHUP)
+        says("reloaded changed=drain_timeout_s")
+        held.release("held")
+        engine.close()
+        says("hotkv_server.daemon stopped")
+        assert "Traceback" not in server.log.read_text()
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])

@@ -158,24 +158,22 @@ def test_an_open_residency_grows_or_stays_as_it_was(place: Place) -> None:
     store_to(place.engine or place.connect(), more)
     assert refused(session.extend_residency("r", 0, 0, more)).reason is Reason.INVALID_FIELD
     with AdminClient(server.target) as admin:
-        for count, reason in (
-            (1 << 20, Reason.RESIDENCY_TOO_LARGE),
-            (12, None),
-            (1200, Reason.NO_ROOM_FOR_RESIDENCY),
-        ):
-            if reason is Reason.NO_ROOM_FOR_RESIDENCY:
-                session.open_residency("other", {0: 900}).result(TIMEOUT_S)
-            asked = session.open_residency("r", {0: count})
-            if reason is None:
-                assert asked.result(TIMEOUT_S) == reader.opened
-                assert not admin.residencies()["refusals"]
-                assert min(reader.extend(0, more)) >= 0
-                continue
-            assert refused(asked).reason is reason
+
+        def stays_at(reserved: int, asked: int) -> Reason:
+            """Asks for a larger residency, which must be refused. Returns the reason."""
+            error = refused(session.open_residency("r", {0: asked}))
             told = admin.residencies()
             assert [one["residency_id"] for one in told["refusals"]] == ["r"]
             (mine,) = (one for one in told["residencies"] if one["residency_id"] == "r")
-            assert mine["reserved_block_count"] == (4 if count > 1200 else 12)
+            assert mine["reserved_block_count"] == reserved
+            return error.reason
+
+        assert stays_at(4, 1 << 20) is Reason.RESIDENCY_TOO_LARGE
+        assert session.open_residency("r", {0: 12}).result(TIMEOUT_S) == reader.opened
+        assert not admin.residencies()["refusals"]
+        assert min(reader.extend(0, more)) >= 0
+        session.open_residency("other", {0: 900}).result(TIMEOUT_S)
+        assert stays_at(12, 1200) is Reason.NO_ROOM_FOR_RESIDENCY
         assert reader.check()
         session.close_residency("r")
         wait_for(lambda: not admin.residencies()["refusals"])
@@ -222,6 +220,16 @@ def test_a_session_that_ends_tells_its_readers_first(place: Place) -> None:
     assert again.check() and not reader.arena.holds(reader.opened)
 
 
+@pytest.mark.long
+def test_an_arena_of_another_size_leaves_the_old_one_to_its_readers(place: Place) -> None:
+    place.start(*GRACE)
+    reader, _ = resident(place)
+    place.stop()
+    with Writer(place.start(*GRACE, arena="24MiB").target) as writer:
+        writer.fill(12 << 20)
+        assert reader.check(), "nobody writes into a file that was not taken over"
+
+
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
 )
@@ -259,31 +267,6 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
         assert back.check(), "what was leased anew stays"
         assert not reader.check()
     assert refused(session.extend_residency("r", 0, 0, blocks)).reason is Reason.UNKNOWN_RESIDENCY
-
-
-@pytest.mark.long
-def test_a_server_that_dies_in_the_grace_hands_readers_on(place: Place) -> None:
-    server = place.start(*GRACE)
-    reader, _ = resident(place)
-    with Writer(server.target):
-        for _ in range(3):
-            place.stop()
-            place.start(*GRACE)
-            assert reader.check()
-        generation = Reader(reader.session, "n", 1).opened.generation
-        assert generation == reader.opened.generation + 3
-        while reader.check():
-            time.sleep(0.01)
-
-
-@pytest.mark.long
-def test_an_arena_of_another_size_leaves_the_old_one_to_its_readers(place: Place) -> None:
-    place.start(*GRACE)
-    reader, _ = resident(place)
-    place.stop()
-    with Writer(place.start(*GRACE, arena="24MiB").target) as writer:
-        writer.fill(12 << 20)
-        assert reader.check(), "nobody writes into a file that was not taken over"
 
 
 def test_there_is_no_residency_over_tcp_and_without_words(place: Place, tmp_path: Path) -> None:

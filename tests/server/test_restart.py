@@ -122,9 +122,3 @@ def test_one_arena_has_one_server_also_while_that_one_hangs(place: Place) -> Non
         assert done.returncode == 1 and said in done.stderr
     place.stop()
     place.start()
-
-
-def test_nothing_is_left_where_that_is_asked_for(place: Place) -> None:
-    place.start("--arena.keep", "false")
-    place.stop(signal.SIGTERM)
-    assert not (place.folder / "arena").exists()

@@ -88,38 +88,6 @@ def flags_of(valkey: Valkey) -> tuple[str, ...]:
     return ("--tiers.valkey.address", f"unix:{valkey.path}", "--tiers.valkey.timeout-s", "0.5")
 
 
-@pytest.mark.long
-def test_a_valkey_that_hangs_dies_and_comes_back(nodes: Nodes, valkey: Valkey) -> None:
-    a, b = (one.start_sharing(*flags_of(valkey)) for one in nodes)
-    chain, missing = hashes(CHAIN), hashes(CHAIN)
-    content = a.fill(chain)
-    assert b.loads(chain, content)
-    with valkey.stopped():
-        for _ in range(3):
-            assert b.loads(chain, content), "host memory serves without it"
-            assert not b.finds(missing)
-        waits = []
-        for _ in range(20):
-            began_s = time.monotonic()
-            assert not b.finds(hashes(CHAIN))
-            waits.append(time.monotonic() - began_s)
-        # Once the Valkey is known to hang, no request waits for it.
-        assert sorted(waits)[len(waits) // 2] < 0.15, waits
-    assert a.engine is not None and a.server is not None
-    session = a.engine.session
-    # The node may be reconnecting; a flush waits for that for a second at most, so repeat it.
-    wait_for(lambda: not session.flush().result(60).pending_tiers)
-    with valkey.killed():
-        assert not b.finds(missing)
-        assert session.flush().result(60).pending_tiers == ("valkey",)
-        assert "valkey" in a.server.cli("flush", "--key-space", "1")
-    a.until_copying()
-    fresh = hashes(CHAIN)
-    content = a.fill(fresh)
-    wait_for(lambda: b.loads(fresh, content))
-    assert not b.finds(missing)
-
-
 def test_a_server_without_its_valkey_starts_and_serves(nodes: Nodes, tmp_path: Path) -> None:
     secret = tmp_path / "password"
     secret.touch(mode=0o600)

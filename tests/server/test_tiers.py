@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from demo.processes import ChildError, Server, runtime_folder
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
@@ -175,17 +174,6 @@ def test_what_lies_on_the_disk_and_how_it_answers_is_said(place: Tiered) -> None
     assert disk["budget_left_byte_count"] == disk["budget_byte_count"] - 3 * of_chain
     row = next(line for line in show_status(status).splitlines() if line.startswith("disk "))
     assert "100.0%" in row and row.endswith("90.9 TiB")
-
-
-def test_a_disk_of_another_server_is_refused(place: Tiered) -> None:
-    place.start_tiered()
-    with runtime_folder(64 << 20) as folder:
-        disk = ("--tiers.disk.path", str(place.folder / "disk"))
-        with (
-            Server(folder, "16MiB", *disk, "--tiers.disk.bytes", "64MiB") as other,
-            pytest.raises(ChildError, match=r"tiers\.disk\.path: .* is in use by hotkv-server"),
-        ):
-            other.wait_ready()
 
 
 def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered) -> None:

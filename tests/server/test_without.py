@@ -90,18 +90,15 @@ def test_a_server_without_any_stores_and_loads(
     run_tests((SHORT,), environment)
 
 
-@pytest.mark.long
-def test_a_server_without_any_keeps_its_other_promises(tmp_path: Path) -> None:
-    run_tests(QUICK, without(tmp_path, CAPABILITIES))
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(1200)
-def test_a_server_without_any_keeps_them_over_restarts(tmp_path: Path) -> None:
-    run_tests(SLOW, without(tmp_path, CAPABILITIES))
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(600)
-def test_a_server_without_any_serves_the_demo(tmp_path: Path) -> None:
-    assert "tokens hit" in run(("demo",), without(tmp_path, CAPABILITIES))
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param(QUICK, marks=pytest.mark.long),
+        pytest.param(SLOW, marks=[pytest.mark.campaign, pytest.mark.timeout(1200)]),
+    ],
+    ids=["quick", "restarts"],
+)
+def test_a_server_without_any_keeps_its_other_promises(
+    files: tuple[str, ...], tmp_path: Path
+) -> None:
+    run_tests(files, without(tmp_path, CAPABILITIES))
