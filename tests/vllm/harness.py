@@ -298,6 +298,25 @@ class Engine:
         self.run()
         return self.outputs[name], self.external.get(name, 0)
 
+    def fill(self, prompt_tokens: Sequence[int], max_tokens: int = 4) -> list[int]:
+        """Runs a request, and a short one whose steps report the first one's stores. Returns the
+        first request's answer."""
+        answer, _ = self.generate(f"fills {len(self.requests)}", prompt_tokens, max_tokens)
+        self.generate(f"reports {len(self.requests)}", prompt(99, 10), 2)
+        return answer
+
+    def hit(self, prompt_tokens: Sequence[int], max_tokens: int = 4) -> int:
+        """Runs a request while vLLM's own prefix cache is empty. Returns the number of tokens from
+        hotkv."""
+        self.drop_local()
+        answer, hit = self.generate(f"hits {len(self.requests)}", prompt_tokens, max_tokens)
+        assert len(answer) == max_tokens
+        return hit
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
     def shutdown(self) -> None:
         """Shuts the connector's sides down, the workers first."""
         for worker in self.each_worker():

@@ -1,9 +1,12 @@
-"""A real server behind workers whose transfers wait for marks."""
+"""Engines of the harness at a real server."""
 
 import time
+from pathlib import Path
+from typing import Any
 
 from hotkv_vllm.link import open_session
 from tests.vllm.harness import Engine, prompt
+from tests.vllm.processes import Daemon
 
 
 class RealServer:
@@ -12,6 +15,18 @@ class RealServer:
     def __init__(self, target: str) -> None:
         self.target = target
         self.open = open_session
+
+
+def engine_at(daemon: Daemon, folder: Path, monkeypatch: Any, **settings: Any) -> Engine:
+    """Makes an engine at a real server. Engines of the same folder share a key space."""
+    server: Any = RealServer(daemon.target)
+    extra = {
+        "target": daemon.target,
+        "weights_identity": folder.name,
+        "lookup_timeout_s": 5.0,
+        "startup_wait_s": 20.0,
+    } | settings.pop("extra", {})
+    return Engine(server, folder / "model", monkeypatch, extra=extra, **settings)
 
 
 def finish(engine: Engine, timeout_s: float = 60.0) -> None:

@@ -1,5 +1,7 @@
 """Workers whose transfers wait for marks."""
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -52,3 +54,36 @@ def assert_nothing_is_kept(engine: Any, device: ToldDevice) -> None:
     worker = worker_of(engine)
     assert not worker.loads and not worker.stores
     assert len(worker.rank.marks._free) == len(worker.rank.marks._ring), worker.rank
+
+
+def lag(
+    engine: Any,
+    server: Any,
+    device: ToldDevice,
+    chance: random.Random,
+    kinds: Sequence[OrderKind] = (),
+) -> None:
+    """Runs requests while the device and the server progress at random, and the server restarts now
+    and then. An engine with few blocks reallocates them while they are stored.
+
+    kinds: the kinds of marks that a restarted server may take; empty: the same kind.
+    """
+    prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]
+    server.hold = {"load", "store"}
+    for number in range(60):
+        engine.add(f"r{number}", chance.choice(prompts), chance.choice((1, 3, 20)))
+        while len(engine.scheduler.requests) > chance.choice((0, 1, 3)):
+            engine.step()
+            device.run(chance.choice((0, 0, 3, 10, 1000)))
+            if chance.random() < 0.2:
+                server.settle(chance.choice(("", "load", "store")))
+            if chance.random() < 0.03:
+                server.die(empty=False)
+                server.order_kind = chance.choice(kinds) if kinds else server.order_kind
+                server.come_back()
+            if chance.random() < 0.1:
+                engine.drop_local_if_idle()
+    finish(engine, server, device)
+    assert engine.counters["loads"] > 3 and engine.counters["stores"] > 8
+    assert "hook_errors" not in engine.counters
+    assert_nothing_is_kept(engine, device)

@@ -17,6 +17,7 @@ from tests.vllm.ordered_workers import (
     assert_nothing_is_kept,
     device,
     finish,
+    lag,
     worker_of,
 )
 from tests.vllm.specs import full_model, hybrid_model
@@ -69,37 +70,12 @@ def test_random_lag(
     num_events: int,
     pipelined: bool,
 ) -> None:
-    """Uses little memory, so that blocks are reallocated while they are stored. Device and server
-    progress at random, and a restarted server may take another kind of marks."""
+    """A restarted server may take another kind of marks."""
     monkeypatch.setattr(device_order, "NUM_EVENTS", num_events)
-    chance = random.Random(f"{kind}{model}{num_events}{pipelined}")
-    prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]
-    server.order_kind, server.hold = kind, {"load", "store"}
-    num_blocks = 22 if model is full_model else 44
-    one = engine(
-        device=device,
-        pipelined=pipelined,
-        v2=True,
-        blocks=num_blocks,
-        specs=model(),
-        max_tokens_per_step=128,
-    )
-    for number in range(60):
-        one.add(f"r{number}", chance.choice(prompts), chance.choice((1, 3, 20)))
-        while len(one.scheduler.requests) > chance.choice((0, 1, 3)):
-            one.step()
-            device.run(chance.choice((0, 0, 3, 10, 1000)))
-            if chance.random() < 0.2:
-                server.settle(chance.choice(("", "load", "store")))
-            if chance.random() < 0.03:
-                server.die(empty=False)
-                server.order_kind = chance.choice(KINDS)
-                server.come_back()
-            if chance.random() < 0.1:
-                one.drop_local_if_idle()
-    finish(one, server, device)
-    assert one.counters["loads"] > 3 and one.counters["stores"] > 8
-    assert_nothing_is_kept(one, device)
+    server.order_kind, num_blocks = kind, 22 if model is full_model else 44
+    settings = {"blocks": num_blocks, "specs": model(), "max_tokens_per_step": 128}
+    one = engine(device=device, pipelined=pipelined, v2=True, **settings)
+    lag(one, server, device, random.Random(f"{kind}{model}{num_events}{pipelined}"), KINDS)
 
 
 def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(
@@ -135,8 +111,7 @@ def test_deadlines_of_loads_run_from_the_mark(
     until_s = time.monotonic() + 0.12
     while time.monotonic() < until_s:
         one.step()
-    for _ in range(3):
-        one.step()
+    one.steps(3)
     assert server.count("cancel") == 0 and worker_of(one).loads
     device.run()
     while worker_of(one).loads:
@@ -174,8 +149,7 @@ def test_a_load_that_is_cancelled_while_it_waits_ends(
     one = engine(device=device)
     device.give(lambda: None)
     one.add("b", PROMPT, 2)
-    for _ in range(5):
-        one.step()
+    one.steps(5)
     assert worker_of(one).loads
     one.abort("b")
     one.run()

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from hotkv_proto.order import OrderKind
 from tests.vllm.device import ToldDevice
 from tests.vllm.harness import Engine, prompt
-from tests.vllm.ordered_server import RealServer, finish
+from tests.vllm.ordered_server import engine_at, finish
 from tests.vllm.processes import Daemon
 from tests.vllm.specs import full_model, hybrid_model
 
@@ -21,32 +21,16 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes engines that share a key space of the test's own; shuts them down."""
+    """Makes engines that share a key space of the test; shuts them down."""
     made: list[Engine] = []
 
     def start(**settings: Any) -> Engine:
-        extra = {
-            "target": shared_daemon.target,
-            "weights_identity": tmp_path.name,
-            "lookup_timeout_s": 5.0,
-            "startup_wait_s": 20.0,
-        }
-        server: Any = RealServer(shared_daemon.target)
-        made.append(
-            Engine(
-                server,
-                tmp_path / "model",
-                monkeypatch,
-                extra=extra | settings.pop("extra", {}),
-                **settings,
-            )
-        )
+        made.append(engine_at(shared_daemon, tmp_path, monkeypatch, **settings))
         return made[-1]
 
     yield start
     for one in made:
-        one.worker.shutdown()
-        one.connector.shutdown()
+        one.shutdown()
 
 
 def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
@@ -75,18 +59,15 @@ def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -
     """Blocks are reallocated while they are stored and loaded, in every layout. The harness checks
     each value that attention would read."""
     chance, device = random.Random(f"{order}{model}{layout.name}"), ToldDevice()
-    settings: dict[str, Any] = {
-        "specs": model(),
-        "layout": layout,
-        "pipelined": True,
-        "v2": True,
-        "max_tokens_per_step": 128,
-    }
     one = make(
         device=device,
+        specs=model(),
+        layout=layout,
         blocks=22 if model is full_model else 44,
+        max_tokens_per_step=128,
+        pipelined=True,
+        v2=True,
         extra={"device_order": order},
-        **settings,
     )
     prompts = [prompt(seed, length) for seed in range(5) for length in (40, 150, 230)]
     for number in range(25):
@@ -101,6 +82,5 @@ def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -
     for number, seed in enumerate(range(5)):
         one.add(f"again {number}", prompt(seed, 150), 2)
     finish(one)
-    assert one.counters["loads"]
-    assert one.counters["stores"]
+    assert one.counters["loads"] and one.counters["stores"]
     assert not {"hook_errors", "failed_loads"} & one.counters.keys()

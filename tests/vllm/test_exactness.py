@@ -34,8 +34,7 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
 ) -> None:
     sparse = approximate()
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
-    sparse.generate("b", prompt(2, 330), 1)
-    sparse.generate("stores end", prompt(9, 40))
+    sparse.fill(prompt(2, 330), 1)
     dense = engine()
     # Rows are sparse from 96 tokens of context on: the token at position 95 is the first inexact
     # token.
@@ -47,8 +46,7 @@ def streamed(one: Any) -> list[int]:
     """Runs a request with two chunks of streamed input. Returns its context."""
     for chunk in (prompt(1, 100), prompt(2, 60)):
         one.add("a", chunk, 5, resumable=True)
-        for _ in range(20):
-            one.step()
+        one.steps(20)
     context = one.scheduler.requests["a"].prompt_token_ids[:]
     one.abort("a")
     return context
@@ -83,8 +81,7 @@ def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_k
         monkeypatch.setattr(one, "_check", lambda *_: None)
         monkeypatch.setattr(one, "_check_state", lambda *_: None)
     context = streamed(one)
-    one.generate("b", [*context, 7], 40)
-    one.generate("stores end", prompt(9, 40))
+    one.fill([*context, 7], 40)
     # With a drafter, a hit ends a block earlier.
     shared = (96 if is_wrong else 160) - BLOCK_TOKENS * speculates
     assert other.generate("c", [*context, 7], 1)[1] == shared
@@ -151,8 +148,7 @@ def test_blocks_that_another_connector_loads_are_not_shared(
     PLAN.tokens |= {"b": 192}
     sparse.generate("b", tokens, 1)
     assert sparse.external["b"] == 128
-    sparse.generate("c", tokens, 1)
-    sparse.generate("stores end", prompt(9, 40))
+    sparse.fill(tokens, 1)
     assert engine().generate("d", tokens, 1)[1] == 64
 
 

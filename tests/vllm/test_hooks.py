@@ -128,12 +128,10 @@ class Bench:
         one.add(name("b"), SECOND, 2)
         one.run(300)
         one.add(name("c"), THIRD, 6)
-        for _ in range(4):
-            one.step()
+        one.steps(4)
         one.add(name("x"), SECOND, 3)
         one.run(300)
-        server.hold = set()
-        server.settle()
+        server.resume()
         # A hit, a failing load, an aborted load, and a load that hangs until its blocks are
         # quarantined.
         one.add(name("a2"), FIRST, 2)
@@ -145,16 +143,13 @@ class Bench:
             self.forget_local()
             server.hold, server.fail_loads, server.ack_cancels = {"load"}, number == 4, False
             one.add(name(f"a{number}"), FIRST, 2)
-            for _ in range(3):
-                one.step()
+            one.steps(3)
             if number > 4:
                 one.abort(name(f"a{number}"))
             if number != 5:
                 server.settle("load")
-            for _ in range(4):
-                one.step()
-            server.hold = set()
-            server.settle()
+            one.steps(4)
+            server.resume()
             one.run(300)
             server.fail_loads, server.ack_cancels = False, True
             # A step takes quarantined blocks back into use.

@@ -108,8 +108,7 @@ def test_every_length_hits_all_that_it_can_and_only_needed_blocks_move(
 
 def test_window_blocks_between_boundaries_are_counted(engine: Any) -> None:
     one = engine(specs=uneven_model())
-    one.generate("a", prompt(1, LENGTH), 2)
-    one.generate("end", prompt(2, 10), 2)
+    one.fill(prompt(1, LENGTH), 2)
     # Each of the two window groups has 13 full blocks. Every second block ends at a boundary.
     assert one.counters["unreachable_blocks"] == 2 * 7
 
@@ -124,8 +123,7 @@ def test_a_drafters_hit_knows_the_token_behind_it(
     monkeypatch.setattr(kv_groups, "draft_groups", lambda *_: frozenset({0}))
     server.table = table
     one = engine(specs=model())
-    one.generate("a", prompt(1, 200), 2)
-    one.generate("end", prompt(2, 10), 2)
+    one.fill(prompt(1, 200), 2)
     for name, tokens, hit in (
         ("parts", prompt(1, 160) + [7] * 40, 128),
         ("same", prompt(1, 200), 160),

@@ -5,6 +5,7 @@ Some tests use a real `shared_daemon`, because descriptors, threads and mappings
 client's.
 """
 
+import functools
 import gc
 import os
 import re
@@ -25,7 +26,7 @@ from hotkv_vllm.worker import layout
 from tests.support.waiting import wait_for
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit
-from tests.vllm.ordered_server import RealServer
+from tests.vllm.ordered_server import RealServer, engine_at
 from tests.vllm.processes import Daemon
 from tests.vllm.specs import full_model, hybrid_model, mixed_model
 
@@ -37,19 +38,7 @@ Make = Callable[..., Engine]
 @pytest.fixture
 def at_daemon(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Makes engines that share a key space of the test. The test shuts them down."""
-    extra = {
-        "target": shared_daemon.target,
-        "weights_identity": tmp_path.name,
-        "lookup_timeout_s": 5.0,
-        "startup_wait_s": 20.0,
-    }
-
-    def start(**settings: Any) -> Engine:
-        server: Any = RealServer(shared_daemon.target)
-        more = extra | settings.pop("extra", {})
-        return Engine(server, tmp_path / "model", monkeypatch, extra=more, **settings)
-
-    return start
+    return functools.partial(engine_at, shared_daemon, tmp_path, monkeypatch)
 
 
 def held(pid: int | str = "self") -> Counter[str]:
@@ -99,8 +88,7 @@ def test_engines_one_after_another_leave_nothing_behind(
         assert one.generate(name, PROMPT, 4)[0] == answer_of(PROMPT, 4)
         one.drop_local()
         one.add("under way", [*PROMPT, *prompt(2, 200)], 4)
-        for _ in range(3):
-            one.step()
+        one.steps(3)
         assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (held() - others).keys()
         assert len(shared_daemon.admin("sessions")) == 2
         one.shutdown()
@@ -158,14 +146,12 @@ def test_shutdown_at_any_time_and_twice(
         server.hold, server.spoil_loads = {"store", "load"}, True
         tokens = [*PROMPT, num_steps]
         one.add("a", tokens, 8)
-        for _ in range(num_steps):
-            one.step()
+        one.steps(num_steps)
         sides = [one.worker, one.connector] if worker_first else [one.connector, one.worker]
         for side in (*sides, *sides):
             side.shutdown()
             one.step()
-        server.hold = set()
-        server.settle()
+        server.resume()
         rank = one.worker._worker.rank
         assert rank.memory is None and rank.session is None
         assert one.connector._scheduler.cache is None
@@ -212,24 +198,21 @@ def test_memory_that_is_registered_twice(
 ) -> None:
     """The second registration ends the first session and its transfers, and opens another."""
     one = engine(specs=model(), extra={"store_timeout_s": 0.1}, **settings)
-    one.generate("a", PROMPT, 4)
-    one.generate("end", OTHER, 1)
+    one.fill(PROMPT)
     one.drop_local()
     server.spoil_loads = True
     longer = [*PROMPT, *prompt(3, 100)]
     if busy:
         server.hold = {"load", "store"}
         one.add("b", longer, 4)
-        for _ in range(3):
-            one.step()
+        one.steps(3)
     before = held()
     one.worker.register_kv_caches(one.tensors)
     workers = [session for session in server.sessions if session.layout is not None]
     assert [session.closed for session in workers] == [True, False]
     # The server's double keeps one descriptor per session.
     assert (held() - before).total() <= 2, held() - before
-    server.hold = set()
-    server.settle()
+    server.resume()
     one.run()
     one.drop_local()
     assert one.generate("c", PROMPT, 4) == (answer_of(PROMPT, 4), USABLE)

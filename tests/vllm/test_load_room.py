@@ -36,8 +36,7 @@ def stored(
 
 
 def steps(one: Engine, count: int) -> None:
-    for _ in range(count):
-        one.step()
+    one.steps(count)
 
 
 @pytest.mark.parametrize("num_tokens", [91, 92, 93])
@@ -64,8 +63,7 @@ def test_requests_that_load_together_all_end(engine: Any, server: Any, model: An
             for number in range(6)
         }
         for tokens in prompts.values():
-            roomy.generate("before", tokens[: dice.randrange(100, len(tokens))], 2)
-        roomy.generate("end", prompt(1000, 3), 2)
+            roomy.fill(tokens[: dice.randrange(100, len(tokens))], 2)
         tight = engine(blocks=1 + blocks_for_one(roomy) + dice.randrange(12), **settings)
         for name, tokens in prompts.items():
             tight.add(name, tokens, 3)
@@ -114,8 +112,7 @@ def test_who_waits_for_room_is_not_passed_by_smaller_ones(
         steps(tight, 6)
         assert server.count("load") == num_loads
         server.settle()
-    server.hold = set()
-    server.settle()
+    server.resume()
     tight.run()
     assert tight.outputs == answers
 
@@ -135,7 +132,6 @@ def test_with_priorities_who_waits_for_room_is_passed_by_those_that_vllm_prefers
         tight.add(name, prompts[name], 2, priority=priority)
         steps(tight, 6)
         assert server.count("load") == num_loads
-    server.hold = set()
-    server.settle()
+    server.resume()
     tight.run()
     assert tight.outputs == answers

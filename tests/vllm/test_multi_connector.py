@@ -63,8 +63,7 @@ def test_a_hit_counts_only_if_it_is_loaded_from_hotkv(
 ) -> None:
     """If both connectors have a prompt, the first serves it."""
     one = engine(within=beside("LoadingConnector", ours_first=ours_first))
-    expected, _ = one.generate("a", PROMPT, 4)
-    one.generate("end", prompt(9, 10), 2)
+    expected = one.fill(PROMPT)
     one.drop_local()
     plan.tokens["b"], plan.fill = USABLE, loads_into(one)
     assert one.generate("b", PROMPT, 4) == (expected, USABLE)
@@ -119,8 +118,7 @@ def test_a_rank_that_never_answers(
     answer = worker.handshake
     monkeypatch.setattr(worker, "handshake", lambda: None)
     one.add("waits", PROMPT, 4)
-    for _ in range(3):
-        one.step()
+    one.steps(3)
     assert not one.outputs["waits"]
     monkeypatch.setattr(sharing, "JOINING_PATIENCE_S", 0.0)
     scheduler.sharing.joining._until_s = None
@@ -175,8 +173,7 @@ def test_asynchronous_load_of_another(
     server.blocks.clear()
     plan.tokens["a"], plan.is_async, plan.holds, plan.fill = USABLE, True, True, loads_into(one)
     one.add("a", PROMPT, 4)
-    for _ in range(4):
-        one.step()
+    one.steps(4)
     assert plan.loading
     if ending == "aborted":
         one.abort("a")

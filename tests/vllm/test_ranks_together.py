@@ -64,14 +64,12 @@ def test_what_ranks_report_is_summed(
 ) -> None:
     first, one = (ranked(specs=model(), num_ranks=num_ranks, stages=stages) for _ in range(2))
     given = outputs_of(one)
-    assert first.generate("a", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
-    first.generate("end", prompt(2, 40), 2)
+    assert first.fill(PROMPT) == answer_of(PROMPT, 4)
     assert one.generate("b", PROMPT, 4) == (answer_of(PROMPT, 4), USABLE)
     found = audit(server, [first, one])
     assert found.num_stored and found.num_cached
     lone = engine(specs=model())
-    lone.generate("a", PROMPT, 4)
-    lone.generate("end", prompt(2, 40), 2)
+    lone.fill(PROMPT)
     assert first.counters["store_bytes"] == num_ranks * lone.counters["store_bytes"]
     for name in ("stored_blocks", "stores"):
         assert first.counters[name] == lone.counters[name], name
@@ -90,8 +88,7 @@ def test_ranks_that_share_out_the_tokens_of_a_block(make: Any, model: Any) -> No
         return {name: replace(one, dcp_sharded=True) if one == full else one for name, one in found}
 
     first, one = (make(ContextRankedEngine, specs=specs()) for _ in range(2))
-    assert first.generate("a", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
-    first.generate("end", prompt(2, 40), 2)
+    assert first.fill(PROMPT) == answer_of(PROMPT, 4)
     assert one.generate("b", PROMPT, 4) == (answer_of(PROMPT, 4), USABLE)
 
 

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from hotkv_client.testing import FakeServer
 from hotkv_client.types import Role
 from hotkv_vllm import link
 from hotkv_vllm.compat import checks, model_weights
@@ -221,22 +222,29 @@ def test_requests_wait_once_however_often_the_ranks_are_asked() -> None:
 # --------------------------------------------------------------------------------- in the connector
 
 
-def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refused, plain = [Role.SCHEDULER] * 2, server.open
+def refuse_threads(server: Any, monkeypatch: pytest.MonkeyPatch, *roles: Role) -> list[Role]:
+    """Makes the next sessions of these roles fail, because the system refuses a thread. Returns the
+    roles whose sessions have not failed so far."""
+    refused = list(roles)
 
     def opened(config: Any, *more: Any) -> Any:
         if config.role in refused:
             refused.remove(config.role)
             raise RuntimeError("can't start new thread")
-        return plain(config, *more)
+        return FakeServer.open(server, config, *more)
 
     monkeypatch.setattr(server, "open", opened)
+    monkeypatch.setattr(link, "open_session", opened)
+    return refused
+
+
+def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = refuse_threads(server, monkeypatch, Role.SCHEDULER, Role.SCHEDULER)
     one = engine()
-    one.generate("a", PROMPT, 4)
-    one.drop_local()
-    assert one.generate("b", PROMPT, 4)[1] == 192 and not refused
+    one.generate("a", PROMPT)
+    assert one.hit(PROMPT) == 192 and not refused
 
 
 def test_weights_that_change_in_a_pause_before_the_ranks_say_hello(updated: Any) -> None:
@@ -245,9 +253,8 @@ def test_weights_that_change_in_a_pause_before_the_ranks_say_hello(updated: Any)
     with pausing():
         one.connector.reset_cache()
     load(one, 7, quietly=True)
-    one.generate("a", PROMPT, 4)
-    one.generate("end", OTHER, 2)
-    assert two.generate("b", PROMPT, 4)[1] == 0
+    one.fill(PROMPT)
+    assert two.hit(PROMPT) == 0
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -258,8 +265,7 @@ def test_media_that_were_encoded_before_the_ranks_say_hello_are_of_weights_in_do
     if is_late:
         monkeypatch.setattr(sharing, "JOINING_PATIENCE_S", 0.0)
     one = updated(within=beside("LoadingConnector", ours_first=True))
-    one.generate("a", PROMPT, 4)
-    one.generate("end", OTHER, 2)
+    one.fill(PROMPT)
     cache = our_connector(one.connector)._scheduler.cache
     assert cache.finder.groups.leaves_media_out == is_late
 
@@ -272,28 +278,19 @@ def test_engines_with_other_weights_never_meet(
 ) -> None:
     """Both engines have computed the prompt before the change. The harness fails at the first KV
     value of other weights."""
-    one, two = (updated(specs=model(), pipelined=pipelined) for _ in range(2))
-    assert one.generate("a", PROMPT, 4)[1] == 0
-    one.generate("end", OTHER, 2)
-    assert two.generate("b", PROMPT, 4)[1] == 192
+    one, two, three = (updated(specs=model(), pipelined=pipelined) for _ in range(3))
+    one.fill(PROMPT)
+    assert two.hit(PROMPT) == 192
     one.drop_local()
     if told == "no thread":
         refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
         monkeypatch.setattr(threading.Thread, "start", refuse)
-        refused = [Role.SCHEDULER, Role.SCHEDULER, Role.WORKER, Role.WORKER]
-
-        def opened(config: Any, *more: Any) -> Any:
-            if config.role in refused:
-                refused.remove(config.role)
-                raise RuntimeError("can't start new thread")
-            return server.open(config, *more)
-
-        monkeypatch.setattr(link, "open_session", opened)
-    if told in ("noticed", "no thread"):
+        refused = refuse_threads(server, monkeypatch, *[Role.SCHEDULER, Role.WORKER] * 2)
         load(one, 7)
-        if told == "no thread":
-            one.generate("tries again", prompt(6, 10), 9)
-            assert not refused
+        one.generate("tries again", prompt(6, 10), 9)
+        assert not refused
+    elif told == "noticed":
+        load(one, 7)
     else:
         # The change bypasses all watched calls: a reset or a pause finds it.
         if told == "paused":
@@ -308,17 +305,14 @@ def test_engines_with_other_weights_never_meet(
         if told == "owed":
             one.generate("no server", prompt(6, 10), 3)
             server.come_back()
-    assert one.generate("c", PROMPT, 4)[1] == 0
-    one.generate("end again", OTHER, 2)
-    one.drop_local()
-    assert one.generate("d", PROMPT, 4)[1] == 192, "it finds what it has computed itself"
-    two.drop_local()
-    assert two.generate("e", PROMPT, 4)[1] == (0 if told in ("reset", "owed") else 192)
+    assert one.generate("c", PROMPT)[1] == 0
+    one.fill(PROMPT)
+    assert one.hit(PROMPT) == 192, "it finds what it has computed itself"
+    assert two.hit(PROMPT) == (0 if told in ("reset", "owed") else 192)
     # A third engine, updated alike, shares with the first.
-    three = updated(specs=model(), pipelined=pipelined)
     load(three, 7)
     three.generate("begin", prompt(5, 10), 2)
-    assert three.generate("f", PROMPT, 4)[1] == 192
+    assert three.hit(PROMPT) == 192
     # Load the original weights again.
     load(one, 0)
     assert not any("hook_errors" in engine.counters for engine in (one, two, three))
@@ -333,18 +327,14 @@ def pausing() -> Any:
 
 def test_a_reset_by_itself_costs_no_sharing(updated: Any) -> None:
     one, two = updated(), updated()
-    one.generate("a", PROMPT, 4)
-    one.generate("end", OTHER, 2)
+    one.fill(PROMPT)
     session = two.connector._scheduler.cache.session
     with pausing():
         two.connector.reset_cache()
-    assert two.generate("b", PROMPT, 4)[1] == 192
-    assert two.connector._scheduler.cache.session is session
+    assert two.hit(PROMPT) == 192 and two.connector._scheduler.cache.session is session
     assert two.scheduler.reset_prefix_cache(reset_connector=True)
-    two.generate("c", PROMPT, 4)
-    two.generate("end", OTHER, 2)
-    one.drop_local()
-    assert one.generate("d", PROMPT, 4)[1] == 192
+    two.fill(PROMPT)
+    assert one.hit(PROMPT) == 192
 
 
 def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_memory(
@@ -353,19 +343,16 @@ def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_mem
     """The model's files may have been replaced while it was loaded. A key space from these files
     could name weights that the engine does not have."""
     sure = updated()
-    sure.generate("a", PROMPT, 4)
-    sure.generate("end", OTHER, 2)
+    sure.fill(PROMPT)
     monkeypatch.setattr(model_weights, "weights_may_be_older", lambda _: True)
     one, two = updated(), updated()
-    assert one.generate("b", PROMPT, 4)[1] == 0, "it may have other weights than the first engine"
-    one.generate("end", OTHER, 2)
-    assert two.generate("c", PROMPT, 4)[1] == 192
+    assert one.hit(PROMPT) == 0, "it may have other weights than the first engine"
+    one.fill(PROMPT)
+    assert two.hit(PROMPT) == 192
     assert two.worker.get_handshake_metadata().weights_in_doubt
     assert not two.connector._scheduler.cache.finder.groups.leaves_media_out
-    two.generate("d", prompt(3, 150), 4)
-    two.generate("end", OTHER, 2)
-    sure.drop_local()
-    assert sure.generate("e", prompt(3, 150), 4)[1] == 0 and sure.generate("f", PROMPT, 4)[1] == 192
+    two.fill(prompt(3, 150))
+    assert sure.hit(prompt(3, 150)) == 0 and sure.hit(PROMPT) == 192
     named = updated(extra={"weights_identity": "mine"})
     assert not named.worker.get_handshake_metadata().weights_in_doubt, (
         "who names weights answers for the name"
@@ -376,26 +363,22 @@ def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> No
     """Covers stores that read old blocks, loads under way and running requests: no old KV is stored
     under the new key, and no new KV under the old key."""
     one, two = updated(blocks=40), updated()
-    two.generate("a", PROMPT, 4)
-    two.generate("end", OTHER, 2)
+    two.fill(PROMPT)
     server.hold = {"store", "load"}
     one.add("loading", [*PROMPT, 5, 6, 7], 4)
     one.add("running", prompt(3, 150), 60)
-    for _ in range(6):
-        one.step()
+    one.steps(6)
     # The harness checks a single set of weights at a time, so running requests are stopped when
     # weights change.
     one.abort("running")
     load(one, 7)
-    server.hold = set()
-    server.settle()
+    server.resume()
     one.run()
     assert one.counters["failed_loads"] == 1 and one.external.get("loading", 0) == 0
-    one.generate("end", OTHER, 2)
+    one.generate("reports", OTHER, 2)
     for engine in (updated(), two):
-        engine.drop_local()
-        engine.generate("b", [*PROMPT, 5, 6, 7], 4)
-        engine.generate("c", prompt(3, 150), 4)
+        engine.hit([*PROMPT, 5, 6, 7])
+        engine.hit(prompt(3, 150))
     assert not server.leases
 
 
@@ -406,21 +389,17 @@ def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(upd
     one._check = lambda *_: None
     one.generate("a", PROMPT, 4)
     one.add("running", prompt(3, 150), 60)
-    for _ in range(6):
-        one.step()
+    one.steps(6)
     load(one, 7)
     one.run()
-    one.generate("b", [*PROMPT, *[5] * 60], 4)
-    one.generate("end", OTHER, 2)
+    one.fill([*PROMPT, *[5] * 60])
+    one.fill(OTHER)
     other = updated()
     load(other, 7)
     other.generate("begin", prompt(5, 10), 2)
-    for name, tokens in (
-        ("c", [*PROMPT, *[5] * 70]),
-        ("d", prompt(3, 150) + one.outputs["running"]),
-    ):
-        assert other.generate(name, tokens, 2)[1] == 0
-    assert other.generate("e", [*OTHER, 5], 2)[1] == 32
+    for tokens in ([*PROMPT, *[5] * 70], prompt(3, 150) + one.outputs["running"]):
+        assert other.hit(tokens) == 0
+    assert other.hit([*OTHER, 5]) == 32
 
 
 def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encodings(
@@ -439,8 +418,7 @@ def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encoding
             one.connector.reset_cache()
             sharing.weights.suspect()
         load(one, seed)
-        one.generate(f"a{seed}", PROMPT, 4)
-        one.generate(f"end{seed}", OTHER, 2)
+        one.fill(OTHER)
         shown = SimpleNamespace(mm_features=["picture"])
         assert sharing.cache.finder.groups.may_share(shown) == bool(pauses)
     # The ranks send their handshakes again.
@@ -452,10 +430,9 @@ def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encoding
     monkeypatch.setattr(checks, "is_pausing", lambda: True)
     one.connector.reset_cache()
     assert sharing.cache.finder.groups.may_share(shown)
-    one.generate("paused", OTHER, 2)
+    one.fill(OTHER)
     load(one, seed)
-    one.generate("written", PROMPT, 4)
-    one.generate("end", OTHER, 2)
+    one.fill(OTHER)
     assert not sharing.cache.finder.groups.may_share(shown)
 
 
@@ -473,8 +450,7 @@ def test_weights_that_are_others_for_a_step_and_then_the_first_again(
     weights = one.connector._scheduler.sharing.weights
     one.generate("warm", prompt(9, 10), 1)
     one.add("a", prompt(1, 150 if in_decode else 1000), 80 if in_decode else 1)
-    for _ in range(20 if in_decode else 5):
-        one.step()
+    one.steps(20 if in_decode else 5)
     if told == "while asked":
         weights.ask(time.monotonic())
     with pytest.MonkeyPatch.context() as patch:
@@ -486,17 +462,16 @@ def test_weights_that_are_others_for_a_step_and_then_the_first_again(
     if told == "reports lost":
         weights.suspect()
     one.run()
-    one.generate("end", OTHER, 2)
+    one.generate("reports", OTHER, 2)
     whole = [*prompt(1, 150 if in_decode else 1000), *one.outputs["a"]]
     for _ in range(2):
         # The first engine fills the gaps in the server's blocks.
         other = updated(blocks=128, max_model_len=2048)
         assert other.connector._scheduler.sharing.weights.identity == weights.identity
-        assert other.generate("b", whole, 1)[1] >= 128
-        other.generate("end", OTHER, 2)
+        assert other.hit(whole) >= 128
+        other.generate("reports", OTHER, 2)
     # The engines go on sharing.
     one.drop_local()
-    one.generate("c", prompt(4, 150), 4)
-    one.generate("end again", OTHER, 2)
-    assert other.generate("d", prompt(4, 150), 1)[1] == 128
+    one.fill(prompt(4, 150))
+    assert other.hit(prompt(4, 150)) == 128
     assert "hook_errors" not in one.counters

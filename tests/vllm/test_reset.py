@@ -23,13 +23,12 @@ def under_way(one: Engine) -> bool:
 
 @pytest.fixture
 def filled(engine: Any) -> Any:
-    """Makes an engine that has stored all of PROMPT's blocks; returns it and its answer."""
+    """Makes an engine that has stored all of PROMPT's blocks."""
 
-    def make(**settings: Any) -> tuple[Engine, list[int]]:
-        one = engine(**settings)
-        answer, _ = one.generate("a", PROMPT, 4)
-        one.generate("b", OTHER)
-        return one, answer
+    def make(**settings: Any) -> Engine:
+        one: Engine = engine(**settings)
+        one.fill(PROMPT)
+        return one
 
     return make
 
@@ -41,33 +40,30 @@ def test_reset_empties_the_cache_and_it_fills_again(
     red = engine(specs=model(), extra={"tenant": "red"})
     red.generate("a", PROMPT)
     others = set(server.blocks)
-    one, answer = filled(specs=model())
+    one = filled(specs=model())
     before = set(server.blocks)
     assert resets(one) and set(server.blocks) == others, "another key space keeps its blocks"
-    assert one.generate("c", PROMPT, 4) == (answer, 0)
-    one.generate("d", OTHER)
-    assert set(server.blocks) == before and one.counters["resets"] == 1
-    assert engine(specs=model()).generate("e", PROMPT, 4) == (answer, 192)
+    assert one.hit(PROMPT) == 0
+    one.fill(OTHER, 1)
+    assert before < set(server.blocks) and one.counters["resets"] == 1
+    assert engine(specs=model()).hit(PROMPT) == 192
 
 
 def test_reset_without_an_answer_is_not_a_success(
     filled: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reset, "RETRY_S", 0.0)
-    one, answer = filled(extra={"reset_timeout_s": 0.01})
+    one = filled(extra={"reset_timeout_s": 0.01})
     server.hold = {"flush"}
     assert not resets(one)
     # Until the flush is answered, blocks are neither loaded nor stored.
     stores = server.count("store")
-    assert one.generate("c", PROMPT, 4) == (answer, 0) and server.count("store") == stores
+    assert one.hit(PROMPT) == 0 and server.count("store") == stores
     assert server.count("flush") == 2, "the second awaits its answer"
-    server.hold = set()
-    server.settle()
+    server.resume()
     assert resets(one)
-    assert one.generate("d", PROMPT, 4) == (answer, 0)
-    one.generate("e", prompt(2, 10))
-    one.drop_local()
-    assert one.generate("f", PROMPT, 4) == (answer, 192)
+    one.fill(PROMPT)
+    assert one.hit(PROMPT) == 192
 
 
 @pytest.mark.parametrize("trouble", ["absent", "refused"])
@@ -77,21 +73,18 @@ def test_a_reset_that_failed_is_made_good_later(
     """If the server is absent, the reset succeeds, because loads wait until the flush has been
     sent. If the server refuses the flush, the reset fails, and the flush is repeated."""
     monkeypatch.setattr(reset, "RETRY_S", 0.0)
-    one, answer = filled()
+    one = filled()
     if trouble == "absent":
         server.die(empty=False)
     server.fail_flushes = trouble == "refused"
     assert resets(one) == (trouble == "absent") and server.blocks
     server.come_back()
-    one.drop_local()
     if trouble == "refused":
-        assert under_way(one) and one.generate("c", PROMPT, 4) == (answer, 0)
-        one.drop_local()
+        assert under_way(one) and one.hit(PROMPT) == 0
         server.fail_flushes = False
     one.generate("d", prompt(3, 40), 4)
     assert server.flushes == 1 and not under_way(one)
-    one.drop_local()
-    assert one.generate("e", PROMPT, 4) == (answer, 0)
+    assert one.hit(PROMPT) == 0
 
 
 @pytest.mark.parametrize("how", ["kept", "computed anew", "broken"])
@@ -102,8 +95,7 @@ def test_a_request_that_goes_on_over_a_reset(
     the reset. A request that hits vLLM's cache stores nothing either."""
     one, is_computed_anew = engine(), how == "computed anew"
     one.add("a", prompt(1, 100), 60)
-    for _ in range(5):
-        one.step()
+    one.steps(5)
     with monkeypatch.context() as patch:
         if how == "broken":
             patch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)

@@ -22,12 +22,14 @@ from hotkv_proto.order import OrderKind
 from hotkv_vllm.compat import checks
 from tests.support.waiting import wait_for
 from tests.vllm.device import ToldDevice
-from tests.vllm.harness import Engine, prompt
-from tests.vllm.ordered_server import RealServer
+from tests.vllm.harness import prompt
+from tests.vllm.ordered_server import engine_at
 from tests.vllm.ordered_server import finish as finish_with_daemon
-from tests.vllm.ordered_workers import KINDS, assert_nothing_is_kept, finish, worker_of
+from tests.vllm.ordered_workers import KINDS, device, lag, worker_of
 from tests.vllm.processes import Daemon
 from tests.vllm.specs import full_model, mixed_model
+
+__all__ = ["device"]
 
 PROMPT = prompt(1, 200)
 
@@ -144,59 +146,30 @@ def test_fences_that_ranks_have_named_are_used(
     assert {job.fence_index for meta in one.metas for job in meta.stores} == {0}
 
 
-@pytest.fixture
-def device(server: Any) -> ToldDevice:
-    device = ToldDevice()
-    server.has_passed = device.has_passed
-    return device
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.long), True])
 def test_random_lag(
     engine: Any, server: Any, device: ToldDevice, kind: OrderKind, pipelined: bool
 ) -> None:
-    """Uses little memory, so that blocks are zeroed while they are stored."""
+    """Zeroes blocks while they are stored. The server may end its copies after the device has
+    zeroed a step's blocks and before the worker gets the step's metadata."""
     chance = random.Random(f"{kind}{pipelined}")
-    prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]
-    server.order_kind, server.hold = kind, {"load", "store"}
-    one = engine(
-        device=device,
-        pipelined=pipelined,
-        v2=True,
-        blocks=44,
-        specs=mixed_model(),
-        max_tokens_per_step=128,
-    )
+    server.order_kind = kind
+    settings = {"blocks": 44, "specs": mixed_model(), "max_tokens_per_step": 128}
+    one = engine(device=device, pipelined=pipelined, v2=True, **settings)
     revocations = one.connector._scheduler.cache.planner.in_flight.fence.revocations
     revocations._free = revocations._free[-12:]
     num_settled = 0
 
     def after_zeroing() -> None:
-        """Lets the server finish its copies before the worker gets the step's metadata."""
         nonlocal num_settled
         if chance.random() < 0.5:
             device.run()
             num_settled += server.settle("store")
 
     one.after_zeroing = after_zeroing
-    for number in range(60):
-        one.add(f"r{number}", chance.choice(prompts), chance.choice((1, 3, 20)))
-        while len(one.scheduler.requests) > chance.choice((0, 1, 3)):
-            one.step()
-            device.run(chance.choice((0, 0, 3, 10, 1000)))
-            if chance.random() < 0.2:
-                server.settle(chance.choice(("", "load", "store")))
-            if chance.random() < 0.03:
-                server.die(empty=False)
-                server.come_back()
-            if chance.random() < 0.1:
-                one.drop_local_if_idle()
-    finish(one, server, device)
-    assert one.counters["loads"] > 3 and one.counters["stores"] > 8 and num_settled
-    assert any(meta.flush_stores for meta in one.metas)
-    assert "hook_errors" not in one.counters
-    assert_nothing_is_kept(one, device)
+    lag(one, server, device, chance)
+    assert num_settled and any(meta.flush_stores for meta in one.metas)
     taken = [revocations.take() for _ in range(13)]
     assert sorted(taken)[0] == 0 and len(set(taken)) == 13
 
@@ -221,16 +194,8 @@ def test_a_step_whose_planning_broke_takes_all_back(
 def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store waits for the device, so the server copies blocks that are zeroed by then. The
     store must be revoked."""
-    device, server = ToldDevice(), RealServer(daemon.start().target)
-    extra = {
-        "target": daemon.target,
-        "weights_identity": tmp_path.name,
-        "lookup_timeout_s": 5.0,
-        "startup_wait_s": 20.0,
-    }
-    common: dict[str, Any] = {"specs": mixed_model(), "extra": extra}
-    arguments: Any = server, tmp_path / "model", monkeypatch
-    one = Engine(*arguments, v2=True, device=device, **common)
+    device, at = ToldDevice(), (daemon.start(), tmp_path, monkeypatch)
+    one = engine_at(*at, v2=True, device=device, specs=mixed_model())
     assert worker_of(one).rank.session.order_kind is OrderKind.FLAGS
     one.add("a", PROMPT, 1)
     one.queue.append((scheduled := one.scheduler.schedule(), *one._execute(scheduled)))
@@ -264,7 +229,7 @@ def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.Monke
     finish_with_daemon(one)
     one.generate("b", prompt(2, 200), 1)
     finish_with_daemon(one)
-    other = Engine(*arguments, **common)
+    other = engine_at(*at, specs=mixed_model())
     assert other.generate("c", PROMPT, 1)[1] == 0
     assert other.generate("d", prompt(2, 200), 1)[1] == 192
     wait_for(lambda: f"0/{fence.SHARED_WORDS - 1}" in repr(words), "the release of all words")

@@ -12,7 +12,7 @@ from hotkv_vllm.identity import weights_watch
 from hotkv_vllm.identity.weights_watch import ROW_WORDS, WeightsWatch
 from tests.vllm.changing_weights import load
 from tests.vllm.harness import Engine, prompt
-from tests.vllm.rekeyed import OTHER, PROMPT, updated
+from tests.vllm.rekeyed import PROMPT, updated
 
 __all__ = ["updated"]
 
@@ -23,25 +23,18 @@ def connect_again(one: Engine) -> None:
     one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
 
 
-def twice(one: Engine, tokens: list[int]) -> None:
-    """Computes a prompt two times, without the engine's own cache."""
-    for turn in range(2):
-        one.generate(f"{tokens[0]} {turn}", tokens, 4)
-        one.generate(f"end {tokens[0]} {turn}", OTHER, 2)
-        one.drop_local()
-
-
 def test_original_weights_after_a_second_start_are_not_those_before(updated: Any) -> None:
     """The engine then shares with an engine that never had other weights, in a new key space."""
     one, two = updated(), updated()
     load(one, 7)
-    twice(one, PROMPT)
+    one.fill(PROMPT)
     connect_again(one)
     one.model.load_weights(two.model.state_dict())
-    twice(one, prompt(4, 200))
+    one.generate("changes", prompt(5, 10), 4)
+    one.fill(prompt(4, 200))
     spaces = [each.connector._scheduler.cache.session.config.key_space for each in (one, two)]
     assert spaces[0] == spaces[1] and spaces[0].page_format.startswith("H2N32C64:2;")
-    assert two.generate("d", prompt(4, 200), 4)[1] == 192
+    assert two.hit(prompt(4, 200)) == 192
 
 
 def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
@@ -56,8 +49,7 @@ def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
     while "a" not in one.finished:
         one.step()
     worker = one.worker._worker
-    before = set(worker.stores.active)
-    assert before
+    assert (before := set(worker.stores.active))
     # A worker whose session was closed reports its stores with the next step.
     worker.stores.fail_all()
     connect_again(one)
@@ -116,17 +108,16 @@ def test_weights_that_could_not_be_read_are_looked_at_again(
 
 
 def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_key(
-    updated: Any,
-    server: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The old session is still open when the new session fails. Another thread then closes it."""
     one, two = updated(), updated()
-    twice(one, PROMPT)
+    one.fill(PROMPT)
     worker, closing = one.worker._worker, []
     monkeypatch.setattr(worker.rank.session, "close", lambda: closing.append(1))
     monkeypatch.setattr(worker.rank, "begin", lambda: 1 // 0)
     load(one, 7)
-    twice(one, prompt(4, 200))
+    for _ in range(2):
+        assert one.hit(prompt(4, 200)) == 0
     assert one.counters["hook_errors"] and closing
-    assert two.generate("c", prompt(4, 200), 4)[1] == 0 and not worker.stores
+    assert two.hit(prompt(4, 200)) == 0 and not worker.stores

@@ -182,8 +182,7 @@ def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
     one = engine(blocks=512, max_num_seqs=64, max_tokens_per_step=2048)
     for index in range(60):
         one.add(f"r{index}", prompt(index, 33), 25)
-    for _ in range(4):
-        one.step()
+    one.steps(4)
     steps, calls = one.connector.clock.steps, Counter[str]()
 
     def count(frame: Any, event: str, _: Any) -> None:
@@ -192,8 +191,7 @@ def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
 
     sys.setprofile(count)
     try:
-        for _ in range(15):
-            one.step()
+        one.steps(15)
     finally:
         sys.setprofile(None)
     # Counts calls, because seconds depend on the machine: at most two for each request.

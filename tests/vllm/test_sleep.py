@@ -56,8 +56,7 @@ def test_kept_requests_go_on_and_their_blocks_are_shared(engine: Any, server: An
     one = engine()
     core = Core(one)
     one.add("a", PROMPT, 60)
-    for _ in range(5):
-        one.step()
+    one.steps(5)
     core.sleep("keep")
     core.wake_up()
     one.run()
@@ -140,8 +139,7 @@ def begin(one: Any, server: Any, what: str) -> None:
     else:
         server.hold = {call}
     one.add("a", PROMPT, 1)
-    for _ in range(4 if call == "load" else 1):
-        one.step()
+    one.steps(4 if call == "load" else 1)
     if what == "an ended load":
         server.settle("load")
 
@@ -202,8 +200,7 @@ def test_what_is_under_way_brings_nothing_wrong(
         future.set_result(act())
     assert scheduler.cache.reset.under_way or not late
     if what == "a hung load":
-        for _ in range(4):
-            one.step()
+        one.steps(4)
         # The late write lands where vLLM still holds the blocks.
         assert not one.outputs["a"] and worker.loads
         server.cancelled.clear()
@@ -212,8 +209,7 @@ def test_what_is_under_way_brings_nothing_wrong(
         server.hold, server.late = set(), set()
         server.settle()
     one.run()
-    one.generate("end", prompt(2, 10), 3)
-    one.generate("end", prompt(2, 10), 3)
+    one.fill(prompt(2, 10), 3)
     tokens = list(one.requests["a"].prompt_token_ids)
     assert one.outputs["a"] == answer_of(tokens, len(one.outputs["a"])) != []
     found = {block_hash for _, _, block_hash in server.blocks}
@@ -238,8 +234,7 @@ def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> Non
     """After the wake-up the ranks are in doubt about their weights, but they keep their session."""
     one = updated()
     session = one.connector._scheduler.cache.session
-    one.generate("a", PROMPT, 4)
-    one.generate("end", prompt(2, 10), 2)
+    one.fill(PROMPT)
     core = Core(one)
     server.die(empty=False)
     assert one.scheduler.reset_prefix_cache(reset_connector=True)
@@ -265,8 +260,7 @@ def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
     with monkeypatch.context() as patch:
         patch.setattr(one.connector, "update_state_after_alloc", lambda *those: late.append(those))
         one.add("b", PROMPT, 4)
-        for _ in range(4):
-            one.step()
+        one.steps(4)
         assert one.requests["b"].num_computed_tokens == 192
         if is_reset:
             patch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
@@ -276,8 +270,7 @@ def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
     if not is_reset:
         one.abort("b")
     one.add("c", prompt(2, 10), 3)
-    for _ in range(5):
-        one.step()
+    one.steps(5)
     if is_reset:
         one.connector.update_state_after_alloc(*late[0])
         one.run()

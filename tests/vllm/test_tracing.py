@@ -113,8 +113,7 @@ def test_a_load_that_fails_and_one_that_is_cancelled_say_so(
     assert said == [0, "failed_load"]
     server.fail_loads, server.hold = False, {"load"}
     one.add("late", PROMPT, 2, trace_headers=HEADERS)
-    for _ in range(4):
-        one.step()
+    one.steps(4)
     one.abort("late")
     server.settle()
     one.run()

@@ -60,8 +60,7 @@ def test_a_block_is_stored_with_the_step_that_fills_it(
     one.run()
     server.blocks.clear()
     # The answer's tokens complete the second block.
-    answer, _ = one.generate("b", prompt(3, 60), 5)
-    one.generate("end", prompt(4, 10), 1)
+    answer = one.fill(prompt(3, 60), 5)
     assert len(server.blocks) == 2
     again = engine().generate("c", prompt(3, 60) + answer[:4] + [9] * 10, 1)
     assert again[1] == 2 * BLOCK_TOKENS
@@ -111,19 +110,19 @@ def test_keys_of_failed_loads_are_offered_again(
     """vLLM gets hits of these keys again: after a minute in an engine that stores nothing, and soon
     if a session was lost."""
     monkeypatch.setattr(hits, "HIDDEN_FOR_S", 1e-6)
-    answer, role = filled(engine), "kv_consumer" if why == "stores nothing" else "kv_both"
+    filled(engine)
+    role = "kv_consumer" if why == "stores nothing" else "kv_both"
     one = engine(within=lambda ours: ours | {"kv_role": role})
     server.hold, server.fail_loads = {"load"}, True
     one.add("a", PROMPT, 4)
     while not server.held:
         one.step()
-    server.hold, server.refuse_workers = set(), "lost" * (why == "lost its session")
-    server.settle()
+    server.refuse_workers = "lost" * (why == "lost its session")
+    server.resume()
     one.run()
     server.fail_loads, server.refuse_workers = False, ""
-    one.generate("end", prompt(5, 10))
-    one.drop_local()
-    assert one.generate("b", PROMPT, 4) == (answer, 192)
+    one.generate("reports", prompt(5, 10))
+    assert one.hit(PROMPT) == 192
 
 
 def test_failed_keys_are_hidden_until_stored_again_or_the_cache_is_another(
@@ -138,12 +137,11 @@ def test_failed_keys_are_hidden_until_stored_again_or_the_cache_is_another(
         assert len(hidden) == 6 and server.count("load") == 1
         one.drop_local()
     # The server answers that it has the blocks (present), so they are no longer hidden.
-    server.fail_loads, server.hold = False, set()
-    server.settle()
+    server.fail_loads = False
+    server.resume()
     one.generate("c", prompt(5, 10))
     assert len(hidden) == 0
-    one.drop_local()
-    assert one.generate("d", PROMPT, 4)[1] == 192
+    assert one.hit(PROMPT) == 192
     hidden.hide(0, [b"a"])
     server.epoch += 1
     one.generate("e", prompt(6, 40))
@@ -161,17 +159,13 @@ def test_engine_runs_without_a_server_and_with_one_that_comes_and_goes(
     )
     server.up, server.why_absent = False, "VERSION_MISMATCH: the server speaks version 9"
     one = engine()
-    answer, external = one.generate("a", PROMPT, 4)
-    assert external == 0 and server.count("store") == 0
+    assert one.hit(PROMPT) == 0 and server.count("store") == 0
     assert len(lines) == 1 and "VERSION_MISMATCH" in lines[0]
-    for number in range(2):
+    for _ in range(2):
         server.come_back()
-        for name, hit in (("miss", 0), ("hit", 192)):
-            one.drop_local()
-            assert one.generate(f"{name}{number}", PROMPT, 4) == (answer, hit)
+        assert [one.hit(PROMPT) for _ in range(2)] == [0, 192]
         server.die()
-        one.drop_local()
-        assert one.generate(f"dead{number}", PROMPT, 4) == (answer, 0)
+        assert one.hit(PROMPT) == 0
         server.sessions[-1].tell(LinkState.ABSENT, "still not")
     # Each change of the state is logged once.
     assert len(lines) == 5, lines
@@ -179,39 +173,36 @@ def test_engine_runs_without_a_server_and_with_one_that_comes_and_goes(
 
 
 def test_a_request_that_waited_while_the_server_restarted_hits(engine: Any, server: Any) -> None:
-    one = engine()
-    one.generate("a", PROMPT, 4)
-    one.drop_local()
-    server.hold = {"acquire"}
-    one.add("b", PROMPT, 4)
-    one.step()
-    server.hold = set()
-    server.settle()
+    one = leased(engine, server)
     server.die(empty=False)
     server.come_back()
     one.run()
     assert one.external["b"] == 192 and "failed_loads" not in one.counters
 
 
-def test_a_request_is_computed_whose_lease_was_asked_for_before_the_handshakes_broke(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = engine()
-    one.generate("a", PROMPT, 4)
+def leased(engine: Any, server: Any) -> Engine:
+    """Returns an engine whose request "b" has got a lease and waits for its load."""
+    one: Engine = engine()
+    one.fill(PROMPT)
     one.drop_local()
     server.hold = {"acquire"}
     one.add("b", PROMPT, 4)
     one.step()
-    server.hold = set()
-    server.settle()
+    server.resume()
+    return one
+
+
+def test_a_request_is_computed_whose_lease_was_asked_for_before_the_handshakes_broke(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = leased(engine, server)
     with monkeypatch.context() as patch:
         patch.setattr(one.connector._scheduler, "connect", lambda _: 1 // 0)
         one.connector.set_xfer_handshake_metadata_pp_aware(one.handshakes())
     one.connector.set_xfer_handshake_metadata_pp_aware(one.handshakes())
     one.run()
     assert one.external["b"] == 0 and "failed_loads" not in one.counters
-    one.drop_local()
-    assert one.generate("c", PROMPT, 4)[1] == 192
+    assert one.hit(PROMPT) == 192
 
 
 def test_a_state_whose_block_was_given_away_is_not_stored(
@@ -255,8 +246,7 @@ def test_a_block_that_becomes_the_ring_of_a_request_with_a_hit_is_not_stored(
     one.add("hit", PROMPT[:140])
     one.run()
     assert one.local["hit"] == 3 * BLOCK_TOKENS
-    server.hold = set()
-    server.settle()
+    server.resume()
     check_stored(server, [one])
 
 
@@ -287,8 +277,7 @@ def test_failed_loads_do_not_block_each_other_for_memory(
     server.fail_loads, server.hold = True, {"load"}
     for name, tokens in long_prompts.items():
         one.add(name, tokens, 4)
-    for _ in range(6):
-        one.step()
+    one.steps(6)
     assert server.count("load") == 2
     if not settle_at_once:
         server.held[0][2].set_result(server.held.pop(0)[3]())

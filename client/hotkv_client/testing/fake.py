@@ -135,6 +135,11 @@ class FakeServer:
             resolve(future, act, name in self.cancelled)
         return len(now)
 
+    def resume(self) -> None:
+        """Holds no further calls, and resolves the held ones."""
+        self.hold = set()
+        self.settle()
+
     def _is_early(self, name: str) -> bool:
         after = self.afters.get(name)
         return after is not None and name not in self.cancelled and not self.has_passed(after)
