@@ -31,6 +31,7 @@ from hotkv_sparse.representations import build
 from hotkv_sparse.scores import prepare, score
 from hotkv_sparse.selection import Selection, Source, exact_log_mass, select_layer, span
 from tests.oracles.sparse import as_stored, unpack_tokens
+from tests.sparse.cuda_support import place
 
 pytestmark = pytest.mark.gpu
 NAMES = ("rot2u", "rot3u")
@@ -185,7 +186,7 @@ class Layer:
         self.hot = HotSet(capacity, 0)
         self.hot.extend(self.where, count, count)
         self.hot.seed(self.where.always)
-        self.selector.hot.place(0, self.where.always, capacity, count)
+        place(self.selector.hot, self.where.always, capacity, count)
         for slot, block in enumerate(self.where.always.tolist()):
             device.write(
                 self.cache,

@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from hotkv_sparse.cuda.arena import REGISTER_FLAGS
 from hotkv_sparse.cuda.device import FOLDER, SOURCES, Argument, Host, source_of
+from hotkv_sparse.cuda.hotsets import CudaHotSets
+from hotkv_sparse.hotset import SlotState
 from tests.device import cuda_on_cpu
 
 needs_compiler = cuda_on_cpu.needs_compiler
@@ -146,3 +148,32 @@ class Cuda:
         if self.registered.pop(address, None) is None:
             raise CUDARuntimeError("cudaErrorHostMemoryNotRegistered")
         self.calls.append(("unregister", address))
+
+
+def place(
+    hot: CudaHotSets, blocks: npt.NDArray[np.int32], capacity_blocks: int, num_known: int
+) -> None:
+    """Sets up the hot set of the first sequence, between two steps.
+
+    blocks: the blocks that the slots 0, 1, … already contain, each once, most recently used first.
+    capacity_blocks: most blocks of the hot set, at most all its slots.
+    num_known: number of blocks of the context so far; `grow` assigns slots to later blocks.
+    """
+    device, shape, count = hot._device, hot._workspace.shape, len(blocks)
+    state = np.zeros((1, shape.num_slots), np.int8)
+    block_of = np.full((1, shape.num_slots), -1, np.int32)
+    used_at = np.zeros((1, shape.num_slots), np.int32)
+    slot_of = np.full((1, shape.max_blocks), -1, np.int32)
+    state[0, :count], block_of[0, :count] = int(SlotState.MAPPED), blocks
+    used_at[0, :count] = np.arange(count, 0, -1)
+    slot_of[0, blocks] = np.arange(count)
+    device.write(hot.state, (0, 0), state)
+    device.write(hot.block_of, (0, 0), block_of)
+    device.write(hot.used_at, (0, 0), used_at)
+    device.write(hot.slot_of, (0, 0), slot_of)
+    for target, value in (
+        (hot.capacities, capacity_blocks),
+        (hot.clocks, count),
+        (hot.known, num_known),
+    ):
+        device.write(target, (0,), np.array([value], np.int32))

@@ -11,7 +11,7 @@ from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.hotset import HotSet
 from hotkv_sparse.selection import Selection, Source, exact_log_mass, select_layer, span
-from tests.sparse.cuda_support import CpuDevice, needs_compiler
+from tests.sparse.cuda_support import CpuDevice, needs_compiler, place
 
 pytestmark = [needs_compiler, pytest.mark.long]
 HEADS, GROUP, SIZE, LAYER = 2, 3, 64, 4
@@ -60,7 +60,7 @@ class Engine:
             np.concatenate([first, np.arange(where.first, where.first + 3)])
         ).blocks
         seeded = np.concatenate([begun, seeds])
-        device.place(0, seeded, self.hot.capacity_blocks, where.count)
+        place(device, seeded, self.hot.capacity_blocks, where.count)
         device.used_at[0] = 0
         device.clocks[0] = 0
         for block in seeded.tolist():
@@ -209,7 +209,7 @@ def test_a_full_hot_set_makes_the_references_steps(policy: str, seed: int) -> No
     work.has_copy[:] = 1
     hot.extend(span(config, count, 1), count, count)
     seeded = hot.seed(np.arange(capacity, dtype=np.int32)).blocks
-    device.place(0, seeded, capacity, count)
+    place(device, seeded, capacity, count)
     device.used_at[0] = device.clocks[0] = 0
     # A block without a copy is never evicted.
     work.has_copy[0, 4] = hot.has_copy[4] = 0

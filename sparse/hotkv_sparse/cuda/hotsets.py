@@ -17,15 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from hotkv_sparse.cuda.device import Array
 from hotkv_sparse.cuda.index import upload
 from hotkv_sparse.cuda.residents import PIECES
 from hotkv_sparse.cuda.workspace import Workspace
-from hotkv_sparse.hotset import SlotState
-
-I32 = npt.NDArray[np.int32]
 
 STEP_WORDS = 8
 LOADED, VICTIMS, PREFETCH, SELECTED, RESIDENT, ATTENDED, SEQUENCE_TOKENS = range(7)
@@ -106,44 +102,6 @@ class CudaHotSets:
     def __repr__(self) -> str:
         shape = self._workspace.shape
         return f"CudaHotSets({shape.num_sequences} sequences of {shape.num_slots} hot slots)"
-
-    def place(self, sequence: int, blocks: I32, capacity_blocks: int, num_known: int) -> None:
-        """Sets up the hot set (blocks on the device to which a step attends) of a new sequence.
-        Call this method between two steps. Blocks until the tables are copied to the device.
-
-        sequence: the state (index in the tables) of the sequence.
-        blocks: the blocks that the slots 0, 1, … already contain, each once, most recently used
-            first.
-        capacity_blocks: most blocks of the hot set, at most all its slots.
-        num_known: number of blocks of the context so far; `grow` assigns slots to later blocks.
-        """
-        shape = self._workspace.shape
-        state, block_of, used_at = (
-            np.zeros((1, shape.num_slots), np.int8),
-            np.full((1, shape.num_slots), -1, np.int32),
-            np.zeros((1, shape.num_slots), np.int32),
-        )
-        slot_of = np.full((1, shape.max_blocks), -1, np.int32)
-        count = len(blocks)
-        state[0, :count], block_of[0, :count], used_at[0, :count] = (
-            int(SlotState.MAPPED),
-            blocks,
-            np.arange(count, 0, -1),
-        )
-        slot_of[0, blocks] = np.arange(count)
-        for target, values in (
-            (self.state, state),
-            (self.block_of, block_of),
-            (self.used_at, used_at),
-            (self.slot_of, slot_of),
-        ):
-            self._device.write(target, (sequence, 0), values)
-        for target, value in (
-            (self.capacities, capacity_blocks),
-            (self.clocks, count),
-            (self.known, num_known),
-        ):
-            self._device.write(target, (sequence,), np.array([value], np.int32))
 
     def _has_copy(self) -> Array | None:
         """Returns the array that marks the blocks with a copy in the arena. Returns None in a
