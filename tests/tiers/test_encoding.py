@@ -1,41 +1,33 @@
-"""A connection that encodes keeps the contract over any other connection: it stores less, returns
-only stored blocks, and touches only its own memory."""
+"""A connection that encodes keeps the contract over a real Valkey and a real S3 server: it stores
+less, returns only stored blocks, and touches only its own memory."""
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.settings.tiers import ValkeySettings
+from hotkv_server.testing import flush_contract
 from hotkv_server.testing.flush_contract import answer
 from hotkv_server.testing.tier_contract import Bench, Rig, check_tier, key
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.compression.staged import Staged
-from hotkv_server.tiers.protocol import (
-    Blocks,
-    Codes,
-    Epochs,
-    Read,
-    Shown,
-    TierFacts,
-    TierMemory,
-    Write,
-)
-from hotkv_server.tiers.remote.client import LostError, UnusableError
-from hotkv_server.tiers.remote.encoding import EncodingClient, encoding
+from hotkv_server.tiers.protocol import Blocks, Codes, Epochs, Read, TierMemory, Write
+from hotkv_server.tiers.remote.client import LostError
+from hotkv_server.tiers.remote.encoding import EncodingClient
 from hotkv_server.tiers.remote.tier import CONNECTION_BYTES, RemoteTier
-from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
-from hotkv_server.tiers.seals import seal
+from hotkv_server.tiers.remote.values import HEAD_BYTES, head
+from hotkv_server.tiers.valkey.epochs import epoch_key
+from hotkv_server.tiers.valkey.resp_client import RespClient
+from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.support.waiting import wait_for
 from tests.tiers.encodings import (
-    ARENA_BYTES,
     ROOM_BYTES,
     SLOT_BYTES,
     check_larger_blocks,
@@ -45,179 +37,61 @@ from tests.tiers.encodings import (
     noise,
 )
 from tests.tiers.support import Asked
-
-
-class Store:
-    """The state that all connections of a test share.
-
-    before: called with the name of each call.
-    until_s: the time limit of the last probe or read.
-    """
-
-    def __init__(self) -> None:
-        self.content: dict[bytes, tuple[bytes, int]] = {}
-        self.now = {"f": 7}
-        self.depths: dict[bytes, int] = {}
-        self.is_away = False
-        self.before: Callable[[str], None] = lambda name: None
-        self.num_closed = 0
-        self.until_s = 0.0
-        self.lock = threading.Lock()
-
-    def asked(self, name: str) -> None:
-        self.before(name)
-        if self.is_away:
-            raise LostError("is away")
-
-
-class StoreClient:
-    """A `Client` of a store in memory. If the store is away, a read sets its codes before it
-    raises: the blocks have arrived, but not the last reply."""
-
-    def __init__(self, store: Store) -> None:
-        if store.is_away:
-            raise UnusableError("is away")
-        self._store = store
-
-    def is_fresh(self) -> bool:
-        return True
-
-    def probe(
-        self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
-    ) -> Epochs:
-        self._store.asked("probe")
-        self._store.until_s = until_s
-        if changed := self._changed(expected):
-            return changed
-        codes[:] = [Read.FOUND if one in self._store.content else Read.ABSENT for one in keys]
-        return {}
-
-    def read(self, keys: Sequence[bytes], slots: Sequence[memoryview], expected: Epochs,
-             codes: Codes, until_s: float) -> Epochs:  # fmt: skip
-        self._store.before("read")
-        self._store.until_s = until_s
-        found = np.full(len(keys), Read.ABSENT, np.uint8)
-        for row, (name, slot) in enumerate(zip(keys, slots, strict=True)):
-            with self._store.lock:
-                content, sealed = self._store.content.get(name, (None, 0))
-            if content is None:
-                continue
-            is_sound = len(content) == len(slot) and seal(name, content) == sealed
-            found[row] = Read.FOUND if is_sound else Read.CORRUPT
-            if is_sound:
-                slot[:] = content
-            else:
-                self.forget([name], until_s)
-        if changed := self._changed(expected):
-            return changed
-        codes[:] = found
-        if self._store.is_away:
-            raise LostError("is away")
-        return {}
-
-    def write(self, keys: Sequence[bytes], slots: Sequence[memoryview], depths: Sequence[int],
-              codes: Codes, until_s: float) -> None:  # fmt: skip
-        self._store.asked("write")
-        for row, (name, slot) in enumerate(zip(keys, slots, strict=True)):
-            content = bytes(slot)
-            with self._store.lock:
-                is_new = name not in self._store.content
-                self._store.content.setdefault(name, (content, seal(name, content)))
-            codes[row] = Write.STORED if is_new else Write.PRESENT
-            self._store.depths[name] = depths[row]
-
-    def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        for name in keys:
-            with self._store.lock:
-                self._store.content.pop(name, None)
-
-    def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        return Shown({name: self._store.now[name] for name in fingerprints})
-
-    def raise_epoch(
-        self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
-    ) -> int:
-        self._store.now[fingerprint] = max(floor, self._store.now[fingerprint]) + 1
-        return self._store.now[fingerprint]
-
-    def close(self) -> None:
-        self._store.num_closed += 1
-
-    def _changed(self, expected: Epochs) -> Epochs:
-        return {name: at for name, at in self._store.now.items() if expected.get(name, at) != at}
-
-
-class Over:
-    """A tier that encodes over a store in memory, with a bench."""
-
-    def __init__(self, rig: Rig, store: Store) -> None:
-        self.store, self.tier, self.bench = store, rig.tier, Bench(rig)
+from tests.tiers.valkey_support import Server
 
 
 @contextlib.contextmanager
-def over(connections: int = 3, **options: Any) -> Iterator[Over]:
-    """Yields a tier. `options`: of `encoding_rig`."""
-    store = Store()
-
-    def make(arena: Region, staged: Staged) -> RemoteTier:
-        workers = Workers(
-            "memory",
-            RemoteLimits(connections, 5.0, 20.0),
-            encoding(lambda until_s: StoreClient(store), staged),
-        )
-        facts = TierFacts("memory", Medium.REMOTE, False, 0, True, ARENA_BYTES)
-        return RemoteTier(facts, arena, workers, on_epoch=lambda *flush: None, staged=staged)
+def over(server: Server, connections: int = 3, **options: Any) -> Iterator[Bench]:
+    """Yields a bench whose tier encodes, over a Valkey. `options`: of `encoding_rig`."""
+    settings = ValkeySettings(
+        address=f"unix:{server.path}", connections=connections, timeout_s=20.0
+    )
 
     def damage(name: bytes, place: int) -> None:
-        stored = encoded_key(name) if encoded_key(name) in store.content else name
-        content, sealed = store.content[stored]
-        store.content[stored] = content[:500] + bytes([content[500] ^ 1]) + content[501:], sealed
+        server.damage(encoded_key(name) if server.client.exists(encoded_key(name)) else name)
 
-    @contextlib.contextmanager
-    def breaks() -> Iterator[None]:
-        store.is_away = True
-        yield
-        store.is_away = False
+    def make(arena: Region, staged: Staged) -> ValkeyTier:
+        return ValkeyTier(arena, settings, staged=staged)
 
-    with encoding_rig(make, damage, breaks, **options) as rig:
-        yield Over(rig, store)
+    with encoding_rig(make, damage, server.killed, **options) as rig:
+        yield Bench(rig)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[..., None], *names: str) -> None:
+    """Calls `before` with the name and the arguments of each call of these methods of connections
+    to the store."""
+    for name in names:
+        method = getattr(RespClient, name)
+
+        def call(client: RespClient, *said: Any, name: str = name, method: Any = method) -> Any:
+            before(name, *said)
+            return method(client, *said)
+
+        monkeypatch.setattr(RespClient, name, call)
+
+
+def put(server: Server, name: bytes, content: bytes) -> None:
+    """Stores bytes under a key, with a valid head."""
+    server.client.set(name, head(name, memoryview(content)) + content)
 
 
 @pytest.mark.parametrize(
     "options",
     [
+        {"content": mixed},
         {"content": noise},
         {"content": mixed, "staging_slots": 1, "connections": 1},
         {"content": mixed, "staging_slots": 2, "connections": 3},
     ],
 )
-def test_contract_over_memory(options: dict[str, Any]) -> None:
+def test_contract_over_valkey(server: Server, options: dict[str, Any]) -> None:
     @contextlib.contextmanager
     def make() -> Iterator[Rig]:
-        with over(**options) as made:
-            yield made.bench.rig
+        server.client.flushall()
+        with over(server, **options) as bench:
+            yield bench.rig
 
     check_tier(make, seed=1)
-
-
-def test_contract_over_valkey(tmp_path: Path) -> None:
-    support = pytest.importorskip("tests.tiers.valkey_support")
-    with support.running(tmp_path / "server") as server:
-        settings = support.ValkeySettings(address=f"unix:{server.path}")
-
-        def damage(name: bytes, place: int) -> None:
-            is_encoded = server.client.exists(encoded_key(name))
-            server.damage(encoded_key(name) if is_encoded else name)
-
-        def make() -> contextlib.AbstractContextManager[Rig]:
-            server.client.flushall()
-            return encoding_rig(
-                lambda arena, staged: support.ValkeyTier(arena, settings, staged=staged),
-                damage,
-                server.killed,
-            )
-
-        check_tier(make, seed=4)
 
 
 def test_contract_over_s3(s3_server: Any) -> None:
@@ -242,94 +116,98 @@ def read(tier: RemoteTier, blocks: Blocks) -> Codes:
     return answer(lambda done: tier.read(blocks, time.monotonic() + 20, done))
 
 
-def test_blocks_are_stored_in_the_form_that_their_keys_say() -> None:
-    with over() as made:
-        made.bench.fill(range(6), range(6))
-        assert (made.bench.write(range(6), range(6)) == Write.STORED).all()
-        sizes = {name: len(content) for name, (content, _) in made.store.content.items()}
-        assert sizes == {key(0): SLOT_BYTES, key(3): SLOT_BYTES} | {
-            encoded_key(key(number)): ROOM_BYTES for number in (1, 2, 4, 5)
-        }
-        assert made.store.content[key(3)][0] == noise(3).tobytes()
-        assert made.bench.write([1, 3], [1, 3]).tolist() == [Write.PRESENT] * 2
-        figures = made.tier.figures()
+def test_blocks_are_stored_in_the_form_that_their_keys_say(server: Server) -> None:
+    with over(server) as bench:
+        bench.fill(range(6), range(6))
+        assert (bench.write(range(6), range(6)) == Write.STORED).all()
+        names = server.client.keys()
+        assert {name: server.client.strlen(name) - HEAD_BYTES for name in names} == {
+            key(0): SLOT_BYTES,
+            key(3): SLOT_BYTES,
+        } | {encoded_key(key(number)): ROOM_BYTES for number in (1, 2, 4, 5)}
+        assert server.client.get(key(3))[HEAD_BYTES:] == noise(3).tobytes()
+        assert bench.write([1, 3], [1, 3]).tolist() == [Write.PRESENT] * 2
+        figures = bench.tier.figures()
         assert (figures.written_blocks, figures.written_bytes) == (6, 6 * SLOT_BYTES)
         # The tier's memory: three connections, and staging memory for 16 blocks.
         num_bytes = 3 * CONNECTION_BYTES + 16 * SLOT_BYTES
-        assert made.tier.memory() == TierMemory(num_bytes, num_bytes)
+        assert bench.tier.memory() == TierMemory(num_bytes, num_bytes)
 
 
-def test_blocks_of_nodes_that_do_not_encode_are_found() -> None:
-    with over(content=compressible) as made:
-        content = compressible(1).tobytes()
-        made.store.content[key(1)] = content, seal(key(1), content)
-        assert made.bench.probe([1, 2]).tolist() == [Read.FOUND, Read.ABSENT]
-        made.bench.check_read([1], [5])
-        made.tier.forget([key(1)])
-        wait_for(lambda: made.bench.probe([1]).tolist() == [Read.ABSENT])
+def test_blocks_of_nodes_that_do_not_encode_are_found(server: Server) -> None:
+    with over(server, content=compressible) as bench:
+        put(server, key(1), compressible(1).tobytes())
+        assert bench.probe([1, 2]).tolist() == [Read.FOUND, Read.ABSENT]
+        bench.check_read([1], [5])
+        bench.tier.forget([key(1)])
+        wait_for(lambda: bench.probe([1]).tolist() == [Read.ABSENT])
 
 
-def test_a_deadline_ends_a_read_but_no_probe() -> None:
+def test_a_deadline_ends_a_read_but_no_probe(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Checks that the deadline limits a read in the store, but not a probe: a late probe holds no
     slots, and ending it would close the connection."""
-    with over() as made:
-        deadline_s = time.monotonic() + 15
-        blocks = made.bench.blocks([1], [1])
-        answer(lambda done: made.tier.read(blocks, deadline_s, done))
-        assert made.store.until_s == deadline_s
-        answer(lambda done: made.tier.probe(blocks.keys, deadline_s, done))
-        assert made.store.until_s > deadline_s
+    limits: dict[str, float] = {}
+    watch(monkeypatch, lambda name, *rest: limits.update({name: rest[-1]}), "read", "probe")
+    with over(server) as bench:
+        deadline_s, blocks = time.monotonic() + 15, bench.blocks([1], [1])
+        answer(lambda done: bench.tier.read(blocks, deadline_s, done))
+        answer(lambda done: bench.tier.probe(blocks.keys, deadline_s, done))
+        assert limits["read"] == deadline_s < limits["probe"]
 
 
-def test_keys_without_room_for_the_suffix_are_plain() -> None:
-    with over(content=compressible) as made:
-        blocks = made.bench.blocks([1, 2], [0, 1])
+def test_keys_without_room_for_the_suffix_are_plain(server: Server) -> None:
+    with over(server, content=compressible) as bench:
+        blocks = bench.blocks([1, 2], [0, 1])
         long = [b"k" * 248, b"k" * 249]
-        made.bench.fill([1, 2], [0, 1])
-        codes, _ = made.bench.answer(Blocks(long, blocks.slots, blocks.num_bytes))
+        bench.fill([1, 2], [0, 1])
+        codes, _ = bench.answer(Blocks(long, blocks.slots, blocks.num_bytes))
         assert codes.tolist() == [Write.STORED] * 2
-        assert set(made.store.content) == {long[0] + b"~1", long[1]}
+        assert set(server.client.keys()) == {long[0] + b"~1", long[1]}
         found = Blocks(long, blocks.slots + 8 * SLOT_BYTES, blocks.num_bytes)
-        assert read(made.tier, found).tolist() == [Read.FOUND] * 2
-        assert np.array_equal(made.bench.slot(9), compressible(2))
+        assert read(bench.tier, found).tolist() == [Read.FOUND] * 2
+        assert np.array_equal(bench.slot(9), compressible(2))
 
 
-def test_what_is_no_encoded_form_is_corrupt_and_forgotten() -> None:
-    with over() as made:
-        content = bytes(ROOM_BYTES)
-        name = encoded_key(key(1))
-        made.store.content[name] = content, seal(name, content)
-        made.bench.fill([2], [1])
-        made.bench.write([2], [1])
-        assert made.bench.read([1, 2], [3, 4]).tolist() == [Read.CORRUPT, Read.FOUND]
-        assert made.tier.figures().corrupt_blocks == 1
-        assert name not in made.store.content
-        assert made.bench.read([1], [3]).tolist() == [Read.ABSENT]
+def test_what_is_no_encoded_form_is_corrupt_and_forgotten(server: Server) -> None:
+    with over(server) as bench:
+        put(server, encoded_key(key(1)), bytes(ROOM_BYTES))
+        bench.fill([2], [1])
+        bench.write([2], [1])
+        assert bench.read([1, 2], [3, 4]).tolist() == [Read.CORRUPT, Read.FOUND]
+        assert bench.tier.figures().corrupt_blocks == 1
+        assert not server.client.exists(encoded_key(key(1)))
+        assert bench.read([1], [3]).tolist() == [Read.ABSENT]
 
 
-def test_blocks_that_are_larger_than_the_staging_memory_are_stored_plain() -> None:
-    with over(staging_slots=2) as made:
-        check_larger_blocks(made.bench, 2)
-        large = made.bench.blocks([92], [1], [3 * SLOT_BYTES])
-        assert read(made.tier, replace(large, epochs={"f": 6})).tolist() == [Read.ABSENT]
-        assert encoded_key(key(91)) in made.store.content and key(92) in made.store.content
+def test_blocks_that_are_larger_than_the_staging_memory_are_stored_plain(
+    server: Server,
+) -> None:
+    with over(server, staging_slots=2) as bench:
+        check_larger_blocks(bench, 2)
+        server.client.set(epoch_key("f"), 7)
+        large = bench.blocks([92], [1], [3 * SLOT_BYTES])
+        assert read(bench.tier, replace(large, epochs={"f": 6})).tolist() == [Read.ABSENT]
+        assert server.client.exists(encoded_key(key(91)), key(92)) == 2
 
 
-def test_reads_wait_for_staging_until_their_deadline() -> None:
+def test_reads_wait_for_staging_until_their_deadline(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hangs writes, which may hold only half of the staging memory, so a read goes on. Once reads
     hang too, further reads must wait until their deadline."""
     goes_on, hanging = threading.Event(), list[str]()
 
-    def hang(name: str) -> None:
+    def hang(name: str, *_: Any) -> None:
         if name == "write" or hanging:
             hanging.append(name)
             assert goes_on.wait(60)
 
-    with over(staging_slots=4, connections=8, content=compressible) as made:
-        bench = made.bench
+    with over(server, staging_slots=4, connections=8, content=compressible) as bench:
         bench.fill(range(9), range(9))
         assert bench.write([8], [8]).tolist() == [Write.STORED]
-        made.store.before = hang
+        watch(monkeypatch, hang, "read", "write")
         asked = Asked(bench)
         asked.write(0, [0, 1, 2])
         asked.write(3, [3])
@@ -346,57 +224,65 @@ def test_reads_wait_for_staging_until_their_deadline() -> None:
         assert asked.wait(4) == asked.wait(5) == [Read.FOUND]
 
 
-def test_a_connection_is_closed_before_its_memory_is_another_ones() -> None:
-    with over(connections=1, content=compressible) as made:
-        made.bench.fill([1], [1])
-        assert made.bench.write([1], [1]).tolist() == [Write.STORED]
-        given: list[int] = []
-        give = made.tier._staged.give
+def test_a_connection_is_closed_before_its_memory_is_another_ones(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(name: str, *_: Any) -> None:
+        said.append(name)
+        if name == "read":
+            raise LostError("is away")
 
-        def noting(place: int, num_bytes: int, *, is_write: bool) -> None:
-            given.append(made.store.num_closed)
-            give(place, num_bytes, is_write=is_write)
-
-        made.tier._staged.give = noting
-        made.store.is_away = True
-        assert made.bench.read([1], [2]).tolist() == [Read.FAILED]
-        assert given == [1]
-        made.store.is_away = False
-        wait_for(lambda: made.bench.read([1], [2]).tolist() == [Read.FOUND])
+    with over(server, connections=1, content=compressible) as bench:
+        bench.fill([1], [1])
+        assert bench.write([1], [1]).tolist() == [Write.STORED]
+        said: list[str] = []
+        give = bench.tier._staged.give
+        with monkeypatch.context() as patch:
+            watch(patch, away, "read", "close")
+            patch.setattr(
+                bench.tier._staged, "give", lambda *at, **of: said.append("give") or give(*at, **of)
+            )
+            assert bench.read([1], [2]).tolist() == [Read.FAILED]
+        assert said[:3] == ["read", "close", "give"]
+        wait_for(lambda: bench.read([1], [2]).tolist() == [Read.FOUND])
 
 
 @pytest.mark.parametrize("raised_at", [None, 1, 2, 3, 4])
-def test_a_flush_during_a_read_refuses_all_its_blocks(raised_at: int | None) -> None:
+def test_a_flush_during_a_read_refuses_all_its_blocks(
+    server: Server, monkeypatch: pytest.MonkeyPatch, raised_at: int | None
+) -> None:
     """Reads two encoded and two plain blocks; staging memory has room for one, so that takes six
     requests. A flush during any of them must refuse all four blocks."""
-    with over(staging_slots=1, connections=1, content=lambda n: mixed(2 + n % 2)) as made:
-        made.bench.fill(range(4), range(4))
-        assert (made.bench.write(range(4), range(4)) == Write.STORED).all()
-        asked: list[str] = []
+    server.client.set(epoch_key("f"), 7)
+    asked: list[str] = []
 
-        def count(name: str) -> None:
-            asked.append(name)
-            if len(asked) == raised_at:
-                made.store.now = {"f": 8}
+    def count(name: str, *_: Any) -> None:
+        asked.append(name)
+        if len(asked) == raised_at:
+            server.client.set(epoch_key("f"), 8)
 
-        made.store.before = count
-        blocks = made.bench.blocks(range(4), range(10, 14))
-        blocks = replace(blocks, epochs={"f": 7})
+    with over(server, 1, staging_slots=1, content=lambda n: mixed(2 + n % 2)) as bench:
+        bench.fill(range(4), range(4))
+        assert (bench.write(range(4), range(4)) == Write.STORED).all()
+        watch(monkeypatch, count, "read", "probe")
+        blocks = replace(bench.blocks(range(4), range(10, 14)), epochs={"f": 7})
         found = Read.FOUND if raised_at is None else Read.ABSENT
-        assert read(made.tier, blocks).tolist() == [found] * 4
+        assert read(bench.tier, blocks).tolist() == [found] * 4
 
 
-def test_epochs_and_depths_reach_the_store() -> None:
-    with over() as made:
-        answers: list[Any] = []
-        made.tier.raise_epoch("f", 7, answers.append)
-        made.tier.epochs(["f"], time.monotonic() + 20, answers.append)
-        wait_for(lambda: answers == [8, Shown({"f": 8})])
-        blocks = made.bench.blocks([1, 3], [1, 3])
-        made.bench.fill([1, 3], [1, 3])
-        depths = np.array([5, 6], np.int64)
-        made.bench.answer(replace(blocks, depths=depths))
-        assert made.store.depths == {encoded_key(key(1)): 5, key(3): 6}
+def test_epochs_and_depths_reach_the_store(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: dict[bytes, int] = {}
+    watch(
+        monkeypatch,
+        lambda _, keys, slots, depths, *rest: said.update(zip(keys, depths, strict=True)),
+        "write",
+    )
+    with over(server) as bench:
+        first, raised = flush_contract.epoch(bench.tier), flush_contract.flush(bench.tier)
+        assert first < raised == flush_contract.epoch(bench.tier)
+        bench.fill([1, 3], [1, 3])
+        bench.answer(replace(bench.blocks([1, 3], [1, 3]), depths=np.array([5, 6], np.int64)))
+        assert said == {encoded_key(key(1)): 5, key(3): 6}
 
 
 def test_a_probe_asks_for_both_forms() -> None:

@@ -1,5 +1,6 @@
 """Threads of a remote tier handle late answers, and connections that open slowly."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -86,8 +87,7 @@ def waits_until(limits: list[float], answers: threading.Event) -> Callable[[Clie
 
 
 def test_a_read_that_is_given_up_ends_its_connection_and_is_no_problem() -> None:
-    world = World(1)
-    try:
+    with contextlib.closing(World(1)) as world:
         hangs = waits_until([], threading.Event())
         wait_for(
             lambda: (
@@ -97,8 +97,6 @@ def test_a_read_that_is_given_up_ends_its_connection_and_is_no_problem() -> None
             "no connection ended",
         )
         assert not world.workers.problem
-    finally:
-        world.close()
 
 
 def test_a_closed_queue_gives_and_takes_no_part() -> None:
@@ -175,8 +173,7 @@ def test_all_threads_connect_after_a_problem() -> None:
 
 
 def test_all_that_wait_for_a_connection_show() -> None:
-    world = World(2, connects_first=True)
-    try:
+    with contextlib.closing(World(2, connects_first=True)) as world:
         wait_for(lambda: len(world.clients) == 3, "it does not connect")
         world.opens.clear()
         for name in ("late", "too"):
@@ -186,8 +183,6 @@ def test_all_that_wait_for_a_connection_show() -> None:
         wait_for(lambda: world.workers.stalled_s(time.monotonic()) > 0, "it does not show")
         world.opens.set()
         world.wait_for("waits")
-    finally:
-        world.close()
 
 
 def test_the_longest_wait_shows() -> None:
@@ -208,15 +203,12 @@ def test_the_longest_wait_shows() -> None:
 
 
 def test_an_exception_ends_the_connection_and_no_thread(caplog: pytest.LogCaptureFixture) -> None:
-    world = World(1)
-    try:
+    with contextlib.closing(World(1)) as world:
         world.ask("odd", lambda client, until_s: 1 / 0)  # type: ignore[arg-type, return-value]
         world.ask("next")
         world.wait_for("odd", "next")
         assert "a store: ZeroDivisionError" in caplog.text and not world.workers.problem
         assert [one.is_closed for one in world.clients if one.is_closed] == [True]
-    finally:
-        world.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -224,13 +216,10 @@ def test_a_thread_that_has_died_shows() -> None:
     def die(client: Client, until_s: float) -> None:
         raise SystemExit
 
-    world = World(2)
-    try:
+    with contextlib.closing(World(2)) as world:
         assert world.workers.is_alive()
         world.ask("dies", die)
         wait_for(lambda: not world.workers.is_alive(), "it does not show")
-    finally:
-        world.close()
     assert world.workers.is_alive()
 
 

@@ -52,8 +52,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 def test_a_disk_is_tried_beside_a_running_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = SlabFile.open(tmp_path, 16 * MIB)
-    try:
+    with contextlib.closing(SlabFile.open(tmp_path, 16 * MIB)):
         (tmp_path / "records").write_bytes(b"records of a server")
         with (tmp_path / "slabs").open("r+b") as slabs:
             slabs.write(b"blocks of a server")
@@ -64,8 +63,6 @@ def test_a_disk_is_tried_beside_a_running_server(
         assert main(["tiers", "check", "--config", str(config)]) == 0
         assert content_of(tmp_path) == before
         assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-    finally:
-        held.close()
     head, *rows, foot = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["tier", "block"] and foot.endswith("bytes compared")
     assert [row.split()[:4] for row in rows] == [
