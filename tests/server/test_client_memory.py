@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -259,35 +259,24 @@ ATTACKS: tuple[Attack, ...] = (
 @pytest.mark.long
 def test_all_together_stay_within_a_bound(own_server: Server) -> None:
     """Runs all attacks at once, while an engine stores."""
-    failures: list[BaseException] = []
     bystander = GroupsEngine(own_server.target, (FULL,), "bystander")
     watch = Watched(own_server)
-    with contextlib.ExitStack() as held:
-
-        def attack(one: Attack) -> None:
-            try:
-                one(own_server, held)
-            except grpc.RpcError as refused:
-                # Calls that open sessions are ended like other calls without a session.
-                if refused.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    failures.append(refused)
-            except BaseException as failure:
-                failures.append(failure)
-
-        threads = [
-            threading.Thread(target=attack, args=(one,), name=one.__name__) for one in ATTACKS
-        ]
-        for thread in threads:
-            thread.start()
+    with contextlib.ExitStack() as held, ThreadPoolExecutor(len(ATTACKS)) as pool:
+        attacks = [pool.submit(attack, own_server, held) for attack in ATTACKS]
         stored = 0
-        while any(thread.is_alive() for thread in threads):
+        while not all(attack.done() for attack in attacks):
             bystander.session.wait_connected(20)
             with contextlib.suppress(HotKVError):
                 bystander.store(BlockRun(0, hashes(4), block_ids(4)))
                 stored += 1
             time.sleep(0.05)
         grown_bytes = watch.close()
-        assert not failures, failures
+        for attack in attacks:
+            try:
+                attack.result()
+            except grpc.RpcError as refused:
+                # Calls that open sessions are ended like other calls without a session.
+                assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert stored and grown_bytes < MOST_BYTES
     assert bystander.store(BlockRun(0, hashes(4), block_ids(4)))
     bystander.close()
