@@ -58,7 +58,7 @@ from tests.server.half_sent import HalfSender
 from tests.server.hostile import marked_engine, unary_stream_of
 from tests.server.nodes import live_node
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes, http_port
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually, wait_for
 
 NUM_HALVES = 12
 LARGE_BYTES = MAX_MESSAGE_BYTES - 1024
@@ -407,13 +407,11 @@ async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessi
         edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
         service = SessionService(edge)
         calls = [asyncio.create_task(service.Connect(requests(), context))]
-        while not ends:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: ends)
         assert repr(streams[0]._outbox) == "SessionOutbox(0 messages, 0 bytes)"
         assert not node.sessions
         calls.append(asyncio.create_task(service.Connect(requests(), context)))
-        while not refusals:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: refusals)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
@@ -438,9 +436,8 @@ async def test_a_session_hears_why_it_ended_although_its_key_space_is_forgotten(
     async with live_node(tmp_path) as node:
         edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
         call = asyncio.create_task(SessionService(edge).Connect(requests(), context))
-        while not (sessions := list(node.sessions)):
-            await asyncio.sleep(0.01)
-        close = node.sessions.close
+        await eventually(lambda: list(node.sessions))
+        (session,), close = list(node.sessions), node.sessions.close
 
         async def forgotten(session: Any) -> None:
             await close(session)
@@ -448,9 +445,8 @@ async def test_a_session_hears_why_it_ended_although_its_key_space_is_forgotten(
             monkeypatch.setattr(node.core.sessions, "_tenants", SimpleNamespace(is_used=True))
 
         monkeypatch.setattr(node.sessions, "close", forgotten)
-        while sessions[0].on_end is None:
-            await asyncio.sleep(0.01)
-        sessions[0].on_end(HotKVError(Reason.OVERLOADED, "the end"))
+        await eventually(lambda: session.on_end is not None)
+        session.on_end(HotKVError(Reason.OVERLOADED, "the end"))
         with contextlib.suppress(AssertionError):
             await call
         monkeypatch.undo()

@@ -347,27 +347,24 @@ def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
             call.cancel()
 
 
-def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
-    async def scenario() -> None:
-        service, serving = HealthService(), health_pb2.HealthCheckResponse
-        service.set({"": True})
-        stuck = service.Watch(health_pb2.HealthCheckRequest(), None)
-        reads = service.Watch(health_pb2.HealthCheckRequest(), None)
-        assert (await anext(stuck)).status == (await anext(reads)).status == serving.SERVING
-        service.set({"": False})
-        assert (await anext(reads)).status == serving.NOT_SERVING
-        service.set({"": False})
-        service.set({"": True})
-        assert (await anext(reads)).status == serving.SERVING
-        # The stuck watcher missed changes, but its last state is the present one: no answer.
-        waiting = asyncio.ensure_future(anext(stuck))
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        service.set({"": True, "other": False})
-        other = service.Watch(health_pb2.HealthCheckRequest(service="other"), None)
-        unknown = service.Watch(health_pb2.HealthCheckRequest(service="unknown"), None)
-        assert (await anext(other)).status == serving.NOT_SERVING
-        assert (await anext(unknown)).status == serving.SERVICE_UNKNOWN
-        waiting.cancel()
-
-    asyncio.run(scenario())
+async def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
+    service, serving = HealthService(), health_pb2.HealthCheckResponse
+    service.set({"": True})
+    stuck = service.Watch(health_pb2.HealthCheckRequest(), None)
+    reads = service.Watch(health_pb2.HealthCheckRequest(), None)
+    assert (await anext(stuck)).status == (await anext(reads)).status == serving.SERVING
+    service.set({"": False})
+    assert (await anext(reads)).status == serving.NOT_SERVING
+    service.set({"": False})
+    service.set({"": True})
+    assert (await anext(reads)).status == serving.SERVING
+    # The stuck watcher missed changes, but its last state is the present one: no answer.
+    waiting = asyncio.ensure_future(anext(stuck))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    service.set({"": True, "other": False})
+    other = service.Watch(health_pb2.HealthCheckRequest(service="other"), None)
+    unknown = service.Watch(health_pb2.HealthCheckRequest(service="unknown"), None)
+    assert (await anext(other)).status == serving.NOT_SERVING
+    assert (await anext(unknown)).status == serving.SERVICE_UNKNOWN
+    waiting.cancel()
