@@ -143,7 +143,7 @@ def merged(into: Any, patch: Any) -> Any:
 def check_connector(arguments: list[str], shm_bytes: int) -> None:
     """Checks the connector's settings in an engine's arguments. The primary tier fits into the
     container's shared memory."""
-    config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    config = transfer_config(arguments)
     assert config["kv_connector"] in dict(CONNECTORS)
     assert "kv_connector_module_path" not in config
     extra = config["kv_connector_extra_config"]

@@ -74,8 +74,7 @@ def test_engines_do_not_get_the_admin_socket(services: dict[str, Any], settings:
 
 
 def test_the_engine_finds_the_server(services: dict[str, Any], settings: Settings) -> None:
-    command = services["vllm"]["command"]
-    config = json.loads(command[command.index("--kv-transfer-config") + 1])
+    config = objects.transfer_config(services["vllm"]["command"])
     assert config["kv_connector_extra_config"]["hotkv.target"] == f"unix:{settings.grpc_socket}"
     assert int(services["vllm"]["environment"]["VLLM_CPU_KVCACHE_SPACE"]) < int(
         services["vllm"]["shm_size"].removesuffix("gb")

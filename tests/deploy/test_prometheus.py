@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +83,12 @@ class Traffic:
         self._device = DeviceEngine(target).connected()
         self._ended = threading.Event()
         self._chains: list[list[bytes]] = []
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1)
+        self._running = self._pool.submit(self._run)
 
     def _run(self) -> None:
-        try:
-            while not self._ended.wait(0.02):
-                self._turn(hashes(CHAIN))
-        except BaseException as error:
-            self.error = error
+        while not self._ended.wait(0.02):
+            self._turn(hashes(CHAIN))
 
     def _turn(self, chain: list[bytes]) -> None:
         session, name, ids = self._engine.session, os.urandom(8).hex(), block_ids(CHAIN)
@@ -111,10 +108,12 @@ class Traffic:
         done(self._device.store(chain[:4], block_ids(4))[1])
 
     def close(self) -> None:
+        """Stops the engines. Raises the exception that ended the traffic early."""
         self._ended.set()
-        self._thread.join()
+        self._pool.shutdown()
         self._device.close()
         self._engine.close()
+        self._running.result()
 
 
 @pytest.fixture(scope="module")
@@ -129,16 +128,12 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         server.wait_ready()
         made = Prometheus(tmp_path_factory.mktemp("prometheus"), port)
         stack.callback(made.close)
-        traffic = Traffic(server.target)
-        try:
-            # Rates need two scrapes after the event.
-            wait_for(made.is_ready)
-            wait_for(lambda: bool(made.values("hotkv_tier_promoted_blocks_total > 40")))
-            time.sleep(4 * SCRAPE_S)
-            yield made
-        finally:
-            traffic.close()
-        assert traffic.error is None, traffic.error
+        stack.enter_context(contextlib.closing(Traffic(server.target)))
+        # Rates need two scrapes after the event.
+        wait_for(made.is_ready)
+        wait_for(lambda: bool(made.values("hotkv_tier_promoted_blocks_total > 40")))
+        time.sleep(4 * SCRAPE_S)
+        yield made
 
 
 def shown(expr: str, span: str = "10s") -> str:

@@ -56,14 +56,16 @@ class Place:
             assert self.engine.session.wait_connected(20)
         return self.server
 
-    def stop(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """Ends the server and waits until the process and the engine's link are gone."""
+    def stop(self, how: signal.Signals = signal.SIGKILL) -> int:
+        """Ends the server, and waits until the process and the engine's link are gone. Returns the
+        exit status."""
         assert self.server is not None
         os.kill(self.server.pid, how)
-        self.server._child.process.wait(60)
+        status: int = self.server._child.process.wait(60)
         self.server.__exit__()
         if self.engine is not None:
             wait_for(lambda: not self.engine.session.connected)  # type: ignore[union-attr]
+        return status
 
     def connect(self, on_evicted: Callable[[Evicted], None] | None = None) -> PagedEngine:
         """Returns an engine with random pages."""

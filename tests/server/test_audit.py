@@ -176,7 +176,7 @@ async def _served(
     audit.close()
 
 
-def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Path) -> None:
+async def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Path) -> None:
     """Otherwise tokens could be guessed quickly. Admins do not wait."""
     are_admins = [False, False, True, False, True]
     pace, outcomes = Mock(turn=AsyncMock()), list[tuple[str, int]]()
@@ -185,17 +185,14 @@ def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Path) -> 
         if not are_admins[len(outcomes)]:
             raise HotKVError(Reason.NOT_ALLOWED, "no admin")
 
-    async def run() -> None:
-        async with _served(tmp_path, _Evicts(), pace, guard) as channel:
-            for _ in are_admins:
-                code = "OK"
-                try:
-                    await admin_pb2_grpc.AdminServiceStub(channel).Evict(REQUEST)
-                except grpc.RpcError as error:
-                    code = error.code().name
-                outcomes.append((code, pace.turn.await_count))
-
-    asyncio.run(run())
+    async with _served(tmp_path, _Evicts(), pace, guard) as channel:
+        for _ in are_admins:
+            code = "OK"
+            try:
+                await admin_pb2_grpc.AdminServiceStub(channel).Evict(REQUEST)
+            except grpc.RpcError as error:
+                code = error.code().name
+            outcomes.append((code, pace.turn.await_count))
     refused, ok = "PERMISSION_DENIED", "OK"
     assert outcomes == [(refused, 1), (refused, 2), (ok, 2), (refused, 3), (ok, 3)]
     written = [line["outcome"].upper() for line in lines(tmp_path / "audit.jsonl")]
@@ -212,26 +209,23 @@ def test_names_of_certificates_pass_for_nothing_else(tmp_path: Path) -> None:
         assert shown == f"peer=x certificate={name!r}" and "\n" not in shown
 
 
-def test_calls_that_end_oddly_are_written_with_how_they_ended(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with _served(tmp_path, _Odd(), Pace(50)) as channel:
-            admin = admin_pb2_grpc.AdminServiceStub(channel)
-            warm = warm_pb2_grpc.WarmStartServiceStub(channel)
-            with pytest.raises(grpc.RpcError):
-                await admin.Drain(admin_pb2.DrainRequest())
-            with pytest.raises(grpc.RpcError):
-                await admin.Evict(REQUEST, timeout=0.2)
-            for number in (1, 0):
-                stream = warm.ExportBlocks(warm_pb2.ExportBlocksRequest(key_space_id=number))
-                await stream.read()
-                if number:
-                    with pytest.raises(grpc.RpcError):
-                        await stream.read()
-                else:
-                    stream.cancel()
-            await eventually(lambda: len(lines(tmp_path / "audit.jsonl")) >= 4)
-
-    asyncio.run(run())
+async def test_calls_that_end_oddly_are_written_with_how_they_ended(tmp_path: Path) -> None:
+    async with _served(tmp_path, _Odd(), Pace(50)) as channel:
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        warm = warm_pb2_grpc.WarmStartServiceStub(channel)
+        with pytest.raises(grpc.RpcError):
+            await admin.Drain(admin_pb2.DrainRequest())
+        with pytest.raises(grpc.RpcError):
+            await admin.Evict(REQUEST, timeout=0.2)
+        refused, left = (
+            warm.ExportBlocks(warm_pb2.ExportBlocksRequest(key_space_id=one)) for one in (1, 0)
+        )
+        await refused.read()
+        with pytest.raises(grpc.RpcError):
+            await refused.read()
+        await left.read()
+        left.cancel()
+        await eventually(lambda: len(lines(tmp_path / "audit.jsonl")) >= 4)
     written = lines(tmp_path / "audit.jsonl")
     assert {(line["method"].rpartition("/")[2], line["outcome"]) for line in written} == {
         ("Drain", "unknown"),

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +58,7 @@ from tests.server.half_sent import HalfSender
 from tests.server.hostile import marked_engine, unary_stream_of
 from tests.server.nodes import live_node
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes, http_port
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually, wait_for
 
 NUM_HALVES = 12
 LARGE_BYTES = MAX_MESSAGE_BYTES - 1024
@@ -259,35 +259,24 @@ ATTACKS: tuple[Attack, ...] = (
 @pytest.mark.long
 def test_all_together_stay_within_a_bound(own_server: Server) -> None:
     """Runs all attacks at once, while an engine stores."""
-    failures: list[BaseException] = []
     bystander = GroupsEngine(own_server.target, (FULL,), "bystander")
     watch = Watched(own_server)
-    with contextlib.ExitStack() as held:
-
-        def attack(one: Attack) -> None:
-            try:
-                one(own_server, held)
-            except grpc.RpcError as refused:
-                # Calls that open sessions are ended like other calls without a session.
-                if refused.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    failures.append(refused)
-            except BaseException as failure:
-                failures.append(failure)
-
-        threads = [
-            threading.Thread(target=attack, args=(one,), name=one.__name__) for one in ATTACKS
-        ]
-        for thread in threads:
-            thread.start()
+    with contextlib.ExitStack() as held, ThreadPoolExecutor(len(ATTACKS)) as pool:
+        attacks = [pool.submit(attack, own_server, held) for attack in ATTACKS]
         stored = 0
-        while any(thread.is_alive() for thread in threads):
+        while not all(attack.done() for attack in attacks):
             bystander.session.wait_connected(20)
             with contextlib.suppress(HotKVError):
                 bystander.store(BlockRun(0, hashes(4), block_ids(4)))
                 stored += 1
             time.sleep(0.05)
         grown_bytes = watch.close()
-        assert not failures, failures
+        for attack in attacks:
+            try:
+                attack.result()
+            except grpc.RpcError as refused:
+                # Calls that open sessions are ended like other calls without a session.
+                assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert stored and grown_bytes < MOST_BYTES
     assert bystander.store(BlockRun(0, hashes(4), block_ids(4)))
     bystander.close()
@@ -418,13 +407,11 @@ async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessi
         edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
         service = SessionService(edge)
         calls = [asyncio.create_task(service.Connect(requests(), context))]
-        while not ends:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: ends)
         assert repr(streams[0]._outbox) == "SessionOutbox(0 messages, 0 bytes)"
         assert not node.sessions
         calls.append(asyncio.create_task(service.Connect(requests(), context)))
-        while not refusals:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: refusals)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
@@ -449,9 +436,8 @@ async def test_a_session_hears_why_it_ended_although_its_key_space_is_forgotten(
     async with live_node(tmp_path) as node:
         edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
         call = asyncio.create_task(SessionService(edge).Connect(requests(), context))
-        while not (sessions := list(node.sessions)):
-            await asyncio.sleep(0.01)
-        close = node.sessions.close
+        await eventually(lambda: list(node.sessions))
+        (session,), close = list(node.sessions), node.sessions.close
 
         async def forgotten(session: Any) -> None:
             await close(session)
@@ -459,9 +445,8 @@ async def test_a_session_hears_why_it_ended_although_its_key_space_is_forgotten(
             monkeypatch.setattr(node.core.sessions, "_tenants", SimpleNamespace(is_used=True))
 
         monkeypatch.setattr(node.sessions, "close", forgotten)
-        while sessions[0].on_end is None:
-            await asyncio.sleep(0.01)
-        sessions[0].on_end(HotKVError(Reason.OVERLOADED, "the end"))
+        await eventually(lambda: session.on_end is not None)
+        session.on_end(HotKVError(Reason.OVERLOADED, "the end"))
         with contextlib.suppress(AssertionError):
             await call
         monkeypatch.undo()

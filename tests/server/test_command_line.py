@@ -28,11 +28,6 @@ from tests.server.support import number_of
 from tests.support.waiting import wait_for
 
 
-def hotkv(*arguments: str) -> str:
-    command = [*HOTKV, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60).stdout
-
-
 def test_the_programs_that_pip_installs_are_there() -> None:
     """Loads the entry points that pyproject.toml names; an installed environment may be older."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -296,7 +291,7 @@ def test_status_of_a_fleet_has_a_row_a_node_and_the_sum(
     assert sum(one.session.acquire("fleet", asked).result(60).pinned[0]) == 4
     (host,) = [
         tier
-        for tier in json.loads(hotkv("status", "--json", "--target", server.target))["tiers"]
+        for tier in json.loads(server.cli("status", "--json"))["tiers"]
         if tier["name"] == "host"
     ]
     absent, listed = f"unix:{tmp_path}/absent.sock", tmp_path / "nodes"

@@ -1,5 +1,6 @@
 """Engines on made-up devices, through a real daemon over a real socket."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -213,17 +214,15 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
     """Kills the server while copies are in flight. The engine must load the blocks stored before
     from the next server, with their bytes."""
     devices, names, ids = FakeDevices(1, 3, 0.002), hashes(8), np.arange(8, dtype=np.int32)
-    one = None
-    try:
+    with contextlib.ExitStack() as stack:
         with DeviceServer(folder, devices, "--copy.method", "kernel") as first:
             first.wait_ready()
-            one = DeviceEngine(first.target).connected()
+            one = stack.enter_context(contextlib.closing(DeviceEngine(first.target).connected()))
             one.fill(ids, 1)
             content = one.content(ids)
             done(one.store(names, ids)[1])
-            flying = [one.store(hashes(8), ids)[1] for _ in range(20)] + [
-                one.load(names, ids + 8)[1] for _ in range(3)
-            ]
+            flying = [one.store(hashes(8), ids)[1] for _ in range(20)]
+            flying += [one.load(names, ids + 8)[1] for _ in range(3)]
             first.kill()
             for future in flying:
                 assert future.exception(60) is not None or future.result().status is not None
@@ -232,9 +231,6 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
             one.connected()
             done(one.load(names, ids + 16)[1])
             assert one.content(ids + 16) == content
-    finally:
-        if one is not None:
-            one.close()
 
 
 def test_loads_end_when_the_device_has_left_a_dead_server(

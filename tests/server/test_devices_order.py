@@ -28,6 +28,7 @@ from hotkv_server.node.session import SessionMemory, check_handles, open_session
 from hotkv_server.testing.device import FakeRuntime
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from tests.server.nodes import SPACE, live_node, memory_file
+from tests.support.waiting import eventually
 
 PAGE = 4096
 
@@ -204,15 +205,13 @@ async def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(
         registering = asyncio.create_task(
             node.sessions.register_memory(session, _layout(_cuda("k", allocation)))
         )
-        while not begun.is_set():
-            await asyncio.sleep(0.001)
+        await eventually(begun.is_set)
         registering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await registering
         await node.sessions.close(session)
         go_on.set()
-        while not closed:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: closed)
         assert node.devices.num_open == 0 and not runtime.held()
     allocation.close()
     runtime.close()

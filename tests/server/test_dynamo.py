@@ -1,7 +1,6 @@
 """Dynamo's indexer, from its wheel, reads hotkv's events, and credits each node with its blocks."""
 
 import contextlib
-import os
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -11,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from demo.processes import Server, runtime_folder
 from hotkv_client import BlockResult, BlockRun
 from hotkv_client.admin import AdminClient
-from tests.server.support import FULL, PATIENT, GroupsEngine, hashes
+from tests.server.places import opened
+from tests.server.support import FULL, GroupsEngine, hashes
+from tests.server.tiered import Tiered
 from tests.support.ports import free_ports
 from tests.support.routers import Indexer
 from tests.support.waiting import wait_for
@@ -24,54 +24,43 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 BLOCK_TOKENS, PROMPT_TOKENS = 16, 128
 
 
-class Node:
+class Node(Tiered):
     """A server with a disk that publishes events, and the prompts that engines store there."""
 
-    def __init__(self, folder: Path, port: int, replay_port: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        port, replay_port = free_ports(2)
         self.worker = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay_port}"
         self._flags = (
-            *("--arena.slab-bytes", "64KiB"),
-            *("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB"),
             *("--events.endpoint", f"tcp://*:{port}", "--events.numbering", "endpoint"),
-            *("--events.replay-endpoint", f"tcp://*:{replay_port}", *PATIENT),
+            *("--events.replay-endpoint", f"tcp://*:{replay_port}"),
             # The buffer has so few steps that a late reader has missed most of them.
             *("--events.buffer-steps", "4"),
         )
-        self._first_token = 1000
         self._stored: list[tuple[list[int], list[bytes]]] = []
-        self.server = self._started()
 
-    def _started(self) -> Server:
-        server = Server(self.folder, "16MiB", *self._flags)
-        server.wait_ready()
-        return server
+    def begin(self) -> None:
+        self.start_tiered(*self._flags)
 
     def store(self, model: str) -> list[int]:
         """Stores a new prompt of a model. Returns its tokens once the disk has its blocks."""
-        prompt = list(range(self._first_token, self._first_token + PROMPT_TOKENS))
-        self._first_token += 1000
-        count = PROMPT_TOKENS // BLOCK_TOKENS
-        before = self.server.counter("tier_demoted_blocks_total")
+        assert self.server is not None
+        first, count = 1000 * (1 + len(self._stored)), PROMPT_TOKENS // BLOCK_TOKENS
+        prompt, blocks = list(range(first, first + PROMPT_TOKENS)), hashes(count)
+        before = self.counter("tier_demoted_blocks_total")
         with contextlib.closing(GroupsEngine(self.server.target, (FULL,), model)) as engine:
-            blocks = hashes(count)
             run = BlockRun(0, blocks, np.arange(count, dtype=np.int32), token_ids=prompt)
-            stored = engine.session.store("s", f"s{prompt[0]}", [run], 60).result(60)
-            assert (stored.results[0] == BlockResult.STORED).all()
-        wait_for(lambda: self.server.counter("tier_demoted_blocks_total") == before + count)
+            assert (engine.store(run).results[0] == BlockResult.STORED).all()
+        wait_for(lambda: self.counter("tier_demoted_blocks_total") == before + count)
         self._stored.append((prompt, blocks))
         return prompt
 
     def is_equal(self, indexer: Indexer) -> bool:
         """Returns True if the index has the same blocks of all stored prompts as `hotkv blocks`."""
-        ready: set[str] = set()
+        assert self.server is not None
         with AdminClient(self.server.target) as admin:
-            page = ""
-            while True:
-                told = admin.blocks(page_size=2000, page_token=page)
-                ready |= {one["block_hash"] for one in told["blocks"] if one["state"] == "ready"}
-                if not (page := told["next_page_token"]):
-                    break
+            told = admin.blocks(page_size=10_000)["blocks"]
+        ready = {one["block_hash"] for one in told if one["state"] == "ready"}
         return all(
             indexer.credits(prompt)[0]
             == BLOCK_TOKENS * len(list(takewhile(lambda one: one.hex() in ready, blocks)))
@@ -84,40 +73,26 @@ class Node:
         self.store("beta")
         return indexer.credits(prompt)[0] > 0
 
-    def evict(self) -> None:
-        with AdminClient(self.server.target) as admin:
-            admin.evict(everything=True)
-
     def flush(self, model: str) -> None:
+        assert self.server is not None
         with contextlib.closing(GroupsEngine(self.server.target, (FULL,), model)) as engine:
             engine.session.flush().result(60)
 
-    def restart(self, how: signal.Signals) -> None:
-        os.kill(self.server.pid, how)
-        self.server._child.process.wait(60)
-        self.server.__exit__()
-        self.server = self._started()
 
-    def close(self) -> None:
-        self.server.__exit__()
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with opened(Node, 128 << 20) as made:
+        made.begin()
+        yield made
 
 
 @pytest.fixture
-def node_and_indexer(tmp_path: Path) -> Iterator[tuple[Node, Indexer]]:
-    port, replay_port = free_ports(2)
-    with (
-        runtime_folder(128 << 20) as folder,
-        contextlib.closing(Node(folder, port, replay_port)) as node,
-        contextlib.closing(Indexer(tmp_path / "log", BLOCK_TOKENS, node.worker)) as indexer,
-    ):
-        yield node, indexer
+def indexer(node: Node, tmp_path: Path) -> Iterator[Indexer]:
+    with contextlib.closing(Indexer(tmp_path / "log", BLOCK_TOKENS, node.worker)) as made:
+        yield made
 
 
-def test_prompts_are_credited_where_they_lie(
-    node_and_indexer: tuple[Node, Indexer], tmp_path: Path
-) -> None:
-    node, indexer = node_and_indexer
-
+def test_prompts_are_credited_where_they_lie(node: Node, indexer: Indexer, tmp_path: Path) -> None:
     def lies(prompt: list[int], in_host: int, anywhere: int) -> None:
         wait_for(lambda: indexer.credits(prompt) == (in_host, anywhere))
         wait_for(lambda: node.is_equal(indexer), "the index equals `hotkv blocks`")
@@ -125,7 +100,7 @@ def test_prompts_are_credited_where_they_lie(
     first, second = node.store("alpha"), node.store("beta")
     lies(first, PROMPT_TOKENS, PROMPT_TOKENS)
     lies(second, PROMPT_TOKENS, PROMPT_TOKENS)
-    node.evict()
+    node.forget()
     lies(first, 0, PROMPT_TOKENS)
     lies(second, 0, PROMPT_TOKENS)
     node.flush("alpha")
@@ -133,7 +108,8 @@ def test_prompts_are_credited_where_they_lie(
     lies(second, 0, PROMPT_TOKENS)
     kept = node.store("alpha")
     for how in (signal.SIGTERM, signal.SIGKILL):
-        node.restart(how)
+        node.stop(how)
+        node.begin()
         # The indexer reconnects after a while, and asks for missed events when the next event
         # arrives.
         again = node.store("alpha")

@@ -50,11 +50,6 @@ class Dammed(Place):
         assert engine.session.wait_connected(20)
         return made
 
-    def end(self, how: signal.Signals) -> int:
-        assert self.server is not None
-        os.kill(self.server.pid, how)
-        return self.server._child.process.wait(60)
-
     def store(self, blocks: list[bytes], first: int = 0) -> list[int]:
         """Stores the engine's block i under the i-th hash. Returns the results."""
         assert self.engine is not None
@@ -99,7 +94,7 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     place.let(3 * COLLAPSE_BYTES + 1)
     wait_for(lambda: place.capacity_bytes == 3 * COLLAPSE_BYTES)
     assert set(place.store(blocks[FIRST : 2 * FIRST], FIRST)) == {BlockResult.STORED}
-    assert place.end(signal.SIGKILL) == -signal.SIGKILL
+    place.stop(signal.SIGKILL)
     place.begin()
     # The next server serves earlier blocks at once, and already has one more piece of memory.
     assert place.capacity_bytes == 4 * COLLAPSE_BYTES
@@ -110,7 +105,7 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     wait_for(lambda: place.capacity_bytes == ARENA)
     assert set(place.store(blocks[2 * FIRST :], 2 * FIRST)) == {BlockResult.STORED}
     assert place.server.status()["state"] == "ready" and place.counter("evicted_blocks_total") == 0
-    assert place.end(signal.SIGTERM) == 0
+    assert place.stop(signal.SIGTERM) == 0
     place.begin()
     assert place.capacity_bytes == ARENA and place.counter("restored_blocks_total") == NUM_BLOCKS
     arena = place.folder / "arena" / "arena"
@@ -138,7 +133,7 @@ def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed
 def test_a_stop_waits_for_no_memory(place: Dammed) -> None:
     place.begin()
     assert place.capacity_bytes == COLLAPSE_BYTES
-    assert place.end(signal.SIGTERM) == 0
+    assert place.stop(signal.SIGTERM) == 0
     assert (place.folder / "arena" / "arena").stat().st_blocks * 512 < 3 * COLLAPSE_BYTES
 
 
@@ -148,7 +143,7 @@ def test_without_prefault_all_of_the_arena_counts(place: Dammed) -> None:
     assert place.capacity_bytes == ARENA
     blocks = hashes(FIRST)
     assert set(place.store(blocks)) == {BlockResult.STORED}
-    assert place.end(signal.SIGKILL) == -signal.SIGKILL
+    place.stop(signal.SIGKILL)
     place.begin()
     assert place.counter("restored_blocks_total") == FIRST
     assert place.capacity_bytes <= 2 * COLLAPSE_BYTES

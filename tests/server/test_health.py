@@ -72,9 +72,7 @@ def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folde
     acknowledge the store. The next server must serve the older blocks, and not those of the
     store."""
     kept, lost = hashes(10), hashes(5)
-    with FaultyServer(folder, "publish", "assert") as server:
-        server.wait_ready()
-        engine = PagedEngine(server.target, layers=2, num_blocks=64, page_bytes=4096).connect()
+    with broken(folder, "publish", "assert") as (server, engine):
         engine.kv[:] = np.random.default_rng(1).integers(0, 256, engine.kv.shape, np.uint8)
         assert store(engine, kept) == {BlockResult.STORED}
         server.break_it()
@@ -84,13 +82,12 @@ def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folde
         log = server.log.read_text()
         assert "CRITICAL hotkv_server.node.health an invariant broke in" in log
         assert f"state=reserved key_space=1 group=0 hash={lost[0].hex()[:16]}" in log
-    with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as again:
-        again.wait_ready()
-        assert engine.session.wait_connected(20)
-        assert found(engine, kept + lost) == [True] * 10 + [False] * 5
-        assert load(engine, kept, 30) is TransferStatus.DONE
-        assert np.array_equal(engine.kv[:, :10], engine.kv[:, 30:40])
-        engine.close()
+        with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as again:
+            again.wait_ready()
+            assert engine.session.wait_connected(20)
+            assert found(engine, kept + lost) == [True] * 10 + [False] * 5
+            assert load(engine, kept, 30) is TransferStatus.DONE
+            assert np.array_equal(engine.kv[:, :10], engine.kv[:, 30:40])
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,12 @@ import contextlib
 import ctypes
 import os
 import re
-import resource
 import signal
 import socket
-import subprocess
+import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -42,10 +40,9 @@ from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2
 from hotkv_server.told.http_endpoint import MAX_CONNECTIONS, HttpServer
 from hotkv_server.wire.health import HealthService
-from tests.robustness.raw_client import RawSession
+from tests.robustness.raw_client import Footprint, RawSession
 from tests.server.hostile import marked_engine, unary_stream_of
 from tests.server.nodes import memory_file
-from tests.server.places import FLAGS
 from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, block_ids, hashes, http_port
 from tests.support.waiting import wait_for
 
@@ -70,24 +67,13 @@ def test_a_signal_ends_a_server_that_an_operator_lets_drain_for_long() -> None:
 
 
 @pytest.fixture
-def short_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def short_of_descriptors() -> Iterator[Server]:
     """Yields a server with a low limit of descriptors."""
-    start = subprocess.Popen
-
-    def limited(*arguments: Any, preexec_fn: Callable[[], None], **more: Any) -> Any:
-        def limit() -> None:
-            preexec_fn()
-            resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_DESCRIPTORS, MAX_DESCRIPTORS))
-
-        return start(*arguments, **more, preexec_fn=limit)
-
-    with runtime_folder(64 << 20) as folder:
-        with monkeypatch.context() as patch:
-            patch.setattr(subprocess, "Popen", limited)
-            server = Server(folder, "16MiB", *FLAGS)
-        with server:
-            server.wait_ready()
-            yield server
+    run = (sys.executable, "-m", "hotkv_server.cli", "run")
+    command = ("prlimit", f"--nofile={MAX_DESCRIPTORS}", *run)
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", command=command) as server:
+        server.wait_ready()
+        yield server
 
 
 def connected(server: Server) -> socket.socket:
@@ -269,12 +255,9 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
     """Sends stores with 3 MiB of text each, which wait for a mark that never passes. Beyond a bound
     of bytes they must be refused."""
 
-    def anonymous_mib() -> int:
-        status = Path(f"/proc/{own_server.pid}/status").read_text()
-        return int(re.search(r"RssAnon:\s+(\d+)", status)[1]) >> 10  # type: ignore[index]
-
     with marked_engine(own_server.target) as session, marked_engine(own_server.target) as other:
-        before_mib, never = anonymous_mib(), After(OrderKind.FLAGS, DeviceMark(0, 5))
+        before_bytes = Footprint(own_server.pid).anonymous_bytes
+        never = After(OrderKind.FLAGS, DeviceMark(0, 5))
         runs = [BlockRun(0, hashes(1), block_ids(1), extra_keys=[("x" * (3 << 20),)])]
         stores = [session.store(f"t{n}", f"l{n}", runs, 60, after=never) for n in range(40)]
         wait_for(lambda: sum(store.done() for store in stores) >= 20)
@@ -282,7 +265,7 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
         assert all("OVERLOADED" in why and "bytes of transfers" in why for why in refused)
         # A client takes at most half, so another engine is served.
         assert other.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(60)
-        assert anonymous_mib() - before_mib < 200
+        assert Footprint(own_server.pid).anonymous_bytes - before_bytes < 200 << 20
         for waiting in [f"t{n}" for n, store in enumerate(stores) if not store.done()]:
             session.cancel(waiting)
         wait_for(lambda: all(store.done() for store in stores))
@@ -364,27 +347,24 @@ def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
             call.cancel()
 
 
-def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
-    async def scenario() -> None:
-        service, serving = HealthService(), health_pb2.HealthCheckResponse
-        service.set({"": True})
-        stuck = service.Watch(health_pb2.HealthCheckRequest(), None)
-        reads = service.Watch(health_pb2.HealthCheckRequest(), None)
-        assert (await anext(stuck)).status == (await anext(reads)).status == serving.SERVING
-        service.set({"": False})
-        assert (await anext(reads)).status == serving.NOT_SERVING
-        service.set({"": False})
-        service.set({"": True})
-        assert (await anext(reads)).status == serving.SERVING
-        # The stuck watcher missed changes, but its last state is the present one: no answer.
-        waiting = asyncio.ensure_future(anext(stuck))
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        service.set({"": True, "other": False})
-        other = service.Watch(health_pb2.HealthCheckRequest(service="other"), None)
-        unknown = service.Watch(health_pb2.HealthCheckRequest(service="unknown"), None)
-        assert (await anext(other)).status == serving.NOT_SERVING
-        assert (await anext(unknown)).status == serving.SERVICE_UNKNOWN
-        waiting.cancel()
-
-    asyncio.run(scenario())
+async def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
+    service, serving = HealthService(), health_pb2.HealthCheckResponse
+    service.set({"": True})
+    stuck = service.Watch(health_pb2.HealthCheckRequest(), None)
+    reads = service.Watch(health_pb2.HealthCheckRequest(), None)
+    assert (await anext(stuck)).status == (await anext(reads)).status == serving.SERVING
+    service.set({"": False})
+    assert (await anext(reads)).status == serving.NOT_SERVING
+    service.set({"": False})
+    service.set({"": True})
+    assert (await anext(reads)).status == serving.SERVING
+    # The stuck watcher missed changes, but its last state is the present one: no answer.
+    waiting = asyncio.ensure_future(anext(stuck))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    service.set({"": True, "other": False})
+    other = service.Watch(health_pb2.HealthCheckRequest(service="other"), None)
+    unknown = service.Watch(health_pb2.HealthCheckRequest(service="unknown"), None)
+    assert (await anext(other)).status == serving.NOT_SERVING
+    assert (await anext(unknown)).status == serving.SERVICE_UNKNOWN
+    waiting.cancel()

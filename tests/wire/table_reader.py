@@ -5,8 +5,8 @@ word (`derived`)."""
 import json
 import mmap
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -57,31 +57,14 @@ def derived(numbers: Words64, offset_words: Words64) -> Words64:
     return spread((numbers << np.uint64(32)) ^ offset_words)
 
 
-@dataclass
-class Counts:
-    """Counts of the reader.
+def read(block_table: BlockTable, num_batches: int, seed: int) -> Counter[str]:
+    """Looks up batches of random keys with `probe` and with `find`. Returns counts.
 
     torn: records that contradict themselves.
     wrong: answers that are never right, such as an entry for a key that is never inserted.
+    generations: the highest generation seen.
     """
-
-    probes: int = 0
-    finds: int = 0
-    ready: int = 0
-    reserved: int = 0
-    misses: int = 0
-    stable_finds: int = 0
-    stable_misses: int = 0
-    torn: int = 0
-    wrong: int = 0
-    generations: int = 0
-    """The highest generation seen."""
-
-
-def read(block_table: BlockTable, num_batches: int, seed: int) -> Counts:
-    """Looks up batches of random keys with `probe` and with `find`. Returns the numbers of hits,
-    misses and wrong answers."""
-    rng, counts = np.random.default_rng(seed), Counts()
+    rng, counts = np.random.default_rng(seed), Counter[str]()
     capacity = block_table.geometry.capacity
     for _ in range(num_batches):
         numbers = rng.integers(0, NUM_STABLE + NUM_MOVING + NUM_ABSENT, BATCH).astype(np.uint64)
@@ -91,23 +74,21 @@ def read(block_table: BlockTable, num_batches: int, seed: int) -> Counts:
         found, records = block_table.find(
             hash_words(packed, HASH_BYTES), SALT, KEY_SPACE, GROUP, with_records=True
         )
-        counts.probes += BATCH
-        counts.finds += BATCH
         for words in (probed, found):
-            counts.wrong += np.count_nonzero(words[absent])
-            counts.wrong += np.count_nonzero(words[stable] >= RESERVED_FLAG)
-            counts.wrong += np.count_nonzero((words & ~RESERVED_FLAG) > capacity)
-            counts.stable_finds += np.count_nonzero(words[stable])
-            counts.stable_misses += np.count_nonzero(words[stable] == 0)
+            counts["wrong"] += np.count_nonzero(words[absent])
+            counts["wrong"] += np.count_nonzero(words[stable] >= RESERVED_FLAG)
+            counts["wrong"] += np.count_nonzero((words & ~RESERVED_FLAG) > capacity)
+            counts["stable_finds"] += np.count_nonzero(words[stable])
+            counts["stable_misses"] += np.count_nonzero(words[stable] == 0)
         hit = found != 0
         is_ready = hit & (found < RESERVED_FLAG)
-        counts.ready += np.count_nonzero(is_ready)
-        counts.reserved += np.count_nonzero(hit & ~is_ready)
-        counts.misses += np.count_nonzero(~hit)
+        counts["ready"] += np.count_nonzero(is_ready)
+        counts["reserved"] += np.count_nonzero(hit & ~is_ready)
+        counts["misses"] += np.count_nonzero(~hit)
         mine = numbers[hit]
-        counts.torn += int(torn(records[hit], mine, packed_hashes(mine), is_ready[hit]).sum())
+        counts["torn"] += int(torn(records[hit], mine, packed_hashes(mine), is_ready[hit]).sum())
         generation = int(records[hit, table.W_GENERATION].max(initial=0))
-        counts.generations = max(counts.generations, generation)
+        counts["generations"] = max(counts["generations"], generation)
     return counts
 
 
@@ -137,7 +118,7 @@ def main(path: str, num_batches: int, seed: int, reference: bool) -> None:
     block_table = BlockTable.open(np.frombuffer(mapping, np.uint8))
     if reference:
         block_table._kernels = None
-    print(json.dumps(asdict(read(block_table, num_batches, seed)), default=int))
+    print(json.dumps(read(block_table, num_batches, seed), default=int))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError
-from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import KeySpace
 from hotkv_proto.v1 import cache_pb2, errors_pb2, session_pb2
 from hotkv_proto.versions import MAX_BATCH_BYTES
 from hotkv_server.cache.values import EvictionNotice
@@ -26,9 +24,8 @@ from hotkv_server.wire import session as session_service
 from hotkv_server.wire.guard import interceptor
 from hotkv_server.wire.guard.limits import Pace
 from hotkv_server.wire.session import SessionOutbox, SessionStream
-from tests.server.nodes import live_node
+from tests.server.nodes import SPACE, live_node
 
-SPACE = KeySpace("m", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
 SIZES = st.lists(st.sampled_from([0, 1, 100, 20_000, 40_000, 70_000]), max_size=12)
 
 

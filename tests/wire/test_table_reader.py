@@ -65,7 +65,6 @@ def test_a_reader_in_another_process_never_sees_a_torn_value(
     print(how, counts, f"changes={writer.changes}")
     index.check_invariants()
     assert counts["torn"] == 0 and counts["wrong"] == 0
-    assert counts["probes"] == counts["finds"] == num_batches * table_reader.BATCH
     assert min(counts["ready"], counts["reserved"], counts["misses"]) > 0, (
         "the reader has not seen all there is to see"
     )

@@ -2,8 +2,8 @@
 
 import os
 import random
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -108,15 +108,12 @@ def test_spans_that_a_full_queue_refuses_are_counted_from_any_thread() -> None:
     traces = Recorded(max_spans_per_s=10**6, queue_spans=10).traces
     parent = begun(traces)
 
-    def record() -> None:
+    def record(_: int) -> None:
         for _ in range(200):
             parent.child("b").end()
 
-    threads = [threading.Thread(target=record) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(record, range(4)))
     traces.flush()
     assert traces.num_exported + traces.num_dropped == 800
     assert traces.num_exported >= 10
