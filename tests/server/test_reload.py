@@ -381,39 +381,36 @@ def test_admins_tokens_and_certificates_are_replaced(running: Reloading) -> None
 
 
 def test_calls_that_change_something_are_audited(running: Reloading) -> None:
-    target = running.server.target
+    """Checks the lines of calls by a command, by a caller with a wrong token, and by callers that
+    name the request's id. No line has a hash or a token."""
     running.security["audit"] = "changes"
     running.reload("settings reloaded")
-    before = len(running.audited())
-    assert cli.main(["--target", target, "evict", "--all"]) == 0
-    assert cli.main(["--target", target, "status"]) == 0
-    (line,) = running.audited()[before:]
-    assert line["method"] == "hotkv.v1.AdminService/Evict" and line["outcome"] == "ok"
-    assert f"uid={MINE}" in line["who"] and f"pid={os.getpid()}" in line["who"]
-    assert line["arguments"] == {"all": True} and line["request_id"]
-    with running.admin("a-wrong-token") as admin, pytest.raises(HotKVError):
-        admin.drain()
-    # A refusal is sent before it is logged.
-    wait_for(lambda: len(running.audited()) == before + 2)
-    line = running.audited()[-1]
-    assert line["outcome"] == "permission_denied" and "with a token" in line["who"]
-    assert "a-wrong-token" not in json.dumps(line)
-    assert (running.folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
-
-
-def test_hashes_are_not_audited_and_a_call_keeps_its_id(running: Reloading) -> None:
-    PagedEngine(running.server.target, tenant="alpha").connect().close()
-    with AdminClient(running.server.target) as admin:
+    before, target = len(running.audited()), running.server.target
+    for command in (["evict", "--all"], ["status"]):
+        assert cli.main(["--target", target, *command]) == 0
+    PagedEngine(target, tenant="alpha").connect().close()
+    with AdminClient(target) as admin:
         space = admin.key_spaces()[0]["key_space_id"]
     request = admin_pb2.EvictRequest(key_space_id=space, hashes=b"\xab" * 32)
-    with grpc.insecure_channel(admin_target(running.server.target)) as channel:
+    with grpc.insecure_channel(admin_target(target)) as channel:
         for request_id in ("ticket-4711", "no {such} id"):
             stub = admin_pb2_grpc.AdminServiceStub(channel)
             stub.Evict(request, metadata=(("x-request-id", request_id),))
-    named, unnamed = running.audited()[-2:]
+    with running.admin("a-wrong-token") as stranger, pytest.raises(HotKVError):
+        stranger.drain()
+    # A refusal is sent before it is logged.
+    wait_for(lambda: len(running.audited()) == before + 4)
+    mine, named, unnamed, refusal = lines = running.audited()[before:]
+    evict, drain = (f"hotkv.v1.AdminService/{name}" for name in ("Evict", "Drain"))
+    outcomes = [*[(evict, "ok")] * 3, (drain, "permission_denied")]
+    assert [(line["method"], line["outcome"]) for line in lines] == outcomes
+    assert f"uid={MINE}" in mine["who"] and f"pid={os.getpid()}" in mine["who"]
+    assert mine["arguments"] == {"all": True} and mine["request_id"]
     assert named["request_id"] == "ticket-4711" and "{" not in unnamed["request_id"]
     assert named["arguments"]["hashes"] == "32 bytes" and "abab" not in json.dumps(named)
     assert named["who"] == "unix socket, no ticket"
+    assert "with a token" in refusal["who"] and "a-wrong-token" not in json.dumps(refusal)
+    assert (running.folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
 
 
 def test_all_calls_or_none_are_audited_in_a_file_that_may_be_rotated(running: Reloading) -> None:

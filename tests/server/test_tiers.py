@@ -57,18 +57,6 @@ def test_what_the_arena_has_evicted_comes_back_from_the_disk(place: Tiered) -> N
     assert not place.counter("tier_lost_blocks_total")
 
 
-def test_a_lookup_or_a_lease_fetches_its_hit_for_the_next_one(shared: Tiered) -> None:
-    engine, chain = shared.engine, hashes(CHAIN)
-    assert engine is not None
-    content = shared.fill(chain)
-    for ask in (found, lease):
-        shared.forget()
-        assert not engine.session.probe(0, chain).any()
-        ask(engine, chain)
-        wait_for(lambda: bool(engine.session.probe(0, chain).all()))
-    assert shared.loads(chain, content)
-
-
 def test_a_lease_on_no_group_is_refused_before_a_tier_is_asked(shared: Tiered) -> None:
     assert shared.engine is not None
     asked = shared.engine.session.acquire("a", [GroupHashes(-1, hashes(1))])
