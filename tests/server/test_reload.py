@@ -175,15 +175,21 @@ def running() -> Iterator[Reloading]:
 
 
 def test_tenants_come_and_go_and_others_go_on(running: Reloading) -> None:
-    alpha, beta = running.engine("alpha"), running.engine("beta")
-    running.security["tenants"] = [tenant("alpha"), tenant("gamma")]
+    """Removes a tenant, and takes from another the right to map the block table. The sessions of
+    both must end."""
+    seer = tenant("seer", table="mapped")
+    running.security["tenants"] = [tenant("alpha"), tenant("beta"), seer]
     running.reload("settings reloaded", "security.tenants")
-    wait_for(lambda: beta.session.state is not LinkState.CONNECTED)
-    assert running.logged("session ended by the new settings")
-    store(alpha)
-    gamma = running.engine("gamma")
-    store(gamma)
-    for engine in (alpha, beta, gamma):
+    engines = alpha, *others = [running.engine(name) for name in ("alpha", "beta", "seer")]
+    number = running.logged("session ended by the new settings")
+    running.security["tenants"] = [tenant("alpha"), tenant("gamma"), tenant("seer")]
+    running.reload("settings reloaded", "security.tenants")
+    wait_for(lambda: all(one.session.state is not LinkState.CONNECTED for one in others))
+    assert running.logged("session ended by the new settings") == number + 2
+    engines.append(running.engine("gamma"))
+    for engine in (alpha, engines[-1]):
+        store(engine)
+    for engine in engines:
         engine.close()
 
 
@@ -292,20 +298,6 @@ def notified(path: Path) -> Iterator[Callable[[], list[str]]]:
             return words
 
         yield told
-
-
-def test_a_tenant_that_may_no_longer_map_the_table_is_ended(running: Reloading) -> None:
-    running.security["tenants"] = [tenant("alpha", table="mapped"), tenant("beta")]
-    running.reload("settings reloaded")
-    alpha, beta = running.engine("alpha"), running.engine("beta")
-    number = running.logged("session ended by the new settings")
-    running.security["tenants"] = [tenant("alpha"), tenant("beta")]
-    running.reload("settings reloaded", "security.tenants")
-    wait_for(lambda: alpha.session.state is not LinkState.CONNECTED)
-    assert running.logged("session ended by the new settings") == number + 1
-    store(beta)
-    alpha.close()
-    beta.close()
 
 
 def test_streams_have_request_ids(running: Reloading) -> None:
