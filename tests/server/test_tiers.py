@@ -22,17 +22,12 @@ from hotkv_server.tiers.compression.form import room_bytes
 from tests.server.places import found
 from tests.server.refusals import refused
 from tests.server.support import hashes
-from tests.server.tiered import CHAIN, LAYERS, PAGE_BYTES, SLOT_BYTES, Tiered, tiered
+from tests.server.tiered import CHAIN, LAYERS, PAGE_BYTES, SLOT_BYTES, Tiered, place, tiered
 from tests.support.waiting import wait_for
 from tests.tiers.encodings import keys_and_values
 
+__all__ = ["place"]
 ARENA_SLOTS = (16 << 20) // SLOT_BYTES
-
-
-@pytest.fixture
-def place() -> Iterator[Tiered]:
-    with tiered() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
