@@ -2,18 +2,18 @@
 
 import json
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from demo.processes import Server
-from hotkv_client import GroupHashes
+from hotkv_client import BlockRun, GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import named_blocks
 from hotkv_client.testing import PagedEngine
 from tests.server.commands import Run, runner
 from tests.server.places import store
-from tests.server.support import number_of
+from tests.server.support import block_ids, number_of
 
 HASHES = [
     bytes.fromhex(digits.ljust(64, "7")) for digits in ("abcd12", "abcd1f", "4bcdef", "123456789")
@@ -96,37 +96,33 @@ def test_a_prefix_names_the_block_in_each_key_space_and_group(
     assert "evicted 1 blocks" in run("evict", HASHES[0].hex())[1]
 
 
-class Crowded:
-    """Stands in for a client of a server with two key spaces, of which one is listed."""
-
-    def tell(self, topic: str, key_space_id: int = 0) -> dict[str, Any]:
-        space = {"hash_byte_count": 32, "groups": [{"group_index": 0}]}
-        row = {"key_space_id": key_space_id or 1, "key_space": space}
-        return {"key_space_count": 2, "key_spaces": [row]}
-
-    def key_spaces(self, number: int = 0) -> list[dict[str, Any]]:
-        return list(self.tell("key_spaces", number)["key_spaces"])
-
-    def blocks(self, number: int, page_size: int, hash_prefix: str) -> dict[str, Any]:
-        places = [(1, 0), (2, 0), (2, 1)]
-        rows = [
-            {"key_space_id": space, "group_index": group, "block_hash": HASHES[0].hex()}
-            for space, group in places
-            if number in (0, space) and HASHES[0].hex().startswith(hash_prefix)
-        ]
-        return {"blocks": rows}
-
-
-@pytest.mark.parametrize(
-    ("number", "group", "found"),
-    [(0, None, {(1, 0), (2, 0), (2, 1)}), (0, 1, {(2, 1)}), (2, None, {(2, 0)})],
-)
 def test_a_whole_hash_is_found_in_a_key_space_that_is_not_listed(
-    number: int, group: int | None, found: set[tuple[int, int]]
+    stocked: tuple[Server, PagedEngine],
+    engine: Callable[..., PagedEngine],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    client = cast(AdminClient, Crowded())
-    named = named_blocks.places(client, [HASHES[0].hex()], number, group)
-    assert named == {place: [HASHES[0]] for place in found}
+    """Lists only the first of two key spaces, as a server does that has very many."""
+    target, tell = stocked[0].target, AdminClient.tell
+    other = engine(target, model="other", windows=(0, 32))
+    runs = [BlockRun(group, HASHES[:1], block_ids(1)) for group in (0, 1)]
+    other.session.store("s", "s", runs, 20).result(60)
+
+    def lists_the_first(client: AdminClient, topic: str, **filters: Any) -> dict[str, Any]:
+        told = tell(client, topic, **filters)
+        return {**told, topic: told[topic][:1]} if topic == "key_spaces" else told
+
+    with AdminClient(target) as client:
+        rows = {row["key_space"]["model"]: row["key_space_id"] for row in client.key_spaces()}
+        number = rows.pop("other")
+        (first,) = rows.values()
+        monkeypatch.setattr(AdminClient, "tell", lists_the_first)
+        for asked, group, found in (
+            (0, None, {(first, 0), (number, 0), (number, 1)}),
+            (0, 1, {(number, 1)}),
+            (number, None, {(number, 0), (number, 1)}),
+        ):
+            named = named_blocks.places(client, [HASHES[0].hex()], asked, group)
+            assert named == {place: [HASHES[0]] for place in found}
 
 
 def test_a_dry_run_says_what_would_go_and_drops_nothing(

@@ -55,7 +55,10 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @contextlib.asynccontextmanager
-async def node_in(folder: Path) -> AsyncIterator[Node]:
+async def node_in(folder: Path, disk: Disk, *, waits: bool = False) -> AsyncIterator[Node]:
+    """Yields a node with all capabilities. `waits`: the disk writes nothing before `disk.go`."""
+    if not waits:
+        disk.go.set()
     async with live_node(folder) as node:
         yield capable(node)
 
@@ -76,7 +79,7 @@ def written(folder: Path) -> list[str]:
 
 
 async def test_all_that_open_wait_for_the_write(tmp_path: Path, disk: Disk) -> None:
-    async with node_in(tmp_path) as node:
+    async with node_in(tmp_path, disk, waits=True) as node:
         kinds = [(SPACE, ()), (SPACE, ()), (replace(SPACE, model="n"), ()), (SPACE, (KIND,))]
         tasks = [
             asyncio.create_task(node.sessions.open("e", "rank", space, "test", kind))
@@ -96,7 +99,7 @@ async def test_all_that_open_wait_for_the_write(tmp_path: Path, disk: Disk) -> N
 async def test_who_goes_away_meanwhile_leaves_no_session_and_stops_no_write(
     tmp_path: Path, disk: Disk
 ) -> None:
-    async with node_in(tmp_path) as node:
+    async with node_in(tmp_path, disk, waits=True) as node:
         task = asyncio.create_task(node.sessions.open("e", "rank", SPACE, "test"))
         await until(lambda: disk.num_writes > 0)
         task.cancel()
@@ -115,8 +118,7 @@ async def test_who_goes_away_meanwhile_leaves_no_session_and_stops_no_write(
 async def test_a_write_that_fails_is_tried_again_with_the_next_session(
     tmp_path: Path, disk: Disk
 ) -> None:
-    async with node_in(tmp_path) as node:
-        disk.go.set()
+    async with node_in(tmp_path, disk) as node:
         disk.error = OSError(28, "No space left on device")
         await node.sessions.open("e", "rank", SPACE, "test")
         disk.error = None
@@ -137,8 +139,7 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
 ) -> None:
     """Opens more key spaces than a tenant may have. The oldest must be forgotten although it has
     blocks, and a reader of events must be told."""
-    async with node_in(tmp_path) as node:
-        disk.go.set()
+    async with node_in(tmp_path, disk) as node:
         node.core.catalog.max_of_tenant = 2
         spaces = [replace(SPACE, model=name) for name in "mnop"]
         with capability_of(node, EventsCapability).hub.feeds.reader() as feed:
@@ -164,8 +165,7 @@ async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
     """Opens three sessions at once, which forget the same old key spaces. Blocks of the oldest are
     pinned, as by a tier that hangs. The bound allows two new sessions; the third is refused."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
-    async with node_in(tmp_path) as node:
-        disk.go.set()
+    async with node_in(tmp_path, disk) as node:
         node.core.catalog.max_of_tenant = 3
         for name in "mno":
             await leave_blocks(node, replace(SPACE, model=name))
@@ -186,8 +186,7 @@ async def test_no_more_open_than_may_although_they_wait_together(
 ) -> None:
     """Opens three sessions at once, of which two may open. The refused session must forget no key
     space; another tenant's session does not count."""
-    async with node_in(tmp_path) as node:
-        disk.go.set()
+    async with node_in(tmp_path, disk) as node:
         await node.sessions.open("e", "tool", SPACE, "test")
         go, forgets = asyncio.Event(), list[object]()
 
@@ -211,8 +210,7 @@ async def test_no_more_open_than_may_although_they_wait_together(
 async def test_the_timer_forgets_what_was_left_long_ago(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with node_in(tmp_path) as node:
-        disk.go.set()
+    async with node_in(tmp_path, disk) as node:
         node.start()
         session = await node.sessions.open("e", "tool", SPACE, "test")
         monkeypatch.setattr(key_spaces, "FORGET_S", 0.0)

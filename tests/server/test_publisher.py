@@ -35,7 +35,7 @@ from hotkv_server.events.drive import (
     removed_events,
     stored_events,
 )
-from hotkv_server.events.publisher import MESSAGE_BYTES, ZmqPublisher, _Item, _Topic, binds
+from hotkv_server.events.publisher import ZmqPublisher, _Topic, binds
 from hotkv_server.events.wire import Translator
 from tests.core.support import hash_of, make_key_space, words_of
 from tests.robustness.raw_client import Footprint
@@ -368,41 +368,14 @@ def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their
         assert (not topic.sent and not fits_its_share) or topic.sent[-1][0] == number
 
 
-def test_what_was_queued_one_after_the_other_shares_a_message(
-    publisher: ZmqPublisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Checks that messages keep the order of events, have a clear where events were lost, and are
-    bounded in size."""
-    sent: list[tuple[bytes, list[Any]]] = []
-
-    def send(topic: _Topic, payload: bytes, num_events: int) -> None:
-        events = msgspec.msgpack.decode(payload, type=KVEventBatch).events
-        assert len(events) == num_events
-        sent.append((topic.name, events))
-
-    monkeypatch.setattr(publisher, "_send", send)
-
-    def item(topic: _Topic, event: Event, *, clears_first: bool = False) -> _Item:
-        return _Item(topic, 1.0, (event,), clears_first, False, event.num_bytes)
-
-    one, other = _Topic(b"one"), _Topic(b"other")
-    large = stored(list(range(MESSAGE_BYTES // 32 - 1)))
-    gathered = {
-        one: [item(one, stored([1])), item(one, removed([1]), clears_first=True)],
-        other: [item(other, stored([n])) for n in (2, 3)] + [item(other, large)] * 2,
-    }
-    publisher._send_gathered(gathered)
-    assert not gathered and [topic for topic, _ in sent] == [b"one"] + [b"other"] * 3
-    assert [type(event) for event in sent[0][1]] == [BlockStored, AllBlocksCleared, BlockRemoved]
-    assert [event.block_hashes for event in sent[1][1]] == [[hash_of(2)], [hash_of(3)]]
-    assert [len(events) for _, events in sent[1:]] == [2, 1, 1]
-
-
 def test_events_that_come_soon_share_a_message_and_a_bad_one_costs_only_itself(
     publisher: ZmqPublisher, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    last = reader.wait_subscribed(publisher)
-    pauses: list[float] = []
+    """Publishes events while the publisher's thread pauses to gather more. They must share a
+    message, but a message is bounded in size."""
+    last, pauses = reader.wait_subscribed(publisher), list[float]()
+    monkeypatch.setattr(publisher_module, "MESSAGE_BYTES", 4096)
+    large = stored(list(range(4096 // 32 - 1)))
 
     def sleep(pause_s: float) -> None:
         pauses.append(pause_s)
@@ -410,11 +383,14 @@ def test_events_that_come_soon_share_a_message_and_a_bad_one_costs_only_itself(
             no_group = replace(stored([2]), group_index=99)
             publisher.publish(1.0, [no_group])
             publisher.publish(1.0, [removed([3])])
+            for _ in range(2):
+                publisher.publish(1.0, [large])
 
     monkeypatch.setattr(publisher_module, "time", SimpleNamespace(sleep=sleep, **CLOCKS))
     publisher.publish(1.0, [stored([1])])
     number, events = reader.read()
     assert number == last + 1 and [type(one) for one in events] == [BlockStored, BlockRemoved]
+    assert [len(reader.read()[1]) for _ in range(2)] == [1, 1]
     assert pauses[0] == publisher_module.GATHER_S
     # A name that can't be encoded, in an event and in the present state.
     no_name = replace(stored([4]), content=RunContent(np.zeros(0, np.int32), "\udc80"))
@@ -424,7 +400,7 @@ def test_events_that_come_soon_share_a_message_and_a_bad_one_costs_only_itself(
     publisher.add_name(1, KEY_SPACE.model)
     publisher.publish(1.0, [stored([5])])
     number, (event,) = reader.read()
-    assert number == last + 2 and isinstance(event, BlockStored)
+    assert number == last + 4 and isinstance(event, BlockStored)
     assert event.block_hashes == [hash_of(5)] and publisher.is_alive()
 
 

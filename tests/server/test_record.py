@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -30,19 +31,16 @@ from tests.support.waiting import wait_for
 Make = Callable[..., PagedEngine]
 
 
-def number_in(server: Server, model: str) -> int:
-    with AdminClient(server.target) as admin:
-        return number_of(admin, model)
-
-
 def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
     server: Server, engine: Make, tmp_path: Path
 ) -> None:
     one, stranger = engine(model="record-one"), engine(model="record-other")
     file, first, second = tmp_path / "trace.jsonl", hashes(9), hashes(8)
     # 16 tokens a hash; 60 are rounded up to 64, so four hashes make a block.
+    with AdminClient(server.target) as admin:
+        number = number_of(admin, "record-one")
     command = [*HOTKV, "record", str(file), "--json"]
-    command += ["--key-space", str(number_in(server, "record-one")), "--block-tokens", "60"]
+    command += ["--key-space", str(number), "--block-tokens", "60"]
     command += ["--target", server.target]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         wait_for(lambda: server.counter("request_watchers") == 1, "a recording that begins")
@@ -100,17 +98,11 @@ def test_a_slow_watcher_is_told_what_it_missed(server: Server, engine: Make) -> 
 
 
 def test_a_stream_that_nobody_reads_any_more_is_cancelled() -> None:
-    class Call(list[int]):
-        is_cancelled = False
-
-        def cancel(self) -> None:
-            self.is_cancelled = True
-
-    call = Call([1, 2])
+    call = MagicMock(__iter__=Mock(return_value=iter([1, 2])))
     stream = _read_stream(call, 0.0)
-    assert next(stream) == 1 and not call.is_cancelled
+    assert next(stream) == 1 and not call.cancel.called
     stream.close()  # type: ignore[attr-defined]
-    assert call.is_cancelled
+    assert call.cancel.called
 
 
 @given(

@@ -175,15 +175,21 @@ def running() -> Iterator[Reloading]:
 
 
 def test_tenants_come_and_go_and_others_go_on(running: Reloading) -> None:
-    alpha, beta = running.engine("alpha"), running.engine("beta")
-    running.security["tenants"] = [tenant("alpha"), tenant("gamma")]
+    """Removes a tenant, and takes from another the right to map the block table. The sessions of
+    both must end."""
+    seer = tenant("seer", table="mapped")
+    running.security["tenants"] = [tenant("alpha"), tenant("beta"), seer]
     running.reload("settings reloaded", "security.tenants")
-    wait_for(lambda: beta.session.state is not LinkState.CONNECTED)
-    assert running.logged("session ended by the new settings")
-    store(alpha)
-    gamma = running.engine("gamma")
-    store(gamma)
-    for engine in (alpha, beta, gamma):
+    engines = alpha, *others = [running.engine(name) for name in ("alpha", "beta", "seer")]
+    number = running.logged("session ended by the new settings")
+    running.security["tenants"] = [tenant("alpha"), tenant("gamma"), tenant("seer")]
+    running.reload("settings reloaded", "security.tenants")
+    wait_for(lambda: all(one.session.state is not LinkState.CONNECTED for one in others))
+    assert running.logged("session ended by the new settings") == number + 2
+    engines.append(running.engine("gamma"))
+    for engine in (alpha, engines[-1]):
+        store(engine)
+    for engine in engines:
         engine.close()
 
 
@@ -294,20 +300,6 @@ def notified(path: Path) -> Iterator[Callable[[], list[str]]]:
         yield told
 
 
-def test_a_tenant_that_may_no_longer_map_the_table_is_ended(running: Reloading) -> None:
-    running.security["tenants"] = [tenant("alpha", table="mapped"), tenant("beta")]
-    running.reload("settings reloaded")
-    alpha, beta = running.engine("alpha"), running.engine("beta")
-    number = running.logged("session ended by the new settings")
-    running.security["tenants"] = [tenant("alpha"), tenant("beta")]
-    running.reload("settings reloaded", "security.tenants")
-    wait_for(lambda: alpha.session.state is not LinkState.CONNECTED)
-    assert running.logged("session ended by the new settings") == number + 1
-    store(beta)
-    alpha.close()
-    beta.close()
-
-
 def test_streams_have_request_ids(running: Reloading) -> None:
     metadata = (("x-request-id", "stream-4711"),)
     opening = session_pb2.OpenSession(protocol_version=1, ticket=b"stale")
@@ -381,39 +373,36 @@ def test_admins_tokens_and_certificates_are_replaced(running: Reloading) -> None
 
 
 def test_calls_that_change_something_are_audited(running: Reloading) -> None:
-    target = running.server.target
+    """Checks the lines of calls by a command, by a caller with a wrong token, and by callers that
+    name the request's id. No line has a hash or a token."""
     running.security["audit"] = "changes"
     running.reload("settings reloaded")
-    before = len(running.audited())
-    assert cli.main(["--target", target, "evict", "--all"]) == 0
-    assert cli.main(["--target", target, "status"]) == 0
-    (line,) = running.audited()[before:]
-    assert line["method"] == "hotkv.v1.AdminService/Evict" and line["outcome"] == "ok"
-    assert f"uid={MINE}" in line["who"] and f"pid={os.getpid()}" in line["who"]
-    assert line["arguments"] == {"all": True} and line["request_id"]
-    with running.admin("a-wrong-token") as admin, pytest.raises(HotKVError):
-        admin.drain()
-    # A refusal is sent before it is logged.
-    wait_for(lambda: len(running.audited()) == before + 2)
-    line = running.audited()[-1]
-    assert line["outcome"] == "permission_denied" and "with a token" in line["who"]
-    assert "a-wrong-token" not in json.dumps(line)
-    assert (running.folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
-
-
-def test_hashes_are_not_audited_and_a_call_keeps_its_id(running: Reloading) -> None:
-    PagedEngine(running.server.target, tenant="alpha").connect().close()
-    with AdminClient(running.server.target) as admin:
+    before, target = len(running.audited()), running.server.target
+    for command in (["evict", "--all"], ["status"]):
+        assert cli.main(["--target", target, *command]) == 0
+    PagedEngine(target, tenant="alpha").connect().close()
+    with AdminClient(target) as admin:
         space = admin.key_spaces()[0]["key_space_id"]
     request = admin_pb2.EvictRequest(key_space_id=space, hashes=b"\xab" * 32)
-    with grpc.insecure_channel(admin_target(running.server.target)) as channel:
+    with grpc.insecure_channel(admin_target(target)) as channel:
         for request_id in ("ticket-4711", "no {such} id"):
             stub = admin_pb2_grpc.AdminServiceStub(channel)
             stub.Evict(request, metadata=(("x-request-id", request_id),))
-    named, unnamed = running.audited()[-2:]
+    with running.admin("a-wrong-token") as stranger, pytest.raises(HotKVError):
+        stranger.drain()
+    # A refusal is sent before it is logged.
+    wait_for(lambda: len(running.audited()) == before + 4)
+    mine, named, unnamed, refusal = lines = running.audited()[before:]
+    evict, drain = (f"hotkv.v1.AdminService/{name}" for name in ("Evict", "Drain"))
+    outcomes = [*[(evict, "ok")] * 3, (drain, "permission_denied")]
+    assert [(line["method"], line["outcome"]) for line in lines] == outcomes
+    assert f"uid={MINE}" in mine["who"] and f"pid={os.getpid()}" in mine["who"]
+    assert mine["arguments"] == {"all": True} and mine["request_id"]
     assert named["request_id"] == "ticket-4711" and "{" not in unnamed["request_id"]
     assert named["arguments"]["hashes"] == "32 bytes" and "abab" not in json.dumps(named)
     assert named["who"] == "unix socket, no ticket"
+    assert "with a token" in refusal["who"] and "a-wrong-token" not in json.dumps(refusal)
+    assert (running.folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
 
 
 def test_all_calls_or_none_are_audited_in_a_file_that_may_be_rotated(running: Reloading) -> None:

@@ -5,10 +5,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import AsyncIterator
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import grpc
 import numpy as np
@@ -335,24 +334,19 @@ def test_a_selection_of_a_closed_session_is_refused(sparse_engine: Make) -> None
             stream.select("s", LAYERS[0], queries(1)[0], BLOCK_TOKENS, LOG_MASS)
 
 
-class Interrupted:
-    is_cancelled = False
-
-    def __next__(self) -> None:
-        raise KeyboardInterrupt
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
+def select_over(call: object) -> None:
+    """Selects over a stream that is the call `call`."""
+    stream = Selects(Mock(SelectBlocks=lambda _: call), "s")
+    stream.select("s", 0, queries(1)[0], BLOCK_TOKENS, LOG_MASS)
 
 
 def test_an_interrupted_selection_ends_its_stream() -> None:
     """Interrupts a selection that waits for its answer. The stream must end, or the next selection
     would get this answer."""
-    call = Interrupted()
-    stream = Selects(SimpleNamespace(SelectBlocks=lambda _: call), "s")  # type: ignore[arg-type]
+    call = MagicMock(__next__=Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        stream.select("s", 0, queries(1)[0], BLOCK_TOKENS, LOG_MASS)
-    assert call.is_cancelled
+        select_over(call)
+    assert call.cancel.called
 
 
 class Unreachable(grpc.RpcError):
@@ -360,25 +354,19 @@ class Unreachable(grpc.RpcError):
         return grpc.StatusCode.UNAVAILABLE
 
 
-def broken(*_: object) -> Iterator[SelectBlocksResponse]:
-    raise Unreachable
-    yield
-
-
 @pytest.mark.parametrize(
-    ("answers", "error", "words"),
+    ("call", "error", "words"),
     [
-        (lambda _: iter(()), SessionLostError, "ended the stream"),
-        (lambda _: iter([SelectBlocksResponse(positions=b"abc")]), HotKVError, "can't be read"),
-        (broken, NoAnswerError, "can't be reached"),
+        (iter(()), SessionLostError, "ended the stream"),
+        (iter([SelectBlocksResponse(positions=b"abc")]), HotKVError, "can't be read"),
+        (MagicMock(__next__=Mock(side_effect=Unreachable)), NoAnswerError, "can't be reached"),
     ],
 )
 def test_a_selection_without_a_good_answer_fails(
-    answers: Callable[[object], object], error: type[HotKVError], words: str
+    call: object, error: type[HotKVError], words: str
 ) -> None:
-    stream = Selects(SimpleNamespace(SelectBlocks=answers), "s")  # type: ignore[arg-type]
     with pytest.raises(error, match=words):
-        stream.select("s", 0, queries(1)[0], BLOCK_TOKENS, LOG_MASS)
+        select_over(call)
 
 
 async def test_a_stream_whose_client_goes_on_ends_with_its_session() -> None:

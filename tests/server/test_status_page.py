@@ -390,12 +390,14 @@ def test_odd_requests(server: Server, path: str, method: str, status: int) -> No
 # Access
 
 
+@dataclasses.dataclass(frozen=True)
 class Far:
     """A server with two tenants that listens beyond this machine, and the files of its token and
     settings."""
 
-    def __init__(self, server: Server, token: Path, config: Path) -> None:
-        self.server, self.token, self.config = server, token, config
+    server: Server
+    token: Path
+    config: Path
 
     def get(self, path: str, token: str = "", **headers: str) -> Answer:
         shown = {"Authorization": f"Bearer {token}"} if token else {}

@@ -3,21 +3,16 @@ tiers of blocks. A reader without tiers gets events of host memory only."""
 
 from collections.abc import Iterator
 
-import pytest
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.tables import event_line
 from tests.server.routers import Router, external, topic
 from tests.server.support import hashes
-from tests.server.tiered import CHAIN, Tiered, tiered
+from tests.server.tiered import CHAIN, Tiered, place
 from tests.support.waiting import wait_for
 
-
-@pytest.fixture
-def place() -> Iterator[Tiered]:
-    with tiered() as made:
-        yield made
+__all__ = ["place"]
 
 
 def test_readers_learn_in_which_medium_blocks_lie(place: Tiered) -> None:

@@ -22,17 +22,12 @@ from hotkv_server.tiers.compression.form import room_bytes
 from tests.server.places import found
 from tests.server.refusals import refused
 from tests.server.support import hashes
-from tests.server.tiered import CHAIN, LAYERS, PAGE_BYTES, SLOT_BYTES, Tiered, tiered
+from tests.server.tiered import CHAIN, LAYERS, PAGE_BYTES, SLOT_BYTES, Tiered, place, tiered
 from tests.support.waiting import wait_for
 from tests.tiers.encodings import keys_and_values
 
+__all__ = ["place"]
 ARENA_SLOTS = (16 << 20) // SLOT_BYTES
-
-
-@pytest.fixture
-def place() -> Iterator[Tiered]:
-    with tiered() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +50,6 @@ def test_what_the_arena_has_evicted_comes_back_from_the_disk(place: Tiered) -> N
         assert place.loads(chain, content)
     assert place.counter("tier_promoted_blocks_total") >= 6 * CHAIN
     assert not place.counter("tier_lost_blocks_total")
-
-
-def test_a_lookup_or_a_lease_fetches_its_hit_for_the_next_one(shared: Tiered) -> None:
-    engine, chain = shared.engine, hashes(CHAIN)
-    assert engine is not None
-    content = shared.fill(chain)
-    for ask in (found, lease):
-        shared.forget()
-        assert not engine.session.probe(0, chain).any()
-        ask(engine, chain)
-        wait_for(lambda: bool(engine.session.probe(0, chain).all()))
-    assert shared.loads(chain, content)
 
 
 def test_a_lease_on_no_group_is_refused_before_a_tier_is_asked(shared: Tiered) -> None:

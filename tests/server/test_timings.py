@@ -69,6 +69,8 @@ def test_calls_transfers_and_evicted_blocks_are_timed(own_server: Server) -> Non
     assert after['hotkv_load_bytes_bucket{le="262144.0"}'] == 0
     assert after['hotkv_load_bytes_bucket{le="1048576.0"}'] == 1
     assert after["hotkv_copy_busy_seconds_total"] > 0 and after["hotkv_copy_threads"] >= 1
+    lags = [after[f"hotkv_loop_lag_{name}_seconds"] for name in ("p50", "p99", "longest")]
+    assert lags == sorted(lags) and lags[0] >= 0
     ended = {name: value for name, value in after.items() if "transfers_total" in name and value}
     assert ended == {
         'hotkv_transfers_total{direction="load",outcome="done"}': 1,

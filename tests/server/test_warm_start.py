@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli, warm_start
 from hotkv_client.command.warm_start import CALL_BLOCKS, _calls, export, fetch_prompts
-from hotkv_client.wire.admin import WarmStartStub, prefetch
+from hotkv_client.wire.admin import prefetch
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import token_block_hashes
 from hotkv_proto.table import SLOT_ALIGN
@@ -168,12 +169,7 @@ def test_files_without_end_are_not_read_whole(
 
 def test_no_device_and_no_link_is_replaced_by_a_file(tmp_path: Path) -> None:
     """Otherwise `hotkv export /dev/stdout`, run by root, would replace the device."""
-
-    class Client:
-        def export_blocks(self, *_: int) -> Iterator[Any]:
-            yield {"hash_byte_count": 8}
-
-    client: Any = Client()
+    client = Mock(export_blocks=lambda *_: iter([{"hash_byte_count": 8}]))
     os.mkfifo(pipe := tmp_path / "pipe")
     with pytest.raises(ValueError, match="is no file: name a file to write"):
         export(client, pipe, 1, 0)
@@ -183,25 +179,17 @@ def test_no_device_and_no_link_is_replaced_by_a_file(tmp_path: Path) -> None:
     assert link.is_symlink() and file.read_text()
 
 
-class TellsItsTimes:
-    """Stands in for a client's stub: records the deadline and the requested wait of a call."""
-
-    def PrefetchBlocks(
-        self, request: warm_pb2.PrefetchBlocksRequest, timeout: float, metadata: object
-    ) -> warm_pb2.PrefetchBlocksResponse:
-        self.deadline_s, self.wait_ms = timeout, request.timeout_ms
-        return warm_pb2.PrefetchBlocksResponse()
-
-
 @pytest.mark.parametrize(
     ("wait_s", "wait_ms", "deadline_s"), [(0, 0, 15), (0.0004, 1, 5.0004), (2.5, 2500, 7.5)]
 )
 def test_a_prefetch_outlasts_the_wait_of_its_server(
     wait_s: float, wait_ms: int, deadline_s: float
 ) -> None:
-    stub = TellsItsTimes()
-    prefetch(cast(WarmStartStub, stub), 1, (), (), wait_s, 5, ())
-    assert (stub.wait_ms, stub.deadline_s) == (wait_ms, deadline_s)
+    stub = Mock()
+    stub.PrefetchBlocks.return_value = warm_pb2.PrefetchBlocksResponse()
+    prefetch(stub, 1, (), (), wait_s, 5, ())
+    (request,), more = stub.PrefetchBlocks.call_args
+    assert (request.timeout_ms, more["timeout"]) == (wait_ms, deadline_s)
 
 
 @given(

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
 
 from hotkv_client.admin import AdminClient
 from tests.server.places import Place, opened
@@ -48,4 +49,10 @@ class Tiered(Place):
 @contextlib.contextmanager
 def tiered() -> Iterator[Tiered]:
     with opened(Tiered, 256 << 20) as made:
+        yield made
+
+
+@pytest.fixture
+def place() -> Iterator[Tiered]:
+    with tiered() as made:
         yield made
