@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import wait_for
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.runs import difference, prompts
-from tests.vllm.tiny import write_model
+from tests.vllm.runs import prompts
+from tests.vllm.tiny import BLOCK_TOKENS, write_model
 
-TOLERANCE = 1e-4
 LENGTHS = (100, 257, 500)
 
 
@@ -50,8 +50,18 @@ def requests(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, An
     return [{"tokens": tokens} for tokens in prompts(seed, lengths)]
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one["tokens"] == other["tokens"] and difference(one, other) < TOLERANCE
+def pooled(engine: EngineProcess, operation: str, batch: list[dict[str, Any]]) -> dict[str, Any]:
+    """Runs prompts of LENGTHS on a pooling engine. Returns the answer, once the prompts' blocks are
+    stored. Later requests carry the reports of the stores."""
+    answer = engine.ask(operation, requests=batch)
+
+    def has_stored() -> bool:
+        engine.ask(operation, requests=requests(38, (5,)))
+        stored = engine.ask("stats")["totals"].get("stored_blocks", 0)
+        return bool(stored >= sum(length // BLOCK_TOKENS for length in LENGTHS))
+
+    wait_for(has_stored, "the stores")
+    return answer
 
 
 def clean(engine: EngineProcess) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import stop, wait_for
+from tests.support.waiting import wait_for
 from tests.vllm.processes import Daemon, EngineProcess, Engines
 from tests.vllm.runs import NOISE, RANDOM, _state, difference, hits, prompts, settled
 from tests.vllm.tiny import write_model
@@ -57,7 +57,8 @@ def test_parity_and_sharing_between_processes(
 def test_a_server_that_comes_hangs_and_is_killed_in_the_middle(
     daemon: Daemon, start: Callable[..., EngineProcess]
 ) -> None:
-    engine = start(blocks=80, connector={"lookup_timeout_s": 0.2}, max_model_len=1024)
+    connector = {"lookup_timeout_s": 0.2, "load_timeout_s": 2.0}
+    engine = start(blocks=80, connector=connector, max_model_len=1024)
     batch = prompts(7, (300, 333, 400, 411, 500, 511))
     asked = batch[:2]
     cold = generate(engine, batch)
@@ -79,10 +80,17 @@ def test_a_server_that_comes_hangs_and_is_killed_in_the_middle(
     hits_again()
     assert engine.log().count("hotkv scheduler: the KV cache server is there") == 1
     assert engine.log().count("hotkv on: 0 B of this model") == 1
-    stop(daemon.pid)
-    answers_as_before(batch)
+    # The server stops in the middle of a load, and writes later, while other requests run.
+    engine.ask("reset")
+    engine.ask("freeze", call="load", pid=daemon.pid)
+    assert generate(engine, asked)["tokens"] == cold["tokens"][:2]
+    assert _state(daemon.pid) == "T", "it is stopped all the while"
+    totals = engine.ask("stats")["totals"]
+    assert totals["hung_loads"] and totals["failed_loads"] and "hook_errors" not in totals
     assert answers_as_before()["seconds"] < 30
+    engine.begin("generate", prompts=batch[2:] * 3, max_tokens=64)
     os.kill(daemon.pid, signal.SIGCONT)
+    assert [tokens[:8] for tokens in engine.answer()["tokens"]] == cold["tokens"][2:] * 3
     hits_again()
     for call, more in (("load", []), ("store", prompts(3, (310,)))):
         engine.ask("reset")

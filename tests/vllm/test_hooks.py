@@ -217,14 +217,20 @@ def bench(quick: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ben
             one.shutdown()
 
 
-@pytest.fixture(scope="module")
-def calls(bench: Bench) -> dict[str, list[FunctionType]]:
-    """Returns by hook the functions that it calls, each under the first hook that calls it."""
+def functions_of(run: Callable[[], object]) -> dict[str, list[FunctionType]]:
+    """Runs `run`. Returns by hook the functions that it calls, each under the first hook that calls
+    it."""
     seen: set[FunctionType] = set()
     found = {}
-    for hook, called in called_by_hooks(bench.traffic).items():
+    for hook, called in called_by_hooks(run).items():
         found[hook] = sorted(called - seen, key=lambda one: one.__qualname__)
         seen |= called
+    return found
+
+
+@pytest.fixture(scope="module")
+def calls(bench: Bench) -> dict[str, list[FunctionType]]:
+    found = functions_of(bench.traffic)
     bench.judge()
     bench.afterwards()
     return found
@@ -315,19 +321,10 @@ def lost_reports_are_noticed() -> Iterator[None]:
 # ------------------------------------------------------------------------------ start, end, metrics
 
 
-def starting_functions(make: Callable[[], Engine]) -> dict[str, list[FunctionType]]:
-    seen: set[FunctionType] = set()
-    found = {}
-    for hook, called in called_by_hooks(lambda: make() and None).items():
-        found[hook] = sorted(called - seen, key=lambda one: one.__qualname__)
-        seen |= called
-    return found
-
-
 @pytest.mark.parametrize("hook", sorted(AT_START - OF_THE_CLASS))
 def test_a_hook_that_breaks_at_the_start(bench: Bench, hook: str) -> None:
     """Checks that the engine runs, with hotkv or without, and stores only right blocks."""
-    functions = starting_functions(bench.new)[hook]
+    functions = functions_of(bench.new)[hook]
     assert functions
     for function in functions:
         bench.count += 1
@@ -361,50 +358,39 @@ def test_a_rank_without_a_handshake_leaves_the_engine_off(bench: Bench) -> None:
 def test_shutdown_breaks(bench: Bench) -> None:
     """Breaks each side's shutdown. No exception reaches vLLM, and the memory's descriptors are
     closed."""
-    one = bench.new()
-
-    def end() -> None:
-        one.shutdown()
-
-    calls = called_by_hooks(end)["shutdown"]
-    for function in sorted(calls, key=lambda one: one.__qualname__):
+    for function in functions_of(bench.new().shutdown)["shutdown"]:
         one = bench.new()
         memory = one.worker._worker.rank.memory
         with broken(function):
-            end()
+            one.shutdown()
         if "shutdown" not in function.__name__ and function.__qualname__ != "ExportedMemory.close":
             assert not memory.fds, function
 
 
-def test_a_fallback_of_the_class_breaks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> None:
-        raise RuntimeError("told to fail")
-
-    monkeypatch.setattr("hotkv_vllm.connector.SilentPromMetrics", failing)
-    with broken(inspect.unwrap(HotKVConnector.build_prom_metrics)):
-        metrics = HotKVConnector.build_prom_metrics(bench.one.vllm_config, METRICS, [], {0: []})
-    assert metrics is None
-
-
-def test_hooks_of_the_class_break(bench: Bench) -> None:
-    for name in ("get_required_kvcache_layout", "build_kv_connector_stats", "build_prom_metrics"):
-        member = inspect.unwrap(getattr(HotKVConnector, name))
-        arguments = {
-            "build_kv_connector_stats": ({"loads": 1},),
-            "build_prom_metrics": (bench.one.vllm_config, METRICS, [], {0: []}),
-        }
-        with broken(member) as fault:
-            answer = getattr(HotKVConnector, name)(*arguments.get(name, (bench.one.vllm_config,)))
+def test_hooks_of_the_class_break(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = bench.one.vllm_config
+    for name, *arguments in (
+        ("get_required_kvcache_layout", config),
+        ("build_kv_connector_stats", {"loads": 1}),
+        ("build_prom_metrics", config, METRICS, [], {0: []}),
+        ("supports_sleep_mode", None),
+    ):
+        with broken(inspect.unwrap(getattr(HotKVConnector, name))) as fault:
+            answer = getattr(HotKVConnector, name)(*arguments)
         assert fault.strikes == 1
         if name == "build_prom_metrics":
             answer.observe({"loads": 1})
+        elif name == "supports_sleep_mode":
+            assert answer
         else:
             assert not answer or answer.is_empty()
-    with broken(inspect.unwrap(HotKVConnector.supports_sleep_mode)):
-        assert HotKVConnector.supports_sleep_mode(None)
-    metrics = HotKVConnector.build_prom_metrics(bench.one.vllm_config, METRICS, [], {})
+    metrics = HotKVConnector.build_prom_metrics(config, METRICS, [], {})
     # An exception for an unknown engine would end vLLM's output loop.
     metrics.observe({"loads": 1}, 7)
+    # A fallback breaks too.
+    monkeypatch.setattr("hotkv_vllm.connector.SilentPromMetrics", lambda *_: 1 // 0)
+    with broken(inspect.unwrap(HotKVConnector.build_prom_metrics)):
+        assert HotKVConnector.build_prom_metrics(config, METRICS, [], {0: []}) is None
 
 
 METRICS = dict.fromkeys((Gauge, Counter, Histogram), lambda **_: None)

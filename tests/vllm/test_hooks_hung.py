@@ -1,9 +1,7 @@
-"""Servers that hang in the middle of a load, and workers without a session: requests are answered,
-and late writes change no block in use."""
+"""Loads that a server does not end, and workers without a session: requests are answered, and late
+writes change no block in use."""
 
 import logging
-import os
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +18,6 @@ from hotkv_vllm.scheduler.sharing import ABSENCE_PATIENCE_S, WorkerLinks
 from hotkv_vllm.worker import rank_loads
 from tests.vllm.engine_core import Core
 from tests.vllm.harness import prompt
-from tests.vllm.processes import Daemon, Engines
-from tests.vllm.runs import _state, prompts, settled
-from tests.vllm.tiny import BLOCK_TOKENS, write_model
 
 PROMPT = prompt(1, 200)
 
@@ -90,47 +85,25 @@ def heard(monkeypatch: pytest.MonkeyPatch, level: str = "warning") -> list[str]:
 
 
 def test_a_refused_worker_is_said_once_and_nothing_is_offered(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any, server: Any, warnings: list[str]
 ) -> None:
-    answer = engine().generate("first", PROMPT, 2)[0]
-    lines = heard(monkeypatch)
+    engine().fill(PROMPT)
     server.refuse_workers = "NO_DEVICE: this server has no CUDA"
     one = engine()
     server.calls.clear()
-    for index in range(3):
-        assert one.generate(f"r{index}", PROMPT, 2) == (answer, 0)
-        one.drop_local()
+    assert [one.hit(PROMPT) for _ in range(3)] == [0, 0, 0]
     assert not {"acquire", "load", "store", "lookup"} & {kind for kind, _ in server.calls}
-    assert len(lines) == 1
-    assert "worker 0 has no session" in lines[0]
-    assert server.refuse_workers in lines[0]
-    assert "hotkv.target" in lines[0]
+    (line,) = warnings
+    for words in ("worker 0 has no session", server.refuse_workers, "hotkv.target"):
+        assert words in line
     # The server comes after all.
     server.refuse_workers = ""
     one.generate("step", prompt(9, 10), 2)
-    one.drop_local()
-    assert one.generate("hit", PROMPT, 2) == (answer, 192)
+    assert one.hit(PROMPT) == 192
     assert one.counters["unserved_requests"] == 4 and "failed_loads" not in one.counters
 
 
-def test_a_worker_that_takes_its_time_is_no_trouble(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Registering much memory may take longer than the engine's start waits for it. A later log
-    line says that hotkv is on."""
-    warnings, lines = heard(monkeypatch), heard(monkeypatch, "info")
-    server.refuse_workers = STILL_CONNECTING
-    one = engine()
-    one.generate("a", prompt(1, 100), 2)
-    assert not [line for line in lines if line.startswith("hotkv on")]
-    server.refuse_workers = ""
-    one.generate("b", prompt(2, 100), 2)
-    one.generate("c", prompt(3, 100), 2)
-    assert len([line for line in lines if line.startswith("hotkv on: 0 B of this model")]) == 1
-    assert not warnings
-
-
-def test_states_of_a_session_are_said_once_and_a_warning_is_taken_back(
+def test_the_log_says_a_change_of_a_session_once_and_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lines: list[tuple[int, str]] = []
@@ -142,24 +115,19 @@ def test_states_of_a_session_are_said_once_and_a_warning_is_taken_back(
     log.waited(1.0)
     log(LinkState.ABSENT, "no server answers")
     log.waited(1.0)
-    ((level, line),) = lines
-    assert level == logging.WARNING and log.why == "no server answers"
-    assert "hotkv.target host:1 (no answer within 1 s)" in line
-    log(LinkState.CONNECTED, "connected")
-    there = "hotkv scheduler: the KV cache server is there (connected)"
-    assert lines[1:] == [(logging.INFO, there)]
-    # The session connected just as the wait at the start ended.
-    del lines[:]
-    log = StateLog("scheduler", "host:1", logging.INFO)
     log(LinkState.CONNECTED, "connected")
     log.waited(1.0)
-    assert [level for level, _ in lines] == [logging.DEBUG]
+    # The session connected just as the wait at the start ended.
+    StateLog("scheduler", "host:1", logging.INFO)(LinkState.CONNECTED, "connected")
+    (warning, line), there, (level, _) = lines
+    assert level == logging.DEBUG and warning == logging.WARNING and log.why == "connected"
+    assert "hotkv.target host:1 (no answer within 1 s)" in line
+    assert there == (logging.INFO, "hotkv scheduler: the KV cache server is there (connected)")
     # If the socket does not exist, the log says so without a wait.
-    StateLog("scheduler", f"unix:{tmp_path}/none.sock", logging.INFO).waited(0.0)
-    assert f"(there is no {tmp_path}/none.sock)" in lines[-1][1]
     (tmp_path / "there.sock").touch()
-    StateLog("scheduler", f"unix:{tmp_path}/there.sock", logging.INFO).waited(0.0)
-    assert len(lines) == 2
+    for name in ("there", "none"):
+        StateLog("scheduler", f"unix:{tmp_path}/{name}.sock", logging.INFO).waited(0.0)
+    assert len(lines) == 4 and f"(there is no {tmp_path}/none.sock)" in lines[-1][1]
 
 
 def test_a_start_that_may_not_wait_does_not_wait_for_a_session_that_opens() -> None:
@@ -226,47 +194,3 @@ class LinksMachine(RuleBasedStateMachine):
 TestLinks = LinksMachine.TestCase
 # More examples, because only three rules in a row lead to a warning.
 TestLinks.settings = settings(max_examples=200)
-
-
-# ----------------------------------------------------------------------------------------- for real
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_stopped_server_does_not_hold_its_requests(
-    daemon: Daemon, engines: Engines, tmp_path: Path
-) -> None:
-    """Stops a real server in the middle of a load and resumes it while other requests use the
-    engine: their answers are right."""
-    daemon.start()
-    connector = {"load_timeout_s": 2.0, "lookup_timeout_s": 10.0}
-    engine = engines.start(
-        write_model(tmp_path / "model"),
-        daemon.target,
-        connector=connector,
-        blocks=64,
-        max_model_len=1024,
-    )
-    batch, others = prompts(2, (300, 333)), prompts(3, (410, 420, 430))
-    cold = engine.ask("generate", prompts=batch, max_tokens=8)
-    other = engine.ask("generate", prompts=others, max_tokens=8)
-    settled(engine)
-    engine.ask("reset")
-    engine.ask("freeze", call="load", pid=daemon.pid)
-    answer = engine.ask("generate", prompts=batch, max_tokens=8)
-    assert _state(daemon.pid) == "T", "it is stopped all the while"
-    assert answer["tokens"] == cold["tokens"]
-    totals = engine.ask("stats")["totals"]
-    assert totals["hung_loads"] >= 1 and totals["failed_loads"] >= 1 and "hook_errors" not in totals
-    engine.begin("generate", prompts=others * 3, max_tokens=64)
-    os.kill(daemon.pid, signal.SIGCONT)
-    assert [tokens[:8] for tokens in engine.answer()["tokens"]] == other["tokens"] * 3
-    assert engine.ask("wait", connected=True, timeout_s=60)["connected"] == [True, True]
-    # All blocks are in use again.
-    engine.ask("generate", prompts=others, max_tokens=8)
-    assert engine.ask("reset")["done"]
-    settled(engine)
-    engine.ask("reset")
-    warm = engine.ask("generate", prompts=batch, max_tokens=8)
-    assert warm["tokens"] == cold["tokens"]
-    assert warm["cached"] == [(len(p) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for p in batch]

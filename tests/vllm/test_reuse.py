@@ -24,10 +24,9 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.kv_cache_interface import KVQuantMode, RSWASpec
 
 from hotkv_vllm.compat import reuse
-from tests.support.waiting import wait_for
-from tests.vllm.feature_runs import Starter, requests, same
+from tests.vllm.feature_runs import Starter, pooled, requests
 from tests.vllm.processes import EngineProcess
-from tests.vllm.runs import settled
+from tests.vllm.runs import same, settled
 from tests.vllm.specs import full_spec, one_group, window_spec
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 from tests.vllm.tokenizer import write_tokenizer
@@ -282,13 +281,7 @@ def test_a_vector_for_each_token_reads_no_cache(start: Starter, tmp_path: Path) 
     model = write_tokenizer(write_model(tmp_path / "model"))
     engine = start(model, runner="pooling", convert="embed", pooler_config={"task": "token_embed"})
     batch = requests(37)
-    first = engine.ask("token_embed", requests=batch)
-
-    def has_stored() -> bool:
-        engine.ask("token_embed", requests=requests(38, (5,)))
-        return bool(engine.ask("stats")["totals"].get("stored_blocks", 0) >= 26)
-
-    wait_for(has_stored, "the stores")
+    first = pooled(engine, "token_embed", batch)
     again = engine.ask("token_embed", requests=batch)
     assert first == again == {"lengths": [100, 257, 500], "cached": [0, 0, 0]}
     assert "hook_errors" not in engine.ask("stats")["totals"]

@@ -5,11 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from hotkv_client.fence import SHARED_WORDS, Revocations, SharedFence
-from hotkv_vllm.identity import weights_watch
-from hotkv_vllm.identity.weights_watch import ROW_WORDS, WeightsWatch
 from tests.vllm.changing_weights import load
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.rekeyed import PROMPT, updated
@@ -72,39 +69,6 @@ def test_a_word_that_a_session_waits_for_is_not_given_out_by_another_owner() -> 
     assert page.is_revoked(index) and index not in taken and taken.count(0) == 2
     page.give_back(index)
     assert second.take() == index and not page.is_revoked(index)
-
-
-@pytest.mark.parametrize("skipped", [0, 1, 2, 4])
-def test_one_element_of_a_large_tensor_shows_when_weights_were_written(skipped: int) -> None:
-    """`skipped`: offset of the tensor in its memory, in bytes."""
-    model = torch.nn.Module()
-    raw = torch.zeros(3_000_007 + skipped, dtype=torch.uint8)[skipped:]
-    model.register_buffer("large", raw)
-    watch = WeightsWatch([model])
-    # Change bytes between samples, in each part of a word; then two bytes whose changes cancel in a
-    # sum over all words, or over a column.
-    places = [(place,) for place in (1_000_100, 1_777_701, 1_777_706, len(raw) - 5_001)]
-    cancelling = [(1_000_100, 1_700_000), (1_000_100, 1_000_100 + 8 * ROW_WORDS)]
-    for changed in places + cancelling:
-        before = raw[list(changed)].clone()
-        raw[list(changed)] += torch.tensor([1, 255][: len(changed)], dtype=torch.uint8)
-        watch.touched = True
-        assert watch.digest() != watch.original, changed
-        raw[list(changed)] = before
-        watch.touched = True
-        assert watch.digest() == watch.original
-
-
-def test_weights_that_could_not_be_read_are_looked_at_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    watch = WeightsWatch([torch.nn.Linear(2, 2)])
-    watch.touched = True
-    with monkeypatch.context() as patch:
-        patch.setattr(weights_watch, "_samples", lambda _: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            watch.digest()
-    assert watch.touched and watch.digest() == watch.original and not watch.touched
 
 
 def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_key(

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
+from hotkv_vllm.identity import weights_watch
 from hotkv_vllm.identity.weights_watch import (
-    NUM_SAMPLES,
-    SAMPLE_BYTES,
+    ROW_WORDS,
     WHOLE_BYTES,
     WRITERS,
     WeightsWatch,
@@ -66,13 +66,37 @@ def test_an_update_of_one_element_in_fifty_shows_in_a_large_tensor(
     assert watch.digest() != watch.original
 
 
-def test_the_ends_of_a_large_tensor_count() -> None:
-    for place in (0, -1):
-        model = Model(large=WHOLE_BYTES)
-        watch = WeightsWatch([model])
-        model.large.data[place] += 1
-        assert watch.digest() != watch.original
-    assert NUM_SAMPLES * SAMPLE_BYTES <= WHOLE_BYTES
+@pytest.mark.parametrize("skipped", [0, 1, 2, 4])
+def test_one_element_of_a_large_tensor_shows_when_weights_were_written(skipped: int) -> None:
+    """`skipped`: offset of the tensor in its memory, in bytes."""
+    model = torch.nn.Module()
+    raw = torch.zeros(3_000_007 + skipped, dtype=torch.uint8)[skipped:]
+    model.register_buffer("large", raw)
+    watch = WeightsWatch([model])
+    # Change bytes at the ends, and between samples in each part of a word; then two bytes whose
+    # changes cancel in a sum over all words, or over a column.
+    places = [(0,), (1_000_100,), (1_777_701,), (1_777_706,), (len(raw) - 5_001,), (-1,)]
+    cancelling = [(1_000_100, 1_700_000), (1_000_100, 1_000_100 + 8 * ROW_WORDS)]
+    for changed in places + cancelling:
+        before = raw[list(changed)].clone()
+        raw[list(changed)] += torch.tensor([1, 255][: len(changed)], dtype=torch.uint8)
+        watch.touched = True
+        assert watch.digest() != watch.original, changed
+        raw[list(changed)] = before
+        watch.touched = True
+        assert watch.digest() == watch.original
+
+
+def test_weights_that_could_not_be_read_are_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = WeightsWatch([torch.nn.Linear(2, 2)])
+    watch.touched = True
+    with monkeypatch.context() as patch:
+        patch.setattr(weights_watch, "_samples", lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            watch.digest()
+    assert watch.touched and watch.digest() == watch.original and not watch.touched
 
 
 def test_writing_through_the_model_is_noticed_and_works() -> None:
