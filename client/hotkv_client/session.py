@@ -148,13 +148,6 @@ class Session:
         return self._life.opened.has_residency
 
     @property
-    def grows_residencies(self) -> bool:
-        """Returns True if the server to which the session connected last can reserve more blocks
-        for an open residency (room in host memory that is reserved for a request). False before the
-        first connection."""
-        return self._life.opened.grows_residencies
-
-    @property
     def has_tiers(self) -> bool:
         """Returns True if the server to which the session connected last has tiers below host
         memory; False before the first connection.
@@ -296,10 +289,9 @@ class Session:
             reserves room for the blocks' representations (compact forms of keys, for sparse
             attention), of the kinds that this session declares.
 
-        A repeated call with the same arguments gets the same answer. If the server
-        `grows_residencies`, a repeated call may ask for more blocks; if that fails, the residency
-        stays as it was. All sessions of the engine can store blocks under the residency. It ends
-        with this session.
+        A repeated call with the same arguments gets the same answer. A repeated call may ask for
+        more blocks; if that fails, the residency stays as it was. All sessions of the engine can
+        store blocks under the residency. It ends with this session.
 
         Fails as NO_ROOM_FOR_RESIDENCY if there is not enough room now (other residencies, leases or
         pins use it), as RESIDENCY_TOO_LARGE if the room can never be large enough, and as

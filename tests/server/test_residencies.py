@@ -154,7 +154,6 @@ def test_an_open_residency_grows_or_stays_as_it_was(place: Place) -> None:
     server = place.start()
     reader, blocks = resident(place, 4)
     session, more = reader.session, [*blocks, *hashes(8)]
-    assert session.grows_residencies
     store_to(place.engine or place.connect(), more)
     assert refused(session.extend_residency("r", 0, 0, more)).reason is Reason.INVALID_FIELD
     with AdminClient(server.target) as admin:

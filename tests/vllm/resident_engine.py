@@ -292,8 +292,7 @@ class ResidentEngine:
     def _step_starts(self) -> None:
         held = self.books.held(self.now_s)
         is_well = self.now_s - self.well_since_s > WELL_S
-        residencies = self.server.residencies
-        if is_well and residencies.most_blocks is None and residencies.can_grow:
+        if is_well and self.server.residencies.most_blocks is None:
             assert self.excused.issuperset(held), "it asks for room ahead"
         self.device.leave_out(held)
         # vLLM would preempt the requests with the least priority instead of the lost requests.

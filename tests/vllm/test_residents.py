@@ -104,7 +104,6 @@ class Residents(RuleBasedStateMachine):
         residency=st.sampled_from(["host", "auto"]),
         pool=st.sampled_from([POOL, POOL, SMALL_POOL]),
         most_blocks=st.sampled_from([None, 48, 70, 100]),
-        can_grow=st.booleans(),
         returns=st.sampled_from([True, True, False]),
         asked=st.lists(ASKED, min_size=2, max_size=5),
     )
@@ -113,12 +112,10 @@ class Residents(RuleBasedStateMachine):
         residency: str,
         pool: int,
         most_blocks: int | None,
-        can_grow: bool,
         returns: bool,
         asked: list[tuple[int, int, str, int, bool, bool]],
     ) -> None:
         self.engine = ResidentEngine(residency, most_blocks, pool)
-        self.engine.server.residencies.can_grow = can_grow
         self.returns = returns
         self.were_moved: set[str] = set()
         for one in asked:
@@ -314,10 +311,12 @@ def test_a_hit_begins_as_a_whole_if_there_is_room_and_else_as_if_moved() -> None
     assert sum(block.is_null for block in blocks) > 20
 
 
-def test_a_request_that_outgrows_the_pool_waits_for_its_room_in_the_queue() -> None:
-    """Another request already has all the room that the server can give."""
+def test_a_request_that_outgrows_the_pool_waits_for_its_room_in_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another request has reserved all the room that the server can give."""
     engine = ResidentEngine("auto", most_blocks=48, pool=SMALL_POOL)
-    engine.server.residencies.can_grow = False
+    monkeypatch.setattr(resident_requests, "QUANTUM_TOKENS", LONGEST * TOKENS)
     engine.scheduler.max_num_active_reqs = 1
     engine.arrive(60, 300, "b")
     second = engine.arrive(490, 165)
@@ -563,9 +562,11 @@ def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -
     assert engine.count("failed_residencies") == 1
 
 
-def test_a_request_whose_room_others_got_after_a_restart_begins_anew() -> None:
+def test_a_request_whose_room_others_got_after_a_restart_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = ResidentEngine("host", most_blocks=48, pool=60)
-    engine.server.residencies.can_grow = False
+    monkeypatch.setattr(resident_requests, "QUANTUM_TOKENS", LONGEST * TOKENS)
     first, second = engine.arrive(1, 300), engine.arrive(684, 60)
     engine.server.die(empty=False)
     engine.run(10, stores=False)

@@ -144,7 +144,6 @@ class FakeResidencies:
     most: largest number of open residencies; None: no limit.
     most_blocks: largest number of blocks that all residencies together reserve; None: no limit.
         Beyond one of the two limits, `add` raises NO_ROOM_FOR_RESIDENCY.
-    can_grow: whether `add` may reserve more blocks for an open residency.
     refused: residencies that `add` has refused, and that were neither opened nor closed since.
     """
 
@@ -154,7 +153,6 @@ class FakeResidencies:
         self.refused: set[tuple[str, str]] = set()
         self.most: int | None = None
         self.most_blocks: int | None = None
-        self.can_grow = True
         # The residency ids that stores named, in order. The double never evicts blocks, so stores
         # do not pin them.
         self.stored_into: list[str] = []
@@ -166,16 +164,16 @@ class FakeResidencies:
         """Opens a residency, or reserves more blocks for an open residency.
 
         Raises NO_ROOM_FOR_RESIDENCY beyond a limit. Raises DUPLICATE_ID if the residency is open
-        and `asked` has fewer blocks in a group, or has more blocks and `can_grow` is False.
+        and `asked` has fewer blocks in a group.
 
         name: engine id, residency id.
         asked: number of blocks by group index.
         """
         known = self.open.get(name)
-        if known is not None and known.asked != asked:
-            is_less = any(count > asked.get(group, 0) for group, count in known.asked.items())
-            if is_less or not self.can_grow:
-                raise HotKVError(Reason.DUPLICATE_ID, f"residency_id {name[1]!r} is open")
+        if known is not None and any(
+            count > asked.get(group, 0) for group, count in known.asked.items()
+        ):
+            raise HotKVError(Reason.DUPLICATE_ID, f"residency_id {name[1]!r} is open")
         others = sum(sum(one.asked.values()) for one in self.open.values() if one is not known)
         is_many = known is None and self.most is not None and len(self.open) >= self.most
         is_much = self.most_blocks is not None and others + sum(asked.values()) > self.most_blocks

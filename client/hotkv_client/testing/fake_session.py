@@ -98,10 +98,6 @@ class FakeSession:
         return self.server.has_tiers
 
     @property
-    def grows_residencies(self) -> bool:
-        return self.server.residencies.can_grow
-
-    @property
     def wants_token_ids(self) -> bool:
         return self.server.wants_token_ids
 

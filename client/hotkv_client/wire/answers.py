@@ -48,7 +48,7 @@ class Opened:
         exchange descriptors.
     wants_token_ids: whether stores should carry token ids, for events.
     salts: by group index, the 64-bit salt that the block table mixes into the group's hashes.
-    has_residency, has_tiers, has_events, grows_residencies: features of the server (`Feature`).
+    has_residency, has_tiers, has_events: features of the server (`Feature`).
     stored_bytes: bytes of the session's key space that are in the server's host memory.
     takes_batches: whether the server accepts several requests in a message.
     """
@@ -62,11 +62,10 @@ class Opened:
     has_tiers: bool
     has_events: bool
     stored_bytes: int
-    grows_residencies: bool
     takes_batches: bool
 
 
-NOT_OPENED = Opened("", 0, False, False, (), False, False, False, 0, False, False)
+NOT_OPENED = Opened("", 0, False, False, (), False, False, False, 0, False)
 
 
 def opened(response: Response | None) -> Opened:
@@ -88,7 +87,6 @@ def opened(response: Response | None) -> Opened:
         Feature.TIERS in features,
         Feature.EVENTS in features,
         message.stored_byte_count,
-        Feature.RESIDENCY_GROWTH in features,
         Feature.BATCHES in features,
     )
 

@@ -72,18 +72,13 @@ class ResidencyCalls:
         `is_open`)."""
         return self.is_connected and self.is_open(one)
 
-    @property
-    def can_grow(self) -> bool:
-        """Returns True if the server can reserve more room for an open residency."""
-        return self._session.grows_residencies
-
     def open(self, one: Resident, now_s: float) -> None:
         """Asks the server to reserve room for the request, unless other requests must get room
         first. For a request that had room before a reconnect it always asks, because the request's
         blocks must be pinned again."""
         if one.opened is None and not self._has_turn(one, now_s):
             return
-        self._ask_room(one, one.room if one.opened is not None and self.can_grow else one.wanted)
+        self._ask_room(one, one.wanted if one.opened is None else one.room)
 
     def _has_turn(self, one: Resident, now_s: float) -> bool:
         """Returns True if no other request must get room before this request."""
@@ -131,7 +126,7 @@ class ResidencyCalls:
         may_ask = one.opening is None and self._session.connected and now_s >= one.ask_at_s
         if may_ask and not self.is_open(one):
             self.open(one, now_s)
-        elif may_ask and one.wanted > one.room and self.can_grow:
+        elif may_ask and one.wanted > one.room:
             self._ask_room(one, one.wanted)
 
     def _was_refused(self, one: Resident, why: BaseException, now_s: float) -> None:

@@ -206,14 +206,10 @@ class ResidentRequests:
 
     def _reserve(self, one: Resident) -> None:
         """Sets `one.wanted`, the number of blocks for which the request should have room: its
-        present blocks and QUANTUM_TOKENS more, or only its present blocks while it is held. If the
-        server can't add room to an open residency, sets the most blocks that the request can ever
-        have."""
+        present blocks and QUANTUM_TOKENS more, or only its present blocks while it is held."""
         needed = self._needed(one)
         quantum = -(-QUANTUM_TOKENS // self._block_tokens)
-        if not self._reservations.can_grow:
-            one.wanted = one.most_blocks
-        elif one.is_held:
+        if one.is_held:
             one.wanted = needed
         elif one.room < needed + quantum // 2:
             one.wanted = min(one.most_blocks, needed + quantum)
