@@ -2,7 +2,7 @@
 
 CORE = (
     "tests/core/test_cache.py tests/core/test_space.py tests/core/test_slabs.py "
-    "tests/core/test_cache_cases.py tests/core/test_inspect.py tests/core/test_histogram.py "
+    "tests/core/test_cache_cases.py tests/core/test_inspect.py "
     "tests/core/test_shares_of_books.py tests/core/test_pins.py tests/core/test_tenants.py "
     "tests/core/test_verifier.py tests/core/test_checks.py tests/core/test_index.py "
     "tests/core/test_representations.py tests/core/test_catalog.py tests/core/test_incremental.py "
@@ -137,8 +137,8 @@ TESTS: dict[str, str] = {
         "tests/wire/test_packing.py tests/server/test_reports.py"
     ),
     "client/hotkv_client/command/savings_tables.py": "tests/server/test_ledger.py",
-    "server/hotkv_server/cache/room/shares.py": f"tests/core/test_bounds.py {CORE}",
-    "server/hotkv_server/cache/histogram.py": "tests/core/test_histogram.py",
+    "server/hotkv_server/cache/room/shares.py": f"tests/core/test_shares_of_books.py {CORE}",
+    "server/hotkv_server/cache/histogram.py": "tests/core/test_inspect.py",
     "server/hotkv_server/cache/leases/books.py": f"tests/core/test_retention.py {CORE}",
     "server/hotkv_server/cache/leases/retentions.py": (
         f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"

@@ -229,9 +229,6 @@ class CacheWorld(AnyRuns):
 
     @invariant()
     def settles(self) -> None:
-        if hasattr(self, "model"):
-            assert not self.model.take_notices(), (
-                "a call evicted something it has no business to evict"
-            )
-            self.model.settle()
-            self.check_loads()
+        assert not self.model.take_notices(), "a call evicted something it has no business to evict"
+        self.model.settle()
+        self.check_loads()

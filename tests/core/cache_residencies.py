@@ -254,8 +254,6 @@ class ResidencyRules(WriteRules):
 
     @invariant()
     def readers_read_what_they_were_told(self) -> None:
-        if not hasattr(self, "model"):
-            return
         self.taken_bytes()
         for (engine, residency_id), residency in self.model.residencies.items():
             reader = self.readers[engine, residency_id]

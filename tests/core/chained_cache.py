@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from hotkv_proto.blocks import NO_RETENTION, BlockResult, Retention
-from hotkv_server.cache.values import HashList, Run
-from tests.core.support import World, begin_store, expire, words_of
+from hotkv_server.cache.values import HashList
+from tests.core.support import World, expire, words_of
 
 NUM_SLOTS = 64
 
@@ -14,7 +14,7 @@ class Cache(World):
 
     def __init__(self, policy: str) -> None:
         super().__init__(NUM_SLOTS // 4, 200, policy)
-        self.session = self.open().number
+        self.session = self.open()
         self.now_s = 0.0
         self.resident: set[int] = set()
         self._number_of: dict[bytes, int] = {}
@@ -28,14 +28,13 @@ class Cache(World):
         self, chain: Sequence[int], start: int = 0, retention: Retention = NO_RETENTION
     ) -> list[int]:
         """Stores the blocks of a chain from position `start` on. Returns a result per block."""
-        parent, hashes = words_of(chain[start - 1 : start]), words_of(chain[start:])
-        new = list(zip(hashes, chain[start:], strict=True))
-        self._number_of |= {row.tobytes(): number for row, number in new}
-        runs = [Run(0, hashes, parent[0] if start else None, start)]
-        begin_store(self.core, self.session, "s", "s", runs, 0, 0.0, self.now_s, retention)
+        new, parent = chain[start:], chain[start - 1] if start else None
+        self._number_of |= {words_of([number])[0].tobytes(): number for number in new}
+        results = self.store(
+            self.session, new, self.now_s, depth=start, parent=parent, retention=retention
+        )
         self.read_notices()
-        results: list[int] = self.core.end_store(self.session, "s", True, self.now_s)[0].tolist()
-        done = zip(chain[start:], results, strict=True)
+        done = zip(new, results, strict=True)
         self.resident |= {number for number, result in done if result == BlockResult.STORED}
         return results
 
@@ -48,7 +47,7 @@ class Cache(World):
         self.resident -= set(gone)
 
     def touch(self, chain: Sequence[int], retention: Retention = NO_RETENTION) -> None:
-        self.core.touch(self.session, [HashList(0, words_of(chain))], self.now_s, retention)
+        self.core.touch(self.session.number, [HashList(0, words_of(chain))], self.now_s, retention)
 
     def flood(self, num_blocks: int, until_s: float, chain_blocks: int = 10) -> None:
         """Stores new chains, evenly until `until_s`. They are never requested again."""

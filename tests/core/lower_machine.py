@@ -293,8 +293,6 @@ class LowerMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_found_is_what_was_stored(self) -> None:
-        if not hasattr(self, "core"):
-            return
         self.core.take_effects()
         for index, contents in (
             (self.core.space.index, self.slots),
@@ -313,8 +311,7 @@ class LowerMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        if hasattr(self, "core"):
-            self.core.check_invariants()
+        self.core.check_invariants()
 
     def teardown(self) -> None:
         """Ends all moves, and checks that no block stays reserved or pinned."""

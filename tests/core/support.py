@@ -2,6 +2,7 @@
 two groups, and a core in which sessions store."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -139,13 +140,17 @@ class World:
         *,
         group: int = 0,
         depth: int = 0,
+        parent: int | None = None,
+        retention: Retention = NO_RETENTION,
         residency_id: str = "",
     ) -> list[int]:
-        """Stores blocks of a group under a new lease. Returns a result per block."""
+        """Stores blocks of a group under a new lease. `parent`: the block before the first. Returns
+        a result per block."""
         self.num_calls += 1
-        name, runs = f"store {self.num_calls}", [Run(group, words_of(numbers), None, depth)]
+        before = None if parent is None else words_of([parent])[0]
+        name, runs = f"store {self.num_calls}", [Run(group, words_of(numbers), before, depth)]
         number = session.number
-        begin_store(self.core, number, name, name, runs, 0, 0.0, now_s, residency_id=residency_id)
+        begin_store(self.core, number, name, name, runs, 0, 0.0, now_s, retention, residency_id)
         results: list[int] = self.core.end_store(number, name, True, now_s)[0].tolist()
         return results
 
@@ -172,6 +177,18 @@ def reason_of(call: Callable[[], object]) -> Reason:
     with pytest.raises(HotKVError) as refused:
         call()
     return refused.value.reason
+
+
+def grants(call: Callable[[int], object]) -> int:
+    """Makes calls, with numbers from 0, until one is refused as OVERLOADED. Returns how many were
+    granted."""
+    for number in itertools.count():
+        try:
+            call(number)
+        except HotKVError as error:
+            assert error.reason is Reason.OVERLOADED
+            return number
+    raise AssertionError
 
 
 def taken_over(

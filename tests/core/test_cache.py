@@ -13,6 +13,8 @@ from tests.core.cache_reads import ReadRules
 from tests.core.cache_residencies import ResidencyRules
 from tests.core.support import begin_store, evict, evict_all, flush, reserve, words_of
 
+Call = Callable[[], object]
+
 
 class CacheMachine(ReadRules, ResidencyRules):
     """Reads, writes, operators, hints and nonsense in any order."""
@@ -65,66 +67,49 @@ class CacheMachine(ReadRules, ResidencyRules):
         session, engine, ks = self.session(data)
         core, now_s, one = self.core, self.now_s, words_of([1])
         many = words_of([1] * (MAX_BLOCKS + 1))
-        no_group, too_many = Run(2, one), Run(0, many)
-        calls: list[tuple[Callable[[], object], Reason]] = [
+        field, large, nobody = Reason.INVALID_FIELD, Reason.TOO_LARGE, Reason.UNKNOWN_SESSION
+
+        def acquires(*groups: int, by: int = session, lease: str = "z") -> Call:
+            listed = [HashList(group, one) for group in groups]
+            return lambda: core.acquire(by, lease, listed, 0.0, now_s)
+
+        def reserves(*runs: Run, by: int = session, lease: str = "z") -> Call:
+            return lambda: reserve(core, by, lease, [*runs], 0.0, now_s)
+
+        def stores(*runs: Run, by: int = session, transfer: str = "z", shard: int = 0) -> Call:
+            return lambda: begin_store(core, by, transfer, "z", [*runs], shard, 0.0, now_s)
+
+        calls: list[tuple[Call, Reason]] = [
             (lambda: core.lookup(0, []), Reason.UNKNOWN_KEY_SPACE),
-            (lambda: core.lookup(ks, [HashList(-1, one)]), Reason.INVALID_FIELD),
-            (lambda: core.lookup(ks, [HashList(0, many)]), Reason.TOO_LARGE),
-            (lambda: core.acquire(999, "z", [], 0.0, now_s), Reason.UNKNOWN_SESSION),
-            (lambda: core.acquire(session, "", [], 0.0, now_s), Reason.INVALID_FIELD),
-            (
-                lambda: core.acquire(
-                    session, "z", [HashList(0, one), HashList(0, one)], 0.0, now_s
-                ),
-                Reason.INVALID_FIELD,
-            ),
-            (
-                lambda: core.acquire(session, "z", [HashList(7, one)], 0.0, now_s),
-                Reason.INVALID_FIELD,
-            ),
-            (lambda: core.touch(999, [], now_s), Reason.UNKNOWN_SESSION),
-            (lambda: core.touch(session, [HashList(2, one)], now_s), Reason.INVALID_FIELD),
-            (lambda: core.release(999, "a"), Reason.UNKNOWN_SESSION),
-            (lambda: reserve(core, 999, "z", [], 0.0, now_s), Reason.UNKNOWN_SESSION),
-            (lambda: reserve(core, session, "z", [no_group], 0.0, now_s), Reason.INVALID_FIELD),
-            (lambda: reserve(core, session, "z", [too_many], 0.0, now_s), Reason.TOO_LARGE),
-            (
-                lambda: reserve(core, session, "z", [Run(0, one, depth=-1)], 0.0, now_s),
-                Reason.INVALID_FIELD,
-            ),
-            (lambda: reserve(core, session, "", [Run(0, one)], 0.0, now_s), Reason.INVALID_FIELD),
-            (lambda: core.begin_load(999, "z", "a", []), Reason.UNKNOWN_SESSION),
-            (lambda: core.begin_load(session, "", "a", []), Reason.INVALID_FIELD),
+            (lambda: core.lookup(ks, [HashList(-1, one)]), field),
+            (lambda: core.lookup(ks, [HashList(0, many)]), large),
+            (acquires(by=999), nobody),
+            (acquires(lease=""), field),
+            (acquires(0, 0), field),
+            (acquires(7), field),
+            (lambda: core.touch(999, [], now_s), nobody),
+            (lambda: core.touch(session, [HashList(2, one)], now_s), field),
+            (lambda: core.release(999, "a"), nobody),
+            (reserves(by=999), nobody),
+            (reserves(Run(2, one)), field),
+            (reserves(Run(0, many)), large),
+            (reserves(Run(0, one, depth=-1)), field),
+            (reserves(Run(0, one), lease=""), field),
+            (lambda: core.begin_load(999, "z", "a", []), nobody),
+            (lambda: core.begin_load(session, "", "a", []), field),
             (lambda: core.begin_load(session, "z", "never", []), Reason.UNKNOWN_LEASE),
-            (lambda: begin_store(core, 999, "z", "a", [], 0, 0.0, now_s), Reason.UNKNOWN_SESSION),
-            (lambda: begin_store(core, session, "", "a", [], 0, 0.0, now_s), Reason.INVALID_FIELD),
-            (
-                lambda: core.open_session("", "rank", self.key_spaces[0], now_s),
-                Reason.INVALID_FIELD,
-            ),
+            (stores(by=999), nobody),
+            (stores(transfer=""), field),
+            (lambda: core.open_session("", "rank", self.key_spaces[0], now_s), field),
             (lambda: evict_all(core, 9), Reason.UNKNOWN_KEY_SPACE),
-            (lambda: evict(core, ks, 2, one), Reason.INVALID_FIELD),
-            (lambda: evict(core, ks, 0, many), Reason.TOO_LARGE),
+            (lambda: evict(core, ks, 2, one), field),
+            (lambda: evict(core, ks, 0, many), large),
         ]
         if not core.draining and self.may_lease(engine):
-            calls += [
-                (
-                    lambda: begin_store(core, session, "z", "z", [no_group], 0, 0.0, now_s),
-                    Reason.INVALID_FIELD,
-                ),
-                (
-                    lambda: begin_store(
-                        core, session, "z", "z", [Run(0, one)], self.num_shards, 0.0, now_s
-                    ),
-                    Reason.INVALID_FIELD,
-                ),
-                (
-                    lambda: begin_store(core, session, "z", "z", [Run(0, one)], -1, 0.0, now_s),
-                    Reason.INVALID_FIELD,
-                ),
-            ]
-        for function, reason in calls:
-            self.call(function, reason)
+            shards = (stores(Run(0, one), shard=shard) for shard in (-1, self.num_shards))
+            calls += [(call, field) for call in (stores(Run(2, one)), *shards)]
+        for call, reason in calls:
+            self.call(call, reason)
 
 
 class ResidentMachine(CacheMachine):

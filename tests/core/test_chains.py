@@ -50,19 +50,6 @@ def test_chains_that_grow_keep_their_heads(
     cache.check()
 
 
-@pytest.mark.parametrize("policy", ["hotness", "lru"])
-@pytest.mark.parametrize("passed_s", [0.0, 0.5, 300.0, 86_400.0])
-@pytest.mark.parametrize("start", [0, 10])
-def test_a_new_tail_is_never_hotter_than_its_head(policy: str, passed_s: float, start: int) -> None:
-    cache = Cache(policy)
-    chain = cache.fresh(10)
-    cache.add(chain)
-    cache.advance(passed_s)
-    chain += cache.fresh(10)
-    cache.add(chain, start)
-    assert np.all(np.diff(cache.core.space.policy.heat(cache.entries(chain))) < 0)
-
-
 def test_what_counts_as_in_use_keeps_its_frequency() -> None:
     """Adds a thousand tails to a prefix within a moment. They do not count as uses of the prefix,
     do not reduce its heat, and do not keep it for longer."""

@@ -65,9 +65,8 @@ class GhostMachine(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        if hasattr(self, "table"):
-            self.table.check_invariants()
-            assert len(self.table) <= self.table.tags.size
+        self.table.check_invariants()
+        assert len(self.table) <= self.table.tags.size
 
 
 TestGhostMachine = GhostMachine.TestCase

@@ -1,13 +1,14 @@
 """The records of routers' hints agree with naive models: sessions and their shared prefixes,
-outcomes, budgets, receipts."""
+outcomes, budgets, receipts, times of return."""
 
 from collections import OrderedDict
 from dataclasses import replace
+from statistics import median
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import example, given, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -20,6 +21,15 @@ from hotkv_proto.hints import Status
 from hotkv_proto.table import Words
 from hotkv_server.hints import told
 from hotkv_server.hints.book.outcomes import HintBook, HintLimits, HintOutcome, TenantHints
+from hotkv_server.hints.book.returns import (
+    HELD_GAPS,
+    MAX_HOLD_S,
+    OWN_GAPS,
+    PRIOR_GAPS,
+    SHARED_GAPS,
+    ReturnTimes,
+    SessionGaps,
+)
 from hotkv_server.hints.book.sessions import MAX_OTHERS, MAX_OTHERS_BYTES, RECENT_S, HintSessions
 from hotkv_server.node.capability import Filters
 
@@ -106,8 +116,6 @@ class SessionsMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        if not hasattr(self, "real"):
-            return
         self.real.check_invariants()
         assert len(self.real) == len(self.naive)
         for name, chains in self.naive.items():
@@ -215,9 +223,8 @@ class TenantMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        if hasattr(self, "real"):
-            self.book.check_invariants()
-            assert list(self.real.outcomes) == list(self.naive)
+        self.book.check_invariants()
+        assert list(self.real.outcomes) == list(self.naive)
 
 
 TestTenantMachine = TenantMachine.TestCase
@@ -319,3 +326,40 @@ def test_a_prompt_larger_than_the_bound_is_cut() -> None:
     session = sessions.get("s")
     assert session is not None and len(session.chains[1]) == 5
     sessions.check_invariants()
+
+
+TURNS = st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from([0.0, 0.5, 1.0, 3.0, 60.0]))
+
+
+@given(turns=st.lists(TURNS, max_size=60))
+@example([(0, at % 2 == 0, 0.5 + at % 7) for at in range(3 * SHARED_GAPS)])
+@example([(0, False, 0.0), (0, True, MAX_HOLD_S / HELD_GAPS), (0, False, 0.0)])
+@example([(0, at % 2 == 0, 4.0 if at < 40 else 1.0) for at in range(80)])
+def test_a_session_is_expected_as_the_others_and_then_as_itself(
+    turns: list[tuple[int, bool, float]],
+) -> None:
+    """Compares with lists of pauses. A pause lasts from the end of a session's last request to the
+    start of its next. Requests at the same time have none. Only the latest pauses count; nothing is
+    held for a long pause."""
+    times, now_s = ReturnTimes(), 0.0
+    known = [SessionGaps() for _ in range(3)]
+    own: list[list[float]] = [[] for _ in known]
+    everybody: list[float] = []
+    idle_since_s: dict[int, float] = {}
+    for which, begins, passed_s in turns:
+        now_s += passed_s
+        if begins:
+            times.began(known[which], now_s)
+            if which in idle_since_s:
+                gap_s = now_s - idle_since_s.pop(which)
+                own[which].append(gap_s)
+                everybody.append(gap_s)
+        else:
+            expected_s, latest = 0.0, everybody[-SHARED_GAPS:]
+            if latest:
+                expected_s = median([*own[which][-OWN_GAPS:], *[median(latest)] * PRIOR_GAPS])
+            hold_s = HELD_GAPS * expected_s
+            found_s = times.ended(known[which], now_s)
+            assert found_s == (hold_s if hold_s <= MAX_HOLD_S else 0.0)
+            idle_since_s[which] = now_s
+            assert times.expected_s(known[which]) == expected_s

@@ -54,11 +54,8 @@ class Place(World):
     ) -> list[int]:
         """Stores blocks. Returns the blocks that found room. Checks that refused blocks come
         last."""
-        named, session = list(numbers), self.sessions[tenant].number
-        begin_store(
-            self.core, session, "s", "s", [Run(group, words_of(named))], 0, 0.0, now_s, retention
-        )
-        results = self.core.end_store(session, "s", True, now_s)[0].tolist()
+        named, session = list(numbers), self.sessions[tenant]
+        results = self.store(session, named, now_s, group=group, retention=retention)
         self.core.check_invariants()
         count = results.count(BlockResult.STORED)
         refused = [BlockResult.NO_SPACE] * (len(named) - count)
@@ -100,9 +97,7 @@ def test_refused_blocks_are_remembered_and_those_to_keep_are_not_refused() -> No
     assert place.stored([50], 1.0) == [] and len(place.policy._ghosts) == 1
     assert place.stored([60, 61], 1.0, retention=Retention(2)) == [60, 61]
     # The use of blocks before a refused block counts; the use of those behind it does not.
-    run = [Run(0, words_of([51, *range(22), 60, 61]))]
-    begin_store(place.core, place.sessions[""].number, "s", "s", run, 0, 0.0, 1.0)
-    place.core.end_store(place.sessions[""].number, "s", True, 1.0)
+    place.store(place.sessions[""], [51, *range(22), 60, 61], 1.0)
     assert len(place.policy._ghosts) == 4
     assert place.stored([50], 10.0) == [50]
     assert place.policy._uses[place.entries([50])[0]] > 0.9, "its first use was forgotten"

@@ -124,8 +124,6 @@ class DefinitionMachine(RuleBasedStateMachine):
 
     @invariant()
     def remembers(self) -> None:
-        if not hasattr(self, "policy"):
-            return
         for block, entry in self.entry_of.items():
             last_s = self.uses[block][-1][0]
             total = sum(

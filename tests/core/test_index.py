@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv_proto import native, table
+from hotkv_proto import table
 from hotkv_proto.table import (
     HEADER,
     RESERVED_FLAG,
@@ -365,15 +365,6 @@ def test_headers_that_are_none_are_refused(data: st.DataObject, noise: bytes) ->
     short = data.draw(st.integers(0, HEADER.size))
     with pytest.raises(ValueError, match="block table"):
         BlockTable.open(np.zeros(short, np.uint8))
-
-
-def test_kernels_have_the_constants_of_the_table() -> None:
-    """Kernels have copies of the constants: numba compiles these in, and would not notice a change
-    of the table's file."""
-    kernels = native.require("hotkv_proto.kernels")
-    both = {name for name in vars(kernels) if name.isupper() and hasattr(table, name)}
-    assert {"MAX_PROBE_BUCKETS", "WAYS"} <= both
-    assert all(getattr(kernels, name) == getattr(table, name) for name in both)
 
 
 FEW_WORDS = st.lists(st.sampled_from([0, 1]), min_size=8, max_size=8)

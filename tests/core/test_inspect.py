@@ -1,9 +1,8 @@
-"""Answers of `cache.inspect` agree with the books and are copies, and outer parts use only them;
-the map of the arena agrees with a walk over each entry and each slab."""
+"""Answers of `cache.inspect` agree with the books and are copies; the map of the arena agrees with
+a walk over each entry and each slab; histograms count right."""
 
-import ast
 import math
-from collections.abc import Iterator
+import re
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -16,13 +15,21 @@ from hotkv_proto.keys import MAX_GROUPS, Representation
 from hotkv_proto.table import SLOT_ALIGN, STATE_READY, STATE_RESERVED
 from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.histogram import AGES_S, SECONDS, SIZES_BYTES, Histogram
 from hotkv_server.cache.room.slabs import ABSENT, FREE
 from hotkv_server.cache.values import Cause, HashList, Run
 from hotkv_server.integrity.evidence import condemn
-from tests.core.support import SLAB, World, begin_store, evict, evict_all, flush, reserve, words_of
-
-SERVER = Path(hotkv_server.__file__).parent
-OUTER = [path for part in ("wire", "told") for path in sorted((SERVER / part).rglob("*.py"))]
+from tests.core.support import (
+    SLAB,
+    World,
+    begin_store,
+    evict,
+    evict_all,
+    expire,
+    flush,
+    reserve,
+    words_of,
+)
 
 
 class Cache(World):
@@ -186,26 +193,15 @@ def test_a_story_is_told_of_any_number() -> None:
     assert inspect.story(index, 0) == "entry=0 is none of the 60"
 
 
-def reaches(source: str) -> Iterator[str]:
-    """Yields expressions that reach into the core: `x.core.y` if y is not public, `x.core.y.z`, or
-    `x.core` under another name."""
-    face = {name for name in vars(CacheCore) if not name.startswith("_")}
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Attribute(value=ast.Attribute(attr="core" | "_core")):
-                if node.attr not in face:
-                    yield ast.unparse(node)
-            case (
-                ast.Attribute(value=ast.Attribute(value=ast.Attribute(attr="core" | "_core")))
-                | ast.Assign(value=ast.Attribute(attr="core" | "_core"))
-                | ast.NamedExpr(value=ast.Attribute(attr="core" | "_core"))
-            ):
-                yield ast.unparse(node)
+REACHES = re.compile(r"core\.(?:_|\w+\.)\w+|= [\w.]+\b_?core$", re.MULTILINE)
+"""A private part of the core, a part of its part, or another name for it."""
 
 
-@pytest.mark.parametrize("path", OUTER, ids=lambda path: path.name)
-def test_no_outer_part_reaches_into_the_books(path: Path) -> None:
-    assert list(reaches(path.read_text())) == []
+@pytest.mark.parametrize("part", ["wire", "told"])
+def test_no_outer_part_reaches_into_the_books(part: str) -> None:
+    """Searches the text of the sources: gRPC services and figures call the core's own methods."""
+    for path in Path(hotkv_server.__file__).parent.joinpath(part).rglob("*.py"):
+        assert not REACHES.findall(path.read_text()), path
 
 
 # The map of the arena
@@ -300,3 +296,63 @@ def test_a_map_is_what_each_entry_says(
     assert np.allclose(found.used_ratios, expected.used)
     assert found.slot_bytes.tolist() == expected.owners
     assert np.allclose(found.idle_s, expected.idle, rtol=1e-6, equal_nan=True)
+
+
+# Histograms
+
+
+VALUES = st.lists(
+    st.one_of(st.floats(0, 1e6), st.sampled_from([*SECONDS, *AGES_S])), min_size=0, max_size=40
+)
+
+
+@given(VALUES, VALUES, st.sampled_from([SECONDS, AGES_S, SIZES_BYTES]))
+def test_it_counts_as_a_plain_search_does(
+    single: list[float], many: list[float], bounds: tuple[float, ...]
+) -> None:
+    counted, every = Histogram(bounds), [*single, *many]
+    for value in single:
+        counted.add(value)
+    counted.add_all(np.array(many))
+    assert counted.count == len(every) and math.isclose(counted.sum, math.fsum(every))
+    assert counted.cumulative() == [
+        *((str(bound), float(sum(value <= bound for value in every))) for bound in bounds),
+        ("+Inf", float(len(every))),
+    ]
+
+
+@pytest.mark.parametrize("policy", ["lru", "hotness", "arc"])
+def test_an_age_is_the_time_since_the_last_use(policy: str) -> None:
+    """Checks the ages of evicted blocks. The core learns the time from a session that opens, and
+    from the clock's tick."""
+    world = World(1, policy=policy)
+    core, session = world.core, world.open(now_s=900.0)
+    counted = inspect.eviction_ages(core)
+
+    def store(numbers: range, now_s: float) -> None:
+        for number in numbers:
+            world.store(session, [number], now_s)
+
+    store(range(4), 500.0)
+    store(range(10, 14), 900.0)
+    assert (counted.count, counted.sum) == (4, pytest.approx(4 * 400.0, abs=0.1))
+    for number in (12, 13):
+        core.touch(session.number, [HashList(0, words_of([number]))], 1050.0)
+    expire(core, 1110.0)
+    store(range(20, 22), 1110.0)
+    assert counted.count == core.space.removal.evicted_blocks == 6
+    assert counted.sum == pytest.approx(4 * 400.0 + 2 * 210.0, abs=0.1)
+    assert counted.counts[AGES_S.index(300.0)] == 2
+    expire(core, 1111.0)
+    store(range(30, 34), 1111.0)
+    assert counted.count == core.space.removal.evicted_blocks == 10
+    assert counted.counts[AGES_S.index(1.0)] >= 2, "those of the same second"
+
+
+def test_no_age_is_counted_before_the_core_knows_the_time() -> None:
+    world = World(1)
+    session = world.open()
+    for number in range(6):
+        world.store(session, [number], 10.0)
+    assert world.core.space.removal.evicted_blocks == 2
+    assert not inspect.eviction_ages(world.core).count

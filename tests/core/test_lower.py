@@ -12,14 +12,13 @@ from hotkv_server.cache import inspect
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Cause, HashList, Run
+from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Cause, HashList
 from hotkv_server.hints.book.actions import demote
 from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.copies import STORED, Copies
-from hotkv_server.tiers.book.waiting import WaitingBlocks
 from hotkv_server.tiers.book.write_gate import Offered
 from tests.core.lower_machine import LowerMachine
-from tests.core.support import SLAB, World, begin_store, evict, flush, insert, make_table, words_of
+from tests.core.support import SLAB, World, evict, flush, make_table, words_of
 
 TestLowerMachine: Any = LowerMachine.TestCase
 TestLowerMachine.settings = settings(max_examples=80, deadline=None)
@@ -36,10 +35,7 @@ class Tiered(World):
         self.lower, self.down, self.session = lower, lower.down, self.open()
 
     def add(self, numbers: list[int], parent: int | None = None, depth: int = 0) -> None:
-        root, session = None if parent is None else words_of([parent])[0], self.session.number
-        runs = [Run(0, words_of(numbers), root, depth)]
-        begin_store(self.core, session, "s", "s", runs, 0, 0.0, 1.0)
-        self.core.end_store(session, "s", True, 1.0)
+        self.store(self.session, numbers, parent=parent, depth=depth)
 
     def taken(self, num_bytes: int) -> list[int]:
         entries = finished(self.down.take(num_bytes, 1.0)).tolist()
@@ -242,12 +238,9 @@ def test_a_block_that_is_replaced_between_two_parts_is_left_out(*, is_shared: bo
 
 
 def test_a_write_takes_blocks_up_to_its_bytes_and_at_least_one() -> None:
-    space = Space(make_table(9), 9 * SLAB, SLAB, POLICIES["lru"](9))
-    space.index.add_key_space(1, [7])
-    entries = insert(space, 1, 0, words_of(range(5)), SLOT_ALIGN, np.arange(5))
-    space.publish(entries, 1.0)
-    waiting = WaitingBlocks(space.index)
-    waiting.add(entries)
+    tiered = Tiered()
+    tiered.add(list(range(5)))
+    waiting = tiered.down.waiting
     sizes = (0, 3 * SLOT_ALIGN - 1, SLOT_ALIGN, SLOT_ALIGN)
     assert [len(waiting.take(num_bytes)) for num_bytes in sizes] == [1, 2, 1, 1]
     assert not len(waiting) and not waiting.num_bytes

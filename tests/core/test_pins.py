@@ -104,8 +104,6 @@ class HoldsMachine(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        if not hasattr(self, "holds"):
-            return
         self.holds.check_invariants()
         assert self.holds.entries().tolist() == sorted(self.until_s) and len(self.holds) == len(
             self.until_s

@@ -386,12 +386,11 @@ class RepresentationMachine(RuleBasedStateMachine):
     @invariant()
     def bytes_are_right(self) -> None:
         """Checks the bytes of all blocks that can be found or are pinned."""
-        if hasattr(self, "ready"):
-            places = [(key, self.offset(key)) for key in self.all_ready()]
-            places += [item for _, held in self.reads.values() for item in held]
-            for key, offset in places:
-                for shard in range(self.num_shards):
-                    assert self.arena[offset, shard] == key, f"{key} holds other bytes"
+        places = [(key, self.offset(key)) for key in self.all_ready()]
+        places += [item for _, held in self.reads.values() for item in held]
+        for key, offset in places:
+            for shard in range(self.num_shards):
+                assert self.arena[offset, shard] == key, f"{key} holds other bytes"
 
 
 TestRepresentationMachine = RepresentationMachine.TestCase

@@ -3,7 +3,6 @@ condemned blocks, spoiled tables, and obstructing pins."""
 
 import re
 from functools import partial
-from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -15,10 +14,8 @@ from hotkv_proto.keys import Representation
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_proto.words import GENERATION, LATEST, MAX_SESSION_WORD
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.readers import ReaderMemory, ReaderWords, no_readers
-from hotkv_server.cache.restore import restore
-from hotkv_server.cache.room.policies import LRU
-from hotkv_server.cache.values import HashList, Run, SessionRecord, TenantShare
+from hotkv_server.cache.readers import ReaderWords, no_readers
+from hotkv_server.cache.values import EvictionNotice, HashList, SessionRecord, TenantShare
 from hotkv_server.integrity.evidence import condemn
 from hotkv_server.residency.book.bound import slot_cost
 from hotkv_server.residency.book.residencies import MAX_POSITION
@@ -26,13 +23,13 @@ from tests.core.cache_model import refused
 from tests.core.support import (
     SLAB,
     World,
-    begin_store,
     evict,
     expire,
     flush,
-    make_table,
+    grants,
     reason_of,
     residencies,
+    taken_over,
     words_of,
 )
 
@@ -42,20 +39,21 @@ MEAN = Representation(0, "mean", 1, (SLOT_ALIGN,))
 
 
 class Place(World):
-    """A core of 64 slots with memory for the words of readers, and shortcuts for calls of
-    residencies."""
+    """A core of 64 slots, and shortcuts for calls of residencies. `words`: what readers see."""
 
     def __init__(self, **config: object) -> None:
-        self.memory = no_readers(CAPACITY)
-        super().__init__(NUM_SLABS, CAPACITY, memory=self.memory, **config)
+        memory = no_readers(CAPACITY)
+        super().__init__(NUM_SLABS, CAPACITY, memory=memory, **config)
+        self.words = memory.words
 
     def promise(self, session: SessionRecord, name: str, count: int) -> ResidencyOpened:
         return residencies(self.core).open(session.number, name, {0: count}, 0.0)
 
-    def make_room(self, session: SessionRecord, name: str, count: int) -> None:
+    def make_room(self, session: SessionRecord, name: str, count: int) -> list[EvictionNotice]:
+        """Makes room for a residency. Returns notices of the evicted blocks."""
         for _ in residencies(self.core).make_room(session.number, name, {0: count}):
             pass
-        self.core.take_effects()
+        return self.core.take_effects()
 
     def extend(
         self, session: SessionRecord, name: str, numbers: list[int], first: int = 0
@@ -75,21 +73,13 @@ class Place(World):
 
     def restarted(self) -> CacheCore:
         """Kills the server. Returns another core over its memory."""
-        old, marks = self.core, self.memory.marks.copy()
-        self.memory = ReaderMemory(self.memory.words, np.zeros(CAPACITY + 1, np.uint8))
-        self.core = CacheCore(old.config, make_table(CAPACITY), LRU(CAPACITY), self.memory)
-        numbers = {
-            number: self.core.catalog.register(record.key_space, (), 0.0)[0]
-            for number, record in old.key_spaces.items()
-        }
-        records = old.space.index.table.records.copy()
-        self.restored = restore(self.core, records, numbers, None, 1.0, marks)
+        self.core, self.restored = taken_over(self.core, "lru", None, 1.0)
         self.core.space.index.unverified[:] = False
         self.core.check_invariants()
         return self.core
 
     def holds(self, opened: ResidencyOpened) -> bool:
-        words = self.memory.words
+        words = self.words
         is_of_now = words[GENERATION] <= opened.generation
         return bool(is_of_now and words[opened.word_index] == opened.word_value)
 
@@ -204,8 +194,8 @@ def test_what_was_flushed_under_a_reader_survives_a_kill_several_times() -> None
     expire(place.core, 5.0)
     place.core.check_invariants()
     assert not place.holds(opened) and not place.core.grace.is_on
-    assert place.memory.words[opened.word_index] > opened.word_value, "no value comes again"
-    assert place.memory.words[GENERATION] == place.memory.words[LATEST]
+    assert place.words[opened.word_index] > opened.word_value, "no value comes again"
+    assert place.words[GENERATION] == place.words[LATEST]
 
 
 def test_readers_are_told_if_not_all_can_be_kept() -> None:
@@ -214,7 +204,7 @@ def test_readers_are_told_if_not_all_can_be_kept() -> None:
     opened = place.promise(session, "r", 3)
     place.store(session, [1, 2, 3], residency_id="r")
     flush(place.core, 1)
-    spoiled = np.flatnonzero(place.memory.marks)[0]
+    spoiled = np.flatnonzero(place.core.marks)[0]
     place.core.space.index.table.records[spoiled, table.W_SIZE] += 1
     core = place.restarted()
     assert place.restored.lost_readers and place.restored.kept == 0
@@ -260,34 +250,22 @@ def test_positions_numbers_and_memory_of_residencies_are_bounded() -> None:
     refused(narrow.core, lambda: narrow.promise(session, "r", 1), Reason.RESIDENCY_TOO_LARGE)
     for names, reason in (("r", Reason.RESIDENCY_TOO_LARGE), ("rs", Reason.OVERLOADED)):
         narrow = Place(client_memory_bytes=3200 * len(names))
-        session, most = narrow.open(), 1 + 3 * len(names)
+        session, largest = narrow.open(), 1 + 3 * len(names)
         for name in names:
             narrow.promise(session, name, 1)
-        refused(narrow.core, partial(narrow.promise, session, "r", most + 1), reason)
-        narrow.promise(session, "r", most)
+        refused(narrow.core, partial(narrow.promise, session, "r", largest + 1), reason)
+        narrow.promise(session, "r", largest)
     place = Place(client_memory_bytes=1 << 16)
     session = place.open()
-    names = map(str, range(NUM_SLOTS))
-    granted = list(takewhile(lambda name: is_granted(place, session, name), names))
-    assert 5 < len(granted) < 40
-    assert residencies(place.core).book.num_opened == len(granted)
+    count = grants(lambda number: place.promise(session, f"{number}", 1))
+    assert 5 < count < 40
+    assert residencies(place.core).book.num_opened == count
     place.store(place.open("f", "wide", (SLAB, SLOT_ALIGN)), range(NUM_SLABS))
-    for _ in residencies(place.core).make_room(session.number, "another", {0: 8}):
-        pass
-    assert not place.core.take_effects(), "blocks are evicted for what is refused"
+    assert not place.make_room(session, "another", 8), "blocks are evicted for what is refused"
     for first, is_refused in ((-1, True), (MAX_POSITION - 2, True), (MAX_POSITION - 3, False)):
-        call = partial(place.extend, session, granted[0], [1, 2], first)
+        call = partial(place.extend, session, "0", [1, 2], first)
         assert call() == [-1, -1] if not is_refused else reason_of(call) is Reason.INVALID_FIELD
     place.core.check_invariants()
-
-
-def is_granted(place: Place, session: SessionRecord, name: str) -> bool:
-    """Returns False if the residency is refused because the books are full."""
-    try:
-        return bool(place.promise(session, name, 1))
-    except HotKVError as error:
-        assert error.reason is Reason.OVERLOADED
-        return False
 
 
 def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
@@ -301,13 +279,9 @@ def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
     place.make_room(session, "r", 16)
     place.promise(session, "r", 16)
     for number in range(16):
-        runs = [Run(0, words_of([number]), None, number)]
-        runs.append(Run(session.representations[0], words_of([number])))
-        begin_store(
-            place.core, session.number, "s", "s", runs, 0, 0.0, 2.0 + number, residency_id="r"
-        )
-        results = place.core.end_store(session.number, "s", True, 2.0 + number)
-        assert [row.tolist() for row in results] == [[BlockResult.STORED]] * 2, number
+        for group in (0, session.representations[0]):
+            results = place.store(session, [number], 2.0 + number, group=group, residency_id="r")
+            assert results == [BlockResult.STORED], number
         place.store(other, [2000 + 2 * number, 2001 + 2 * number])
     place.core.check_invariants()
 
@@ -320,9 +294,7 @@ def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
     slabs = place.core.space.index.offsets(place.entries(range(NUM_SLOTS))) // SLAB
     for at, number in enumerate(np.unique(slabs, return_index=True)[1].tolist()):
         place.extend(first, "r", [number], at)
-    for _ in residencies(place.core).make_room(second.number, "w", {0: 2}):
-        pass
-    assert place.core.space.pool.floors.would_fit({}) and not place.core.take_effects()
+    assert not place.make_room(second, "w", 2) and place.core.space.pool.floors.would_fit({})
     refused(place.core, lambda: place.promise(second, "w", 2), Reason.NO_ROOM_FOR_RESIDENCY)
     place.close(first, "r")
     place.make_room(second, "w", 2)

@@ -1,7 +1,6 @@
 """A server takes over an old table: whatever its records say, the new core is consistent; sums of
 shards make up the check value."""
 
-from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,9 +17,10 @@ from hotkv_server.cache.restore import BelowSpace, restore, restore_below
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.check_values import strides_of
-from tests.core.old_tables import CONFIG, KEY_SPACE, KIND, NUM_SLABS, damage, empty, filled
+from tests.core.old_tables import KEY_SPACE, KIND, NUM_SLABS, damage, empty, filled
 from tests.core.support import (
     SLAB,
+    World,
     begin_store,
     evict_all,
     insert,
@@ -33,15 +33,13 @@ from tests.core.support import (
 
 def test_what_tenants_hold_is_counted_after_a_start() -> None:
     shares = {"a": TenantShare(2 * SLAB), "b": TenantShare(2 * SLAB)}
-    core = empty(replace(CONFIG, tenants=shares))
+    world = World(NUM_SLABS, tenants=shares)
     for tenant, count in (("a", 3), ("b", 5)):
-        key_space = replace(KEY_SPACE, tenant=tenant)
-        session = core.open_session(tenant, "rank", key_space, 0.0).number
-        runs = [Run(group, words_of(range(count))) for group in (0, 1)]
-        begin_store(core, session, "t", "l", runs, 0, 0.0, 1.0)
-        core.end_store(session, "t", True, 1.0)
-    again, _ = taken_over(core, "lru", 1.0, 5.0)
-    used = [int(again.space.tenants.used[again.space.tenants.number(number)]) for number in (2, 3)]
+        session = world.open(tenant, tenant=tenant, sizes=(SLOT_ALIGN, 2 * SLOT_ALIGN))
+        for group in (0, 1):
+            world.store(session, range(count), group=group)
+    again, _ = taken_over(world.core, "lru", 1.0, 5.0)
+    used = [int(again.space.tenants.used[again.space.tenants.number(number)]) for number in (1, 2)]
     assert used == [3 * 3 * SLOT_ALIGN, 5 * 3 * SLOT_ALIGN]
     again.check_invariants()
 

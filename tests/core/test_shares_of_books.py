@@ -1,37 +1,25 @@
-"""A single client gets a bounded part of the core's records of leases and their lists; long work on
-these runs in parts."""
+"""A single client gets a bounded part of the core's records of leases and their lists, and leaves
+room for the next; long work on these runs in parts."""
 
-from collections.abc import Callable
 from functools import partial
-from itertools import count
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
 from hotkv_proto.blocks import Retention
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import Reason
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import core as core_module
 from hotkv_server.cache.leases import leases as leases_module
 from hotkv_server.cache.leases.leases import ReadLease, WriteLease, read_weight
+from hotkv_server.cache.room.shares import FLOOR_SHARE, BoundShare, FairBound
 from hotkv_server.cache.values import HashList, Run, TenantShare
-from tests.core.support import SLAB, World, begin_store, evict, reason_of, reserve, words_of
+from tests.core.support import SLAB, World, begin_store, evict, grants, reason_of, reserve, words_of
 
 
 def make_world(**config: object) -> World:
     return World(64, 1000, unadmitted_share=1.0, **config)
-
-
-def most(call: Callable[[int], object]) -> int:
-    """Returns how many calls are granted before a refusal."""
-    for done in count():
-        try:
-            call(done)
-        except HotKVError as error:
-            assert error.reason is Reason.OVERLOADED
-            return done
-    raise AssertionError
 
 
 @pytest.mark.parametrize("tenants", [False, True])
@@ -50,8 +38,8 @@ def test_nobody_takes_all_leases_or_transfers(
     # An engine gets half of what is left; with tenants, all engines of a tenant share one half.
     for session, granted in zip(sessions, (50, 0, 25) if tenants else (50, 25, 12), strict=True):
         store = partial(begin_store, core, session, lease_id="s", runs=[], shard_index=0, ttl_s=0.0)
-        assert most(lambda i, s=store: s(transfer_id=f"{i}", now_s=0.0)) == granted  # type: ignore[misc]
-        assert most(lambda i, s=session: core.acquire(s, f"{s}-{i}", hashes, 0.0, 0.0)) == granted  # type: ignore[misc]
+        assert grants(lambda i, s=store: s(transfer_id=f"{i}", now_s=0.0)) == granted  # type: ignore[misc]
+        assert grants(lambda i, s=session: core.acquire(s, f"{s}-{i}", hashes, 0.0, 0.0)) == granted  # type: ignore[misc]
         core.check_invariants()
     runs = [Run(0, words_of([5]))]
     assert reason_of(lambda: reserve(core, sessions[0], "w", runs, 0.0, 0.0)) is Reason.OVERLOADED
@@ -69,12 +57,12 @@ def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
     (write,) = core.leases.all()
     assert isinstance(write, WriteLease) and write.weight > write.listed.nbytes
     core.release(one, "w")
-    assert most(lambda i: core.acquire(one, f"l{i}", absent, 0.0, 0.0)) == 5
-    assert most(lambda i: core.acquire(other, f"l{i}", absent, 0.0, 0.0)) == 2
+    assert grants(lambda i: core.acquire(one, f"l{i}", absent, 0.0, 0.0)) == 5
+    assert grants(lambda i: core.acquire(other, f"l{i}", absent, 0.0, 0.0)) == 2
     for lease in core.leases.all():
         assert isinstance(lease, ReadLease) and lease.weight > lease.groups[0][1].nbytes
     core.close_session(one, 0.0)
-    assert most(lambda i: core.acquire(other, f"m{i}", absent, 0.0, 0.0)) == 3
+    assert grants(lambda i: core.acquire(other, f"m{i}", absent, 0.0, 0.0)) == 3
     core.check_invariants()
 
 
@@ -159,3 +147,45 @@ def test_a_report_of_a_session_that_closes_pins_no_further_blocks(
     core.close_session(session.number, 1.0)
     assert not list(parts)[1:] and core.counters.held_blocks == 8
     core.check_invariants()
+
+
+@given(
+    capacity=st.sampled_from([1, 7, 64, 1000]),
+    units=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    steps=st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from("abcd"), st.integers(-60, 60)), max_size=60
+    ),
+)
+def test_accounts_share_a_bound_whose_room_is_what_the_rule_allows(
+    capacity: int, units: tuple[int, int], steps: list[tuple[int, str, int]]
+) -> None:
+    """Compares with the rule. A bound and its two accounts each count in units of their own; the
+    holdings of each reduce the room of the others."""
+    bound = FairBound(capacity)
+    accounts, units_of = (bound, *(BoundShare(bound, unit) for unit in units)), (1, *units)
+    books: list[dict[str, int]] = [dict.fromkeys("abcd", 0) for _ in accounts]
+    floor = max(1, capacity // FLOOR_SHARE)
+
+    def held(owner: str) -> int:
+        return sum(book[owner] * unit for book, unit in zip(books, units_of, strict=True))
+
+    for which, owner, change in steps:
+        left = capacity - sum(map(held, "abcd"))
+        allowed = [
+            n for n in range(1, left + 1) if held(owner) + n <= floor or held(owner) + n <= left - n
+        ]
+        # If an amount is allowed, all smaller amounts are allowed too.
+        assert allowed == list(range(1, len(allowed) + 1))
+        account, mine = accounts[which], books[which]
+        assert bound.room(owner) == max(allowed, default=0)
+        assert account.room(owner) == bound.room(owner) // units_of[which]
+        if 0 < change <= account.room(owner):
+            account.take(owner, change)
+            mine[owner] += change
+        elif change < 0:
+            given_back = min(-change, mine[owner])
+            account.give(owner, given_back)
+            mine[owner] -= given_back
+        for one, book in zip(accounts[1:], books[1:], strict=True):
+            one.check({name: count for name, count in book.items() if count})
+        bound.check({name: held(name) for name in "abcd" if held(name)})

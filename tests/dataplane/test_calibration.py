@@ -1,5 +1,6 @@
 """A calibration is a value, and can be measured on a made-up device."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import ClassVar
@@ -106,26 +107,9 @@ def test_what_is_no_json_is_refused(text: str) -> None:
         Calibration.from_json(text)
 
 
-def test_measured_on_a_device_it_holds_for_that_device_and_leaves_nothing() -> None:
-    runtime = FakeRuntime(num_devices=2)
-    info, other = runtime.devices()
-    calibration = measure(runtime, info, "1.2", 256 << 10, lambda: False)
-    assert calibration is not None
-    assert set(calibration.speeds) == {
-        (d, m, size) for d in Direction for m in Method for size in PAGE_BYTES if size <= 256 << 10
-    }
-    assert all(speed > 0 for speed in calibration.speeds.values())
-    assert (
-        calibration.holds_for(info, "1.2")
-        and not calibration.holds_for(info, "1.3")
-        and not calibration.holds_for(other, "1.2")
-    )
-    assert not runtime.held()
-    runtime.close()
-
-
-def test_copies_are_measured_with_several_pieces_in_flight() -> None:
-    """The time that a call or a wait takes is not the device's copying time."""
+def test_a_measured_calibration_has_all_speeds_and_holds_for_its_device_and_driver() -> None:
+    """Measures a device. Several pieces are in flight, because the time that a call or a wait takes
+    is not the device's copying time."""
 
     class Spy(FakeRuntime):
         in_flight: ClassVar[set[Event]] = set()
@@ -145,10 +129,16 @@ def test_copies_are_measured_with_several_pieces_in_flight() -> None:
             assert len(dst) == len(np.unique(dst)) == len(np.unique(src)), "a page counts twice"
             super().copy_batch(stream, dst, src, num_bytes)
 
-    runtime = Spy()
-    assert measure(runtime, runtime.devices()[0], "", 256 << 10, lambda: False) is not None
-    assert runtime.most == DEPTH and not runtime.in_flight
+    runtime = Spy(num_devices=2)
+    info, other = runtime.devices()
+    calibration = measure(runtime, info, "1.2", 256 << 10, lambda: False)
+    assert runtime.most == DEPTH and not runtime.in_flight and not runtime.held()
     runtime.close()
+    assert calibration is not None and all(speed > 0 for speed in calibration.speeds.values())
+    pages = [size for size in PAGE_BYTES if size <= 256 << 10]
+    assert set(calibration.speeds) == set(itertools.product(Direction, Method, pages))
+    holds = [calibration.holds_for(*of) for of in ((info, "1.2"), (info, "1.3"), (other, "1.2"))]
+    assert holds == [True, False, False]
 
 
 def test_a_method_that_fails_counts_as_none_and_a_lost_device_ends_it() -> None:

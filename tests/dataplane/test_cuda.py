@@ -150,27 +150,21 @@ def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
     bench.until(lambda: bench.engine.stalled_s(time.monotonic()) == 0)
 
 
-def test_a_device_that_can_not_be_followed_is_given_up() -> None:
-    bench = Bench()
-    for nth in (1, 2, 3):
-        bench.runtime.fail_call("record", nth)
-    bench.engine.submit(bench.ends.job("fails", [bench.load()]))
-    bench.until(bench.ended, running=True)
-    assert bench.ends["fails"] is Outcome.FAILED and "can't be followed" in bench.engine.problem
-    assert bench.engine.figures().num_failed == 1 and not bench.engine.figures().moved
-    bench.engine.submit(bench.ends.job("later", [bench.load()]))
-    bench.until(bench.ended, running=True)
+@pytest.mark.parametrize(("call", "tries"), [("record", 3), ("record", 2), ("synchronize", 1)])
+def test_a_device_that_can_not_be_followed_is_given_up(bench: Bench, call: str, tries: int) -> None:
+    """Fails the first tries of a call. Its job fails; only after three tries all later jobs fail
+    too."""
+    for nth in range(tries):
+        bench.runtime.fail_call(call, nth + 1)
+    for name in ("fails", "later"):
+        bench.engine.submit(bench.ends.job(name, [bench.load()]))
+        bench.until(bench.ended, running=True)
+    is_lost = "can't be followed" in bench.engine.problem
+    assert is_lost == (tries == 3) and bench.ends["fails"] is Outcome.FAILED
+    assert bench.ends["later"] is (Outcome.FAILED if is_lost else Outcome.DONE)
     assert bench.ends.message("later") == bench.engine.problem
-    bench.close()
-
-
-def test_a_wait_that_fails_once_fails_its_job() -> None:
-    bench = Bench()
-    bench.runtime.fail_call("synchronize", 1)
-    bench.engine.submit(bench.ends.job("fails", [bench.load()]))
-    bench.until(bench.ended, running=True)
-    assert bench.ends["fails"] is Outcome.FAILED and not bench.engine.problem
-    bench.close()
+    assert bench.engine.figures().num_failed == 1 + is_lost
+    assert bool(bench.engine.figures().moved) != is_lost
 
 
 def test_without_room_for_staging_it_does_without() -> None:

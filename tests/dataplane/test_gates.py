@@ -28,6 +28,14 @@ def engines_of(rig: Rig) -> CopyEngines:
     return rig.engine
 
 
+def submit(rig: Rig, *gates: SwitchedGate) -> Ends:
+    """Submits a job behind each gate; the jobs are named by numbers."""
+    ends = Ends()
+    for number, gate in enumerate(gates):
+        rig.engine.submit(ends.job(f"{number}", [whole_plan(rig.memories[0], rig.arena)], gate))
+    return ends
+
+
 def test_no_byte_moves_before_the_gate_has_passed(rig: Rig) -> None:
     ends, gate = Ends(), SwitchedGate()
     plans = [whole_plan(memory, rig.arena) for memory in rig.memories]
@@ -56,11 +64,8 @@ def test_a_long_wait_is_asked_for_ever_more_seldom(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gate may stay closed for half a second, and all threads share the interpreter."""
-    ends, gates, pauses, sleep = Ends(), [SwitchedGate(), SwitchedGate()], list[float](), time.sleep
-    begun_s = time.monotonic()
-    for number, gate in enumerate(gates):
-        plans = [whole_plan(rig.memories[0], rig.arena)]
-        rig.engine.submit(ends.job(f"job {number}", plans, gate))
+    gates, pauses, sleep = [SwitchedGate(), SwitchedGate()], list[float](), time.sleep
+    begun_s, ends = time.monotonic(), submit(rig, *gates)
 
     def pause(seconds: float) -> None:
         pauses.append(seconds)
@@ -74,7 +79,7 @@ def test_a_long_wait_is_asked_for_ever_more_seldom(
     assert rising == sorted(rising)
     assert engines.POLL_S <= rising[0] < rising[-1] == engines.MAX_POLL_S
     gates[1].is_open = True
-    ends.wait("job 1")
+    ends.wait("1")
     count = len(pauses)
     while len(pauses) < count + 2:
         sleep(1e-4)
@@ -84,17 +89,15 @@ def test_a_long_wait_is_asked_for_ever_more_seldom(
 
 
 def test_a_gate_that_has_passed_is_asked_once_on_the_callers_thread(rig: Rig) -> None:
-    ends, gate = Ends(), SwitchedGate(is_open=True)
-    rig.engine.submit(ends.job("at once", [whole_plan(rig.memories[0], rig.arena)], gate))
-    ends.wait()
+    gate = SwitchedGate(is_open=True)
+    submit(rig, gate).wait()
     assert (gate.num_asked, gate.num_released, gate.askers) == (1, 1, {threading.get_ident()})
 
 
 @pytest.mark.parametrize("error", [DeviceError("no mark"), ValueError("odd")])
 def test_a_gate_that_breaks_fails_its_own_job(rig: Rig, error: Exception) -> None:
-    ends, gates = Ends(), [SwitchedGate(), SwitchedGate()]
-    for number, gate in enumerate(gates):
-        rig.engine.submit(ends.job(f"{number}", [whole_plan(rig.memories[0], rig.arena)], gate))
+    gates = [SwitchedGate(), SwitchedGate()]
+    ends = submit(rig, *gates)
     gates[0].error = error
     ends.wait("0")
     message = "no mark" if isinstance(error, DeviceError) else "ValueError: odd"
@@ -105,9 +108,8 @@ def test_a_gate_that_breaks_fails_its_own_job(rig: Rig, error: Exception) -> Non
 
 
 def test_jobs_that_wait_when_the_engine_closes_are_cancelled(rig: Rig) -> None:
-    ends, gates = Ends(), [SwitchedGate() for _ in range(5)]
-    for number, gate in enumerate(gates):
-        rig.engine.submit(ends.job(f"{number}", [whole_plan(rig.memories[0], rig.arena)], gate))
+    gates = [SwitchedGate() for _ in range(5)]
+    ends = submit(rig, *gates)
     rig.engine.close()
     assert all(outcomes == [(Outcome.CANCELLED, "")] for outcomes in ends.outcomes.values())
     assert all(gate.num_released == 1 for gate in gates)

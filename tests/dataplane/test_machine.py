@@ -193,9 +193,8 @@ class CopyMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_ends_once(self) -> None:
-        if hasattr(self, "ends"):
-            self.ends.check_once()
-            assert self.engine.is_alive()
+        self.ends.check_once()
+        assert self.engine.is_alive()
 
     def teardown(self) -> None:
         if not hasattr(self, "ends"):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hotkv_server.dataplane.cuda.pieces import pieces, plan_staged, run_bytes
 from hotkv_server.dataplane.cuda.values import MAX_PIECE_RUNS, CudaCopySettings, Direction, Method
 from hotkv_server.dataplane.plan import CopyPlan, Region
+from hotkv_server.device.runtime import Int64s
 
 ARENA, DEVICE = 1 << 40, 1 << 46
 ARENA_BYTES = 1 << 20
@@ -54,66 +55,49 @@ def test_pieces_move_every_byte_once_within_bounds(
     piece_bytes: int,
     staging_bytes: int,
 ) -> None:
-    pinned_bytes = min(
-        int(ARENA_BYTES * pinned_ratio) // registration_bytes * registration_bytes, ARENA_BYTES
-    )
+    pinned_bytes = int(ARENA_BYTES * pinned_ratio) // registration_bytes * registration_bytes
     if pinned_ratio == 1:
         pinned_bytes = ARENA_BYTES
     arena = Pinned(registration_bytes, pinned_bytes)
     told = CudaCopySettings(piece_bytes=piece_bytes, depth=1, staging_bytes=2 * staging_bytes)
-    plans, wanted = [], []
+    plans, to_load = [], direction is Direction.LOAD
+    # For each byte of the arena its place on the device; 0: it is not copied.
+    wanted, found = np.zeros((2, ARENA_BYTES), np.int64)
     for number in range(num_plans):
-        offsets, sizes = runs[0][number::num_plans], runs[1][number::num_plans]
-        on_host, on_device = (
-            Region(ARENA, ARENA_BYTES, "arena"),
-            Region(DEVICE + number * ARENA_BYTES, ARENA_BYTES, "memory", 0),
-        )
+        offsets, sizes = (np.array(column[number::num_plans], np.int64) for column in runs)
         # On the device runs are packed, so neighbours there need not be neighbours in the arena.
-        packed = np.cumsum([0, *sizes])[: len(sizes)].astype(np.int64)
-        sides = (np.array(offsets, np.int64), packed)
-        dst, src = (on_device, on_host) if direction is Direction.LOAD else (on_host, on_device)
-        to, from_ = sides[::-1] if direction is Direction.LOAD else sides
-        plans.append(CopyPlan(dst, src, to, from_, np.array(sizes, np.int64)))
-        for offset, at, size in zip(offsets, packed.tolist(), sizes, strict=True):
-            wanted += [
-                (ARENA + offset + i, on_device.address + at + i)
-                for i in (range(size) if size < 8 else (0, size // 2, size - 1))
-            ]
-    found = list(pieces(plans, direction, arena, told, lambda page, run: method))
-    assert sum(piece.total_bytes for piece in found) == sum(runs[1])
+        packed = np.cumsum(sizes) - sizes
+        on_host = Region(ARENA, ARENA_BYTES, "arena")
+        on_device = Region(DEVICE + number * ARENA_BYTES, ARENA_BYTES, "memory", 0)
+        dst, src = (on_device, on_host) if to_load else (on_host, on_device)
+        to, from_ = (packed, offsets) if to_load else (offsets, packed)
+        plans.append(CopyPlan(dst, src, to, from_, sizes))
+        paint(wanted, offsets, on_device.address + packed, sizes)
     room = told.slot_staging_bytes if method is Method.STAGED else piece_bytes
-    for piece in found:
-        is_pinned = (piece.host + piece.num_bytes <= ARENA + pinned_bytes).all()
+    for piece in pieces(plans, direction, arena, told, lambda page, run: method):
+        paint(found, piece.host - ARENA, piece.device, piece.num_bytes)
+        ends = piece.host + piece.num_bytes
+        is_pinned = (ends <= ARENA + pinned_bytes).all()
         assert piece.direction is direction and piece.method is (method if is_pinned else None)
-        assert is_pinned or (piece.host + piece.num_bytes > ARENA + pinned_bytes).all()
+        assert is_pinned or (ends > ARENA + pinned_bytes).all()
         assert 0 < len(piece.host) <= MAX_PIECE_RUNS and (piece.num_bytes > 0).all()
         assert piece.total_bytes <= (room if is_pinned else piece_bytes)
         assert num_plans == 1 or (np.diff(piece.host) >= 0).all()
-        first, last = (
-            (piece.host - ARENA) // registration_bytes,
-            (piece.host + piece.num_bytes - 1 - ARENA) // registration_bytes,
-        )
-        assert (first == last).all() and (first == piece.registration).all()
-        assert (
-            (piece.dst is piece.device)
-            == (direction is Direction.LOAD)
-            != (piece.src is piece.device)
-        )
+        for edge in (piece.host, ends - 1):
+            assert ((edge - ARENA) // registration_bytes == piece.registration).all()
+        assert (piece.dst is piece.device) == to_load != (piece.src is piece.device)
         if piece.method is Method.STAGED:
             plan = plan_staged(piece.host, piece.num_bytes, piece.registration)
             assert int((plan.starts + plan.num_bytes).max()) <= told.slot_staging_bytes
-    host = np.concatenate([piece.host for piece in found]) if found else np.empty(0, np.int64)
-    device = np.concatenate([piece.device for piece in found]) if found else host
-    sizes_found = np.concatenate([piece.num_bytes for piece in found]) if found else host
-    order = np.lexsort((device, host))
-    host, device, sizes_found = host[order], device[order], sizes_found[order]
-    for on_host, on_device in wanted:
-        holds = (
-            (host <= on_host)
-            & (on_host < host + sizes_found)
-            & (on_device - on_host == device - host)
-        )
-        assert np.count_nonzero(holds) >= 1
+    assert np.array_equal(found, wanted)
+
+
+def paint(places: Int64s, offsets: Int64s, addresses: Int64s, sizes: Int64s) -> None:
+    """Notes for each byte of runs in the arena its place on the device. Checks that no byte is
+    noted twice."""
+    for at, address, size in zip(offsets, addresses, sizes, strict=True):
+        assert not places[at : at + size].any(), "a byte is moved twice"
+        places[at : at + size] = address + np.arange(size)
 
 
 def test_layers_in_memories_of_their_own_are_one_run_in_the_arena_again() -> None:

@@ -33,17 +33,11 @@ class Memories:
         start = -self._room.ctypes.data % LINE_BYTES
         self.dst = self._room[start : start + num_bytes]
 
-    def copy(self, how: str, runs: list[tuple[int, int, int]], start: int, end: int) -> None:
-        """Copies runs start..end of (destination, source, bytes)."""
+    def plan(self, runs: list[tuple[int, int, int]]) -> CopyPlan:
+        """Returns a plan for runs of (destination, source, bytes)."""
+        dst, src = (Region(one.ctypes.data, len(one), "memory") for one in (self.dst, self.src))
         to, at, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
-        regions = [
-            Region(memory.ctypes.data, len(memory), "memory") for memory in (self.dst, self.src)
-        ]
-        plan = CopyPlan(*regions, to, at, sizes)
-        kernels = native.require("hotkv_proto.kernels")
-        kernels.copy_runs(
-            plan.dst.address, plan.src.address, to, at, sizes, start, end, how == "streamed"
-        )
+        return CopyPlan(dst, src, to, at, sizes)
 
     def check(self, runs: list[tuple[int, int, int]]) -> None:
         """Checks that these runs were copied and all other bytes are unchanged."""
@@ -66,7 +60,10 @@ def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
         for n, (head, tail) in enumerate(shapes)
     ]
     memories = Memories((len(shapes) + 1) * pitch)
-    memories.copy(how, runs, 0, len(runs))
+    plan, kernels = memories.plan(runs), native.require("hotkv_proto.kernels")
+    tables = plan.dst_offsets, plan.src_offsets, plan.num_bytes
+    is_streamed = how == "streamed"
+    kernels.copy_runs(plan.dst.address, plan.src.address, *tables, 0, len(runs), is_streamed)
     memories.check(runs)
 
 
@@ -90,13 +87,7 @@ def test_jobs_of_eight_mib_and_more_are_streamed(
         runs.append((at, at + 6, size))
         at, left_bytes = at + size + int(rng.integers(0, 150)), left_bytes - size
     memories = Memories(at + 6)
-    regions = [
-        Region(memory.ctypes.data, len(memory), "memory") for memory in (memories.dst, memories.src)
-    ]
-    plans = [
-        CopyPlan(*regions, *(np.array(column, np.int64) for column in zip(*half, strict=True)))
-        for half in (runs[::2], runs[1::2])
-    ]
+    plans = [memories.plan(half) for half in (runs[::2], runs[1::2])]
     engine = HostCopyEngine(2)
     engine.submit(CopyJob(plans, lambda *outcome: ends.append(outcome), None))
     engine.close()

@@ -1,20 +1,24 @@
 """Replaying through the core agrees with dicts, over a single tier and over two. The bounds are
-exact on small cases; `test_policies` compares policies with them."""
+exact on small cases; `test_policies` compares policies with them. Hints of a trace agree with a
+plain reading of their definition, and replays use them."""
 
+import math
 from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
-from hotkv_server.cache.room.policies import POLICIES, Hotness, Policy
+from hotkv_server.cache.room.policies import LRU, POLICIES, Hotness, Policy
 from hotkv_server.cache.room.policies.hotness import CONTENDERS
 from hotkv_server.simulate.replay import (
     BLOCK_TOKENS,
+    LONG_PAUSE_S,
     OneTier,
     SimulatedTier,
     clairvoyant,
+    derive_hints,
     replay,
     unbounded,
 )
@@ -29,8 +33,6 @@ from tests.simulate.naive import (
     unbounded_hits,
 )
 from tests.simulate.traces import Requests
-
-LRU = POLICIES["lru"]
 
 
 @given(requests=st.one_of(chained_requests(), any_requests()), capacity=st.integers(1, 25))
@@ -144,3 +146,44 @@ def test_clairvoyant_is_the_best_there_is(requests: Requests, capacity: int) -> 
 def test_unbounded(requests: Requests) -> None:
     trace = make_trace("t", requests)
     assert trace.hit_blocks(unbounded(trace)) == unbounded_hits(requests)
+
+
+# Hints
+
+
+@settings(max_examples=60)
+@given(requests=chained_requests(max_blocks=5))
+def test_pauses_end_with_the_next_request_that_has_all_blocks(requests: Requests) -> None:
+    trace = make_trace("t", requests)
+    hints, listed = derive_hints(trace), np.split(trace.blocks, trace.starts[1:-1])
+    for request, blocks in enumerate(listed):
+        wanted = blocks[: max(1, len(blocks) - 1)].tolist()
+        later = (
+            at
+            for at in range(request + 1, len(listed))
+            if listed[at][: len(wanted)].tolist() == wanted
+        )
+        # If another request is now the session's last one, the session's pause is unknown (inf).
+        pauses_s = {trace.times_s[at] - trace.times_s[request] for at in [*later][:1]}
+        assert hints.pauses_s[request] in pauses_s | {math.inf}
+        assert 0 <= hints.own_from[request] <= len(blocks)
+
+
+def test_what_others_used_is_not_told() -> None:
+    """Two sessions share two blocks; the second turn of the first is its last."""
+    first, second = [1, 2, 3, 4], [1, 2, 5, 8]
+    begin = [(0.0, first), (1.0, second)]
+    turns = [(10.0, [*first, 6]), (1.0 + LONG_PAUSE_S, [*second, 7])]
+    hints = derive_hints(make_trace("t", begin + turns))
+    assert hints.pauses_s.tolist() == [10.0, LONG_PAUSE_S, math.inf, math.inf]
+    assert hints.own_from.tolist() == [0, 2, 2, 2]
+    assert [hints.cold_from(request) for request in range(4)] == [None, 2, 2, 2]
+
+
+def test_a_replay_gives_up_what_has_ended() -> None:
+    """With hints, evicts an ended session before an older session that continues."""
+    going_on, ended, other = ([*range(first, first + 10)] for first in (0, 100, 200))
+    trace = make_trace("t", [*enumerate([going_on, ended, other, [*going_on, 10]])])
+    assert replay(trace, 20, LRU).prefix.tolist() == [0, 0, 0, 0]
+    told = replay(trace, 20, LRU, hints=derive_hints(trace))
+    assert told.prefix.tolist() == [0, 0, 0, 10]
