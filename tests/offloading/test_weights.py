@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -161,11 +161,10 @@ class WeightsMachine(RuleBasedStateMachine):
     computed: the weights of blocks that wait to be stored.
     """
 
-    def __init__(self, **settings):
+    def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(rekeying, "ASK_AGAIN_S", 0.0)
-        self.side, self.tier = made(self.patch, **settings)
         self.watches = [FakeWatch() for _ in range(NUM_RANKS)]
         self.ranks = [RankWeights(watch, "") for watch in self.watches]
         self.connectors = [rank_of(number, rank) for number, rank in enumerate(self.ranks)]
@@ -174,8 +173,23 @@ class WeightsMachine(RuleBasedStateMachine):
         self.identities = {"files": 0} | {_identity(weights): weights for weights in WEIGHTS}
         """For each key space's identity: the weights that it stands for."""
 
+    @initialize(is_reset=st.booleans(), is_refused=st.booleans())
+    def start(self, is_reset=False, is_refused=False):
+        self.side, self.tier = made(self.patch, is_reset=is_reset, is_refused=is_refused)
+
     def teardown(self):
         self.patch.undo()
+
+    @rule()
+    def the_system_has_threads_again(self):
+        """A start to which the system refused a thread is tried again in the next step."""
+        self.tier.is_refused = False
+        self.run_nothing()
+        assert self.tier.session
+
+    @rule()
+    def a_hook_breaks(self):
+        self.side.begin_step(None)
 
     @rule(
         weights=st.sampled_from(WEIGHTS),
@@ -211,6 +225,7 @@ class WeightsMachine(RuleBasedStateMachine):
     def run_nothing(self):
         self.step(0)
 
+    @precondition(lambda self: self.tier.session)
     @rule(is_device_empty=st.booleans(), can_flush=st.booleans())
     def reset(self, is_device_empty, can_flush):
         self.tier.session.can_flush = can_flush
@@ -221,6 +236,7 @@ class WeightsMachine(RuleBasedStateMachine):
             self.cached.clear()
         assert not self.tier.serves or can_flush
 
+    @precondition(lambda self: self.tier.session)
     @rule(weights=st.sampled_from(WEIGHTS))
     def write_after_a_lost_check(self, weights):
         """The ranks' first answer after a reset is lost, so they are asked again, now after a
@@ -230,6 +246,7 @@ class WeightsMachine(RuleBasedStateMachine):
         self.write(weights, range(NUM_RANKS))
         self.run()
 
+    @precondition(lambda self: self.tier.session)
     @rule(weights=st.sampled_from(WEIGHTS))
     def share_again(self, weights=0):
         """Empties the caches, wakes the engine up with other weights, and runs a step without
@@ -241,6 +258,7 @@ class WeightsMachine(RuleBasedStateMachine):
             self.run()
         assert self.tier.serves
 
+    @precondition(lambda self: self.tier.session)
     @rule(weights=st.sampled_from(WEIGHTS))
     def write_while_the_system_refuses_threads(self, weights):
         self.write(weights, range(NUM_RANKS))
@@ -250,6 +268,7 @@ class WeightsMachine(RuleBasedStateMachine):
         self.tier.is_refused = False
         self.share_again()
 
+    @precondition(lambda self: self.tier.session)
     @rule()
     def server_flushes_again(self):
         self.tier.session.can_flush = True
@@ -276,8 +295,14 @@ class WeightsMachine(RuleBasedStateMachine):
 TestWeights = WeightsMachine.TestCase
 
 
-def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopted():
+def begun(**settings):
     one = WeightsMachine()
+    one.start(**settings)
+    return one
+
+
+def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopted():
+    one = begun()
     old = one.tier.session
     old.connected = False
     one.reset(is_device_empty=True, can_flush=False)
@@ -295,25 +320,13 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
     one.teardown()
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
-@pytest.mark.parametrize("reset", ["none", "late", "early", "last"])
-def test_a_check_that_a_write_or_a_broken_hook_makes_due_finds_old_blocks(reset, is_broken):
-    """The check finds blocks of old weights in vLLM's caches, so the tier must not serve them.
-
-    early: a reset and a step come before the ranks' handshakes.
-    last: a reset leaves blocks on the device, and no rank notices the write after it.
-    """
-    one = WeightsMachine(is_reset=reset == "early")
-    if reset == "late":
-        one.reset(is_device_empty=True, can_flush=True)
-    if is_broken:
-        one.side.begin_step(None)
-    elif reset != "early":
-        one.run()
-    one.cached.add(0)
-    if reset == "last":
-        one.reset(is_device_empty=False, can_flush=True)
-    one.write(1, () if reset == "last" else range(NUM_RANKS))
+def test_a_check_finds_blocks_of_before_a_write_that_no_rank_noticed():
+    """A reset leaves blocks on the device. The check after it finds other weights, so the tier must
+    not serve."""
+    one = begun()
+    one.run()
+    one.reset(is_device_empty=False, can_flush=True)
+    one.write(1, ())
     for _ in range(4):
         one.run()
     one.check()
@@ -321,7 +334,7 @@ def test_a_check_that_a_write_or_a_broken_hook_makes_due_finds_old_blocks(reset,
 
 
 def test_a_check_that_is_repeated_before_the_engine_computes_finds_no_old_blocks():
-    one = WeightsMachine()
+    one = begun()
     one.run()
     one.reset(is_device_empty=True, can_flush=True)
     one.write(1, range(NUM_RANKS))
@@ -336,7 +349,7 @@ def test_a_check_that_is_repeated_before_the_engine_computes_finds_no_old_blocks
 def test_a_write_after_a_ranks_answer_makes_the_answer_void():
     """With asynchronous scheduling a step is planned before the ranks' answers to the previous step
     are known."""
-    one, idle = WeightsMachine(), SimpleNamespace(total_num_scheduled_tokens=0)
+    one, idle = begun(), SimpleNamespace(total_num_scheduled_tokens=0)
     one.patch.setattr(rekeying, "ASK_AGAIN_S", 60.0)
     one.run()
     one.reset(is_device_empty=True, can_flush=True)
@@ -361,7 +374,7 @@ def test_a_write_after_a_ranks_answer_makes_the_answer_void():
 
 def test_ranks_that_can_not_read_their_weights_share_nothing_over_blocks_of_before_a_check():
     """Such ranks notice no write, so their weights may have changed at each check."""
-    one = WeightsMachine()
+    one = begun()
     for rank in one.ranks:
         rank._watch = None
     one.run()
@@ -454,19 +467,6 @@ def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypat
     monkeypatch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: True)
     side.connect([PageFormat(rank, "page", weights_in_doubt=in_doubt) for rank in range(NUM_RANKS)])
     assert (tier.space is not None) == (in_doubt or name == "mine")
-
-
-@pytest.mark.parametrize("is_written", [False, True])
-def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(is_written):
-    one = WeightsMachine(is_refused=True)
-    if is_written:
-        one.write(1, range(NUM_RANKS))
-    one.run()
-    for is_refused in (True, False):
-        one.tier.is_refused = is_refused
-        one.side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
-        assert bool(one.tier.serves) == (not is_refused and not is_written)
-    one.teardown()
 
 
 @pytest.mark.parametrize("formats", [1, 3])

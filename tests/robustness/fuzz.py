@@ -41,7 +41,7 @@ from hotkv_server.memory.state import (
     read_state,
     write_state,
 )
-from tests.robustness.odd_calls import SERVER_STREAMS, UNARY, odd_envelope
+from tests.robustness.odd_calls import ENVELOPE, SERVER_STREAMS, UNARY
 from tests.robustness.odd_clients import OddClients
 from tests.robustness.raw_client import BAD_CODES, Footprint, code_of, word_of
 
@@ -139,7 +139,7 @@ class Odd:
         if name == "topic" and chance.random() < 0.9:
             return chance.choice(TOPICS)
         if name == "kv_hints" and chance.random() < 0.9:
-            return odd_envelope(chance)
+            return ENVELOPE
         if kind == FieldDescriptor.TYPE_STRING:
             is_own = name == "session_id" and chance.random() < 0.9
             return self.session_id if is_own else self.text()

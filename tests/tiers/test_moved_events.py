@@ -11,7 +11,7 @@ import pytest
 
 from hotkv_proto.blocks import RunContent
 from hotkv_proto.keys import KeySpace
-from hotkv_server.cache.values import DISK_TIER, Entries, HashList, Medium, Run
+from hotkv_server.cache.values import Entries, HashList, Medium, Run
 from hotkv_server.events.capability import MOST_NAMES, EventsCapability
 from hotkv_server.events.drive import (
     NO_CONTENT,
@@ -111,29 +111,6 @@ def removed(events: list[Event], medium: Medium) -> set[int]:
         if isinstance(one, BlocksRemoved) and one.medium is medium
         for number in numbers_of(one.hashes)
     }
-
-
-async def test_a_move_down_and_a_move_up_are_told_of_with_their_media() -> None:
-    one = Setup(10.0)
-    async with heard(one) as ear:
-        one.put(BLOCKS)
-        await one.until_down(len(BLOCKS))
-        await asyncio.sleep(0.05)
-        events = ear.read()
-        down = stored(events, Medium.DISK)
-        assert events == down and {event.tier for event in down} == {DISK_TIER}
-        assert [(numbers_of(event.hashes), event.depth) for event in down] == [
-            ([n], n) for n in BLOCKS
-        ]
-        evict(one.core, 1, 0, words_of(BLOCKS))
-        assert all(await one.leased(BLOCKS))
-        events = ear.read()
-        assert removed(events, Medium.CPU) == set(BLOCKS)
-        up = stored(events, Medium.CPU)
-        assert events[-len(up) :] == up, "removed after it was stored"
-        assert [(numbers_of(event.hashes), event.tier) for event in up] == [
-            ([n], "") for n in BLOCKS
-        ]
 
 
 async def test_what_the_disk_evicts_and_loses_is_removed_from_it() -> None:

@@ -1,25 +1,26 @@
 """The tier in S3 keeps the contract over a real server. Nodes read each other's blocks, at few
 requests, and agree with a dict; damaged or removed blocks in the bucket are misses."""
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator
-
-import pytest
-
-pytest.importorskip("obstore", reason="obstore speaks S3")
-
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("obstore", reason="obstore speaks S3")
 
 from hotkv_server.testing import flush_contract
 from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.flush_contract import answer, blocks_of
-from hotkv_server.testing.tier_contract import SLOT_BYTES
+from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, check_round_trip, check_tier
 from hotkv_server.tiers.protocol import Codes, Read, Write
 from hotkv_server.tiers.s3 import client, lister
 from hotkv_server.tiers.s3.packs import list_bytes
+from tests.server.certificates import Authority
 from tests.support.waiting import wait_for
 from tests.tiers.s3_support import (
     SPACE,
@@ -30,26 +31,10 @@ from tests.tiers.s3_support import (
     probe,
     proxied,
     read,
+    rig_maker,
     write,
 )
-from tests.tiers.support import Gate
-
-pytest.importorskip("obstore", reason="obstore speaks S3")
-
-import contextlib
-
-import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from hotkv_server.testing.tier_contract import check_round_trip, check_tier
-from tests.server.certificates import Authority
-from tests.tiers.s3_support import rig_maker
-from tests.tiers.support import tls_proxy
-
-pytest.importorskip("obstore", reason="obstore speaks S3")
-
-from hotkv_server.testing.tier_contract import Bench
+from tests.tiers.support import Gate, tls_proxy
 
 
 def test_odd_keys(s3_server: Server) -> None:
