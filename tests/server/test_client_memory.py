@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +45,7 @@ from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2_grpc
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.node import sessions as node_sessions
+from hotkv_server.node.node import Node
 from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.wire import session as session_service
 from hotkv_server.wire.edge import Edge
@@ -370,6 +371,41 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
     assert num_overtaken > TURNS // 2
 
 
+def unread(told: list[str]) -> Any:
+    """Returns the context of a call whose client reads nothing. The details of the call's status go
+    to `told`."""
+
+    async def abort(code: Any, details: str, trailers: Any) -> None:
+        told.append(details)
+        await asyncio.Event().wait()
+
+    async def write(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    return SimpleNamespace(peer=lambda: "p", abort=abort, write=write)
+
+
+def deaf_session(node: Node, told: list[str], num_pings: int = 0) -> asyncio.Task[None]:
+    """Opens a session for a client that sends pings and reads nothing."""
+
+    async def requests() -> AsyncGenerator[Any, None]:
+        yield _wire.open_session(SessionConfig("", "deaf", Role.TOOL, KEY_SPACE))
+        for number in range(1, num_pings + 1):
+            request = _wire.ping()
+            request.request_id = number
+            yield request
+        await asyncio.Event().wait()
+
+    edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
+    return asyncio.create_task(SessionService(edge).Connect(requests(), unread(told)))
+
+
+async def cancel(*calls: asyncio.Task[Any]) -> None:
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
 async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -377,7 +413,6 @@ async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessi
     changes that, so the server must drop its answers and refuse more sessions."""
     monkeypatch.setattr(session_service, "SLOW_READER_S", 0.1)
     monkeypatch.setattr(node_sessions, "MAX_UNREAD_ENDS", 2)
-    for_ever, ends, refusals = asyncio.Event(), list[str](), list[str]()
     streams: list[SessionStream] = []
     init = SessionStream.__init__
 
@@ -385,59 +420,30 @@ async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessi
         streams.append(stream)
         init(stream, *arguments)
 
-    async def requests() -> AsyncIterator[Any]:
-        opening = _wire.open_session(SessionConfig("", "deaf", Role.TOOL, KEY_SPACE))
-        yield opening
-        for number in range(1, 300):
-            request = _wire.ping()
-            request.request_id = number
-            yield request
-        await for_ever.wait()
-
-    async def abort(code: Any, details: str, trailers: Any) -> None:
-        (refusals if "unread answers" in details else ends).append(details)
-        await for_ever.wait()
-
-    async def write(message: Any) -> None:
-        await for_ever.wait()
-
-    context: Any = SimpleNamespace(peer=lambda: "p", abort=abort, write=write)
     monkeypatch.setattr(SessionStream, "__init__", noted)
+    ended, refused, told = list[str](), list[str](), list[str]()
     async with live_node(tmp_path) as node:
-        edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
-        service = SessionService(edge)
-        calls = [asyncio.create_task(service.Connect(requests(), context))]
-        await eventually(lambda: ends)
+        first = deaf_session(node, ended, 299)
+        await eventually(lambda: ended)
         assert repr(streams[0]._outbox) == "SessionOutbox(0 messages, 0 bytes)"
         assert not node.sessions
-        calls.append(asyncio.create_task(service.Connect(requests(), context)))
-        await eventually(lambda: refusals)
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-        await service._open((await anext(requests())).open_session, Peer())
+        second = deaf_session(node, refused, 299)
+        await eventually(lambda: any("unread answers" in details for details in refused))
+        await cancel(first, second)
+        third = deaf_session(node, told)
+        await eventually(lambda: node.sessions)
+        assert not told
+        await cancel(third)
 
 
 async def test_a_session_hears_why_it_ended_although_its_key_space_is_forgotten(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ends = list[str]()
-
-    async def requests() -> AsyncIterator[Any]:
-        yield _wire.open_session(SessionConfig("", "ended", Role.TOOL, KEY_SPACE))
-        await asyncio.Event().wait()
-
-    async def abort(code: Any, details: str, trailers: Any) -> None:
-        ends.append(details)
-
-    async def write(message: Any) -> None: ...
-
-    context: Any = SimpleNamespace(peer=lambda: "p", abort=abort, write=write)
+    told = list[str]()
     async with live_node(tmp_path) as node:
-        edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
-        call = asyncio.create_task(SessionService(edge).Connect(requests(), context))
-        await eventually(lambda: list(node.sessions))
-        (session,), close = list(node.sessions), node.sessions.close
+        call = deaf_session(node, told)
+        await eventually(lambda: node.sessions)
+        (session,), close = node.sessions, node.sessions.close
 
         async def forgotten(session: Any) -> None:
             await close(session)
@@ -447,10 +453,10 @@ async def test_a_session_hears_why_it_ended_although_its_key_space_is_forgotten(
         monkeypatch.setattr(node.sessions, "close", forgotten)
         await eventually(lambda: session.on_end is not None)
         session.on_end(HotKVError(Reason.OVERLOADED, "the end"))
-        with contextlib.suppress(AssertionError):
-            await call
+        await eventually(lambda: told)
+        await cancel(call)
         monkeypatch.undo()
-    assert ends and "the end" in ends[0]
+    assert "the end" in told[0]
 
 
 async def test_guests_who_do_not_read_their_end_are_few(
@@ -458,27 +464,17 @@ async def test_guests_who_do_not_read_their_end_are_few(
 ) -> None:
     """Guests are, for example, callers of reflection, who need no rights."""
     monkeypatch.setattr(interceptor, "MAX_UNREAD_GUESTS", 1)
-    told, for_ever = list[str](), asyncio.Event()
-
-    async def abort(code: Any, details: str, trailers: Any) -> None:
-        told.append(details)
-        await for_ever.wait()
-
-    async def write(message: Any) -> None:
-        await for_ever.wait()
 
     async def answers() -> AsyncGenerator[int, None]:
         yield 1
 
-    context: Any = SimpleNamespace(peer=lambda: "p", abort=abort, write=write)
+    told, calls = list[str](), list[asyncio.Task[None]]()
     async with live_node(tmp_path) as node:
         audit, who = AuditLog("off"), lambda _: Peer()
         door = EdgeInterceptor(node, Pace(1e6), Guests(1), audit, who, ())
-        calls = []
         for _ in range(3):
-            calls.append(asyncio.create_task(door._as_guest(answers(), context)))
+            calls.append(asyncio.create_task(door._as_guest(answers(), unread(told))))
             await asyncio.sleep(0.02)
-        assert ["longest" in told[0], "do not read" in told[1], len(told)] == [True, True, 2]
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        longest, unheard = told
+        assert "longest" in longest and "do not read" in unheard
+        await cancel(*calls)

@@ -82,7 +82,7 @@ def stored(
     )
 
 
-def test_stored_blocks_are_published_with_exactly_their_tokens(
+def test_stored_blocks_are_published_with_exactly_their_tokens_keys_and_adapters(
     engine: Make, router: Callable[[GroupsEngine], Router]
 ) -> None:
     one = engine("events-stored", FULL, WINDOW, WIDE)
@@ -107,20 +107,13 @@ def test_stored_blocks_are_published_with_exactly_their_tokens(
     # Blocks that are stored again cause no event.
     one.store(BlockRun(0, prompt, block_ids(6), token_ids=ids))
     assert reader.events() == []
-
-
-def test_extra_keys_and_adapters_are_passed_on(
-    engine: Make, router: Callable[[GroupsEngine], Router]
-) -> None:
-    one = engine("events-extra")
-    reader = router(one)
-    prompt, ids = hashes(3), tokens(48)
+    other = hashes(3)
     keys = [("adapter", ("image-1", 7)), None, (b"\x01\x02", "salt")]
-    one.store(BlockRun(0, prompt, block_ids(3), b"", 0, ids, "adapter", keys))
+    one.store(BlockRun(0, other, block_ids(3), b"", 0, ids[:48], "adapter", keys))
     # vLLM's decoder makes lists of the pairs.
     decoded = [("adapter", ["image-1", 7]), None, (b"\x01\x02", "salt")]
     assert reader.events(1) == [
-        stored(prompt, None, ids, 0, lora_name="adapter", extra_keys=decoded)
+        stored(other, None, ids[:48], 0, lora_name="adapter", extra_keys=decoded)
     ]
 
 

@@ -119,12 +119,9 @@ def test_a_store_of_a_connection_without_a_link_reads_no_memory(made: Connection
 
 FORKED = """
 import os, sys
-from tests.wire.test_connection import OddServer, Server, masks_by, session_to
+from tests.wire.test_connection import Server, connected, masks_by
 
-session = session_to(sys.argv[1])
-with OddServer(sys.argv[1], Server(lambda number: [masks_by(number)])):
-    session.start()
-    assert session.wait_connected(60)
+with connected(sys.argv[1], Server(lambda number: [masks_by(number)])) as session:
     child = os.fork()
     if not child:
         try:
@@ -133,7 +130,6 @@ with OddServer(sys.argv[1], Server(lambda number: [masks_by(number)])):
             os._exit(0)
     os.waitpid(child, 0)
     assert session.lookup([]).exception(60) is None
-    session.close()
 """
 
 
@@ -364,8 +360,17 @@ class Server:
         return self.say(message.request_id) if message.request_id else []
 
 
-def session_to(target: str, **more: Any) -> Session:
-    return Session(SessionConfig(target, "e", Role.TOOL, SPACE, reconnect_initial_s=0.01, **more))
+def session_to(target: str, space: KeySpace = SPACE, **more: Any) -> Session:
+    return Session(SessionConfig(target, "e", Role.TOOL, space, reconnect_initial_s=0.01, **more))
+
+
+@contextlib.contextmanager
+def connected(target: str, says: Callable[[bytes], list[bytes]], **more: Any) -> Iterator[Session]:
+    """Yields a session that is connected to an `OddServer`."""
+    with OddServer(target, says), contextlib.closing(session_to(target, **more)) as session:
+        session.start()
+        assert session.wait_connected(60)
+        yield session
 
 
 @pytest.fixture
@@ -409,16 +414,12 @@ def test_a_session_outlives_what_it_can_not_read(
 ) -> None:
     """Every future ends, and the next call to a repaired server is answered."""
     server = Server(says)
-    session = session_to(target)
-    with OddServer(target, server):
-        session.start()
-        assert session.wait_connected(60)
+    with connected(target, server) as session:
         futures = [session.lookup([GroupHashes(0, [bytes(32)])]) for _ in range(5)]
         for future in futures:
             assert isinstance(future.exception(60), HotKVError | None)
         server.say = lambda number: [masks_by(number)]
         assert answered_again(session) == ()
-    session.close()
 
 
 def answered_again(session: Session) -> Any:
@@ -453,14 +454,10 @@ def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
         return [told.SerializeToString()]
 
     space = KeySpace("m", "w", "bfloat16", SPACE.groups, 16, hash_bytes=hash_bytes)
-    session = Session(SessionConfig(target, "e", Role.TOOL, space))
-    with OddServer(target, says):
-        session.start()
-        assert session.wait_connected(60)
+    with connected(target, says, space=space) as session:
         whole = session.lookup([GroupHashes(0, [bytes(hash_bytes)] * (MAX_LOADED_BLOCKS + 1))])
         assert not whole.cancel(), "a cancelled future can't be resolved"
         error = whole.exception(60)
-    session.close()
     assert len(counts) == 2 and sum(counts) == MAX_LOADED_BLOCKS + 1 > max(counts)
     if answers:
         assert whole.result()[0].tolist() == [True] * counts[0] + [False] * counts[1]
@@ -607,15 +604,11 @@ def test_listeners_that_raise_do_not_end_a_session(target: str) -> None:
         notice.eviction_notice.groups.add(group_index=0, hashes=bytes(32))
         return [notice.SerializeToString(), masks_by(number)]
 
-    session = session_to(target, on_state=raises, on_evicted=raises)
-    with OddServer(target, Server(says)):
-        session.start()
-        assert session.wait_connected(60)
+    with connected(target, Server(says), on_state=raises, on_evicted=raises) as session:
         for _ in range(2):
             assert session.lookup([GroupHashes(0, [bytes(32)])]).result(60) == ()
         error = session.open_residency("r", {0: 1}).exception(60)
         assert isinstance(error, HotKVError) and error.reason is Reason.VERSION_MISMATCH
-    session.close()
     assert LinkState.CONNECTED in heard and LinkState.CLOSED in heard
     assert any(isinstance(one, Evicted) for one in heard)
 
