@@ -67,6 +67,16 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
     assert world.followed_tokens == 7 * 33 + 97
 
 
+def test_hits_of_a_fresh_engine_save_by_the_speed_of_the_one_before() -> None:
+    """A fresh engine has computed no prompt yet, so it can't say how much time its hit saves."""
+    world = World()
+    world.session.prefill_tokens_per_s = 160.0
+    world.ledger.report(world.session, RequestReport(HASHES, 65, 0, 0, 0.0, NO_RETENTION))
+    fresh = world.open("fresh")
+    world.ledger.report(fresh, RequestReport(HASHES, 65, 16, 64, 0.0, NO_RETENTION))
+    assert world.ledger.savings().total.saved_s == 48 / 160
+
+
 def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_OPEN_LOADS", 2)
     now_s = [6000.0]

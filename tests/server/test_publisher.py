@@ -257,6 +257,11 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     # Messages of the ended topic are not kept for replay.
     kept = [number for _, number, _ in replay(f"ipc://{tmp_path}/replay", last + 1)]
     assert kept == [last + 1, last + 4, last + 5]
+    # The full queue loses a removal, and the topic ends before it could be cleared.
+    publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=3)])
+    publisher.forget_key_space(3)
+    publisher.settle()
+    assert reader.read() == (last + 6, [AllBlocksCleared()])
     publisher.close()
 
 

@@ -298,6 +298,11 @@ class ZmqPublisher:
             if not topic.key_spaces:
                 del self._topics[topic.name.decode()]
                 ended.append(topic)
+        if self._of_endpoint is not None and any(topic.must_clear for topic in ended):
+            # A clear of any topic clears the whole endpoint. Without another topic, the next one
+            # begins with a clear (see `_is_alone`).
+            for topic in itertools.islice(self._topics.values(), 1):
+                topic.must_clear = True
         self._queue.put(_Ended(number, tuple(ended)))
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
