@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -235,18 +234,6 @@ def test_files_that_change_between_match_and_first_step_change_nothing(engine: A
     manager.loaded.clear()
     assert generate(other, "later", lora(), prompt(2, 100)) == 0
     assert other.contents == {"warm": 1, "later": 2}
-
-
-def test_a_worker_that_is_not_trusted_loads_and_stores_nothing(engine: Any, server: Any) -> None:
-    one, other = engine(), engine()
-    one.fill(PROMPT, 2)
-    watch = AdapterWatch(Manager({}))
-    watch._unacknowledged, watch.before_step = frozenset({1}), Mock()
-    other.worker._worker.rank.adapters = watch
-    num_stores, num_loads = server.count("store"), server.count("load")
-    other.fill(PROMPT + prompt(2, 50), 2)
-    assert other.counters["failed_loads"] == 1
-    assert (server.count("store"), server.count("load")) == (num_stores, num_loads)
 
 
 def test_what_was_planned_on_old_bytes_is_dropped_when_the_change_is_told(

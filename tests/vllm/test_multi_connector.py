@@ -93,7 +93,7 @@ def _config(*names: str) -> Any:
 
 def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
     """Checks which connectors may come before hotkv. hotkv moves a CPU engine's KV cache when it
-    registers it, so NIXL would read at the old address (`test_nixl.py` runs both)."""
+    registers it, so NIXL would read at the old address."""
     inner = _config("ExampleConnector", "HotKVConnector", "Behind")
     outer = _config("NixlConnector", "MultiConnector", "Behind")
     assert checks.earlier_connectors(()) == ()
