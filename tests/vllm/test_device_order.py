@@ -11,15 +11,8 @@ from hotkv_proto.order import OrderKind
 from hotkv_vllm.worker import device_order
 from tests.vllm.device import ToldDevice
 from tests.vllm.harness import prompt
-from tests.vllm.ordered_workers import (
-    KINDS,
-    device,
-    finish,
-    lag,
-)
+from tests.vllm.ordered_workers import KINDS, finish, lag
 from tests.vllm.specs import full_model, hybrid_model
-
-__all__ = ["device"]
 
 PROMPT = prompt(1, 200)
 LONG = pytest.mark.long

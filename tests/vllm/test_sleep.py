@@ -11,10 +11,7 @@ from tests.vllm.device import ToldDevice
 from tests.vllm.engine_core import Core, Executor
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of, check_stored
-from tests.vllm.rekeyed import updated
 from tests.vllm.specs import full_model, hybrid_model, mixed_model
-
-__all__ = ["updated"]
 
 PROMPT = prompt(1, 200)
 WAYS = pytest.mark.parametrize("way", ["pause", "sleep"])
