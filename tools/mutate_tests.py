@@ -43,7 +43,6 @@ DOOR = (
 )
 ENGINE = (
     "tests/vllm/test_traps.py tests/vllm/test_reports.py "
-    "tests/vllm/test_scenarios.py "
     "tests/vllm/test_hooks.py tests/vllm/test_sleep.py "
     "tests/vllm/test_exactness.py tests/vllm/test_multi_connector.py "
     "tests/vllm/test_ranks_together.py tests/vllm/test_setup.py tests/vllm/test_rekeying.py "

@@ -102,6 +102,44 @@ def engine(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture
+def updated(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes engines whose model has `load_weights`; the loaded weights change every KV value."""
+    import torch
+
+    from tests.vllm.changing_weights import may_load, show_weights
+
+    may_load(monkeypatch)
+
+    def make(**settings: Any) -> Any:
+        torch.manual_seed(0)
+        one = engine(**settings)
+        show_weights(one)
+        return one
+
+    return make
+
+
+@pytest.fixture
+def device(server: Any) -> Any:
+    """Returns a device whose marks the server's double checks. Fails the test if an event is
+    recorded again while a transfer waits for it."""
+    from hotkv_proto.order import OrderKind
+    from tests.vllm.device import ToldDevice
+
+    device = ToldDevice()
+
+    def on_record(event: Any) -> None:
+        names = {name for _, name, _, _ in server.held if name in server.afters}
+        afters = [server.afters[name] for name in names]
+        in_use = {after.mark.index for after in afters if after.kind is OrderKind.EVENTS}
+        assert event.number not in in_use, f"{event.number} is recorded while {names} wait"
+
+    device.on_record = on_record
+    server.has_passed = device.has_passed
+    return device
+
+
+@pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Makes worker sides that have a session and no engine (`worker_parts.Rig`)."""
     from tests.vllm.worker_parts import Rig

@@ -4,30 +4,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from hotkv_proto.order import OrderKind
 from tests.vllm.device import ToldDevice
 from tests.vllm.harness import prompt
 
 KINDS = (OrderKind.EVENTS, OrderKind.FLAGS, OrderKind.HOST)
-
-
-@pytest.fixture
-def device(server: Any) -> ToldDevice:
-    """Returns a device whose marks the server's double checks. Fails the test if an event is
-    recorded again while a transfer waits for it."""
-    device = ToldDevice()
-
-    def on_record(event: Any) -> None:
-        names = {name for _, name, _, _ in server.held if name in server.afters}
-        afters = [server.afters[name] for name in names]
-        in_use = {after.mark.index for after in afters if after.kind is OrderKind.EVENTS}
-        assert event.number not in in_use, f"{event.number} is recorded while {names} wait"
-
-    device.on_record = on_record
-    server.has_passed = device.has_passed
-    return device
 
 
 def worker_of(engine: Any) -> Any:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,13 +17,7 @@ from hotkv_client.types import BlockRun
 from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.reports import Miss
 from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
-from hotkv_vllm.identity.adapters import (
-    LATER,
-    NO_WORK,
-    UNKNOWN,
-    AdapterReport,
-    AdapterWork,
-)
+from hotkv_vllm.identity.adapters import LATER, UNKNOWN, AdapterReport, AdapterWork
 from hotkv_vllm.metadata import HotKVWorkerMetadata
 from tests.vllm.harness import prompt
 from tests.vllm.lora_manager import Manager, lora, with_adapters
@@ -39,11 +32,16 @@ HIT = 192
 # --------------------------------------------------------------------------------------- the worker
 
 
-def ask(watch: AdapterWatch, request: LoRARequest, number: int = 1) -> str:
-    watch.before_step(AdapterWork(asked=((number, request),)))
+def answers(watch: AdapterWatch, **work: Any) -> dict[int, dict[int, str]]:
+    """Gives the worker the scheduler's questions and releases. Returns its answers, by question and
+    rank."""
+    watch.before_step(AdapterWork(**work))
     report = watch.take_report()
-    assert report is not None
-    return report.answers[number][0]
+    return {} if report is None else report.answers
+
+
+def ask(watch: AdapterWatch, request: LoRARequest) -> str:
+    return answers(watch, asked=((1, request),))[1][0]
 
 
 def test_an_identity_is_of_the_bytes_and_of_nothing_else() -> None:
@@ -121,23 +119,14 @@ def test_few_adapters_are_read_ahead_and_the_rest_are_named_as_places_come_free(
     manager = Manager({f"/{number}": number for number in range(1, 8)})
     watch = AdapterWatch(manager, max_ahead=2)
     requests = [lora(number, str(number), f"/{number}") for number in range(1, 8)]
-    watch.before_step(AdapterWork(asked=tuple(enumerate(requests, 1))))
-    report = watch.take_report()
-    assert report is not None
-    answers = report.answers.items()
-    assert [number for number, answer in answers if answer[0] == LATER] == [3, 4, 5, 6, 7]
-    watch.before_step(NO_WORK)
-    assert watch.take_report() is None and manager.num_reads == 2
+    found = answers(watch, asked=tuple(enumerate(requests, 1)))
+    assert [number for number, answer in found.items() if answer[0] == LATER] == [3, 4, 5, 6, 7]
+    assert not answers(watch) and manager.num_reads == 2
     manager.add_adapter(requests[0])
     manager.add_adapter(requests[5])
-    watch.before_step(AdapterWork(released=(4,)))
-    report = watch.take_report()
-    assert report is not None
-    assert set(report.answers) == {3, 6}
-    assert LATER not in (report.answers[3][0], report.answers[6][0])
-    watch.before_step(AdapterWork(released=(2, 3)))
-    report = watch.take_report()
-    assert report is not None and set(report.answers) == {5, 7}
+    found = answers(watch, released=(4,))
+    assert set(found) == {3, 6} and LATER not in (found[3][0], found[6][0])
+    assert set(answers(watch, released=(2, 3))) == {5, 7}
 
 
 def test_what_cant_be_read_or_found_is_unknown(caplog: Any) -> None:
@@ -163,9 +152,7 @@ def test_the_manager_of_the_worker_that_registers_its_caches_is_found() -> None:
             return watch_adapters(self.vllm_config)
 
     watch = Runner().initialize()
-    watch.before_step(AdapterWork(asked=((1, lora()),)))
-    report = watch.take_report()
-    assert watch.is_watching and report is not None and report.answers[1][3] != UNKNOWN
+    assert watch.is_watching and answers(watch, asked=((1, lora()),))[1][3] != UNKNOWN
     Runner.lora_manager = None
     assert not Runner().initialize().is_watching
     assert not watch_adapters(Runner.vllm_config).is_watching
@@ -235,18 +222,6 @@ def test_files_that_change_between_match_and_first_step_change_nothing(engine: A
     manager.loaded.clear()
     assert generate(other, "later", lora(), prompt(2, 100)) == 0
     assert other.contents == {"warm": 1, "later": 2}
-
-
-def test_a_worker_that_is_not_trusted_loads_and_stores_nothing(engine: Any, server: Any) -> None:
-    one, other = engine(), engine()
-    one.fill(PROMPT, 2)
-    watch = AdapterWatch(Manager({}))
-    watch._unacknowledged, watch.before_step = frozenset({1}), Mock()
-    other.worker._worker.rank.adapters = watch
-    num_stores, num_loads = server.count("store"), server.count("load")
-    other.fill(PROMPT + prompt(2, 50), 2)
-    assert other.counters["failed_loads"] == 1
-    assert (server.count("store"), server.count("load")) == (num_stores, num_loads)
 
 
 def test_what_was_planned_on_old_bytes_is_dropped_when_the_change_is_told(

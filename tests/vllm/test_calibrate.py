@@ -85,17 +85,9 @@ def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
         files.append(tmp_path / f"{seed}.txt")
         files[-1].write_text(text(seed, length))
     output = tmp_path / "centres.npz"
-    arguments = [
-        "--model",
-        str(saved(model, tmp_path / "tiny")),
-        "--output",
-        str(output),
-        "--dtype",
-        "float32",
-        "--tokens",
-        "1800",
-    ]
-    status, printed = run(tmp_path / "log", *arguments, "--texts", *map(str, files))
+    flags = f"--model {saved(model, tmp_path / 'tiny')} --output {output} --dtype float32"
+    arguments = [*flags.split(), "--tokens", "1800", "--texts", *map(str, files)]
+    status, printed = run(tmp_path / "log", *arguments)
     assert status == 0, printed
     found = read_centres(output)
     assert found.model == "tiny" and sorted(found.layers) == [0, 1, 2]
@@ -128,15 +120,8 @@ def test_models_without_full_attention_are_refused(tmp_path: Path) -> None:
         MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=96)), tmp_path / "windows"
     )
     (tmp_path / "a.txt").write_text(text(0, NUM_TOKENS))
-    given = [
-        "--model",
-        str(folder),
-        "--output",
-        str(tmp_path / "a.npz"),
-        "--texts",
-        str(tmp_path / "a.txt"),
-    ]
-    status, printed = run(tmp_path / "log", *given)
+    given = f"--model {folder} --output {tmp_path}/a.npz --texts {tmp_path}/a.txt"
+    status, printed = run(tmp_path / "log", *given.split())
     assert status == 2 and "has no layer of plain full attention" in printed
     assert not (tmp_path / "a.npz").exists()
 
@@ -169,14 +154,10 @@ def test_recorders_keep_a_context_that_comes_in_chunks() -> None:
 def test_texts_that_are_too_short_are_refused() -> None:
     words = tokenizer()
     long = text(0, 4000)
-    assert [len(context) for context in contexts_of({"a": long, "b": long}, words, 3000)] == [
-        3000,
-        3000,
-    ]
-    with pytest.raises(
-        ValueError,
-        match=rf"--texts: b has 900 tokens; pass files of {MIN_TOKENS + FIRST_TOKENS} or more",
-    ):
+    contexts = contexts_of({"a": long, "b": long}, words, 3000)
+    assert [len(context) for context in contexts] == [3000, 3000]
+    said = f"--texts: b has 900 tokens; pass files of {MIN_TOKENS + FIRST_TOKENS} or more"
+    with pytest.raises(ValueError, match=said):
         contexts_of({"a": long, "b": text(1, 900)}, words, 3000)
 
 

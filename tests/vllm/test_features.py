@@ -23,17 +23,6 @@ SCHEMA = {
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
     "required": ["a"],
 }
-BERT = {
-    "architectures": ["BertModel"],
-    "model_type": "bert",
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 128,
-    "vocab_size": 1024,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +136,6 @@ def test_vectors_of_a_decoder_are_equal_after_a_hit(start: Starter, tmp_path: Pa
     assert cold["cached"] == [0, 0, 0] and warm["cached"] == hits(batch) and clean(engine)
     for mine, theirs in zip(cold["vectors"], warm["vectors"], strict=True):
         assert mine == pytest.approx(theirs, abs=NOISE)
-
-
-def test_encoders_have_nothing_to_share(start: Starter, tmp_path: Path) -> None:
-    """An encoder attends to all of a text: hotkv turns off with a message, and the engine works."""
-    model = write_model(tmp_path / "bert")
-    (model / "config.json").write_text(json.dumps(BERT))
-    engine = start(write_tokenizer(model), runner="pooling", max_model_len=512)
-    assert engine.ask("embed", requests=requests(39, (100,)))["cached"] == [0]
-    assert "hotkv is off: vLLM itself forbids prefix caching: this pooling" in engine.log()
 
 
 def picture(seed: int) -> dict[str, Any]:

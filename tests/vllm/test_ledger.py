@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hotkv_client.types import LoadEnd, RequestReport
+from hotkv_proto.blocks import Retention
 from hotkv_proto.reports import Miss
 from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
@@ -57,15 +58,16 @@ def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: st
     assert hit.hit_tokens == 192 and hit.saved_s == speed.seconds(0, 192) > 0
     assert (server.prefill_tokens_per_s > 0) == (load == "auto")
     assert one.counters.get("judged_choices", 0) == (load == "auto")
-    assert (server.prefill_tokens_per_s > 0) == (load == "auto")
     one.generate("elsewhere", prompt(3, 40), 2)
     assert reports_to(server)[-1].saved_s == 0
 
 
 class Reported:
-    def __init__(self, prefill: PrefillSpeed | None = None) -> None:
+    """A request and the reports about it."""
+
+    def __init__(self, prefill: PrefillSpeed | None = None, one: Any = None) -> None:
         self.parts = parts = Parts()
-        self.state = parts.state(request("a", 64))
+        self.state = parts.state(one or request("a", 64))
         self.made = UseReports(parts.session, TOKENS, parts.stats, parts.groups.keys, prefill)
 
     def sent(self, hit_tokens: int = 0, at_s: float = 1.0) -> list[RequestReport]:
@@ -73,6 +75,31 @@ class Reported:
         self.made.load_ended(self.state, False)
         self.made.send(at_s)
         return reports_to(self.parts.server)
+
+
+@pytest.mark.parametrize(
+    ("device", "external", "hits"),
+    [(0, 0, (0, 0)), (16, 16, (16, 32)), (36, 16, (36, 37)), (99, 0, (37, 37))],
+)
+def test_a_request_is_reported_once_with_what_it_hit(
+    device: int, external: int, hits: tuple[int, int]
+) -> None:
+    one = Reported(one=request("a", 37, decoded=30))
+    one.state.arrived_s, one.state.retention = 90.0, Retention(priority=1)
+    one.made.matched(one.state, device)
+    (report,) = one.sent(external, at_s=100.0)
+    assert (report.device_hit_tokens, report.hit_tokens) == hits
+    assert report.hashes == one.state.request.block_hashes[:2] and report.prompt_tokens == 37
+    assert report.age_s == 10.0 and report.retention == one.state.retention
+    assert one.sent(99, at_s=101.0) == [report] and one.parts.count("reported_requests") == 1
+
+
+def test_reports_without_a_block_are_sent_and_have_an_id_of_their_own_and_no_negative_age() -> None:
+    short, other = Reported(one=request("a", 5)), Reported()
+    short.state.arrived_s = 200.0
+    (report,) = short.sent(at_s=110.0)
+    assert (report.prompt_tokens, len(report.hashes), report.age_s) == (5, 0, 0.0)
+    assert other.sent()[0].report_id != report.report_id
 
 
 @pytest.mark.parametrize(

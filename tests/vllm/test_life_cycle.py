@@ -157,9 +157,8 @@ def test_shutdown_at_any_time_and_twice(
         assert one.connector._scheduler.cache is None
         one.run()
         assert one.outputs["a"] == answer_of(tokens, 8) and one.finished["a"] == "length"
-        one.generate("b", OTHER, 4)
-        one.drop_local()
-        assert one.generate("c", OTHER, 4) == (answer_of(OTHER, 4), 0)
+        one.fill(OTHER)
+        assert one.hit(OTHER) == 0
         audit(server, [one])
         assert "hook_errors" not in one.counters
         assert all(session.closed for session in server.sessions)
@@ -214,8 +213,7 @@ def test_memory_that_is_registered_twice(
     assert (held() - before).total() <= 2, held() - before
     server.resume()
     one.run()
-    one.drop_local()
-    assert one.generate("c", PROMPT, 4) == (answer_of(PROMPT, 4), USABLE)
+    assert one.hit(PROMPT) == USABLE
     if busy:
         assert one.outputs["b"] == answer_of(longer, 4)
     audit(server, [one])

@@ -30,13 +30,7 @@ def stored(
 ) -> tuple[Engine, dict[str, list[int]]]:
     """Returns an engine with room that has stored all its blocks, and its answers."""
     roomy = engine(specs=model(), max_tokens_per_step=128, blocks=400)
-    answers = {name: roomy.generate(name, tokens, 2)[0] for name, tokens in prompts.items()}
-    roomy.generate("end", prompt(1000, 3), 2)
-    return roomy, answers
-
-
-def steps(one: Engine, count: int) -> None:
-    one.steps(count)
+    return roomy, {name: roomy.fill(tokens, 2) for name, tokens in prompts.items()}
 
 
 @pytest.mark.parametrize("num_tokens", [91, 92, 93])
@@ -90,48 +84,34 @@ def test_loads_that_fit_go_on_together_and_those_that_failed_make_room(
         while server.count("load") < 2:
             one.step()
     else:
-        steps(one, 6)
+        one.steps(6)
         assert server.count("load") == 3
-    server.fail_loads, server.hold = False, set()
-    server.settle()
+    server.fail_loads = False
+    server.resume()
     one.run()
     assert one.outputs == answers
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @MODELS
-def test_who_waits_for_room_is_not_passed_by_smaller_ones(
-    engine: Any, server: Any, model: Any
+def test_who_waits_for_room_is_passed_only_by_those_that_vllm_prefers(
+    engine: Any, server: Any, model: Any, policy: str
 ) -> None:
+    """The two small requests fit together; the large one fits only alone. With priorities, the late
+    small request comes before the large one."""
     prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "late": prompt(3, 140)}
     roomy, answers = stored(engine, model, prompts)
-    tight = engine(specs=model(), blocks=1 + blocks_for_one(roomy), max_tokens_per_step=128)
-    server.hold = {"load"}
-    for name, tokens in prompts.items():
-        tight.add(name, tokens, 2)
-    for num_loads in (1, 2):
-        steps(tight, 6)
-        assert server.count("load") == num_loads
-        server.settle()
-    server.resume()
-    tight.run()
-    assert tight.outputs == answers
-
-
-@MODELS
-def test_with_priorities_who_waits_for_room_is_passed_by_those_that_vllm_prefers(
-    engine: Any, server: Any, model: Any
-) -> None:
-    prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "urgent": prompt(3, 140)}
-    roomy, answers = stored(engine, model, prompts)
-    settings = {"max_tokens_per_step": 128, "scheduling_policy": "priority"}
-    # The two small requests fit together. The large request fits only alone.
     blocks = blocks_for_one(roomy) + blocks_for_one(roomy, 140)
+    settings = {"max_tokens_per_step": 128, "scheduling_policy": policy}
     tight = engine(specs=model(), blocks=blocks, **settings)
     server.hold = {"load"}
-    for num_loads, (priority, name) in ((1, (1, "small")), (1, (2, "large")), (2, (0, "urgent"))):
+    for priority, name in ((1, "small"), (2, "large"), (0, "late")):
         tight.add(name, prompts[name], 2, priority=priority)
-        steps(tight, 6)
-        assert server.count("load") == num_loads
+        tight.steps(6)
+    assert server.count("load") == (2 if policy == "priority" else 1)
+    server.settle()
+    tight.steps(6)
+    assert server.count("load") == (3 if policy == "priority" else 2)
     server.resume()
     tight.run()
     assert tight.outputs == answers

@@ -22,12 +22,10 @@ from hotkv_vllm.scheduler import sharing
 from tests.vllm.changing_weights import FakeWatch, load
 from tests.vllm.harness import prompt
 from tests.vllm.other_connectors import beside, our_connector
-from tests.vllm.rekeyed import OTHER, PROMPT, updated
 from tests.vllm.specs import full_model, hybrid_model
 
-__all__ = ["updated"]
-
 ORIGINAL = "files:abc"
+PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
 
 
 class Machine(RuleBasedStateMachine):

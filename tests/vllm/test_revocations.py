@@ -25,11 +25,9 @@ from tests.vllm.device import ToldDevice
 from tests.vllm.harness import prompt
 from tests.vllm.ordered_server import engine_at
 from tests.vllm.ordered_server import finish as finish_with_daemon
-from tests.vllm.ordered_workers import KINDS, device, lag, worker_of
+from tests.vllm.ordered_workers import KINDS, lag, worker_of
 from tests.vllm.processes import Daemon
 from tests.vllm.specs import full_model, mixed_model
-
-__all__ = ["device"]
 
 PROMPT = prompt(1, 200)
 

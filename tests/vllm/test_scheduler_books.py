@@ -1,5 +1,5 @@
 """The scheduler side's small records, each alone: loads of other connectors, blocks about to be
-written, hidden keys, reports, hints."""
+written, hidden keys."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,15 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_proto.blocks import Retention
 from hotkv_vllm.compat import NULL_BLOCK
 from hotkv_vllm.scheduler import hits
 from hotkv_vllm.scheduler.hits import HiddenKeys
 from hotkv_vllm.scheduler.loads import OtherLoads
-from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from tests.vllm.desks import blocks
-from tests.vllm.parts import TOKENS, Parts, request
 
 OUTCOMES = st.sampled_from(["well", "well", "failed", "unheard", "lost"])
 PLANNED = st.tuples(st.booleans(), st.integers(0, 2), OUTCOMES, st.booleans())
@@ -95,48 +92,3 @@ def test_beyond_the_most_keys_the_oldest_are_forgotten(monkeypatch: pytest.Monke
     hidden.hide(0, keys[:3])
     hidden.hide(0, keys[3:])
     assert hidden.mask(0, keys, np.ones(4, np.bool_)).tolist() == [True, False, False, False]
-
-
-@pytest.mark.parametrize(
-    "device, external, hits",
-    [(0, 0, (0, 0)), (16, 16, (16, 32)), (36, 16, (36, 37)), (99, 0, (37, 37))],
-)
-def test_a_request_is_reported_once_with_what_it_hit(
-    device: int, external: int, hits: tuple[int, int]
-) -> None:
-    parts, names = Parts(), [True]
-
-    def sent() -> list[Any]:
-        return [what for kind, what in parts.server.calls if kind == "report_requests"]
-
-    reports, of_other_weights = (
-        UseReports(
-            parts.session, TOKENS, parts.stats, lambda one: one.block_hashes if names else ()
-        )
-        for _ in range(2)
-    )
-    state = parts.state(request("a", 37, decoded=30))
-    state.arrived_s, state.retention = 90.0, Retention(priority=1)
-    reports.matched(state, device)
-    reports.admitted(state, external)
-    reports.admitted(state, 99)
-    reports.send(100.0)
-    reports.send(101.0)
-    ((report,),) = sent()
-    assert (report.device_hit_tokens, report.hit_tokens) == hits
-    assert report.hashes == state.request.block_hashes[:2] and report.prompt_tokens == 37
-    assert report.age_s == 10.0 and report.retention == state.retention
-    assert parts.count("reported_requests") == 1
-    of_other_weights.admitted(parts.state(request("other", 37)), 0)
-    of_other_weights.send(102.0)
-    assert sent()[-1][0].report_id != report.report_id
-    # Requests without names are reported too, long or short; ages are never negative.
-    names.clear()
-    short = parts.state(request("short", 5))
-    short.arrived_s = 200.0
-    for one in (parts.state(request("b", 37)), short):
-        reports.admitted(one, 0)
-    reports.send(110.0)
-    told = [(one.prompt_tokens, len(one.hashes), one.age_s > 0) for one in sent()[-1]]
-    assert told == [(37, 0, True), (5, 0, False)]
-    assert len(sent()) == 3

@@ -9,9 +9,8 @@ import pytest
 from hotkv_client.fence import SHARED_WORDS, Revocations, SharedFence
 from tests.vllm.changing_weights import load
 from tests.vllm.harness import Engine, prompt
-from tests.vllm.rekeyed import PROMPT, updated
 
-__all__ = ["updated"]
+PROMPT = prompt(1, 200)
 
 
 def connect_again(one: Engine) -> None:

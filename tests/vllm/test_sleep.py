@@ -11,10 +11,7 @@ from tests.vllm.device import ToldDevice
 from tests.vllm.engine_core import Core, Executor
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of, check_stored
-from tests.vllm.rekeyed import updated
 from tests.vllm.specs import full_model, hybrid_model, mixed_model
-
-__all__ = ["updated"]
 
 PROMPT = prompt(1, 200)
 WAYS = pytest.mark.parametrize("way", ["pause", "sleep"])
@@ -29,22 +26,20 @@ def goes_on(core: Core, way: str) -> None:
 def test_a_pause_keeps_the_shared_cache(engine: Any, server: Any, model: Any, way: str) -> None:
     one = engine(specs=model())
     core = Core(one)
-    answer, _ = one.generate("a", PROMPT, 4)
-    one.generate("b", prompt(2, 40))
+    one.fill(PROMPT)
     kept = set(server.blocks)
     getattr(core, way)()
     assert kept == set(server.blocks) and not server.flushes
     goes_on(core, way)
-    assert one.generate("c", PROMPT, 4) == (answer, 192)
-    assert engine(specs=model()).generate("d", PROMPT, 4) == (answer, 192)
+    # The pause has emptied vLLM's own cache.
+    assert one.generate("c", PROMPT)[1] == engine(specs=model()).hit(PROMPT) == 192
     # The same holds without a server.
     server.die(empty=False)
     getattr(core, way)()
     goes_on(core, way)
-    assert one.generate("e", PROMPT, 4) == (answer, 0)
+    assert one.generate("e", PROMPT)[1] == 0
     server.come_back()
-    one.drop_local()
-    assert one.generate("f", PROMPT, 4) == (answer, 192) and not server.flushes
+    assert one.hit(PROMPT) == 192 and not server.flushes
     # A reset that is requested during a pause empties the shared cache.
     getattr(core, way)()
     assert core.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
@@ -69,8 +64,7 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
 ) -> None:
     one = engine()
     core = Core(one)
-    answer, _ = one.generate("a", PROMPT, 4)
-    one.generate("b", prompt(2, 40))
+    one.fill(PROMPT)
     worker, scheduler = one.worker._worker, one.connector._scheduler
     session, fds, link = worker.rank.session, dict(worker.rank.memory.fds), scheduler.cache.session
     # Only the scheduler probes the block table.
@@ -88,7 +82,7 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     assert reopened is not None and reopened.connected and scheduler.cache.session is link
     one.worker.restore_kv_caches()
     assert worker.rank.session is reopened
-    assert one.generate("c", PROMPT, 4) == (answer, 192)
+    assert one.hit(PROMPT) == 192
     # An engine to which the system has refused a new session withdraws its memory too.
     with monkeypatch.context() as patch:
         refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
@@ -105,8 +99,7 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     assert reopened.closed and worker.rank.session is None
     monkeypatch.setattr("hotkv_vllm.worker.layout.export", lambda *_: 1 // 0)
     core.wake_up()
-    assert scheduler.cache is None
-    assert one.generate("d", PROMPT, 4) == (answer, 0)
+    assert scheduler.cache is None and one.hit(PROMPT) == 0
     core.pause()
 
 
@@ -206,8 +199,8 @@ def test_what_is_under_way_brings_nothing_wrong(
         server.cancelled.clear()
         server.settle("load")
     if what != "a hung store":
-        server.hold, server.late = set(), set()
-        server.settle()
+        server.late = set()
+        server.resume()
     one.run()
     one.fill(prompt(2, 10), 3)
     tokens = list(one.requests["a"].prompt_token_ids)
@@ -223,11 +216,8 @@ def test_what_is_under_way_brings_nothing_wrong(
     one.scheduler.reset_prefix_cache()
     check_stored(server, [one])
     # Later requests still share blocks.
-    for hit in (None, 192):
-        answer, external = one.generate(f"again {hit}", PROMPT, 4)
-        assert answer == answer_of(PROMPT, 4) and hit in (None, external)
-        one.generate("end", prompt(2, 10), 3)
-        one.drop_local()
+    one.fill(PROMPT)
+    assert one.hit(PROMPT) == 192
 
 
 def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> None:
@@ -244,7 +234,7 @@ def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> Non
     assert one.connector._scheduler.cache.session is session
     server.come_back()
     one.generate("next", prompt(3, 10), 3)
-    assert one.generate("b", PROMPT, 4)[1] == 0 and server.flushes == 1
+    assert one.hit(PROMPT) == 0 and server.flushes == 1
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
@@ -254,7 +244,7 @@ def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
     """vLLM 0.33 may call `update_state_after_alloc` some steps after it admitted a load
     (`Scheduler.deferred_loads`), or never. `is_reset`: a reset's hook broke, so the load's lease
     still pins blocks from before the reset."""
-    answer, _ = engine().generate("a", PROMPT, 4)
+    answer = engine().fill(PROMPT)
     one, late = engine(), list[Any]()
     kept = dict(server.blocks)
     with monkeypatch.context() as patch:
@@ -277,4 +267,4 @@ def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
         assert server.flushes == 1 and one.outputs["b"] == answer and not server.count("load")
     assert one.outputs["c"] and not server.blocks and not server.leases
     server.blocks.update(kept)
-    assert engine().generate("d", PROMPT, 4) == (answer, 192)
+    assert engine().hit(PROMPT) == 192

@@ -1,5 +1,5 @@
 """The traps of vLLM's connector API, a test for each: real scheduler and cache manager, a double of
-the cache, faults on demand."""
+the cache, faults on demand. `test_stress` has failures and aborts in any order."""
 
 import logging
 from collections.abc import Iterator
@@ -10,39 +10,32 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from hotkv_client.types import LinkState
-from hotkv_vllm.scheduler import hits
+from hotkv_vllm.scheduler import hits, stores
 from hotkv_vllm.scheduler.loads import LoadRoom
 from tests.vllm.harness import Engine, prompt
-from tests.vllm.oracle import check_stored
-from tests.vllm.specs import SIZES, full_spec, hybrid_model, states_and_full_model
+from tests.vllm.oracle import answer_of, audit, check_stored
+from tests.vllm.specs import SIZES, full_model, full_spec, hybrid_model, states_and_full_model
 from tests.vllm.tiny import BLOCK_TOKENS
 
-PROMPT = prompt(1, 200)
-
-
+PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
+USABLE = 192
+MODELS = pytest.mark.parametrize("model", [full_model, hybrid_model])
 SHARES_WITH_LBHNC = {"LBHNC": True, "BLHNC": True, "LHBNC": True, "BHLNC": True, "LBNHC": False}
-
-
-def filled(engine: Any, **settings: Any) -> list[int]:
-    """Stores PROMPT's blocks through an engine; returns its answer of 4 tokens."""
-    answer, external = engine(**settings).generate("first", PROMPT, 4)
-    assert external == 0
-    return answer
 
 
 @pytest.mark.parametrize("v2", [True, False])
 def test_an_engine_of_either_runner_hits_what_another_one_stored(engine: Any, v2: bool) -> None:
-    answer = filled(engine, v2=v2)
-    assert engine(v2=False).generate("a", PROMPT, 4) == (answer, 6 * BLOCK_TOKENS)
+    engine(v2=v2).fill(PROMPT)
+    assert engine(v2=False).hit(PROMPT) == USABLE
 
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_layouts_share_exactly_where_pages_are_equal(engine: Any, layout: KVCacheLayout) -> None:
     """Engines share if the bytes inside a page have the same order; outer strides do not matter."""
-    answer = filled(engine, layout=layout)
-    assert engine(layout=layout).generate("b", PROMPT, 4) == (answer, 192)
+    engine(layout=layout).fill(PROMPT)
+    assert engine(layout=layout).hit(PROMPT) == USABLE
     if (equal := SHARES_WITH_LBHNC.get(layout.name)) is not None:
-        assert engine().generate("c", PROMPT, 4) == (answer, 192 * equal)
+        assert engine().hit(PROMPT) == USABLE * equal
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -62,8 +55,7 @@ def test_a_block_is_stored_with_the_step_that_fills_it(
     # The answer's tokens complete the second block.
     answer = one.fill(prompt(3, 60), 5)
     assert len(server.blocks) == 2
-    again = engine().generate("c", prompt(3, 60) + answer[:4] + [9] * 10, 1)
-    assert again[1] == 2 * BLOCK_TOKENS
+    assert engine().hit(prompt(3, 60) + answer[:4] + [9] * 10) == 2 * BLOCK_TOKENS
 
 
 @pytest.mark.parametrize(("table", "num_again"), [(True, 0), (False, 6)])
@@ -72,7 +64,7 @@ def test_ready_blocks_are_not_stored_again(
 ) -> None:
     """Without the server's block table, the engine knows that loaded blocks are ready, but not that
     its hits on the device are. It stores the latter again."""
-    filled(engine)
+    engine().fill(PROMPT)
     server.calls.clear()
     server.table = table
     one = engine()
@@ -85,7 +77,7 @@ def test_ready_blocks_are_not_stored_again(
 
 @pytest.mark.parametrize("how", ["never admitted", "not taken", "skips", "salted"])
 def test_a_hit_that_is_not_taken_leaves_no_lease(engine: Any, server: Any, how: str) -> None:
-    filled(engine)
+    engine().fill(PROMPT)
     one = engine()
     request = one.add("a", PROMPT, **{"cache_salt": "other"} if how == "salted" else {})
     if how in ("skips", "salted"):
@@ -110,7 +102,7 @@ def test_keys_of_failed_loads_are_offered_again(
     """vLLM gets hits of these keys again: after a minute in an engine that stores nothing, and soon
     if a session was lost."""
     monkeypatch.setattr(hits, "HIDDEN_FOR_S", 1e-6)
-    filled(engine)
+    engine().fill(PROMPT)
     role = "kv_consumer" if why == "stores nothing" else "kv_both"
     one = engine(within=lambda ours: ours | {"kv_role": role})
     server.hold, server.fail_loads = {"load"}, True
@@ -122,18 +114,18 @@ def test_keys_of_failed_loads_are_offered_again(
     one.run()
     server.fail_loads, server.refuse_workers = False, ""
     one.generate("reports", prompt(5, 10))
-    assert one.hit(PROMPT) == 192
+    assert one.hit(PROMPT) == USABLE
 
 
 def test_failed_keys_are_hidden_until_stored_again_or_the_cache_is_another(
     engine: Any, server: Any
 ) -> None:
-    answer = filled(engine)
+    engine().fill(PROMPT)
     one = engine()
     server.fail_loads, server.hold = True, {"store"}
     hidden = one.connector._scheduler.cache.finder.hidden
     for name in "ab":
-        assert one.generate(name, PROMPT, 4)[0] == answer
+        one.generate(name, PROMPT, 4)
         assert len(hidden) == 6 and server.count("load") == 1
         one.drop_local()
     # The server answers that it has the blocks (present), so they are no longer hidden.
@@ -141,7 +133,7 @@ def test_failed_keys_are_hidden_until_stored_again_or_the_cache_is_another(
     server.resume()
     one.generate("c", prompt(5, 10))
     assert len(hidden) == 0
-    assert one.hit(PROMPT) == 192
+    assert one.hit(PROMPT) == USABLE
     hidden.hide(0, [b"a"])
     server.epoch += 1
     one.generate("e", prompt(6, 40))
@@ -202,7 +194,7 @@ def test_a_request_is_computed_whose_lease_was_asked_for_before_the_handshakes_b
     one.connector.set_xfer_handshake_metadata_pp_aware(one.handshakes())
     one.run()
     assert one.external["b"] == 0 and "failed_loads" not in one.counters
-    assert one.hit(PROMPT) == 192
+    assert one.hit(PROMPT) == USABLE
 
 
 def test_a_state_whose_block_was_given_away_is_not_stored(
@@ -287,3 +279,57 @@ def test_failed_loads_do_not_block_each_other_for_memory(
     server.hold = set()
     one.run()
     assert one.outputs == answers
+
+
+@MODELS
+def test_a_failed_load_costs_no_request_whatever_the_policy(
+    engine: Any, server: Any, model: Any
+) -> None:
+    """vLLM's default is "fail"; hotkv sets "recompute" in its place."""
+    policy = {"kv_load_failure_policy": "fail"}
+    first, one = (engine(specs=model(), within=lambda ours: ours | policy) for _ in range(2))
+    first.fill(PROMPT)
+    server.fail_loads = server.spoil_loads = True
+    assert one.generate("b", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
+    assert one.counters["failed_loads"] and one.finished["b"] == "length"
+    audit(server, [first, one])
+
+
+@MODELS
+def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
+    engine: Any, server: Any, model: Any
+) -> None:
+    """The policy may be out of hotkv's reach; see
+    `test_multi_connector.test_policy_out_of_reach_is_said`."""
+    first, one = engine(specs=model()), engine(specs=model())
+    first.generate("a", PROMPT, 4)
+    one.scheduler.recompute_kv_load_failures = False
+    pool = one.scheduler.kv_cache_manager.block_pool
+    num_free = pool.get_num_free_blocks()
+    server.fail_loads = server.spoil_loads = True
+    one.generate("b", PROMPT, 4)
+    assert one.finished["b"] == "error" and not one.outputs["b"]
+    one.generate("end", OTHER, 1)
+    requests = one.connector._scheduler.requests
+    assert pool.get_num_free_blocks() == num_free and not server.leases
+    assert not requests.states and not requests.loads.awaited and not requests.failed_loads
+    server.fail_loads = False
+    one.fill(PROMPT)
+    assert one.hit(PROMPT) == USABLE
+    audit(server, [first, one])
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+@MODELS
+def test_a_step_of_very_many_blocks_is_stored_in_parts(
+    monkeypatch: Any, engine: Any, server: Any, model: Any, v2: bool
+) -> None:
+    """Includes two requests in a step, and a chain of blocks too long for one store."""
+    monkeypatch.setattr(stores, "STORE_BLOCKS", 3)
+    first, second = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
+    first.add("a", PROMPT, 2)
+    first.add("b", OTHER, 2)
+    first.run()
+    assert second.hit(PROMPT) == USABLE
+    found = audit(server, [first, second])
+    assert found.num_stored > 2 * 3 and first.counters["stores"] >= found.num_stored / 3
