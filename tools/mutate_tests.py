@@ -430,7 +430,7 @@ TESTS: dict[str, str] = {
     ),
     "sparse/hotkv_sparse/cuda/": (
         "tests/sparse/test_cuda_arena.py tests/sparse/test_cuda_choice.py "
-        "tests/sparse/test_cuda_index.py tests/sparse/test_cuda_step.py"
+        "tests/sparse/test_cuda_index.py tests/vllm/test_cuda_residency.py"
     ),
     "sparse/hotkv_sparse/": (
         "tests/sparse/test_scores.py tests/sparse/test_selection.py tests/sparse/test_selector.py "

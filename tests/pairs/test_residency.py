@@ -2,6 +2,7 @@
 equal the tokens of an engine that attends to everything."""
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -22,6 +23,7 @@ from tests.vllm.checkpoint import write_weights
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
 from tests.vllm.resident_runs import CHUNK, CONTEXT, EXACT, EXACT_POOL, prompts
 from tests.vllm.runs import same, settled
+from tests.vllm.sparse_runs import References
 from tests.vllm.tiny import transfer_config, write_model
 from tests.vllm.tokenizer import write_tokenizer
 from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
@@ -35,13 +37,54 @@ TOKENS = 12
 MOVE_STEPS = 5
 
 
-class Stage:
-    """A node with a disk and a Valkey, resident engines, and an engine that attends to everything.
-    They start when they are first requested."""
+def begin(
+    engines: Engines,
+    *,
+    model: Path,
+    connector: dict[str, Any],
+    role: str = "kv_both",
+    **more: Any,
+) -> EngineProcess:
+    """Starts an engine of the model, with these settings of the connector and of vLLM."""
+    settings: dict[str, Any] = {
+        "load_format": "auto",
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": CONTEXT // 2,
+        "max_num_batched_tokens": CHUNK,
+        "max_num_seqs": 4,
+        "driver": "every_driver.py",
+        "skip_tokenizer_init": not (model / "tokenizer.json").exists(),
+    }
+    ours = {"sparse_recall_steps": 0, "lookup_timeout_s": 3.0} | connector
+    transfer = transfer_config(**ours) | {"kv_role": role}
+    return engines.start(model, None, kv_transfer_config=transfer, **settings | more)
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack, moves: bool = False) -> None:
+
+class Models:
+    """The models, and answers of engines that attend to everything (`dense`)."""
+
+    def __init__(self, folder: Path, engines: Engines) -> None:
+        self.model = write_weights(write_tokenizer(write_model(folder / "model")), seed=1)
+        self.other = write_weights(write_model(folder / "other"), seed=2)
+        self.vision = write_vision_model(folder / "vision")
+        absent = {"target": f"unix:{folder}/none.sock", "startup_wait_s": 0.0}
+        self.dense = References(functools.partial(begin, engines, connector=absent))
+
+    def ask(self, operation: str = "generate", *, engine: Any = None, **asked: Any) -> Any:
+        """Returns the answer of the dense engine with these settings."""
+        return self.dense.ask(operation, engine={"model": self.model} | (engine or {}), **asked)
+
+
+class Stage:
+    """A node with a disk and a Valkey, and resident engines, which start when they are first
+    requested."""
+
+    def __init__(
+        self, folder: Path, stack: contextlib.ExitStack, models: Models, moves: bool = False
+    ) -> None:
         """moves: requests begin with all blocks on the device, and soon move to host memory."""
-        self.folder, self._stack, self._moves = folder, stack, moves
+        self.folder, self._moves, self.models = folder, moves, models
         self.collector = stack.enter_context(OtlpReceiver())
         valkey = stack.enter_context(running(folder / "valkey"))
         self.daemon = stack.enter_context(own_daemon())
@@ -52,8 +95,6 @@ class Stage:
         self.daemon.start()
         self._engines = Engines(folder)
         stack.callback(self._engines.stop)
-        self.model = write_weights(write_tokenizer(write_model(folder / "model")), seed=1)
-        self.other = write_weights(write_model(folder / "other"), seed=2)
         self._made: dict[str, EngineProcess] = {}
 
     def engine(self, name: str, **settings: Any) -> EngineProcess:
@@ -65,49 +106,26 @@ class Stage:
     def start(
         self,
         *,
-        resident: bool = True,
         model: Path | None = None,
         connector: dict[str, Any] | None = None,
-        role: str = "kv_both",
         **more: Any,
     ) -> EngineProcess:
-        settings: dict[str, Any] = {
-            "load_format": "auto",
-            "dtype": "float32",
-            "kv_cache_memory_bytes": 64 << 20,
-            "max_model_len": CONTEXT // 2,
-            "max_num_batched_tokens": CHUNK,
-            "max_num_seqs": 4,
-            "driver": "every_driver.py",
-        }
-        ours: dict[str, Any] = {"sparse_recall_steps": 0, "startup_wait_s": 20.0}
-        if resident:
-            settings |= {"num_gpu_blocks_override": 2 * EXACT_POOL, "quantum": 0}
-            ours |= {"sparse": EXACT | ({"residency": "auto"} if self._moves else {})}
-        else:
-            ours |= {"startup_wait_s": 0.0}
-        target = self.daemon.target if resident else f"unix:{self.folder}/none.sock"
-        model = model or self.model
-        settings["skip_tokenizer_init"] = not (model / "tokenizer.json").exists()
-        transfer = transfer_config(
-            target=target, **{"lookup_timeout_s": 3.0, **ours, **(connector or {})}
+        mode = {"residency": "auto"} if self._moves else {}
+        ours = {"target": self.daemon.target, "startup_wait_s": 20.0, "sparse": EXACT | mode}
+        made = begin(
+            self._engines,
+            model=model or self.models.model,
+            connector=ours | (connector or {}),
+            num_gpu_blocks_override=2 * EXACT_POOL,
+            quantum=0,
+            **more,
         )
-        made = self._engines.start(
-            model,
-            None,
-            kv_transfer_config=transfer | {"kv_role": role},
-            **settings | more,
-        )
-        if resident and "tensor_parallel_size" not in more:
+        if "tensor_parallel_size" not in more:
             # Only with one process: ranks keep dense attention if selection leaves out nothing.
             made.ask("rewrite_always")
             if self._moves:
                 made.ask("move", every=MOVE_STEPS)
         return made
-
-    @property
-    def dense(self) -> EngineProcess:
-        return self.engine("dense", resident=False)
 
     @property
     def one(self) -> EngineProcess:
@@ -119,20 +137,28 @@ class Stage:
         """Checks that the engine answers as the dense engine does. Returns its answer."""
         batch = prompts(seed, length)
         found: dict[str, Any] = engine.ask("generate", prompts=batch, max_tokens=TOKENS)
-        assert same(found, self.dense.ask("generate", prompts=batch, max_tokens=TOKENS))
+        assert same(found, self.models.ask(prompts=batch, max_tokens=TOKENS))
         return found
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with contextlib.ExitStack() as stack:
-        yield Stage(tmp_path_factory.mktemp("resident"), stack)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    folder = tmp_path_factory.mktemp("models")
+    engines = Engines(folder)
+    yield Models(folder, engines)
+    engines.stop()
 
 
 @pytest.fixture(scope="module")
-def moving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def stage(tmp_path_factory: pytest.TempPathFactory, models: Models) -> Iterator[Stage]:
     with contextlib.ExitStack() as stack:
-        yield Stage(tmp_path_factory.mktemp("moving"), stack, moves=True)
+        yield Stage(tmp_path_factory.mktemp("resident"), stack, models)
+
+
+@pytest.fixture(scope="module")
+def moving(tmp_path_factory: pytest.TempPathFactory, models: Models) -> Iterator[Stage]:
+    with contextlib.ExitStack() as stack:
+        yield Stage(tmp_path_factory.mktemp("moving"), stack, models, moves=True)
 
 
 # ------------------------------------------------------------------------------------- one engine
@@ -141,7 +167,7 @@ def moving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 def hints_and_sessions(stage: Stage) -> None:
     """Pins the blocks of a chat's request, then releases them."""
     (text,) = prompts(31, LENGTH)
-    expected = stage.dense.ask("generate", prompts=[text], max_tokens=TOKENS)
+    expected = stage.models.ask(prompts=[text], max_tokens=TOKENS)
     for kind, payload in (("pin", {"ttl_s": 600}), ("release", {})):
         action = {"action_id": "a", "action_type": kind, "action_version": "1.0"}
         asked = {
@@ -175,16 +201,16 @@ def reset(stage: Stage) -> None:
 def weights(stage: Stage) -> None:
     """Loads other weights in place, and then the first weights again."""
     batch = prompts(34, LENGTH)
-    other = stage.engine("other dense", resident=False, model=stage.other)
-    expected = other.ask("generate", prompts=batch, max_tokens=TOKENS)
+    other = stage.models.other
+    expected = stage.models.ask(engine={"model": other}, prompts=batch, max_tokens=TOKENS)
     engine = stage.engine("weights")
     first = stage.check(engine, 34)["tokens"]
-    engine.ask("reload", path=str(stage.other))
+    engine.ask("reload", path=str(other))
     engine.ask("reset")
     found = engine.ask("generate", prompts=batch, max_tokens=TOKENS)
     assert same(found, expected)
     assert found["cached"] == [0] and found["tokens"] != first
-    engine.ask("reload", path=str(stage.model))
+    engine.ask("reload", path=str(stage.models.model))
     engine.ask("reset")
     stage.check(engine, 34)
 
@@ -220,14 +246,13 @@ def tracing(stage: Stage) -> None:
 def slow(stage: Stage) -> None:
     """Stops the server for a while during a request."""
     batch = prompts(38, LENGTH)
-    expected = stage.dense.ask("generate", prompts=batch, max_tokens=TOKENS)
     pid = stage.daemon.pid
     stage.one.begin("generate", prompts=batch, max_tokens=TOKENS)
     time.sleep(0.1)
     os.kill(pid, signal.SIGSTOP)
     time.sleep(0.5)
     os.kill(pid, signal.SIGCONT)
-    assert same(stage.one.answer(), expected)
+    assert same(stage.one.answer(), stage.models.ask(prompts=batch, max_tokens=TOKENS))
 
 
 def disk(stage: Stage) -> None:
@@ -303,9 +328,8 @@ def producer(stage: Stage) -> None:
 def pooling(stage: Stage) -> None:
     asked = [{"tokens": tokens} for tokens in prompts(43, LENGTH)]
     kind = {"runner": "pooling", "convert": "embed"}
-    plain = stage.start(resident=False, **kind)
     engine = stage.start(**kind)
-    expected = plain.ask("embed", requests=asked)
+    expected = stage.models.ask("embed", engine=kind, requests=asked)
     for _ in range(2):
         found = engine.ask("embed", requests=asked)
         assert found["vectors"][0] == pytest.approx(expected["vectors"][0], abs=1e-4)
@@ -314,9 +338,8 @@ def pooling(stage: Stage) -> None:
 def embeds(stage: Stage) -> None:
     asked = [{"embeds": [44, LENGTH]}]
     with_embeds = {"enable_prompt_embeds": True}
-    plain = stage.start(resident=False, **with_embeds)
     engine = stage.start(**with_embeds)
-    expected = plain.ask("sample", requests=asked)
+    expected = stage.models.ask("sample", engine=with_embeds, requests=asked)
     for _ in range(2):
         assert same(engine.ask("sample", requests=asked), expected)
         engine.ask("reset")
@@ -324,13 +347,10 @@ def embeds(stage: Stage) -> None:
 
 def images(stage: Stage) -> None:
     (text,) = prompts(45, LENGTH)
-    model = write_vision_model(stage.folder / "vision")
     asked = [{"tokens": [*text[:40], IMAGE_TOKEN, *text[40:]], "images": [1]}]
-    identity = {"weights_identity": "vision"}
-    settings = {"model": model, "load_format": "random", "connector": identity}
-    plain = stage.start(resident=False, **settings)
-    engine = stage.start(**settings)
-    expected = plain.ask("sample", requests=asked)
+    settings = {"model": stage.models.vision, "load_format": "random"}
+    engine = stage.start(connector={"weights_identity": "vision"}, **settings)
+    expected = stage.models.ask("sample", engine=settings, requests=asked)
     for _ in range(2):
         assert same(engine.ask("sample", requests=asked), expected)
         engine.ask("reset")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
@@ -123,8 +123,8 @@ def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
 
 
 class StepMachine(RuleBasedStateMachine):
-    """Compares the device's step with the hot set's, from the same tables. Other changes of a hot
-    set are made on the reference only."""
+    """Compares the device's steps and growth with those of the hot set, from the same tables. Other
+    changes of a hot set are made on the reference only."""
 
     @initialize(
         capacity=st.integers(4, 40),
@@ -180,7 +180,7 @@ class StepMachine(RuleBasedStateMachine):
         weights |= {int(b): np.inf for b in where.always}
         selection = selection_of(weights)
         self.upload()
-        number, count = len(selection.blocks), where.count
+        number = len(selection.blocks)
         selector.numbers[:] = [0, number]
         selector.blocks[1, :number] = selection.blocks
         selector.chosen[1, :number] = selection.weights
@@ -195,13 +195,37 @@ class StepMachine(RuleBasedStateMachine):
         assert device.prefetch[1, : counts[PREFETCH]].tolist() == wanted
         assert counts[SELECTED] == expected.num_selected
         assert counts[RESIDENT] == expected.num_resident
-        assert device.state[1].tolist() == self.hot.state.tolist()
-        assert device.block_of[1].tolist() == self.hot.block_of.tolist()
-        assert device.slot_of[1, :count].tolist() == self.hot.slot_of[:count].tolist()
-        mapped = self.hot.state == 1
-        assert device.used_at[1][mapped].tolist() == self.hot.used_at[mapped].tolist()
-        assert device.clocks[1] == self.hot.clock
+        self.compare()
         self.wanted = expected.prefetch
+
+    def compare(self) -> None:
+        """Checks that the device's tables are those of the reference."""
+        hot, device, count = self.hot, self.selector.hot, self.hot.span.count
+        assert device.state[1].tolist() == hot.state.tolist()
+        assert device.block_of[1].tolist() == hot.block_of.tolist()
+        assert device.slot_of[1, :count].tolist() == hot.slot_of[:count].tolist()
+        mapped = hot.state == 1
+        assert device.used_at[1][mapped].tolist() == hot.used_at[mapped].tolist()
+        assert device.clocks[1] == hot.clock
+
+    @precondition(lambda self: self.hot.span.count < 200)
+    @rule(more=st.integers(1, 3))
+    def grow(self, more: int) -> None:
+        """Adds blocks that the step computes, and so need slots. Without room nothing changes."""
+        hot, device, work = self.hot, self.selector.hot, self.selector._workspace
+        count = min(hot.span.count + more, 200)
+        self.upload()
+        device.known[1], work.faults[0] = hot.span.count, 0
+        work.begin(np.array([0, count * BLOCK], np.int32))
+        device.grow()
+        try:
+            computed = hot.extend(Span(1, count - 2, count), count).swap_out
+        except HotKVError:
+            assert work.faults[0] == 1
+        else:
+            assert work.faults[0] == 0 and device.known[1] == count
+            hot.swapped_out(computed, True)
+        self.compare()
 
     @rule(count=st.integers(0, 4))
     def prefetch(self, count: int) -> None:

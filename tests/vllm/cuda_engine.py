@@ -46,7 +46,7 @@ from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, SparseRows
 from tests.sparse.cuda_support import CpuTensors, Cuda
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
 
-HEADS, QUERIES, SIZE = 2, 4, 32
+HEADS, QUERIES, SIZE = 2, 6, 32
 NAMES = ("model.layers.0.attn", "model.layers.1.attn")
 FILE = (1, 2)
 PIN = ResidencyOpened("r", 0, 0, 0)

@@ -1,14 +1,15 @@
 """Engines that attend to a selection of blocks in each step."""
 
-import random
-from collections.abc import Callable
+import functools
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.vllm.processes import EngineProcess, Engines
-from tests.vllm.tiny import VOCAB, write_model
+from tests.vllm.tiny import write_model
 
 Start = Callable[..., EngineProcess]
 COVERING = {"sparse_topk": 1.0, "min_context_tokens": 256, "dense_layers": []}
@@ -24,45 +25,76 @@ SMALL = {
 LENGTHS = (600, 300, 1200, 31, 257, 901)
 
 
-def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    dice = random.Random(seed)
-    return [[dice.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+def begin(
+    engines: Engines,
+    folder: Path,
+    sparse: dict[str, Any] | None = None,
+    *,
+    kind: str = "llama",
+    target: str | None = None,
+    connector_settings: dict[str, Any] | None = None,
+    **settings: Any,
+) -> EngineProcess:
+    """Starts an engine with the connector, and with random weights that are the same in every
+    engine. Its server is absent unless `target` names it."""
+    layers = {"hf_overrides": {"num_hidden_layers": 4}} if kind == "llama" else {}
+    settings = {
+        "load_format": "random",
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 64 << 20,
+        **layers,
+    } | settings
+    connector: dict[str, Any] = {"weights_identity": folder.name, "sparse_recall_steps": 0}
+    connector |= {} if target else {"startup_wait_s": 0.0}
+    connector |= {} if sparse is None else {"sparse": sparse}
+    return engines.start(
+        write_model(folder / kind, kind),
+        target or f"unix:{folder}/none.sock",
+        connector=connector | (connector_settings or {}),
+        driver="sparse_driver.py",
+        **settings,
+    )
 
 
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    def make(
-        sparse: dict[str, Any] | None,
-        *,
-        kind: str = "llama",
-        target: str | None = None,
-        **settings: Any,
-    ) -> EngineProcess:
-        """Returns an engine with the connector; its server is absent unless `target` names it."""
-        layers = {"hf_overrides": {"num_hidden_layers": 4}} if kind == "llama" else {}
-        settings = {
-            "load_format": "random",
-            "dtype": "float32",
-            "kv_cache_memory_bytes": 64 << 20,
-            **layers,
-        } | settings
-        connector = {
-            "weights_identity": tmp_path.name,
-            "flush_timeout_s": 5.0,
-            "sparse_recall_steps": 4,
-        }
-        connector |= {} if target else {"startup_wait_s": 0.0}
-        connector |= {} if sparse is None else {"sparse": sparse}
-        target = target or f"unix:{tmp_path}/none.sock"
-        return engines.start(
-            write_model(tmp_path / kind, kind),
-            target,
-            connector=connector,
-            driver="sparse_driver.py",
-            **settings,
-        )
+    """Starts engines with `begin` that measure their recall in every fourth step."""
+    measured = {"flush_timeout_s": 5.0, "sparse_recall_steps": 4}
+    return functools.partial(begin, engines, tmp_path, connector_settings=measured)
 
-    return make
+
+class References:
+    """Engines without a server whose devices hold every block. Each starts at its first question. A
+    question that is asked again gets the same answer.
+
+    begin: starts an engine with the settings in its arguments.
+    """
+
+    def __init__(self, begin: Callable[..., EngineProcess]) -> None:
+        self._begin = begin
+        self._made: dict[str, EngineProcess] = {}
+        self._answers: dict[str, dict[str, Any]] = {}
+
+    def ask(
+        self, operation: str = "generate", *, engine: dict[str, Any] | None = None, **asked: Any
+    ) -> dict[str, Any]:
+        """Returns the answer of the engine with these settings; None: without any."""
+        which = json.dumps(engine, default=str)
+        if which not in self._made:
+            self._made[which] = self._begin(**engine or {})
+        question = json.dumps([which, operation, asked])
+        if question not in self._answers:
+            self._answers[question] = self._made[which].ask(operation, **asked)
+        return self._answers[question]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
+    """Answers for the tests of a file, by engines that attend to everything."""
+    folder = tmp_path_factory.mktemp("dense")
+    engines = Engines(folder)
+    yield References(functools.partial(begin, engines, folder, None))
+    engines.stop()
 
 
 def totals(engine: EngineProcess) -> dict[str, float]:

@@ -9,16 +9,19 @@ from tests.vllm.resident_runs import (
     EXACT,
     EXACT_POOL,
     POOL_BLOCKS,
+    REFERENCE,
     RESIDENT,
     SPARSE,
     Start,
     prompts,
+    references,
     same,
     start,
 )
+from tests.vllm.sparse_runs import References
 from tests.vllm.tiny import BLOCK_TOKENS, VOCAB
 
-__all__ = ["start"]
+__all__ = ["references", "start"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -28,46 +31,40 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
     [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.long)],
 )
 def test_tokens_are_those_of_a_device_that_holds_everything(
-    start: Start, daemon: Daemon, is_async: bool
+    start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
     """Two requests take turns in prefill and decode; together they are three times as long as the
     pool."""
-    target = daemon.start().target
-    reference = start(SPARSE)
     one = start(
         RESIDENT,
-        target=target,
+        target=daemon.start().target,
         num_gpu_blocks_override=POOL_BLOCKS + 41,
         async_scheduling=is_async,
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(1, 4001, 2503)
-    expected = reference.ask("generate", prompts=batch, max_tokens=40)
     found = one.ask("generate", prompts=batch, max_tokens=40)
-    assert same(found, expected)
-    state = one.ask("sparse")
-    assert state["preemptions"] == 0
-    print(one.ask("stats")["totals"])
+    assert same(found, references.ask(engine=REFERENCE, prompts=batch, max_tokens=40))
+    assert one.ask("sparse")["preemptions"] == 0
 
 
-def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> None:
+def test_a_prefix_hit_moves_next_to_nothing(
+    start: Start, daemon: Daemon, references: References
+) -> None:
     """Loads sinks and recent window and copies representations; the other blocks stay in host
     memory."""
     target = daemon.start().target
-    reference = start(SPARSE)
     first, second = (
         start(RESIDENT, target=target, num_gpu_blocks_override=POOL_BLOCKS) for _ in range(2)
     )
     for engine in (first, second):
         engine.ask("wait", connected=True, timeout_s=60.0)
     (base, tail) = prompts(2, 4000, 97)
-    expected = reference.ask("generate", prompts=[base + tail], max_tokens=30)
     first.ask("generate", prompts=[base], max_tokens=30)
     found = second.ask("generate", prompts=[base + tail], max_tokens=30)
     assert found["cached"] == [4000]
-    assert same(found, expected)
+    assert same(found, references.ask(engine=REFERENCE, prompts=[base + tail], max_tokens=30))
     totals = second.ask("stats")["totals"]
-    print(totals)
     # A token takes 2 KiB: 4 layers, 2 heads of 32.
     assert totals["load_bytes"] < 0.05 * 4000 * 2048
     assert totals["loads"] == 1 and "failed_loads" not in totals
@@ -101,7 +98,6 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     one.ask("generate", prompts=[[*batch[0][:1024], 9], batch[3]], max_tokens=40)
     found = one.ask("rows")
     assert found["wrong"] == [] and found["rows"] > 150
-    print(found, one.ask("sparse"), one.ask("stats")["totals"])
 
 
 @pytest.mark.parametrize(
@@ -109,14 +105,13 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.long)],
 )
 def test_requests_that_may_become_long_run_at_once_and_all_finish(
-    start: Start, daemon: Daemon, is_async: bool
+    start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
     """Four requests have 28 blocks each and may grow to 62; the arena can pin 98. They begin
     together. When the arena is full, all are held until the last gives up its room."""
     daemon.flags = ["--residency.share", "0.1"]
     params = {"max_tokens": 1300, "min_tokens": 200, "stop_token_ids": [*range(3, VOCAB, 4)]}
     requests = [{"tokens": tokens} for tokens in prompts(5, 660, 665, 670, 675)]
-    dense = start(None)
     one = start(
         EXACT,
         target=daemon.start().target,
@@ -125,28 +120,24 @@ def test_requests_that_may_become_long_run_at_once_and_all_finish(
         quantum=64,
     )
     one.ask("wait", connected=True, timeout_s=60.0)
-    expected = dense.ask("sample", requests=requests, params=params)
     found = one.ask("sample", requests=requests, params=params)
-    assert same(found, expected)
+    assert same(found, references.ask("sample", requests=requests, params=params))
     assert found["ended"] == ["stop"] * 4
     counted = one.ask("stats")["totals"]
-    print(counted, [len(tokens) for tokens in found["tokens"]])
     assert counted["parked_residencies"] >= 1
     assert not {"failed_residencies", "lost_residencies", "hook_errors"} & counted.keys()
 
 
 def test_a_context_that_fits_its_hot_slots_is_not_staged_in_decode(
-    start: Start, daemon: Daemon
+    start: Start, daemon: Daemon, references: References
 ) -> None:
     """A context of 1,500 tokens in hot sets of 2,048: decode steps find all blocks in hot slots,
     which the first step has filled."""
-    dense = start(None)
     one = start(EXACT, target=daemon.start().target, num_gpu_blocks_override=2 * EXACT_POOL)
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(6, 1500)
-    expected = dense.ask("generate", prompts=batch, max_tokens=40)
     found = one.ask("generate", prompts=batch, max_tokens=40)
-    assert same(found, expected)
+    assert same(found, references.ask(prompts=batch, max_tokens=40))
     staged, pulled = [], []
 
     def totals() -> dict[str, float]:

@@ -2,8 +2,6 @@
 with a real server. Tokens equal those of sparse decode with all blocks on the device, at whatever
 step a request moves, and after any fault of the server."""
 
-from typing import Any
-
 import pytest
 
 from tests.vllm.processes import Daemon, EngineProcess
@@ -11,26 +9,24 @@ from tests.vllm.resident_runs import (
     AUTO,
     EXACT,
     POOL_BLOCKS,
-    SPARSE,
+    REFERENCE,
+    SCHEDULING,
     Start,
     prompts,
+    references,
     same,
     start,
     until_stored,
 )
-from tests.vllm.sparse_runs import totals
+from tests.vllm.sparse_runs import References, totals
 
-__all__ = ["start"]
+__all__ = ["references", "start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 POOL = POOL_BLOCKS + 41
 """Blocks: 3,328 tokens. A request that has moved holds 41 of them, with asynchronous scheduling."""
 EXACT_AUTO = EXACT | {"residency": "auto"}
 TROUBLES = {"failed_residencies", "lost_residencies", "hook_errors", "failed_loads"}
-SCHEDULING = pytest.mark.parametrize(
-    "is_async",
-    [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.campaign)],
-)
 
 
 def grown(one: EngineProcess, before: dict[str, float], *names: str) -> list[float]:
@@ -39,21 +35,19 @@ def grown(one: EngineProcess, before: dict[str, float], *names: str) -> list[flo
 
 
 def test_requests_move_once_the_pool_is_full_and_one_that_fits_never(
-    start: Start, daemon: Daemon
+    start: Start, daemon: Daemon, references: References
 ) -> None:
     """Runs two requests, together of 145 blocks, in a pool of 104 blocks; then one of 60 blocks."""
-    reference = start(SPARSE)
     one = start(AUTO, target=daemon.start().target, num_gpu_blocks_override=POOL)
     one.ask("wait", connected=True, timeout_s=60.0)
     batch, alone = prompts(1, 2503, 1901), prompts(2, 1900)
     found = one.ask("generate", prompts=batch, max_tokens=120)
-    assert same(found, reference.ask("generate", prompts=batch, max_tokens=120))
+    assert same(found, references.ask(engine=REFERENCE, prompts=batch, max_tokens=120))
     before = totals(one)
-    print(before)
     assert before["moved_residencies"] >= 1 and not TROUBLES & before.keys()
     assert one.ask("sparse")["preemptions"] == 0
     found = one.ask("generate", prompts=alone, max_tokens=40)
-    assert same(found, reference.ask("generate", prompts=alone, max_tokens=40))
+    assert same(found, references.ask(engine=REFERENCE, prompts=alone, max_tokens=40))
     moved = ("moved_residencies", "resident_pulled_pages", "resident_staged_pages")
     assert grown(one, before, *moved) == [0, 0, 0]
 
@@ -62,11 +56,10 @@ def test_requests_move_once_the_pool_is_full_and_one_that_fits_never(
 @SCHEDULING
 @pytest.mark.parametrize("every", [3, 11, 23])
 def test_moves_at_any_step_change_no_token(
-    start: Start, shared_daemon: Daemon, every: int, is_async: bool
+    start: Start, shared_daemon: Daemon, references: References, every: int, is_async: bool
 ) -> None:
     """Moves in prefill and in decode. The hot set covers the contexts, so tokens are those of dense
     attention."""
-    dense = start(None)
     one = start(
         EXACT_AUTO,
         target=shared_daemon.target,
@@ -75,29 +68,26 @@ def test_moves_at_any_step_change_no_token(
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(3, 1700, 460, 1503, 900)
-    expected = dense.ask("generate", prompts=batch, max_tokens=50)
     one.ask("rewrite_always")
     one.ask("move", every=every)
     one.ask("pace", seconds=0.01)
-    assert same(one.ask("generate", prompts=batch, max_tokens=50), expected)
+    found = one.ask("generate", prompts=batch, max_tokens=50)
+    assert same(found, references.ask(prompts=batch, max_tokens=50))
     # Moved bytes that are lost are recomputed.
     one.ask("lose", steps=[14, 9, 1])
-    assert same(one.ask("generate", prompts=prompts(4, 1650), max_tokens=50), dense_of(dense, 4))
+    batch = prompts(4, 1650)
+    found = one.ask("generate", prompts=batch, max_tokens=50)
+    assert same(found, references.ask(prompts=batch, max_tokens=50))
     counted = totals(one)
-    print(counted)
     assert counted["moved_residencies"] >= 3 and counted["resident_pulled_pages"] > 0
     assert "hook_errors" not in counted and "failed_residencies" not in counted
 
 
-def dense_of(dense: EngineProcess, seed: int) -> dict[str, Any]:
-    answer: dict[str, Any] = dense.ask("generate", prompts=prompts(seed, 1650), max_tokens=50)
-    return answer
-
-
 @pytest.mark.long
-def test_a_hit_is_loaded_whole_if_there_is_room(start: Start, daemon: Daemon) -> None:
+def test_a_hit_is_loaded_whole_if_there_is_room(
+    start: Start, daemon: Daemon, references: References
+) -> None:
     target = daemon.start().target
-    reference = start(SPARSE)
     large = start(AUTO, target=target, num_gpu_blocks_override=180)
     small = start(AUTO, target=target, num_gpu_blocks_override=POOL)
     (base, *tails) = prompts(5, 4000, 97, 90)
@@ -108,7 +98,7 @@ def test_a_hit_is_loaded_whole_if_there_is_room(start: Start, daemon: Daemon) ->
         before = totals(engine)
         found = engine.ask("generate", prompts=[base + tail], max_tokens=30)
         assert found["cached"] == [4000]
-        assert same(found, reference.ask("generate", prompts=[base + tail], max_tokens=30))
+        assert same(found, references.ask(engine=REFERENCE, prompts=[base + tail], max_tokens=30))
         loaded, staged = grown(engine, before, "load_bytes", "resident_staged_pages")
         # A token takes 2 KiB: 4 layers, 2 heads of 32.
         assert least <= loaded / (4000 * 2048) <= most
@@ -118,11 +108,10 @@ def test_a_hit_is_loaded_whole_if_there_is_room(start: Start, daemon: Daemon) ->
 @pytest.mark.long
 @SCHEDULING
 def test_a_server_is_killed_while_requests_are_whole(
-    start: Start, daemon: Daemon, is_async: bool
+    start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
     """The requests go on without it. Once it is back, their blocks are stored, and they can
     move."""
-    reference = start(SPARSE)
     one = start(
         AUTO,
         target=daemon.start().target,
@@ -132,19 +121,17 @@ def test_a_server_is_killed_while_requests_are_whole(
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     batch, other = prompts(6, 2000), prompts(7, 2300, 2200)
-    expected = reference.ask("generate", prompts=batch, max_tokens=90)
     one.ask("pace", seconds=0.03)
     one.begin("generate", prompts=batch, max_tokens=90)
     until_stored(daemon, 62)
     daemon.kill()
-    assert same(one.answer(), expected)
+    assert same(one.answer(), references.ask(engine=REFERENCE, prompts=batch, max_tokens=90))
     assert not TROUBLES & totals(one).keys() and one.ask("sparse")["preemptions"] == 0
-    expected = reference.ask("generate", prompts=other, max_tokens=90)
     one.begin("generate", prompts=other[:1], max_tokens=90)
     daemon.start()
     one.answer()
     one.ask("wait", connected=True, timeout_s=60.0)
-    assert same(one.ask("generate", prompts=other, max_tokens=90), expected)
+    found = one.ask("generate", prompts=other, max_tokens=90)
+    assert same(found, references.ask(engine=REFERENCE, prompts=other, max_tokens=90))
     counted = totals(one)
-    print(counted)
     assert counted["moved_residencies"] >= 1 and not TROUBLES & counted.keys()

@@ -6,40 +6,36 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.processes import Daemon
+from tests.vllm.processes import Daemon, EngineProcess
 from tests.vllm.resident_runs import (
     EXACT,
     EXACT_POOL,
     POOL_BLOCKS,
+    REFERENCE,
     RESIDENT,
-    SPARSE,
+    SCHEDULING,
     Start,
     prompts,
+    references,
     same,
     start,
     until_stored,
 )
-from tests.vllm.sparse_runs import totals
+from tests.vllm.sparse_runs import References, totals
 
-__all__ = ["start"]
+__all__ = ["references", "start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-SCHEDULING = pytest.mark.parametrize(
-    "is_async",
-    [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.campaign)],
-)
-
-
-def begun(start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, **more: Any) -> Any:
-    """Returns an engine that is in the middle of decoding `batch`, and the expected answer."""
-    reference = start(SPARSE)
+def begun(
+    start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, **more: Any
+) -> EngineProcess:
+    """Returns an engine that has begun to answer `batch`."""
     one = start(RESIDENT, target=daemon.start().target, num_gpu_blocks_override=POOL_BLOCKS, **more)
     one.ask("wait", connected=True, timeout_s=60.0)
-    expected = reference.ask("generate", prompts=batch, max_tokens=60)
     one.ask("pace", seconds=pace_s)
     one.begin("generate", prompts=batch, max_tokens=60)
-    return one, expected
+    return one
 
 
 @pytest.mark.long
@@ -49,15 +45,16 @@ def begun(start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, *
     [pytest.param(30, id="prefill"), pytest.param(62, id="decode")],
 )
 def test_a_server_is_killed_and_comes_back(
-    start: Start, daemon: Daemon, blocks: int, is_async: bool
+    start: Start, daemon: Daemon, references: References, blocks: int, is_async: bool
 ) -> None:
     """The engine reads on in the memory that it maps, and its blocks are pinned again."""
-    one, expected = begun(start, daemon, prompts(11, 2000), 0.05, async_scheduling=is_async)
+    batch = prompts(11, 2000)
+    one = begun(start, daemon, batch, 0.05, async_scheduling=is_async)
     until_stored(daemon, blocks)
     daemon.kill()
     time.sleep(0.5)
     daemon.start()
-    assert same(one.answer(), expected)
+    assert same(one.answer(), references.ask(engine=REFERENCE, prompts=batch, max_tokens=60))
     assert "hook_errors" not in totals(one)
 
 
@@ -66,7 +63,7 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
     """Decoding goes on while the device has room for blocks that can't be stored; then the request
     ends with an error, and the engine serves others."""
     settings = {"residency_timeout_s": 3.0}
-    one, _ = begun(start, daemon, prompts(12, 4000), 0.02, connector_settings=settings)
+    one = begun(start, daemon, prompts(12, 4000), 0.02, connector_settings=settings)
     until_stored(daemon, 30)
     daemon.kill()
     found = one.answer()
@@ -77,10 +74,11 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
 
 @pytest.mark.long
 @SCHEDULING
-def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: bool) -> None:
+def test_bytes_are_lost_again_and_again(
+    start: Start, daemon: Daemon, references: References, is_async: bool
+) -> None:
     """Loses bytes in prefill and in decode: the step's tokens are dropped, and the requests
     recomputed."""
-    dense = start(None)
     one = start(
         EXACT,
         target=daemon.start().target,
@@ -89,22 +87,22 @@ def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: 
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(14, 1700, 1503)
-    expected = dense.ask("generate", prompts=batch, max_tokens=50)
     one.ask("rewrite_always")
     # Steps are slow, so that the server has stored blocks before the steps read them.
     one.ask("pace", seconds=0.03)
     one.ask("lose", steps=[8, 9, 24, 12, 1, 1])
     found = one.ask("generate", prompts=batch, max_tokens=50)
-    assert same(found, expected)
+    assert same(found, references.ask(prompts=batch, max_tokens=50))
     counted = totals(one)
     assert counted["lost_residencies"] >= 2 and "hook_errors" not in counted
 
 
 @pytest.mark.long
 @SCHEDULING
-def test_requests_are_preempted_and_resume(start: Start, daemon: Daemon, is_async: bool) -> None:
+def test_requests_are_preempted_and_resume(
+    start: Start, daemon: Daemon, references: References, is_async: bool
+) -> None:
     """Five requests are admitted; the pool has room for two."""
-    dense = start(None)
     one = start(
         EXACT,
         target=daemon.start().target,
@@ -115,10 +113,9 @@ def test_requests_are_preempted_and_resume(start: Start, daemon: Daemon, is_asyn
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(15, 460, 1400, 480, 1600, 470)
-    expected = dense.ask("generate", prompts=batch, max_tokens=80)
     one.ask("rewrite_always")
     found = one.ask("generate", prompts=batch, max_tokens=80)
-    assert same(found, expected)
+    assert same(found, references.ask(prompts=batch, max_tokens=80))
     counted = totals(one)
     assert one.ask("sparse")["preemptions"] > 0
     assert counted["resident_pulled_pages"] > 0 and "hook_errors" not in counted

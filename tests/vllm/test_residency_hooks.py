@@ -7,9 +7,17 @@ import re
 import pytest
 
 from tests.vllm.processes import Daemon
-from tests.vllm.resident_runs import EXACT, EXACT_POOL, Start, prompts, start
+from tests.vllm.resident_runs import (
+    EXACT,
+    EXACT_POOL,
+    Start,
+    prompts,
+    references,
+    start,
+)
+from tests.vllm.sparse_runs import References
 
-__all__ = ["start"]
+__all__ = ["references", "start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOKENS = 6
 """Tokens of each answer: the first prompt's begins another block."""
@@ -45,12 +53,17 @@ CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec", "_blocks"}
     ],
 )
 def test_whatever_breaks_no_token_is_wrong(
-    start: Start, shared_daemon: Daemon, is_async: bool, later: bool, first: int, moves: int
+    start: Start,
+    shared_daemon: Daemon,
+    references: References,
+    is_async: bool,
+    later: bool,
+    first: int,
+    moves: int,
 ) -> None:
     """Breaks a function at its first call, or (`later`) at its first call after some number of
     steps. Each case breaks every sixth function, beginning with function number `first`.
     `moves`: requests begin on the device, and move after so many steps."""
-    dense = start(None)
     one = start(
         EXACT | ({"residency": "auto"} if moves else {}),
         target=shared_daemon.target,
@@ -65,7 +78,7 @@ def test_whatever_breaks_no_token_is_wrong(
     # The first batch misses; the second shares a prefix with it.
     (base, other) = prompts(21, 764, 640)
     batches = [[base, other], [[*base, *other[:80]]]]
-    expected = [dense.ask("generate", prompts=batch, max_tokens=TOKENS) for batch in batches]
+    expected = [references.ask(prompts=batch, max_tokens=TOKENS) for batch in batches]
     known = one.ask("called", modules=MODULES, prompts=batches, max_tokens=TOKENS)
     names = [name for name in known["names"] if not CALLED_BY_VLLM & {*re.split("[:.]", name)}]
     assert len(names) > 60 and known["steps"] > 3 * TOKENS, known

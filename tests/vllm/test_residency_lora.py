@@ -2,6 +2,7 @@
 server: adapters that engines share, and an adapter that is left out of sharing. Tokens equal those
 of an engine without a server whose device holds everything."""
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,9 +11,16 @@ import pytest
 
 from tests.vllm.adapters import LORA, adapter, write_adapter
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.resident_runs import CHUNK, POOL_BLOCKS, RESIDENT, SPARSE, prompts, same
+from tests.vllm.resident_runs import (
+    POOL_BLOCKS,
+    RESIDENT,
+    SETTINGS,
+    SPARSE,
+    prompts,
+    same,
+)
 from tests.vllm.runs import difference
-from tests.vllm.tiny import write_model
+from tests.vllm.sparse_runs import begin
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -35,30 +43,19 @@ def two(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("resident-lora")
-    made, model = Engines(folder), write_model(folder / "model")
-    settings: dict[str, Any] = {
-        "load_format": "random",
-        "dtype": "float32",
-        "kv_cache_memory_bytes": 64 << 20,
-        "max_model_len": 4096,
-        "max_num_batched_tokens": CHUNK,
-        "max_num_seqs": 4,
-        "driver": "sparse_driver.py",
-    } | LORA
-    connector = {"weights_identity": folder.name, "sparse_recall_steps": 0}
-    one = made.start(
-        model,
-        shared_daemon.target,
-        connector=connector
-        | {"sparse": RESIDENT | {"residency": request.param}, "startup_wait_s": 20.0},
+    made = Engines(folder)
+    start = functools.partial(
+        begin,
+        made,
+        folder,
+        **SETTINGS | {"hf_overrides": {}, "max_model_len": 4096} | LORA,
+    )
+    one = start(
+        RESIDENT | {"residency": request.param},
+        target=shared_daemon.target,
         num_gpu_blocks_override=POOL_BLOCKS,
-        quantum=0,
-        **settings,
     )
-    alone = {"sparse": SPARSE, "startup_wait_s": 0.0, "tenant": "own"}
-    reference = made.start(
-        model, f"unix:{folder}/none.sock", connector=connector | alone, **settings
-    )
+    reference = start(SPARSE)
     yield Two(one, reference, folder)
     made.stop()
 

@@ -6,20 +6,22 @@ from typing import Any
 import pytest
 
 from tests.vllm.processes import Daemon
-from tests.vllm.runs import NOISE, difference, settled
+from tests.vllm.runs import NOISE, difference, prompts, same, settled
 from tests.vllm.sparse_runs import (
     COVERING,
     HALF,
+    LENGTHS,
     SMALL,
+    References,
     Start,
     check_counters,
-    prompts,
+    dense,
     start,
     totals,
 )
 from tests.vllm.tiny import BLOCK_TOKENS
 
-__all__ = ["start"]
+__all__ = ["dense", "start"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,17 +33,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(
     "sparse", [pytest.param(COVERING, id="covering"), pytest.param(HALF, id="hot-set-covers")]
 )
-def test_a_covering_budget_is_exact_in_mixed_batches(start: Start, sparse: dict[str, Any]) -> None:
+def test_a_covering_budget_is_exact_in_mixed_batches(
+    start: Start, dense: References, sparse: dict[str, Any]
+) -> None:
     """Prompts of six lengths in chunks of 128 tokens: some decode, some above and some below the
     threshold, while others prefill."""
     settings = {"max_num_batched_tokens": 128, "max_num_seqs": 6}
-    dense, one = start(None, **settings), start(sparse, **settings)
-    batch = prompts(1)
-    expected = dense.ask("generate", prompts=batch, max_tokens=35)
+    one = start(sparse, **settings)
+    batch = prompts(1, LENGTHS)
     if sparse is HALF:
         one.ask("rewrite_always")
     found = one.ask("generate", prompts=batch, max_tokens=35)
-    assert found["tokens"] == expected["tokens"] and difference(found, expected) < NOISE
+    assert same(found, dense.ask(engine=settings, prompts=batch, max_tokens=35))
     assert one.ask("sparse")["layers"] == [0, 1, 2, 3] and one.ask("sparse")["sequences"] <= 6
     counted = totals(one)
     if sparse is HALF:
@@ -49,11 +52,11 @@ def test_a_covering_budget_is_exact_in_mixed_batches(start: Start, sparse: dict[
         assert counted["sparse_attended_blocks"] == counted["sparse_context_blocks"]
     else:
         assert "sparse_selects" not in counted and "sparse_faults" not in counted
-    assert one.ask("sparse")["sequences"] == 0 and not dense.ask("sparse")["on"]
+    assert one.ask("sparse")["sequences"] == 0
 
 
 @pytest.mark.long
-def test_local_prefix_hits_and_preemption(start: Start) -> None:
+def test_local_prefix_hits_and_preemption(start: Start, dense: References) -> None:
     """The device has too few blocks for two long prompts and their answers: a request is preempted,
     and resumes in other blocks."""
     settings = {
@@ -62,53 +65,44 @@ def test_local_prefix_hits_and_preemption(start: Start) -> None:
         "max_num_batched_tokens": 256,
         "max_model_len": 1024,
     }
-    dense, one = start(None, **settings), start(HALF, **settings)
+    one = start(HALF, **settings)
     batch = prompts(3, (920, 930))
     one.ask("rewrite_always")
-    for engine in (dense, one):
-        engine.ask("generate", prompts=[batch[0][:400]], max_tokens=1)
-    expected, found = (
-        engine.ask("generate", prompts=batch, max_tokens=40) for engine in (dense, one)
-    )
-    assert found["cached"] == expected["cached"] and found["cached"][0] >= 384
+    for asked, max_tokens in (([batch[0][:400]], 1), (batch, 40), (batch, 20)):
+        found = one.ask("generate", prompts=asked, max_tokens=max_tokens)
+        expected = dense.ask(engine=settings, prompts=asked, max_tokens=max_tokens)
+        assert same(found, expected) and found["cached"] == expected["cached"]
+        if max_tokens == 40:
+            assert found["cached"][0] >= 384
     assert one.ask("sparse")["preemptions"] > 0
-    assert found["tokens"] == expected["tokens"] and difference(found, expected) < NOISE
-    again_expected, again = (
-        engine.ask("generate", prompts=batch, max_tokens=20) for engine in (dense, one)
-    )
-    assert again["cached"] == again_expected["cached"] and difference(again, again_expected) < NOISE
     counted = totals(one)
     check_counters(counted, 4)
     assert counted["sparse_attended_blocks"] == counted["sparse_context_blocks"]
 
 
-def test_layers_with_windows_stay_dense(start: Start) -> None:
-    dense, one = (
-        start(None, kind="gemma3"),
-        start(HALF | {"max_correction_blocks": 3}, kind="gemma3"),
-    )
+@pytest.mark.parametrize(
+    ("settings", "layers", "lengths", "noise"),
+    [
+        pytest.param({"kind": "gemma3"}, [5], (500, 900), NOISE, id="windows"),
+        pytest.param({"kind": "gpt_oss", "dtype": "bfloat16"}, [1, 3], (500,), 2e-3, id="sinks"),
+    ],
+)
+def test_layers_with_windows_stay_dense(
+    start: Start,
+    dense: References,
+    settings: dict[str, Any],
+    layers: list[int],
+    lengths: tuple[int, ...],
+    noise: float,
+) -> None:
+    """Runs models with sliding windows. The second one's softmax has learned sinks."""
+    one = start(HALF | {"max_correction_blocks": 3}, **settings)
     one.ask("rewrite_always")
-    batch = prompts(6, (500, 900))
-    expected, found = (
-        engine.ask("generate", prompts=batch, max_tokens=40) for engine in (dense, one)
-    )
-    assert one.ask("sparse")["layers"] == [5]
-    assert difference(found, expected) < NOISE
+    batch = prompts(6, lengths)
+    found = one.ask("generate", prompts=batch, max_tokens=40)
+    assert one.ask("sparse")["layers"] == layers
+    assert difference(found, dense.ask(engine=settings, prompts=batch, max_tokens=40)) < noise
     check_counters(totals(one), 3)
-
-
-def test_softmax_sinks(start: Start) -> None:
-    dense, one = (
-        start(None, kind="gpt_oss", dtype="bfloat16"),
-        start(HALF, kind="gpt_oss", dtype="bfloat16"),
-    )
-    one.ask("rewrite_always")
-    batch = prompts(7, (500,))
-    expected, found = (
-        engine.ask("generate", prompts=batch, max_tokens=20) for engine in (dense, one)
-    )
-    assert one.ask("sparse")["layers"] == [1, 3]
-    assert difference(found, expected) < 2e-3
 
 
 # ------------------------------------------------------------------------------------------ bounded
@@ -157,10 +151,8 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(
     """The second engine loads the representations with the blocks, and selects as the first does.
     An engine with another version of representations shares only blocks."""
     target = daemon.start().target
-    batch, num_hit = (
-        prompts(4, (700, 1100)),
-        sum((length - 1) // BLOCK_TOKENS for length in (700, 1100)),
-    )
+    batch = prompts(4, (700, 1100))
+    num_hit = sum((length - 1) // BLOCK_TOKENS for length in (700, 1100))
     first, second, other = (
         start(sparse, target=target) for sparse in (SMALL, SMALL, SMALL | {"scorer": "quest"})
     )
@@ -173,7 +165,7 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(
         engine.ask("generate", prompts=batch, max_tokens=40) for engine in (first, second, other)
     )
     assert found["cached"] == expected["cached"] == apart["cached"] == [672, 1088]
-    assert found["tokens"] == expected["tokens"] and difference(found, expected) < NOISE
+    assert same(found, expected)
     counted = totals(second)
     # In three sparse layers, only the blocks behind the hits are built.
     assert counted["sparse_loaded_blocks"] == 3 * num_hit
@@ -188,14 +180,12 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(
 # -------------------------------------------------------------------------------------------- fails
 
 
-def test_a_fault_falls_back_to_dense_attention(start: Start) -> None:
-    dense, one = start(None), start(SMALL)
+def test_a_fault_falls_back_to_dense_attention(start: Start, dense: References) -> None:
+    one = start(SMALL)
     batch = prompts(10, (700, 900))
     one.ask("break_from_now")
-    expected, found = (
-        engine.ask("generate", prompts=batch, max_tokens=30) for engine in (dense, one)
-    )
-    assert found["tokens"] == expected["tokens"] and difference(found, expected) < NOISE
+    found = one.ask("generate", prompts=batch, max_tokens=30)
+    assert same(found, dense.ask(prompts=batch, max_tokens=30))
     counted = totals(one)
     # Each of the three layers breaks in three steps, rests for 16, and breaks at the next trial.
     assert counted["sparse_faults"] == 3 * 4 and "sparse_selects" not in counted

@@ -21,15 +21,25 @@ from hotkv_vllm.sparse.batch import Batch
 from hotkv_vllm.sparse.first_prompt import ENOUGH_TOKENS, NO_TURNING, FirstPrompt, Turning
 from hotkv_vllm.sparse.pool import BlockReprManager
 from hotkv_vllm.sparse.setup import _turning, install
-from tests.vllm.processes import EngineProcess
+from tests.vllm.runs import prompts
 from tests.vllm.sparse_parts import BLOCK, HEADS, QUERIES, Cache
 from tests.vllm.sparse_pools import HEADS as POOL_HEADS
 from tests.vllm.sparse_pools import SIZE as POOL_SIZE
 from tests.vllm.sparse_pools import described, layer_of
-from tests.vllm.sparse_runs import COVERING, HALF, Start, check_counters, prompts, start, totals
+from tests.vllm.sparse_runs import (
+    COVERING,
+    HALF,
+    LENGTHS,
+    References,
+    Start,
+    check_counters,
+    dense,
+    start,
+    totals,
+)
 from tests.vllm.sparse_workers import BLOCKS, Engine
 
-__all__ = ["start"]
+__all__ = ["dense", "start"]
 CONFIG = SparseConfig(
     sparse_topk=320, scorer="mix2", min_context_tokens=256, max_correction_blocks=2, dense_layers=()
 )
@@ -221,22 +231,18 @@ def test_the_axes_of_a_file_are_part_of_a_kind() -> None:
     ],
 )
 def test_an_engine_calibrates_itself_and_is_exact_where_budgets_cover(
-    start: Start, sparse: dict[str, Any]
+    start: Start, dense: References, sparse: dict[str, Any]
 ) -> None:
     """Prompts, in chunks of 128 tokens, are together long enough to calibrate. They run twice."""
     run = {"max_num_batched_tokens": 128, "max_num_seqs": 6, "enable_prefix_caching": False}
-    dense, one = start(None, **run), start(sparse | {"scorer": "mix2"}, **run)
-    batch = prompts(4)
-    expected = dense.ask("generate", prompts=batch, max_tokens=20)
+    one = start(sparse | {"scorer": "mix2"}, **run)
+    batch = prompts(4, LENGTHS)
+    expected = dense.ask(engine=run, prompts=batch, max_tokens=20)
     for _ in range(2):
         assert one.ask("generate", prompts=batch, max_tokens=20)["tokens"] == expected["tokens"]
     if sparse is HALF:
         check_counters(totals(one), 4)
-    _is_right(one)
-
-
-def _is_right(engine: EngineProcess) -> None:
-    pool = engine.ask("pool")
+    pool = one.ask("pool")
     assert all(pool["built"]) and pool["wrong"] == 0
 
 

@@ -30,7 +30,7 @@ def engine(
     """Returns the parts of a vLLM config that the checks read."""
     sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "tensor_parallel_size")
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**dict.fromkeys(sizes, 1) | parallel),
+        parallel_config=SimpleNamespace(use_ubatching=False, **dict.fromkeys(sizes, 1) | parallel),
         device_config=SimpleNamespace(device_type=device),
         speculative_config=object() if speculates else None,
         cache_config=SimpleNamespace(cache_dtype=dtype),
@@ -88,15 +88,6 @@ def test_what_does_not_fit_is_refused(config: Any, settings: dict[str, Any], mes
     assert message in str(error.value)
 
 
-def cuda_engine(**extra: object) -> SimpleNamespace:
-    """Returns the parts of an engine's configuration that the check reads."""
-    return SimpleNamespace(
-        device_config=SimpleNamespace(device_type="cuda"),
-        parallel_config=SimpleNamespace(use_ubatching=False),
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
-    )
-
-
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
@@ -107,7 +98,8 @@ def cuda_engine(**extra: object) -> SimpleNamespace:
     ],
 )
 def test_what_cuda_lacks_is_refused_by_name(settings: dict[str, Any], names: str) -> None:
-    allowed = cuda_engine(**{ALLOW_CUDA: True})
+    allowed = engine("cuda")
+    allowed.kv_transfer_config.kv_connector_extra_config[ALLOW_CUDA] = True
     assert not sparse_layers.cuda_refusal(allowed, RESIDENT_CONFIG)
     assert names in sparse_layers.cuda_refusal(allowed, replace(RESIDENT_CONFIG, **settings))
     allowed.parallel_config.use_ubatching = True
@@ -116,8 +108,9 @@ def test_what_cuda_lacks_is_refused_by_name(settings: dict[str, Any], names: str
 
 @pytest.mark.parametrize("value", [None, False, "true", 1])
 def test_what_has_never_run_is_allowed_by_nothing_else(value: object) -> None:
-    engine = cuda_engine(**{ALLOW_CUDA: value})
-    assert ALLOW_CUDA in sparse_layers.cuda_refusal(engine, RESIDENT_CONFIG)
+    refused = engine("cuda")
+    refused.kv_transfer_config.kv_connector_extra_config[ALLOW_CUDA] = value
+    assert ALLOW_CUDA in sparse_layers.cuda_refusal(refused, RESIDENT_CONFIG)
     sparse = {"hotkv.sparse": {"residency": "host"}}
     assert cuda_settings({**sparse, ALLOW_CUDA: value}) is None
     assert cuda_settings({**sparse, ALLOW_CUDA: True}) is not None
