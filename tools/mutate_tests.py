@@ -14,7 +14,7 @@ KERNELS = (
     "tests/core/test_incremental.py tests/core/test_cache.py"
 )
 POLICY = (
-    "tests/core/test_ghosts.py tests/core/test_duel.py tests/core/test_hotness.py "
+    "tests/core/test_duel.py tests/core/test_hotness.py "
     "tests/core/test_chains.py tests/core/test_policy.py "
     "tests/core/test_retention.py tests/simulate/test_replay.py tests/simulate/test_policies.py"
 )
@@ -117,7 +117,7 @@ SPARSE_ENGINE = (
 TESTS: dict[str, str] = {
     "proto/hotkv_proto/order.py": "tests/core/test_order.py",
     "proto/hotkv_proto/table.py": "tests/wire/test_rereads.py tests/core/test_index.py",
-    "proto/hotkv_proto/limits.py": "tests/core/test_filling.py tests/core/test_pinning.py",
+    "proto/hotkv_proto/limits.py": "tests/core/test_filling.py",
     "proto/hotkv_proto/costs.py": "tests/wire/test_costs.py",
     "proto/hotkv_proto/layout.py": "tests/core/test_layout.py tests/dataplane/test_layouts.py",
     "proto/hotkv_proto/kernels.py": (
@@ -351,7 +351,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/told/": TOLD,
     "server/hotkv_server/memory/": (
         "tests/core/test_memory.py tests/core/test_filling.py "
-        "tests/core/test_pinning.py tests/core/test_numa.py tests/server/test_arenas.py "
+        "tests/core/test_numa.py tests/server/test_arenas.py "
         "tests/server/test_restart.py"
     ),
     "server/hotkv_server/residency/": (

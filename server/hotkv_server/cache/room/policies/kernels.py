@@ -2,7 +2,7 @@
 """Numba kernels of the eviction policies. Importing Numba takes a second, so import this module
 only when it is first used, through `hotkv_proto.native.require`. If Numba is missing, that function
 raises an error that says how to install it. `tests/core/test_hotness.py`, `test_duel.py` and
-`test_ghosts.py` compare the kernels with plain Python implementations of the same rules.
+`test_policy.py` compare the kernels with plain Python implementations of the same rules.
 
 Terms: a ghost is a record of an evicted block. A contender is a setting of the formula of
 `Hotness`. Its shadow cache stores keys without bytes, and shows how many hits the setting would get
