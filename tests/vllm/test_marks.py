@@ -18,6 +18,7 @@ from hotkv_vllm.worker.device_order import (
 )
 from hotkv_vllm.worker.layout import ExportedMemory
 from tests.vllm.device import ToldDevice
+from tests.vllm.ordered_workers import KINDS
 
 
 @pytest.mark.parametrize("wanted", ["auto", "events", "flags", "host"])
@@ -33,6 +34,16 @@ def test_what_is_wanted_and_can_be_done_is_offered(
     assert marks.order.num_flags == (NUM_WORDS if words else 0)
     assert marks.order.flags_handle_id == (WORDS_HANDLE if words else "")
     assert marks.order.device_uuid == (ToldDevice.uuid if events or words else b"")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_mark_is_of_the_kind_that_the_session_has_chosen(kind: OrderKind) -> None:
+    """Each mark by an event has an event of its own."""
+    marks = Marks(ToldDevice(), "auto")
+    made = [marks.make(kind).after for _ in range(3)]
+    assert {after.kind for after in made if after} == {kind} - {OrderKind.HOST}
+    if kind is OrderKind.EVENTS:
+        assert [after.mark.index for after in made if after] == [0, 1, 2]
 
 
 def test_on_a_cpu_all_marks_have_passed_and_nothing_is_offered() -> None:
