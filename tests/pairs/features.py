@@ -99,14 +99,9 @@ class Ranks(Play):
         return all(len(one.ranks) > 1 for one in world.engines)
 
 
-class Pipeline(Play):
-    models = (RankedEngine,)
-
+class Pipeline(Ranks):
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"num_stages": 2} | ({} if "ranks" in world else {"num_ranks": 1})
-
-    def met(self, world: World) -> bool:
-        return all(len(one.ranks) > 1 for one in world.engines)
 
 
 class Hybrid(Play):
@@ -134,8 +129,6 @@ class Pools(Play):
 class Embeds(Play):
     """Half of the prompts are embeddings."""
 
-    seen = 0
-
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"enable_prompt_embeds": True}
 
@@ -144,16 +137,12 @@ class Embeds(Play):
             tokens = torch.tensor(asked["prompt"], dtype=torch.float32)
             asked["prompt_embeds"] = tokens[:, None].repeat(1, 4).to(torch.bfloat16)
             asked["prompt"] = []
-            self.seen += 1
-
-    def met(self, world: World) -> bool:
-        return self.seen > 0
+            self.count += 1
 
 
 class Images(Play):
     """Half of the longer token prompts contain one of two images, after 20 tokens of text."""
 
-    seen = 0
     place = PlaceholderRange(offset=20, length=40)
 
     def begin(self, world: World, one: Engine, number: int) -> None:
@@ -163,7 +152,7 @@ class Images(Play):
     def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
         if len(asked["prompt"]) < 80 or world.dice.random() < 0.5:
             return
-        self.seen += 1
+        self.count += 1
         image = MultiModalFeatureSpec(
             data=None,
             modality="image",
@@ -173,9 +162,6 @@ class Images(Play):
         first, end = self.place.offset, self.place.offset + self.place.length
         asked["prompt"][first:end] = [2] * self.place.length
         asked["mm_features"] = [image]
-
-    def met(self, world: World) -> bool:
-        return self.seen > 0
 
 
 class Speculation(Play):
@@ -311,7 +297,7 @@ class Preemption(Play):
             fresh = prompt(100 + 3 * number + seed, world.dice.randrange(180, 300))
             world.ask(one, fresh, max_tokens=60)
         for _ in range(world.dice.randrange(20, 70)):
-            world.step(one)
+            one.step()
 
     def met(self, world: World) -> bool:
         return any(one.preemptions for one in world.engines)
@@ -407,9 +393,6 @@ class Reset(Play):
         space = ours(one)._scheduler.cache.session.config.key_space
         assert not world.server.num_blocks(space.fingerprint, 0)
 
-    def met(self, world: World) -> bool:
-        return self.count > 0
-
 
 class Weights(Play):
     """The weights of an engine change, and change back."""
@@ -457,9 +440,6 @@ class Sleep(Play):
             core.pause()
             core.core.resume_scheduler()
 
-    def met(self, world: World) -> bool:
-        return self.count > 0
-
 
 class Tenants(Play):
     """The second engine belongs to another tenant. It does not find the first engine's blocks."""
@@ -489,11 +469,8 @@ class Restart(Play):
             return
         world.server.die(empty=world.dice.random() < 0.5)
         if world.dice.random() < 0.5:
-            world.step(world.dice.choice(world.engines))
+            world.dice.choice(world.engines).step()
         world.server.come_back()
-
-    def met(self, world: World) -> bool:
-        return self.count > 0
 
 
 class Away(Play):
@@ -504,9 +481,6 @@ class Away(Play):
             world.server.die(empty=False)
         elif not world.server.up and world.dice.random() < 0.4:
             world.server.come_back()
-
-    def met(self, world: World) -> bool:
-        return self.count > 0
 
 
 class Slow(Play):
@@ -525,9 +499,6 @@ class Slow(Play):
         server.hold = set(dice.sample(ALL_CALLS, dice.randrange(least, 4)))
         server.late = set(dice.sample(ALL_CALLS, dice.randrange(2)))
         server.ack_cancels = dice.random() < 0.5
-
-    def met(self, world: World) -> bool:
-        return self.count > 0
 
 
 # ------------------------------------------------------------------------- tiers of real daemons

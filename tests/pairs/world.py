@@ -38,7 +38,7 @@ class Play:
     may_not_hit = False
     """True if the feature may keep all hits of a world from being loaded."""
     count = 0
-    """How often the feature has happened, if it happens between turns."""
+    """How often the feature has happened."""
 
     def settings(self, world: "World", number: int) -> dict[str, Any]:
         """Returns the settings of an engine; `extra` are the connector's."""
@@ -64,9 +64,6 @@ class Play:
     def request(self, world: "World", one: Engine, name: str, asked: dict[str, Any]) -> None:
         """Changes a request (arguments of `Engine.add`) before it is made."""
 
-    def stepped(self, world: "World", one: Engine) -> None:
-        """Is called after an engine has run a step."""
-
     def between(self, world: "World") -> None:
         """Is called between two turns of the traffic."""
 
@@ -83,8 +80,8 @@ class Play:
         """Is called when the traffic has ended and the server is well."""
 
     def met(self, world: "World") -> bool:
-        """Returns True if it has shown itself in this world."""
-        raise NotImplementedError
+        """Returns True if the feature has shown itself in this world."""
+        return self.count > 0
 
 
 class World:
@@ -101,7 +98,6 @@ class World:
         seed: int,
         folder: Path,
         monkeypatch: Any,
-        num_engines: int = 2,
     ) -> None:
         self.name = f"{'+'.join(sorted(plays))} {seed}"
         self.dice = random.Random(self.name)
@@ -122,7 +118,7 @@ class World:
         self.weights_of: Callable[[Engine], int] = lambda one: 0
         for play in plays.values():
             play.start(self)
-        for number in range(num_engines):
+        for number in range(2):
             self.make(number)
 
     def __contains__(self, feature: str) -> bool:
@@ -186,17 +182,12 @@ class World:
         self.arguments[name] = asked
         return name
 
-    def step(self, one: Engine) -> None:
-        one.step()
-        for play in self.plays.values():
-            play.stepped(self, one)
-
     def run(self, one: Engine) -> None:
         """Steps until the engine is idle. The server's answers come in between."""
         until_s = time.monotonic() + WAIT_S
         while one.scheduler.has_requests() or one.queue:
             assert time.monotonic() < until_s, f"not finished: {one.scheduler.requests}"
-            self.step(one)
+            one.step()
             self.server.settle()
 
     def abort(self, one: Engine, name: str) -> None:
@@ -222,7 +213,7 @@ class World:
             for _ in range(self.dice.randrange(1, 4)):
                 self.ask(one)
             for _ in range(self.dice.randrange(12)):
-                self.step(self.dice.choice(self.engines))
+                self.dice.choice(self.engines).step()
             for play in self.plays.values():
                 play.between(self)
             if self.dice.random() < 0.15:

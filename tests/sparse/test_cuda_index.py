@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError
@@ -126,6 +126,7 @@ def selector_of(
 
 
 @given(small, st.sampled_from(TOKEN_FORMATS + SUMMARIES), st.integers(0, 9))
+@example(make_case(1, 150, 16, 2, 3, 64, False, True), "rot2u", 3)
 @quick
 def test_scores_what_the_reference_scores(case: Case, name: str, seed: int) -> None:
     num_blocks, block_tokens, _, head_size = case.keys.shape

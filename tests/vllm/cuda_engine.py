@@ -35,6 +35,7 @@ from hotkv_client.types import ResidencyOpened
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.cuda.arena import PAGEABLE_ACCESS
 from hotkv_sparse.cuda.hotsets import ATTENDED
+from hotkv_sparse.cuda.selector import Queries
 from hotkv_sparse.selection import exact_log_mass
 from hotkv_vllm.compat.residency import ResidentSpec
 from hotkv_vllm.connector import HotKVConnector
@@ -484,6 +485,7 @@ class Engine:
             recent = max(context - self.config.recent_tokens, 0) // BLOCK_TOKENS
             assert set(range(recent, last + 1)) <= set(blocks)
             tokens = tokens[np.isin(tokens // BLOCK_TOKENS, blocks)]
+            self.check_own_attention(layer, row, query[0], keys[tokens])
         expected = exact(
             query.numpy(), keys[tokens], values[tokens], SIZE**-0.5, len(tokens) - count
         )
@@ -509,6 +511,16 @@ class Engine:
         expected = np.log(np.exp(by_block).sum(axis=-1))
         found = work.scores[row, :, first:last].numpy()
         assert np.corrcoef(found.reshape(-1), expected.reshape(-1))[0, 1] > 0.7
+
+    def check_own_attention(self, layer: int, row: int, query: Any, keys: np.ndarray) -> None:
+        """Checks the attention of hotkv's own kernel over the hot set; its values are the keys."""
+        selector = self.worker.layers[NAMES[layer]].selector
+        asked = torch.zeros((self.worker._work.num_rows, QUERIES, SIZE))
+        asked[row] = query
+        found = torch.zeros_like(asked)
+        selector.attend(Queries(asked, "float32", QUERIES * SIZE, SIZE), found)
+        expected = exact(asked[row : row + 1].numpy(), keys, keys, SIZE**-0.5, len(keys) - 1)
+        np.testing.assert_allclose(found[row].numpy(), expected[0], rtol=2e-4, atol=2e-5)
 
     def blocks_of(self, layer: int, row: int, one: Request) -> list[int]:
         """Returns the blocks of the request's context in the row's block table, recognized by their

@@ -112,7 +112,7 @@ def test_broken_in_each_function_of_sparse_decode(
 def connector_over(layers: Layers) -> HotKVConnector:
     """Returns a worker's connector with sparse layers, and no server."""
     one = HotKVConnector.__new__(HotKVConnector)
-    one.clock = Clock()
+    one.clock = Mock()
     one.edge = HookEdge(one.clock, lambda _: None)
     worker = one._worker = HotKVWorker.__new__(HotKVWorker)
     worker.rank, worker.loads, worker.stores = Mock(), Mock(), Mock()
@@ -120,14 +120,6 @@ def connector_over(layers: Layers) -> HotKVConnector:
     sparse = worker.sparse = SparseRank.__new__(SparseRank)
     sparse.edge, sparse.worker, sparse.cuda, sparse.reporter = one.edge, layers.worker, None, None
     return one
-
-
-class Clock:
-    def add(self, *_: Any) -> None:
-        """Is not checked."""
-
-    def begin_step(self) -> None:
-        """Is not checked."""
 
 
 @pytest.mark.parametrize("function", ["begin_step", "will_write"])

@@ -7,14 +7,7 @@ import re
 import pytest
 
 from tests.vllm.processes import Daemon
-from tests.vllm.resident_runs import (
-    EXACT,
-    EXACT_POOL,
-    Start,
-    prompts,
-    references,
-    start,
-)
+from tests.vllm.resident_runs import EXACT, EXACT_POOL, Start, prompts, references, start
 from tests.vllm.sparse_runs import References
 
 __all__ = ["references", "start"]
