@@ -1,7 +1,8 @@
-"""A disk that hangs in any call costs only its own blocks: every probe reports a live server,
-engines keep their leases, new engines connect, host memory and other tiers go on, and the server
-can be stopped."""
+"""A disk that hangs in any call, or a slow store, costs only its own blocks: every probe reports a
+live server, engines keep their leases, new engines connect, host memory and other tiers go on, and
+the server can be stopped."""
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from hotkv_client import BlockResult, GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.testing import faults
+from hotkv_server.testing.fault_proxy import FaultProxy, throttled
 from tests.server.places import store
 from tests.server.sharing import (
     CHAIN,
@@ -20,11 +22,13 @@ from tests.server.sharing import (
     NUM_BLOCKS,
     PAGE_BYTES,
     SharingNode,
+    bucket_flags,
     node,
     probed,
 )
 from tests.server.support import hashes
 from tests.support.waiting import wait_for
+from tests.tiers.s3_support import running as running_s3
 from tests.tiers.valkey_support import Server as Valkey
 from tests.tiers.valkey_support import running
 
@@ -152,3 +156,76 @@ def test_a_disk_that_answers_again_is_used_again(hung: HungNode) -> None:
     assert store(hung.engine, hashes(CHAIN)) == {BlockResult.STORED}
     wait_for(lambda: hung.counter("tier_demoted_blocks_total") > before)
     wait_for(lambda: "tier=disk answers again" in server.log.read_text())
+
+
+# Slow stores
+
+
+@contextlib.contextmanager
+def bucket(folder: Path, bytes_per_s: float = 0.0) -> Iterator[tuple[str, ...]]:
+    """Yields the flags of a bucket with this speed; 0: without a limit."""
+    (folder / "s3").mkdir()
+    with running_s3(folder / "s3") as s3:
+        proxy = FaultProxy(("127.0.0.1", s3.port))
+        if bytes_per_s:
+            proxy.on_command = proxy.on_reply = throttled(bytes_per_s)
+        with contextlib.closing(proxy):
+            yield bucket_flags(s3, proxy.port)
+
+
+@contextlib.contextmanager
+def slow_valkey(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Yields the flags of a Valkey that answers a byte a second, and of a bucket."""
+    with running(folder / "valkey") as valkey, bucket(folder) as flags:
+        proxy = FaultProxy(valkey.path)
+        proxy.on_reply = throttled(1)
+        try:
+            yield ("--tiers.valkey.address", f"127.0.0.1:{proxy.port}", *flags)
+        finally:
+            proxy.close()
+
+
+@contextlib.contextmanager
+def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Yields the flags of a bucket with 1 MB/s, and of a disk."""
+    with bucket(folder, 1e6) as flags:
+        disk = folder / "disk"
+        yield (*flags, "--tiers.disk.path", str(disk), "--tiers.disk.bytes", "64MiB")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "slow",
+    [
+        pytest.param(slow_valkey, id="valkey"),
+        pytest.param(slow_bucket, id="bucket"),
+    ],
+)
+def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: object) -> None:
+    with slow(tmp_path) as flags, node() as one:  # type: ignore[operator]
+        one.command = faults.command("hurry")
+        one.start_sharing(*flags, "--tiers.lookup-wait-ms", "500")
+        has_disk = "--tiers.disk.path" in flags
+        engine, server = one.engine, one.server
+        assert engine is not None and server is not None
+        leased = hashes(4)
+        with probed(server):
+            assert store(engine, leased) == {BlockResult.STORED}
+            held = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(60)
+            assert held.pinned[0].all()
+            chains = [hashes(CHAIN) for _ in range(4)]
+            for chain in chains:
+                assert store(engine, chain) == {BlockResult.STORED}
+                assert one.finds(chain), "host memory has it"
+            count = 4 + CHAIN * len(chains)
+            moved = "tier_demoted_blocks_total" if has_disk else "shared_copied_blocks_total"
+            wait_for(lambda: one.counter(moved) >= count)
+            with AdminClient(server.target) as admin:
+                admin.evict(everything=True)
+            # The other tier has all blocks, whatever the slow tier is asked for.
+            wait_for(lambda: all(one.leases(chain).any() for chain in chains))
+            came = "tier_promoted_blocks_total" if has_disk else "shared_fetched_blocks_total"
+            assert one.counter(came)
+        again = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(60)
+        assert again.pinned[0].all(), "the lease is lost"
+        assert engine.session.connected

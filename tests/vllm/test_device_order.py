@@ -11,7 +11,13 @@ from hotkv_proto.order import OrderKind
 from hotkv_vllm.worker import device_order
 from tests.vllm.device import ToldDevice
 from tests.vllm.harness import prompt
-from tests.vllm.ordered_workers import KINDS, finish, lag
+from tests.vllm.ordered_workers import (
+    KINDS,
+    assert_nothing_is_kept,
+    finish,
+    lag,
+    worker_of,
+)
 from tests.vllm.specs import full_model, hybrid_model
 
 PROMPT = prompt(1, 200)
