@@ -4,6 +4,8 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
+from hotkv_proto.command_line import columns
+
 
 def human_bytes(count: float) -> str:
     """Formats a number of bytes: 1536 as 1.5 KiB."""
@@ -27,23 +29,12 @@ def human_seconds(seconds: float) -> str:
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Formats a table: columns as wide as needed, columns of numbers aligned to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [
-        max(len(header), *(len(row[i]) for row in cells), 0) if cells else len(header)
-        for i, header in enumerate(headers)
-    ]
-    right = [
-        bool(rows) and all(isinstance(row[i], int | float) for row in rows)
+    left = [
+        i
         for i in range(len(headers))
+        if not rows or not all(isinstance(row[i], int | float) for row in rows)
     ]
-    lines = [
-        [h.rjust(w) if r else h.ljust(w) for h, w, r in zip(headers, widths, right, strict=True)]
-    ]
-    lines += [
-        [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)]
-        for row in cells
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    return columns([headers, *([str(cell) for cell in row] for row in rows)], left)
 
 
 def show_devices(answer: dict[str, Any]) -> str:
