@@ -199,13 +199,12 @@ class Scorer:
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
         """Adds the representation of a block that has just become complete."""
-        build(
+        self.pools[layer][block] = build(
             self.name,
             keys_THD[None],
             _mu(self.centres_L[layer]),
-            out=self.pools[layer][block : block + 1],
             axes=_axes(self.centres_L[layer]),
-        )
+        )[0]
 
     def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
         """Returns the log mass [Q, S] of consecutive blocks."""
@@ -399,7 +398,7 @@ class Chooser:
             )
             num_moved += 0 if begins else len(step.load.blocks)
             prefetch = hot.begin_prefetch(step.prefetch)
-            hot.finish_prefetch(prefetch.slots, True)
+            hot.finish_prefetch(prefetch.slots)
             maps.append(step.map.blocks)
         return Choice(tuple(maps), num_moved)
 

@@ -16,9 +16,10 @@ import functools
 import time
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from hotkv_vllm import link
+from hotkv_vllm.stats import HookClock
 
 logger = link.logger
 
@@ -175,12 +176,6 @@ HOOKS: dict[str, FunctionType] = {}
 """The unguarded function of each hook, by name."""
 
 
-class Clock(Protocol):
-    """Adds up the time spent in each hook (`stats.HookClock`)."""
-
-    def add(self, hook: str, seconds: float) -> None: ...
-
-
 class HookEdge:
     """Records the time and the exceptions of a connector's hooks. (The decorator `hook` stops the
     exceptions.)
@@ -190,7 +185,7 @@ class HookEdge:
     count: takes the name of a counter and increments it.
     """
 
-    def __init__(self, clock: Clock, count: Callable[[str], None]) -> None:
+    def __init__(self, clock: HookClock, count: Callable[[str], None]) -> None:
         self.clock = clock
         self.broken: set[str] = set()
         self._count = count

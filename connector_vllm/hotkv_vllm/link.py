@@ -1,5 +1,5 @@
-"""Connects the connector to hotkv's client: the interface of a session (`CacheSession`), functions
-that open a session and wait for its server, and the log of a session's state (`StateLog`).
+"""Connects the connector to hotkv's client: functions that open a session and wait for its server,
+and the log of a session's state (`StateLog`).
 
 Only `await_server` blocks. A change of a session's state is logged once, not per request: the loss
 of the connection as a warning, its return as information.
@@ -7,137 +7,21 @@ of the connection as a warning, its return as information.
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hotkv_client.arena import Arena
 from hotkv_client.command.tables import human_bytes
 from hotkv_client.fence import SharedFence
-from hotkv_client.types import (
-    After,
-    BlockRun,
-    EndedRequest,
-    EngineMemory,
-    EventsRead,
-    Flushed,
-    GroupHashes,
-    Int32s,
-    LeaseGrant,
-    LinkState,
-    LoadEnd,
-    LoadRun,
-    RequestReport,
-    ResidencyOpened,
-    ResidentBlocks,
-    SequenceCreated,
-    SequenceState,
-    SessionConfig,
-    TransferResult,
-)
-from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
+from hotkv_client.session import Session
+from hotkv_client.types import EngineMemory, LinkState, SessionConfig
 from hotkv_proto.layout import Layout
-from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
+from hotkv_proto.order import NO_ORDER, DeviceOrder
 
 logger = logging.getLogger("vllm.hotkv")
 """The connector's logger: a child of vLLM's logger, so that vLLM's handlers and level apply."""
 
-BoolMask = NDArray[np.bool_]
-
 OPENING_S = 10.0
 """If a server has answered but has not opened the session yet, an engine's start waits this much
 longer, seconds."""
-
-
-class CacheSession(Protocol):
-    """The part of `hotkv_client.Session` that the connector uses. The docstrings of `Session` say
-    what each method does and guarantees."""
-
-    @property
-    def connected(self) -> bool: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def stored_bytes(self) -> int: ...
-    @property
-    def has_tiers(self) -> bool: ...
-    @property
-    def wants_token_ids(self) -> bool: ...
-    @property
-    def has_events(self) -> bool: ...
-    @property
-    def order_kind(self) -> OrderKind: ...
-    @property
-    def order_message(self) -> str: ...
-    def start(self) -> None: ...
-    def wait_connected(self, timeout_s: float) -> bool: ...
-    def wait_opened(self, timeout_s: float) -> bool: ...
-    def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None: ...
-    def lookup(
-        self, groups: Sequence[GroupHashes], traceparent: str | None = None
-    ) -> "Future[tuple[BoolMask, ...]]": ...
-    def acquire(
-        self,
-        lease_id: str,
-        groups: Sequence[GroupHashes],
-        ttl_s: float = 0,
-        traceparent: str | None = None,
-    ) -> "Future[LeaseGrant]": ...
-    def release(self, lease_id: str) -> None: ...
-    def load(
-        self,
-        transfer_id: str,
-        lease_id: str,
-        runs: Sequence[LoadRun],
-        timeout_s: float,
-        after: After | None = None,
-        traceparent: str | None = None,
-    ) -> "Future[TransferResult]": ...
-    def store(
-        self,
-        transfer_id: str,
-        lease_id: str,
-        runs: Sequence[BlockRun],
-        timeout_s: float,
-        options: StoreOptions = NO_OPTIONS,
-        after: After | None = None,
-        fence_index: int = 0,
-    ) -> "Future[TransferResult]": ...
-    def arena(self) -> Arena | None: ...
-    def open_residency(
-        self, residency_id: str, num_blocks: Mapping[int, int]
-    ) -> "Future[ResidencyOpened]": ...
-    def extend_residency(
-        self, residency_id: str, group_index: int, first_position: int, hashes: Sequence[bytes]
-    ) -> "Future[ResidentBlocks]": ...
-    def close_residency(self, residency_id: str) -> None: ...
-    def read_events(self, most: int = 0) -> "Future[EventsRead]": ...
-    def cancel(self, transfer_id: str) -> None: ...
-    def revoke_stores(self) -> None: ...
-    def report_use(self, groups: Sequence[GroupHashes]) -> None: ...
-    def report_requests(
-        self,
-        reports: Sequence[RequestReport[Sequence[bytes]]],
-        prefill_tokens_per_s: float = 0.0,
-        ended: Sequence[EndedRequest[Sequence[bytes]]] = (),
-        loads: Sequence[LoadEnd] = (),
-    ) -> None: ...
-    def create_sequence(
-        self, sequence_id: str, group_index: int, hashes: Sequence[bytes]
-    ) -> "Future[SequenceCreated]": ...
-    def append_blocks(
-        self, sequence_id: str, first_position: int, hashes: Sequence[bytes]
-    ) -> "Future[SequenceState]": ...
-    def report_sparse(
-        self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
-    ) -> None: ...
-    def delete_sequence(self, sequence_id: str) -> "Future[bool]": ...
-    def flush(self) -> "Future[Flushed]": ...
-    def close(self) -> None: ...
 
 
 def open_session(
@@ -146,7 +30,7 @@ def open_session(
     fds: dict[str, int] | None = None,
     order: DeviceOrder = NO_ORDER,
     fence: SharedFence | None = None,
-) -> CacheSession:
+) -> Session:
     """Creates a session, starts it, and returns it. The session connects in its own thread.
 
     layout: memory to register with the server; None for a session without memory.
@@ -155,19 +39,17 @@ def open_session(
     fence: the shared page in which the scheduler revokes stores; None if only workers revoke
         stores.
     """
-    from hotkv_client.session import Session
-
     memory = (
         None
         if layout is None
         else EngineMemory(layout=layout, fds=fds or {}, order=order, fence=fence)
     )
-    session: CacheSession = Session(config, memory)
+    session = Session(config, memory)
     session.start()
     return session
 
 
-def await_server(session: CacheSession, wait_s: float, opening_s: float = 0.0) -> bool:
+def await_server(session: Session, wait_s: float, opening_s: float = 0.0) -> bool:
     """Blocks until the session is connected or the wait is over. Returns True if the session is
     connected.
 
@@ -178,7 +60,7 @@ def await_server(session: CacheSession, wait_s: float, opening_s: float = 0.0) -
     return session.wait_connected(wait_s) or (wait_s > 0 and session.wait_opened(opening_s))
 
 
-def close_aside(session: CacheSession) -> None:
+def close_aside(session: Session) -> None:
     """Closes a session in another thread, because closing waits for the server. If the system
     refuses a thread, closes it in this thread, which takes at most 5 seconds. An exception would
     leave the session open in its old key space, and its owner could open no other session."""
@@ -189,7 +71,7 @@ def close_aside(session: CacheSession) -> None:
         session.close()
 
 
-def say_on(session: CacheSession, target: str) -> None:
+def say_on(session: Session, target: str) -> None:
     """Logs that hotkv is on, and how many bytes of the key space the server has.
 
     target: the address of the server, `hotkv.target`.

@@ -1,6 +1,6 @@
 """Parses command lines, and prints each error as a single line. If a flag or word is unknown, the
 error suggests a similar name. `ended` runs a command and handles Ctrl-C, a closed output and a full
-disk."""
+disk. `columns` formats a table."""
 
 import argparse
 import difflib
@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NoReturn
 
 CLOSE_RATIO = 0.6
@@ -95,3 +95,16 @@ def ended(command: Callable[[], int]) -> int:
             return 0
         print(f"the output is not whole: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def columns(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> str:
+    """Formats the rows of a table as lines, with columns as wide as their widest cells. Aligns the
+    columns with the indices in `left` to the left, all others to the right. A row without cells is
+    an empty line."""
+    widths = [max(len(row[at]) for row in rows if row) for at in range(len(rows[0]))]
+    put = [str.ljust if at in left else str.rjust for at in range(len(widths))]
+    lines = (
+        [fit(cell, width) for fit, cell, width in zip(put, row, widths, strict=False)]
+        for row in rows
+    )
+    return "\n".join("  ".join(line).rstrip() for line in lines)

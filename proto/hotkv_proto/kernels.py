@@ -258,7 +258,6 @@ def _same_key(records: Any, entry: int, hashes: Any, row: int, key_space: Any, g
         types.uint32,
         types.uint32,
         types.uint32[::1],
-        types.uint32[:, ::1],
     ),
     nogil=True,
     cache=True,
@@ -271,7 +270,6 @@ def find(
     key_space: Any,
     group: Any,
     out: Any,
-    out_records: Any,
 ) -> None:
     """Looks up blocks by key space, group and whole hash. Writes an entry word
     (`hotkv_proto.table`) for each hash into `out`; 0 for a miss.
@@ -281,12 +279,9 @@ def find(
     hashes: uint32 words [hashes, 8].
     salt: the number that `hotkv_proto.table` mixes into all hashes of this key space and group.
     key_space, group: numbers that the records of the blocks must have.
-    out_records: receives the record of each block that was found [hashes, RECORD_WORDS]; with 0
-        rows no records are copied.
     """
     num_buckets = buckets.shape[0]
     capacity = records.shape[0]
-    want_records = out_records.shape[0] > 0
     for i in range(hashes.shape[0]):
         if i + PREFETCH_AHEAD < hashes.shape[0]:
             ahead = row_prefix(hashes, i + PREFETCH_AHEAD)
@@ -308,9 +303,6 @@ def find(
                     )
                     if candidate and _same_key(records, entry, hashes, i, key_space, group):
                         found = word
-                        if want_records:
-                            for column in range(RECORD_WORDS):
-                                out_records[i, column] = records[entry, column]
                 overflow = buckets[bucket, OVERFLOW]
                 if not before & np.uint32(1) and reload32(buckets, bucket, SEQ) == before:
                     break

@@ -180,33 +180,25 @@ class BlockTable:
         """
         return is_ready(self.probe(hash_prefixes(packed, hash_bytes), salt))
 
-    def find(
-        self, hashes: Words, salt: int, key_space: int, group: int, *, with_records: bool = False
-    ) -> tuple[Words, Words]:
-        """Looks up blocks by key space, group and whole hash. Returns an entry word for each hash
-        (0 for a miss), and the records of the blocks [hashes, 18].
+    def find(self, hashes: Words, salt: int, key_space: int, group: int) -> Words:
+        """Looks up blocks by key space, group and whole hash. Returns an entry word for each hash;
+        0 for a miss. Only for processes with numba: raises ImportError without it.
 
         hashes: words [hashes, 8] from `hash_words`.
         salt: the salt of the key space and group (`KeySpace.group_salt`).
         key_space, group: the numbers by which the server's records name them.
-        with_records: False returns no records [0, 18]. With True, the row of a miss is undefined.
         """
         out = np.empty(len(hashes), np.uint32)
-        records = np.empty((len(hashes) if with_records else 0, RECORD_WORDS), np.uint32)
-        if self._kernels is None:
-            find_reference(self.buckets, self.records, hashes, salt, key_space, group, out, records)
-        else:
-            self._kernels.find(
-                self.buckets,
-                self.records,
-                hashes,
-                np.uint64(salt),
-                np.uint32(key_space),
-                np.uint32(group),
-                out,
-                records,
-            )
-        return out, records
+        native.require("hotkv_proto.kernels").find(
+            self.buckets,
+            self.records,
+            hashes,
+            np.uint64(salt),
+            np.uint32(key_space),
+            np.uint32(group),
+            out,
+        )
+        return out
 
 
 def is_ready(words: Words) -> NDArray[np.bool_]:
@@ -293,50 +285,3 @@ def probe_reference(buckets: Words, prefixes: NDArray[np.uint64], salt: int) -> 
         open_items = open_items[going_on]
         rows[open_items] = (rows[open_items] + 1) % len(buckets)
     return out
-
-
-def find_reference(
-    buckets: Words,
-    records: Words,
-    hashes: Words,
-    salt: int,
-    key_space: int,
-    group: int,
-    out: Words,
-    out_records: Words,
-) -> None:
-    """Looks up blocks by key space, group and whole hash, in numpy, for processes without numba.
-    Writes the same result as `kernels.find`, whose docstring explains the arguments. If a bucket's
-    sequence number has changed while the records were read, reads the bucket again."""
-    mixed = mix(hashes, salt)
-    tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
-    rows = home_buckets(mixed, len(buckets))
-    out[:] = 0
-    open_items = np.arange(len(mixed))
-    distance = np.zeros(len(mixed), np.int64)
-    for _ in range(MAX_PROBE_BUCKETS + _MAX_RETRIES):
-        if not len(open_items):
-            return
-        lines = _stable_rows(buckets, rows[open_items])
-        words = lines[:, ENTRIES : ENTRIES + WAYS]
-        numbers = (words & ~RESERVED_FLAG).astype(np.int64)
-        candidate = (
-            (words != 0)
-            & (lines[:, TAGS : TAGS + WAYS] == tags[open_items, None])
-            & (numbers < len(records))
-        )
-        found = np.zeros(len(open_items), np.uint32)
-        for item, way in zip(*np.nonzero(candidate), strict=True):
-            record = records[numbers[item, way]].copy()
-            same = record[W_KEY_SPACE] == key_space and (record[W_GROUP_STATE] & 0xFFFF) == group
-            if same and np.array_equal(record[:8], hashes[open_items[item]]):
-                found[item] = words[item, way]
-                if len(out_records):
-                    out_records[open_items[item]] = record
-        # A bucket that the server kept changing counts as a miss. It is not read again.
-        settled = (buckets[rows[open_items], SEQ] == lines[:, SEQ]) | (lines[:, SEQ] & 1 == 1)
-        out[open_items[settled]] = found[settled]
-        advance = settled & (found == 0) & (lines[:, OVERFLOW] > 0)
-        rows[open_items[advance]] = (rows[open_items[advance]] + 1) % len(buckets)
-        distance[open_items[advance]] += 1
-        open_items = open_items[(~settled | advance) & (distance[open_items] < MAX_PROBE_BUCKETS)]

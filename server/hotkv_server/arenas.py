@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from hotkv_proto.command_line import columns
 from hotkv_server.memory.arena import BusyError
 from hotkv_server.memory.left_behind import SHARED_MEMORY, ArenaLeft, find, remove
 
@@ -110,13 +111,7 @@ def show(found: list[ArenaLeft], *, as_json: bool) -> None:
                 arena.version or "?",
             )
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    for line in lines:
-        print(
-            "  ".join(
-                printable(cell).ljust(width) for cell, width in zip(line, widths, strict=True)
-            ).rstrip()
-        )
+    print(columns([[printable(cell) for cell in line] for line in lines], range(len(lines[0]))))
 
 
 def server_of(arena: ArenaLeft) -> str:

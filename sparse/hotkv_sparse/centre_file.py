@@ -8,8 +8,8 @@ the file and the problem. A file is replaced atomically.
 Arrays of a file: `format_version` int64 [], `model` text [], `num_tokens` int64 [], `layers` int64
 [L], ascending; `formats` text [F] and `bias` float64 [L, F], NaN if not measured. For each layer
 `mu_<layer>` float32 [H, D]. For each layer with axes `into_<layer>` float32 [H, D, D] and
-`rms_<layer>` float32 [H, 2]. Files of version 1 have no axes. A bias of a format that this version
-of hotkv does not know is ignored.
+`rms_<layer>` float32 [H, 2]. A bias of a format that this version of hotkv does not know is
+ignored.
 """
 
 import io
@@ -29,7 +29,6 @@ from hotkv_sparse.centre import TOKEN_FORMATS, Centres, LayerCentre
 from hotkv_sparse.formats import FORMATS
 
 FORMAT_VERSION = 2
-_READ_VERSIONS = (1, 2)
 MAX_FILE_BYTES = 1 << 30
 """Upper limit of a file's size. The centres of any model are far smaller."""
 
@@ -160,9 +159,8 @@ def _axes(arrays: dict[str, Array], layer: int) -> Axes | None:
 
 def _centres(arrays: dict[str, Array]) -> Centres:
     version = int(_scalar(arrays, "format_version", "i"))
-    if version not in _READ_VERSIONS:
-        known = " and ".join(map(str, _READ_VERSIONS))
-        raise ValueError(f"its format_version is {version}, this hotkv reads {known}")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"its format_version is {version}, this hotkv reads {FORMAT_VERSION}")
     layers = _array(arrays, "layers", "i", 1).tolist()
     formats = _array(arrays, "formats", "U", 1).tolist()
     bias = np.asarray(_array(arrays, "bias", "f", 2), np.float64)

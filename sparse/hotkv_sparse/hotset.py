@@ -325,15 +325,9 @@ class HotSet:
             raise self._outside()
         return SlotMoves(moves[0, :num], moves[1, :num], NO_BLOCKS)
 
-    def finish_prefetch(self, slots: I32, success: bool) -> None:
-        """Reports the end of the prefetches into `slots`.
-
-        success: True: the slots are written. False: the prefetches failed and will not write to the
-            slots any more.
-        """
-        answer = self._kernels.hot_finish_prefetch(
-            np.asarray(slots, np.int32), success, self.state, self.block_of, self.slot_of
-        )
+    def finish_prefetch(self, slots: I32) -> None:
+        """Reports that the prefetches into `slots` have written them."""
+        answer = self._kernels.hot_finish_prefetch(np.asarray(slots, np.int32), self.state)
         if answer == self._kernels.REFUSED:
             raise HotKVError(
                 Reason.INVALID_FIELD,

@@ -419,14 +419,10 @@ def hot_begin_prefetch(
     return num
 
 
-@numba.njit(
-    _INT(_I32, types.boolean, types.int8[::1], types.int32[::1], types.int32[::1]),
-    nogil=True,
-    cache=True,
-)
-def hot_finish_prefetch(slots: Any, success: Any, state: Any, block_of: Any, slot_of: Any) -> Any:
-    """Ends the prefetches into `slots`. Slots whose prefetch succeeded become ready. Slots whose
-    prefetch failed or was cancelled become free.
+@numba.njit(_INT(_I32, types.int8[::1]), nogil=True, cache=True)
+def hot_finish_prefetch(slots: Any, state: Any) -> Any:
+    """Ends the prefetches into `slots`. The slots become ready, or free if their prefetch was
+    cancelled.
 
     Returns 0. If `slots` contains a slot that no prefetch is writing, changes no table and returns
     REFUSED.
@@ -437,11 +433,5 @@ def hot_finish_prefetch(slots: Any, success: Any, state: Any, block_of: Any, slo
         ):
             return REFUSED
     for i in range(slots.shape[0]):
-        slot = slots[i]
-        if state[slot] == _CANCELLED:
-            state[slot] = _FREE
-        elif state[slot] == _LOADING and success:
-            state[slot] = _READY
-        elif state[slot] == _LOADING:
-            _release(slot, state, block_of, slot_of)
+        state[slots[i]] = _FREE if state[slots[i]] == _CANCELLED else _READY
     return 0

@@ -61,7 +61,6 @@ def build(
     keys_BTHD: F32,
     mu_HD: F32 | None = None,
     num_tokens_B: I32 | None = None,
-    out: U8 | None = None,
     axes: Axes | None = None,
 ) -> U8:
     """Builds the representations of blocks in format `name` from the blocks' keys, float32
@@ -78,23 +77,13 @@ def build(
 
     mu_HD: centre of the keys; None: 0.
     num_tokens_B: valid tokens of each block; None: all tokens are valid.
-    out: array to write to, with a contiguous last axis; None: a new array.
     axes: required for mix2; None for other formats.
     """
     form = formats.format_named(name)
     keys_BTHD, mu_HD, num_tokens_B = _checked(keys_BTHD, mu_HD, num_tokens_B)
     num_blocks, block_tokens, kv_heads, head_size = keys_BTHD.shape
     shape = (num_blocks, kv_heads, formats.head_bytes(name, block_tokens, head_size))
-    if out is None:
-        out = np.empty(shape, np.uint8)
-    elif out.shape != shape or out.dtype != np.uint8 or (out.size and out.strides[-1] != 1):
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            (
-                f"out is {out.dtype} {list(out.shape)}; pass uint8 {list(shape)} with contiguous "
-                "last axis"
-            ),
-        )
+    out = np.empty(shape, np.uint8)
     kernels = native.require("hotkv_sparse.kernels")
     if form.by_axes:
         _build_by_axes(

@@ -165,7 +165,7 @@ def decode_step(
         selected[blocks[i]] = True
     num_adopted, old, has_changed = 0, mapped.copy(), False
     if arriving.shape[0]:
-        hot_finish_prefetch(arriving, True, state, block_of, slot_of)
+        hot_finish_prefetch(arriving, state)
         num, num_adopted, num_out = hot_adopt(
             mapped, maps, moves, state, block_of, used_at, slot_of, has_copy, capacity, clock - 1,
             first, last,

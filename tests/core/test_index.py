@@ -208,19 +208,17 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def find(self, data: st.DataObject) -> None:
-        """Looks up known and unknown keys through kernel and reference on the same table, with
-        records, and probes by tag."""
+        """Looks up known and unknown keys, compares their records, and probes by tag through kernel
+        and reference on the same table."""
         key_space_id, group, hashes = self.keys(data, max_size=30)
         words, salt, packed = self.pack(hashes), SALTS[key_space_id][group], b"".join(hashes)
         found = [self.model.get((key_space_id, group, h)) for h in hashes]
         expected = [entry.word if entry else 0 for entry in found]
         assert self.index.find(key_space_id, group, words).tolist() == expected
-        for view in (self.index.table, self.plain):
-            got, records = view.find(words, salt, key_space_id, group, with_records=True)
-            assert got.tolist() == expected
-            for h, entry, record in zip(hashes, found, records, strict=True):
-                if entry:
-                    self.check_record(record, entry, h, key_space_id, group)
+        for h, entry in zip(hashes, found, strict=True):
+            if entry:
+                record = self.index.table.records[entry.number]
+                self.check_record(record, entry, h, key_space_id, group)
         probes = [
             view.probe(hash_prefixes(packed, self.hash_bytes), salt)
             for view in (self.index.table, self.plain)
@@ -237,8 +235,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert ready.tolist() == [0 < word < int(RESERVED_FLAG) for word in probes[0].tolist()]
         # A writer that died inside a change leaves an odd sequence number: its bucket is a miss.
         self.index.table.buckets[:, table.SEQ] += 1
+        assert not self.index.find(key_space_id, group, words).any()
         for view in (self.index.table, self.plain):
-            assert not view.find(words, salt, key_space_id, group)[0].any()
             assert not view.probe(hash_prefixes(packed, self.hash_bytes), salt).any()
         self.index.table.buckets[:, table.SEQ] -= 1
 
@@ -297,7 +295,6 @@ class IndexMachine(RuleBasedStateMachine):
             hashes, salt = [key[2] for key in mine], SALTS[key_space_id][group]
             words, expected = self.pack(hashes), [self.model[key].word for key in mine]
             assert index.find(key_space_id, group, words).tolist() == expected
-            assert self.plain.find(words, salt, key_space_id, group)[0].tolist() == expected
             assert self.plain.probe(hash_prefixes(b"".join(hashes), self.hash_bytes), salt).all()
 
 
@@ -328,10 +325,8 @@ def test_a_block_in_the_last_bucket_of_a_search_is_found() -> None:
     index.publish(entries, index.mixed(entries), np.zeros(most, np.uint64))
     expected = [*entries.tolist(), 0]
     assert index.find(2, 0, hashes).tolist() == expected
-    words, none = np.empty(most + 1, np.uint32), np.empty((0, table.RECORD_WORDS), np.uint32)
-    buckets, records = index.table.buckets, index.table.records
-    table.find_reference(buckets, records, hashes, 3, 2, 0, words, none)
-    assert words.tolist() == expected
+    prefixes = table.hash_prefixes(packed, 32)
+    assert table.probe_reference(index.table.buckets, prefixes, 3).tolist() == expected
 
 
 @given(

@@ -82,7 +82,8 @@ def test_drain_does_not_wait_for_a_server_that_stays(
     waiting if the next server answers."""
     monkeypatch.setattr(draining, "CLOSING_S", 0.0)
     monkeypatch.setattr(draining, "TOLD_S", 0.0)
-    info = {"pid": 1, "state": "draining", "counters": {"leases": 2.0}}
+    counters = {"leases": 2.0, "transfers_in_flight": 0.0}
+    info = {"pid": 1, "state": "draining", "counters": counters}
     monkeypatch.setattr(cli.AdminClient, "info", lambda _: info)
     monkeypatch.setattr(draining, "is_listening", lambda _: True)
     status, _, said = run("drain", "--wait", "--timeout", "0.5")

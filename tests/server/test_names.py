@@ -93,7 +93,7 @@ def test_json_and_the_page_have_names_and_ids(running: tuple[Server, str]) -> No
 
 
 def test_engines_of_one_name_are_told_apart_and_names_outlive_all(place: Place) -> None:
-    """The third engine's client is older and sends no names."""
+    """The third engine's client sends no names."""
     server = place.start()
     with contextlib.ExitStack() as stack:
         for number, (name, model) in enumerate(((ENGINE, ARCHITECTURE),) * 2 + (("", "old"),)):

@@ -143,9 +143,9 @@ class NaiveHotSet:
         ]
         return able[: self.free()]
 
-    def finish_prefetch(self, slot: int, success: bool) -> None:
+    def finish_prefetch(self, slot: int) -> None:
         block = self.loading.pop(slot)
-        if success and block >= 0:
+        if block >= 0:
             self.ready[slot] = block
 
     def adopt(self) -> tuple[list[int], list[int]]:

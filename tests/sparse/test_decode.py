@@ -45,7 +45,7 @@ def in_parts(
     """Runs the same step with a call for each part."""
     num_adopted = 0
     if len(arriving):
-        hot.finish_prefetch(arriving, True)
+        hot.finish_prefetch(arriving)
         num_adopted = len(hot.adopt().blocks)
     found = select_layer(
         config, 0, query, {config.scorer: source}, rows, always, tokens, block, scale=scale

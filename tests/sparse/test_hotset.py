@@ -110,12 +110,12 @@ class Machine(RuleBasedStateMachine):
         self.model.loading.update(zip(moves.slots.tolist(), moves.blocks.tolist(), strict=True))
         self.content.update(zip(moves.slots.tolist(), moves.blocks.tolist(), strict=True))
 
-    @rule(success=st.booleans(), count=st.integers(1, 3))
-    def prefetch_done(self, success: bool, count: int) -> None:
+    @rule(count=st.integers(1, 3))
+    def prefetch_done(self, count: int) -> None:
         slots = sorted(self.model.loading)[:count]
-        self.hot.finish_prefetch(np.array(slots, np.int32), success)
+        self.hot.finish_prefetch(np.array(slots, np.int32))
         for slot in slots:
-            self.model.finish_prefetch(slot, success)
+            self.model.finish_prefetch(slot)
 
     @rule()
     def adopt(self) -> None:
@@ -169,7 +169,7 @@ def test_many_victims_are_the_coldest_in_their_order() -> None:
 def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
     hot = HotSet(6, 1)
     copied = hot.extend(Span(2, 5, 7), 7, 1).swap_out
-    hot.finish_prefetch(hot.begin_prefetch(np.zeros(1, np.int32)).slots, True)
+    hot.finish_prefetch(hot.begin_prefetch(np.zeros(1, np.int32)).slots)
     assert hot.resize(4).tolist() == [], "no block has a copy in host memory"
     assert not len(hot.adopt().blocks) and hot.map().blocks.tolist() == [1, 2, 3, 4, 5, 6]
     with pytest.raises(HotKVError, match="1 new blocks don't fit in HotSet") as caught:
@@ -205,7 +205,7 @@ def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:
         (lambda hot: hot.step(selection_of({20: 1.0}), 1), "from 0 to 19"),
         (lambda hot: hot.begin_prefetch(np.array([20], np.int32)), "from 0 to 19"),
         (lambda hot: hot.seed(np.array([20], np.int32)), "from 0 to 19"),
-        (lambda hot: hot.finish_prefetch(np.array([0], np.int32), True), "no prefetch is"),
+        (lambda hot: hot.finish_prefetch(np.array([0], np.int32)), "no prefetch is"),
         (lambda hot: hot.resize(0), "use 1 or more"),
         (lambda hot: hot.extend(Span(1, 18, 20), 21), "21 blocks complete"),
     ],

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault
 from hotkv_server.testing.tier_contract import (
     ARENA_BYTES,
     SLOT_BYTES,
@@ -28,6 +27,7 @@ from hotkv_server.testing.tier_contract import (
 from hotkv_server.tiers.disk import calls
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.protocol import Codes, Read, Write
+from tests.support.faulty_disk import EVERYWHERE, Fault
 from tests.support.waiting import wait_for
 from tests.tiers.disks import disk, shm_folder
 from tests.tiers.support import Asked
@@ -98,7 +98,7 @@ def test_blocks_outside_arena_and_file_fail_and_others_do_not(tmp_path: Path) ->
         assert bench.read([40], [5]).tolist() == [Read.CORRUPT]
 
 
-def test_it_names_its_problem_and_says_what_it_is(tmp_path: Path) -> None:
+def test_it_names_its_problem(tmp_path: Path) -> None:
     with disk(tmp_path, num_threads=3) as made:
         bench = made.stored([1])
         for _ in range(9):
@@ -113,10 +113,6 @@ def test_it_names_its_problem_and_says_what_it_is(tmp_path: Path) -> None:
         assert str(made.file.path) in problem
         bench.check_read([1], [5])
         assert not made.tier.problem()
-        facts, answers = made.tier.facts(), list[list[int]]()
-        assert facts.places and not facts.is_shared and facts.capacity_bytes == ARENA_BYTES
-        made.tier.probe([b"a", b"b"], 0.0, lambda codes: answers.append(codes.tolist()))
-        assert answers == [[FAILED, FAILED]]
 
 
 HANGS = Fault(hangs=True)

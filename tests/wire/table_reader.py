@@ -1,6 +1,4 @@
-"""The reading process of `test_table_reader`, and its writer. Every record shows whether it is
-whole: hash, depth, size, owner and check value follow from the key's number and the record's offset
-word (`derived`)."""
+"""The reading process of `test_table_reader`, and its writer."""
 
 import json
 import mmap
@@ -13,13 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hotkv_proto import table
 from hotkv_proto.table import (
     RESERVED_FLAG,
     SLOT_ALIGN,
     BlockTable,
     TableGeometry,
-    Words,
     hash_prefixes,
     hash_words,
 )
@@ -52,17 +48,11 @@ def packed_hashes(numbers: Words64) -> bytes:
     ).tobytes()
 
 
-def derived(numbers: Words64, offset_words: Words64) -> Words64:
-    """Returns for each record the word from which its depth, size, owner and check value follow."""
-    return spread((numbers << np.uint64(32)) ^ offset_words)
+def read(block_table: BlockTable, num_batches: int, seed: int, how: str) -> Counter[str]:
+    """Looks up batches of random keys, with `probe` and (as a server's threads do) with `find`, or
+    with the reference of `probe` alone. Returns counts.
 
-
-def read(block_table: BlockTable, num_batches: int, seed: int) -> Counter[str]:
-    """Looks up batches of random keys with `probe` and with `find`. Returns counts.
-
-    torn: records that contradict themselves.
     wrong: answers that are never right, such as an entry for a key that is never inserted.
-    generations: the highest generation seen.
     """
     rng, counts = np.random.default_rng(seed), Counter[str]()
     capacity = block_table.geometry.capacity
@@ -70,59 +60,34 @@ def read(block_table: BlockTable, num_batches: int, seed: int) -> Counter[str]:
         numbers = rng.integers(0, NUM_STABLE + NUM_MOVING + NUM_ABSENT, BATCH).astype(np.uint64)
         packed = packed_hashes(numbers)
         absent, stable = numbers >= NUM_STABLE + NUM_MOVING, numbers < NUM_STABLE
-        probed = block_table.probe(hash_prefixes(packed, HASH_BYTES), SALT)
-        found, records = block_table.find(
-            hash_words(packed, HASH_BYTES), SALT, KEY_SPACE, GROUP, with_records=True
-        )
-        for words in (probed, found):
+        answers = [block_table.probe(hash_prefixes(packed, HASH_BYTES), SALT)]
+        if how == "kernel":
+            hashes = hash_words(packed, HASH_BYTES)
+            answers.append(block_table.find(hashes, SALT, KEY_SPACE, GROUP))
+        for words in answers:
             counts["wrong"] += np.count_nonzero(words[absent])
             counts["wrong"] += np.count_nonzero(words[stable] >= RESERVED_FLAG)
             counts["wrong"] += np.count_nonzero((words & ~RESERVED_FLAG) > capacity)
             counts["stable_finds"] += np.count_nonzero(words[stable])
             counts["stable_misses"] += np.count_nonzero(words[stable] == 0)
-        hit = found != 0
-        is_ready = hit & (found < RESERVED_FLAG)
-        counts["ready"] += np.count_nonzero(is_ready)
-        counts["reserved"] += np.count_nonzero(hit & ~is_ready)
-        counts["misses"] += np.count_nonzero(~hit)
-        mine = numbers[hit]
-        counts["torn"] += int(torn(records[hit], mine, packed_hashes(mine), is_ready[hit]).sum())
-        generation = int(records[hit, table.W_GENERATION].max(initial=0))
-        counts["generations"] = max(counts["generations"], generation)
+            counts["ready"] += np.count_nonzero((words != 0) & (words < RESERVED_FLAG))
+            counts["reserved"] += np.count_nonzero(words >= RESERVED_FLAG)
+            counts["misses"] += np.count_nonzero(words == 0)
     return counts
 
 
-def torn(
-    records: Words, numbers: Words64, packed: bytes, ready: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
-    """Returns which records [n] differ from the writer's for these keys."""
-    offsets, group_states = records[:, table.W_OFFSET], records[:, table.W_GROUP_STATE]
-    truth = derived(numbers, offsets.astype(np.uint64))
-    low = (truth & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
-    high = (truth >> np.uint64(32)).astype(np.uint32)
-    states = np.where(ready, table.STATE_READY, table.STATE_RESERVED)
-    whole = np.all(records[:, :8] == hash_words(packed, HASH_BYTES), axis=1)
-    whole &= records[:, table.W_KEY_SPACE] == KEY_SPACE
-    whole &= group_states == (GROUP | states << 16)
-    whole &= records[:, table.W_DEPTH] == low >> np.uint32(1)
-    whole &= records[:, table.W_SIZE] == offsets % 7 + 1
-    whole &= records[:, table.W_CHECK] == np.where(ready, low, ~low)
-    whole &= records[:, table.W_CHECK + 1] == np.where(ready, high, 0)
-    return ~whole
-
-
-def main(path: str, num_batches: int, seed: int, reference: bool) -> None:
+def main(path: str, num_batches: int, seed: int, how: str) -> None:
     """Reads the file through a read-only mapping, as a client does. Prints the counts."""
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     block_table = BlockTable.open(np.frombuffer(mapping, np.uint8))
-    if reference:
+    if how == "reference":
         block_table._kernels = None
-    print(json.dumps(read(block_table, num_batches, seed), default=int))
+    print(json.dumps(read(block_table, num_batches, seed, how), default=int))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "reference")
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
 
 
 NUM_BUCKETS = 90
@@ -153,27 +118,21 @@ class Writer:
         moving = np.arange(NUM_STABLE, NUM_STABLE + NUM_MOVING, dtype=np.uint64)
         self.absent, self.reserved, self.ready = moving, moving[:0], moving[:0]
         self.entries = np.zeros(NUM_STABLE + NUM_MOVING, np.uint32)
-        self.checks = np.zeros(NUM_STABLE + NUM_MOVING, np.uint64)
         stable = np.arange(NUM_STABLE, dtype=np.uint64)
         self.insert(stable)
         self.publish(stable)
 
     def insert(self, numbers: np.ndarray) -> None:
-        """Inserts each key with a call, because depth, size and owner depend on it."""
-        offset_words = self.rng.integers(1, 1 << 32, len(numbers)).astype(np.uint64)
-        truth, one = derived(numbers, offset_words), np.ones(1, np.int64)
-        lists = (numbers.tolist(), offset_words.tolist(), truth.tolist())
-        for number, offset, check in zip(*lists, strict=True):
-            hashes = hash_words(packed_hashes(np.array([number], np.uint64)), HASH_BYTES)
-            low, size = check & 0xFFFF_FFFF, (offset % 7 + 1) * SLOT_ALIGN
-            place, depth, owner = one * offset * SLOT_ALIGN, one * (low >> 1), ~low & 0xFFFF_FFFF
-            entries = self.index.insert(KEY_SPACE, GROUP, hashes, place, size, depth, owner)
-            assert len(entries) == 1
-            self.entries[number], self.checks[number] = entries[0], check
+        hashes, zeros = hash_words(packed_hashes(numbers), HASH_BYTES), np.zeros(len(numbers), int)
+        places = numbers.astype(np.int64) * SLOT_ALIGN
+        entries = self.index.insert(KEY_SPACE, GROUP, hashes, places, SLOT_ALIGN, zeros, 1)
+        assert len(entries) == len(numbers)
+        self.entries[numbers] = entries
 
     def publish(self, numbers: np.ndarray) -> None:
         entries = self.entries[numbers]
-        self.index.publish(entries, self.index.mixed(entries), self.checks[numbers])
+        checks = np.zeros(len(entries), np.uint64)
+        self.index.publish(entries, self.index.mixed(entries), checks)
 
     def step(self) -> None:
         """Publishes some reserved keys, removes some ready keys, reserves some absent keys."""

@@ -14,8 +14,6 @@ TOLD_S = 2.0
 """Interval at which `drain` reports its progress."""
 CLOSING_S = 60.0
 """Longest time that a server may need to write its files after its last work has ended."""
-UNKNOWN_S = 600.0
-"""Longest wait for work in flight, for an older server that does not report its limit."""
 CONNECT_S = 5.0
 
 
@@ -34,7 +32,7 @@ def drain(
     """
     pid, began_s = client.info()["pid"], time.monotonic()
     answer = client.drain(timeout_s)
-    limit_s = (answer.get("timeout_ms", 0) / 1000 or UNKNOWN_S) + CLOSING_S
+    limit_s = answer["timeout_ms"] / 1000 + CLOSING_S
     told_s = began_s
     while True:
         waited_s = time.monotonic() - began_s
@@ -67,8 +65,8 @@ def _live(client: AdminClient, target: str, pid: int) -> str | None:
         return None
     counters = info["counters"]
     return (
-        f"{counters.get('leases', 0):.0f} leases held, "
-        f"{counters.get('transfers_in_flight', 0):.0f} transfers in flight"
+        f"{counters['leases']:.0f} leases held, "
+        f"{counters['transfers_in_flight']:.0f} transfers in flight"
     )
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_client.admin import AdminClient
-from hotkv_client.command.tables import model_of
 from hotkv_client.types import WatchedRequest
 from hotkv_proto.errors import HotKVError, Reason
 
@@ -90,7 +89,7 @@ def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[
     number = key_space_id or (next(iter(known)) if len(known) == 1 else 0)
     if number not in known:
         choices = (
-            ", ".join(f"{known_id} ({model_of(space)})" for known_id, space in known.items())
+            ", ".join(f"{known_id} ({space['model_name']})" for known_id, space in known.items())
             or "none yet: start an engine first"
         )
         raise HotKVError(

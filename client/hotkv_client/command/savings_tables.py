@@ -4,13 +4,15 @@ hit and missed."""
 from collections.abc import Iterable
 from typing import Any
 
-from hotkv_client.command.tables import engine_of, human_bytes, human_seconds, model_of, table
+from hotkv_client.command.tables import human_bytes, human_seconds, table
 
 GROUPS = ("tenant", "model", "engine")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MAX_SINCE_S = 8 * 86_400
 NAMES = {"tenant": ("tenant",), "model": ("tenant", "model"), "engine": ("model", "engine")}
 """For each way to group rows: the columns that name a row in the table."""
+SHOWN = {"tenant": "tenant", "model": "model_name", "engine": "engine_name"}
+"""The field that each of these columns shows."""
 FIELDS = {
     "tenant": ("tenant",),
     "model": ("tenant", "model_name", "model"),
@@ -77,15 +79,14 @@ def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
     for row in rows:
         groups.setdefault(_names(row, by), []).append(row)
     return [
-        {**{field: group[0].get(field, "") for field in FIELDS[by]}, **total(group)}
+        {**{field: group[0][field] for field in FIELDS[by]}, **total(group)}
         for group in groups.values()
     ]
 
 
 def _names(row: dict[str, Any], by: str) -> tuple[str, ...]:
     """Returns the names that the table shows for a row."""
-    shown = {"model": model_of, "engine": engine_of}
-    return tuple(shown[name](row) if name in shown else row[name] for name in NAMES[by])
+    return tuple(row[SHOWN[name]] for name in NAMES[by])
 
 
 def show_savings(answer: dict[str, Any]) -> str:

@@ -4,6 +4,8 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
+from hotkv_proto.command_line import columns
+
 
 def human_bytes(count: float) -> str:
     """Formats a number of bytes: 1536 as 1.5 KiB."""
@@ -27,33 +29,12 @@ def human_seconds(seconds: float) -> str:
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Formats a table: columns as wide as needed, columns of numbers aligned to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [
-        max(len(header), *(len(row[i]) for row in cells), 0) if cells else len(header)
-        for i, header in enumerate(headers)
-    ]
-    right = [
-        bool(rows) and all(isinstance(row[i], int | float) for row in rows)
+    left = [
+        i
         for i in range(len(headers))
+        if not rows or not all(isinstance(row[i], int | float) for row in rows)
     ]
-    lines = [
-        [h.rjust(w) if r else h.ljust(w) for h, w, r in zip(headers, widths, right, strict=True)]
-    ]
-    lines += [
-        [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)]
-        for row in cells
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def engine_of(row: dict[str, Any]) -> str:
-    """Returns the engine's name for a row, or its id if an older server sends no name."""
-    return str(row.get("engine_name") or row["engine_id"])
-
-
-def model_of(row: dict[str, Any]) -> str:
-    """Returns the name of the model for a row."""
-    return str(row.get("model_name") or row["model"])
+    return columns([headers, *([str(cell) for cell in row] for row in rows)], left)
 
 
 def show_devices(answer: dict[str, Any]) -> str:
@@ -116,9 +97,9 @@ def show_sessions(answer: list[dict[str, Any]]) -> str:
         [
             (
                 s["session_number"],
-                engine_of(s),
+                s["engine_name"],
                 s["role"],
-                model_of(s),
+                s["model_name"],
                 s["door"] or "-",
                 s["key_space_id"],
                 human_seconds(s["age_s"]),
@@ -141,7 +122,7 @@ def show_blocks(answer: dict[str, Any]) -> str:
         (
             b["block_hash"][:16],
             b["key_space_id"],
-            b.get("model_name", "-"),
+            b["model_name"],
             b["group_index"],
             b["depth"],
             b["state"],
@@ -163,7 +144,7 @@ def show_evict(answer: dict[str, Any]) -> str:
     gone, kept = answer["evicted_block_count"], answer["kept_block_count"]
     if not answer["dry_run"]:
         return f"evicted {gone} blocks, kept {kept} that are pinned or being written"
-    size = human_bytes(answer.get("evicted_byte_count", 0))
+    size = human_bytes(answer["evicted_byte_count"])
     return (
         f"would evict {gone} blocks ({size}) and keep {kept} that are pinned or being written; "
         "nothing was dropped"
@@ -185,7 +166,7 @@ def show_fetched(answer: dict[str, Any]) -> str:
 
 def show_flush(answer: dict[str, Any]) -> str:
     flushed = f"flushed {answer['flushed_block_count']} blocks"
-    if not (pending := answer.get("pending_tiers")):
+    if not (pending := answer["pending_tiers"]):
         return flushed
     return (
         f"{flushed}, but blocks of before may still be found in: {', '.join(pending)}\n"
@@ -237,7 +218,7 @@ def show_sparse(answer: dict[str, Any]) -> str:
     head = "engine,layer,selects,hits,recall,est. mass,selected,swapped,select us,faults"
     rows = [
         (
-            engine_of(row) if "engine_id" in row else "total",
+            row.get("engine_name", "total"),
             row.get("layer_index", "all"),
             int(row["selects"]),
             share(row["hit_ratio"]),
@@ -276,13 +257,13 @@ def show_explain(answer: list[dict[str, Any]]) -> str:
                 b["depth"],
                 b["block_hash"][:16],
                 b["verdict"],
-                b.get("tier") or "-",
+                b["tier"] or "-",
                 b["detail"],
             )
             for b in space["blocks"]
         ]
-        loads = "".join(f"{load_line(load)}\n" for load in space.get("loads", ()))
-        unused = ", which no connected engine uses" if space.get("is_unused") else ""
+        loads = "".join(f"{load_line(load)}\n" for load in space["loads"])
+        unused = ", which no connected engine uses" if space["is_unused"] else ""
         parts.append(
             f"{space_name(space)}{unused}: {space['summary']}\n{loads}"
             + table(("group", "depth", "hash", "verdict", "tier", "detail"), rows)
@@ -292,7 +273,7 @@ def show_explain(answer: list[dict[str, Any]]) -> str:
 
 def space_name(space: dict[str, Any]) -> str:
     """Returns a name for a key space: its id and its model."""
-    model = space.get("model_name")
+    model = space["model_name"]
     return f"key space {space['key_space_id']}" + (f" ({model})" if model else "")
 
 
@@ -312,8 +293,8 @@ def show_status(answer: dict[str, Any]) -> str:
     counters = answer["counters"]
     moved = {name: human_bytes(counters[f"{name}_bytes_total"]) for name in ("stored", "loaded")}
     parts = [
-        *(f"{v['question']:<16} {v['word']}{v['text']}" for v in answer.get("verdicts", ())),
-        *([""] if answer.get("verdicts") else []),
+        *(f"{v['question']:<16} {v['word']}{v['text']}" for v in answer["verdicts"]),
+        *([""] if answer["verdicts"] else []),
         f"hotkv-server {answer['version']}  pid {answer['pid']}  {state_line(answer)}  "
         f"up {human_seconds(answer['uptime_s'])}  epoch {answer['epoch']:x}",
         f"sessions {len(answer['sessions'])}  stored {moved['stored']}  loaded {moved['loaded']} "
@@ -340,7 +321,7 @@ def show_status(answer: dict[str, Any]) -> str:
                     human_bytes(t["used_byte_count"]),
                     human_bytes(t["capacity_byte_count"]),
                     f"{t['used_byte_count'] / max(1, t['capacity_byte_count']):.1%}",
-                    human_bytes(t.get("unusable_byte_count", 0)),
+                    human_bytes(t["unusable_byte_count"]),
                     human_bytes(t["pinned_byte_count"]),
                     human_bytes(t["representation_byte_count"]),
                     t["block_count"],
@@ -356,7 +337,7 @@ def show_status(answer: dict[str, Any]) -> str:
             [
                 (
                     k["key_space_id"],
-                    model_of(k),
+                    k["model_name"],
                     k["dtype"],
                     k["group_count"],
                     k["block_count"],
@@ -466,10 +447,10 @@ def show_residencies(answer: dict[str, Any]) -> str:
     the limit of their total size, and the last refusal of each engine that waits for room."""
     rows = [
         (
-            engine_of(r),
+            r["engine_name"],
             r["residency_id"],
             r["key_space_id"],
-            r.get("model_name", "-"),
+            r["model_name"],
             human_seconds(r["age_s"]),
             f"{r['block_count']} of {r['reserved_block_count']}",
             human_bytes(r["pinned_byte_count"]),
@@ -495,7 +476,7 @@ def show_residencies(answer: dict[str, Any]) -> str:
     for r in answer["refusals"]:
         parts += [
             "",
-            f"engine {engine_of(r)} waits with {r['residency_id']}, refused "
+            f"engine {r['engine_name']} waits with {r['residency_id']}, refused "
             f"{r['attempt_count']} times, last {human_seconds(r['age_s'])} ago: "
             f"{human_bytes(r['asked_byte_count'])} asked, "
             f"{human_bytes(r['available_byte_count'])} available. {r['message']}",
@@ -570,9 +551,9 @@ def show_session(sessions: list[dict[str, Any]]) -> str:
 
 
 def _receipt(session: dict[str, Any]) -> list[str]:
-    """Returns a line with the totals of a session's requests; an empty list if an older server does
-    not count them."""
-    tokens = session.get("prompt_token_count", 0)
+    """Returns a line with the totals of a session's requests; an empty list if no request has named
+    the session."""
+    tokens = session["prompt_token_count"]
     if not tokens:
         return []
     device, hits = session["device_hit_token_count"], session["hit_token_count"]

@@ -41,6 +41,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from hotkv_client.session import Session
 from hotkv_client.types import BlockRun, GroupHashes, Role, SessionConfig, StoreOptions
 from hotkv_proto import native
 from hotkv_proto.blocks import NO_RETENTION, Retention
@@ -53,7 +54,7 @@ from hotkv_vllm.config import SPARSE, TRACING, ConfigError, ConnectorConfig
 from hotkv_vllm.counter_help import COUNTERS
 from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
-from hotkv_vllm.link import CacheSession, logger
+from hotkv_vllm.link import logger
 from hotkv_vllm.offloading.key_space import stated_key_space
 from hotkv_vllm.offloading.region import NoRegion, Region, region_of
 from hotkv_vllm.offloading.requests import Promotions, Room
@@ -165,7 +166,7 @@ class HotKVTier(SecondaryTierManager):
         self._hints = HintReader(self.stats)
         self._told: dict[str, RequestInTier] = {}
         self._region: Region | None = None
-        self._session: CacheSession | None = None
+        self._session: Session | None = None
         self._transfers: Transfers | None = None
         self._said_on = False
         self._left: list[Ended] = []
@@ -181,7 +182,7 @@ class HotKVTier(SecondaryTierManager):
     # ---------------------------------------------------------------------------------- the session
 
     @property
-    def session(self) -> CacheSession | None:
+    def session(self) -> Session | None:
         """Returns the session with the server; None while hotkv is off."""
         return self._session
 
@@ -209,7 +210,7 @@ class HotKVTier(SecondaryTierManager):
         except (OSError, RuntimeError) as error:
             logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
 
-    def open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> CacheSession | None:
+    def open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> Session | None:
         """Opens a session for a key space, and waits for the server (`link.await_server`). Closes
         the present session; no job may be in progress. Returns None if hotkv is off; the log says
         why. Raises OSError or RuntimeError, and keeps the present session, if the system refuses a
@@ -396,7 +397,7 @@ class HotKVTier(SecondaryTierManager):
         return self._is_answered(key, known, now_s)
 
     def _probe(
-        self, session: CacheSession, key: OffloadKey, req_context: ReqContext, known: RequestInTier
+        self, session: Session, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
         """Looks up all chunks of the request, and `key`, in the block table if there is one. Also
         sends a lookup to the server if there is no block table, or if the server has tiers below
@@ -505,7 +506,7 @@ class HotKVTier(SecondaryTierManager):
 
     def _runs(
         self,
-        session: CacheSession,
+        session: Session,
         rows: Mapping[OffloadKey, int],
         context: ReqContext,
         known: RequestInTier,
@@ -536,7 +537,7 @@ class HotKVTier(SecondaryTierManager):
 
     def _run(
         self,
-        session: CacheSession,
+        session: Session,
         group: int,
         chain: list[OffloadKey],
         rows: Mapping[OffloadKey, int],

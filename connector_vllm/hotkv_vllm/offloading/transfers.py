@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from hotkv_client.session import Session
 from hotkv_client.types import (
     BlockResult,
     BlockRun,
@@ -38,7 +39,7 @@ from hotkv_client.types import (
 )
 from hotkv_proto.blocks import NO_OPTIONS
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.link import CacheSession, logger
+from hotkv_vllm.link import logger
 from hotkv_vllm.offloading.requests import Key
 
 LEASE_PATIENCE_S = 1.0
@@ -89,7 +90,7 @@ class Transfers:
     is_held: True while no store may begin, because a reset is in progress.
     """
 
-    def __init__(self, session: CacheSession, settings: ConnectorConfig) -> None:
+    def __init__(self, session: Session, settings: ConnectorConfig) -> None:
         self._session = session
         self._settings = settings
         self._prefix = uuid.uuid4().hex[:12]

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from hotkv_client.session import Session
 from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_vllm import link
@@ -47,7 +48,7 @@ class ResidencyCalls:
     has_cramped: True while a running request has no room in the server for its next block.
     """
 
-    def __init__(self, session: link.CacheSession, streams: StreamCount, stats: HotKVStats) -> None:
+    def __init__(self, session: Session, streams: StreamCount, stats: HotKVStats) -> None:
         self._session = session
         self._streams = streams
         self._stats = stats

@@ -297,7 +297,6 @@ def _layer(
     workspace.device.write(hot.capacities, (0,), capacities)
     return CudaLayer(
         layer.name,
-        layer.index,
         layer.impl.scale,
         CudaSelector(workspace, layer.index, index, keys, keys, hot),
         PagePlaces(pages.data_ptr(), page_bytes, offset),

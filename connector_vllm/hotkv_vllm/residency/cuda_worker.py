@@ -352,7 +352,6 @@ class CudaLayer:
     """
 
     name: str
-    index: int
     scale: float
     selector: CudaSelector
     places: PagePlaces

@@ -53,8 +53,6 @@ many blocks are copied at a time."""
 class BatchRow:
     """A row of vLLM's batch and its request.
 
-    row: index of the row in the batch.
-    computed_tokens: length of the context before this step.
     context_tokens: length of the context, including the step's tokens.
     blocks: the row's block table, int32. The entries of freed blocks must not be used.
     whole_table: for a context whose freed blocks are all in hot slots (device blocks for selected
@@ -62,9 +60,7 @@ class BatchRow:
         until a layer needs it.
     """
 
-    row: int
     sequence: ResidentSequence
-    computed_tokens: int
     context_tokens: int
     blocks: I32
     whole_table: I32 | None = None
@@ -203,7 +199,7 @@ class ResidentWorker(SparseWorker):
             if sequence is None:
                 self.residents.lose_unnamed(int(blocks[0]), bool((blocks == NULL_BLOCK).any()))
                 continue
-            one = BatchRow(row, sequence, context - int(num_queries[row]), context, blocks)
+            one = BatchRow(sequence, context, blocks)
             plan.residents[row] = one
             self._give_rows(one, tokens)
             request_id = self._named(int(blocks[-1]), int(num_queries[row]))

@@ -19,11 +19,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from hotkv_client.session import Session
 from hotkv_client.types import BlocksRemoved, BlocksStored, EventsRead
 from hotkv_proto.errors import HotKVError
 from hotkv_vllm.compat import events
 from hotkv_vllm.compat.kv_groups import CacheGroup
-from hotkv_vllm.link import CacheSession, logger
+from hotkv_vllm.link import logger
 
 ABSENCE_PATIENCE_S = 5.0
 """How long blocks stay published while no server sends events, seconds. A restart of the server
@@ -41,7 +42,7 @@ class SharedEvents:
     engine has published as stored."""
 
     def __init__(self) -> None:
-        self._session: CacheSession | None = None
+        self._session: Session | None = None
         self._groups: Sequence[CacheGroup] = ()
         self._asked: Future[EventsRead] | None = None
         self._told: dict[Place, set[bytes]] = {}
@@ -56,7 +57,7 @@ class SharedEvents:
         return f"SharedEvents({sum(map(len, self._told.values()))} blocks)"
 
     def take(
-        self, session: CacheSession | None, groups: Sequence[CacheGroup], now_s: float
+        self, session: Session | None, groups: Sequence[CacheGroup], now_s: float
     ) -> list[Any]:
         """Returns the events since the last call, as vLLM's event objects.
 

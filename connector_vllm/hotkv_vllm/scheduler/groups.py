@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from hotkv_client.types import BlockRun, GroupHashes, LoadRun
+from hotkv_client.session import Session
+from hotkv_client.types import BlockRun, BoolMask, GroupHashes, LoadRun
 from hotkv_proto.groups import GroupSpec, longest_hit
 from hotkv_proto.keys import Representation, group_hashes
 from hotkv_vllm.identity.adapters import Adapters
-from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.scheduler.request import Masks
 
 # ----------------------------------------------------------------------------------- names and hits
@@ -238,9 +238,7 @@ class RepresentationPlanner:
                 )
         return tuple(found)
 
-    def lacking(
-        self, session: CacheSession, group: int, hashes: Sequence[bytes]
-    ) -> BoolMask | None:
+    def lacking(self, session: Session, group: int, hashes: Sequence[bytes]) -> BoolMask | None:
         """Returns a mask over `hashes`: True if the server lacks the representation (compact form
         of keys) of this block, according to the mapped block table. The answer is a hint, because
         the server may evict at any time. All True if no block table is mapped. Returns None for a

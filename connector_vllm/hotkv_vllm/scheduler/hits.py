@@ -32,12 +32,12 @@ from typing import Any
 
 import numpy as np
 
-from hotkv_client.types import GroupHashes, Int32s, LeaseGrant, LoadRun
+from hotkv_client.session import Session
+from hotkv_client.types import BoolMask, GroupHashes, Int32s, LeaseGrant, LoadRun
 from hotkv_proto.groups import PREFIX_CLOSED, Int64s, longest_prefix, needed_blocks
 from hotkv_proto.reports import Miss
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.answer_time import AnswerTime
-from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.metadata import LoadJob
 from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
 from hotkv_vllm.scheduler.loads import FailedLoads
@@ -135,7 +135,7 @@ class TableProbe:
     missing block, so in the other groups fewer blocks need to be probed.
     """
 
-    def __init__(self, session: CacheSession, groups: CachedGroups, hidden: HiddenKeys) -> None:
+    def __init__(self, session: Session, groups: CachedGroups, hidden: HiddenKeys) -> None:
         self._session = session
         self._groups = groups
         self._hidden = hidden
@@ -401,7 +401,7 @@ class HitFinder:
 
     def __init__(
         self,
-        session: CacheSession,
+        session: Session,
         groups: CachedGroups,
         config: ConnectorConfig,
         stats: HotKVStats,

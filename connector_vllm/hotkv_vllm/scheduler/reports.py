@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hotkv_client.session import Session
 from hotkv_client.types import EndedRequest, LoadEnd, RequestReport
 from hotkv_proto.reports import Miss
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
-from hotkv_vllm.link import CacheSession
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.stats import HotKVStats
 
@@ -28,7 +28,7 @@ class UseReports:
 
     def __init__(
         self,
-        session: CacheSession,
+        session: Session,
         hash_block_tokens: int,
         stats: HotKVStats,
         keys: Callable[[Any], Sequence[bytes]],

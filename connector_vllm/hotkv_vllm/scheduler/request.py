@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from hotkv_client.types import BoolMask
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.reports import Miss
 from hotkv_vllm.costs.answer_time import AnswerTime
 from hotkv_vllm.hints.requests import NOTHING, RequestHints
-from hotkv_vllm.link import BoolMask
 from hotkv_vllm.tracing.requests import RequestTrace
 
 Masks = tuple[BoolMask, ...]

@@ -12,7 +12,8 @@ from concurrent.futures import Future, wait
 from typing import Protocol
 
 from hotkv_client import Flushed
-from hotkv_vllm.link import CacheSession, logger
+from hotkv_client.session import Session
+from hotkv_vllm.link import logger
 
 RETRY_S = 1.0
 
@@ -37,7 +38,7 @@ class CacheReset:
         that the reset needs.
     """
 
-    def __init__(self, session: CacheSession, stores: Stores) -> None:
+    def __init__(self, session: Session, stores: Stores) -> None:
         self._session = session
         self._stores = stores
         self._answer: Future[Flushed] | None = None

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hotkv_client.fence import Revocations
+from hotkv_client.session import Session
 from hotkv_client.types import LinkState, Role, SessionConfig
 from hotkv_proto import native
 from hotkv_proto.keys import KeySpace, Representation
@@ -322,7 +323,7 @@ class Assembly:
     """
 
     cache_groups: tuple[kv_groups.CacheGroup, ...]
-    session: link.CacheSession
+    session: Session
     state_log: link.StateLog
     streams: StreamCount
     finder: HitFinder
@@ -365,7 +366,7 @@ def assemble(engine: Engine, agreement: Agreement) -> Assembly:
 
 
 def _over(
-    session: link.CacheSession,
+    session: Session,
     engine: Engine,
     agreement: Agreement,
     cache_groups: tuple[kv_groups.CacheGroup, ...],

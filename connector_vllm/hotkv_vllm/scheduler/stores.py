@@ -19,14 +19,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from hotkv_client.types import BlockRun, Int32s
+from hotkv_client.session import Session
+from hotkv_client.types import BlockRun, BoolMask, Int32s
 from hotkv_proto.blocks import Retention, StoreOptions
 from hotkv_proto.groups import PREFIX_CLOSED, GroupKind, GroupSpec
 from hotkv_vllm.compat import NULL_BLOCK, steps
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
-from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
 from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.scheduler.hits import HitFinder
@@ -161,7 +161,7 @@ class MissingBlocks:
 
     def __init__(
         self,
-        session: CacheSession,
+        session: Session,
         finder: HitFinder,
         cache_groups: tuple[CacheGroup, ...],
         state_interval_tokens: int,
@@ -446,7 +446,7 @@ class StorePlanner:
 
     def __init__(
         self,
-        session: CacheSession,
+        session: Session,
         finder: HitFinder,
         cache_groups: Sequence[CacheGroup],
         num_ranks: int,

@@ -218,7 +218,7 @@ class LayerSequence:
         of `max_correction_blocks`. Returns the number of added blocks."""
         if not len(self._arriving):
             return 0
-        hot.finish_prefetch(self._arriving, True)
+        hot.finish_prefetch(self._arriving)
         self._arriving = NO_BLOCKS
         return len(hot.adopt().blocks)
 

@@ -20,8 +20,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from hotkv_client.session import Session
 from hotkv_client.types import Int32s, LinkState, SequenceCreated
-from hotkv_vllm.link import CacheSession
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.sparse.reporter import SparseReport
 from hotkv_vllm.sparse.rows import SparseRows
@@ -109,7 +109,7 @@ class SparseSequences:
 
     def __init__(
         self,
-        session: CacheSession,
+        session: Session,
         streams: StreamCount,
         groups: Sequence[SparseGroup],
         hashes_of: HashesOf,

@@ -20,6 +20,7 @@ from typing import Any
 
 from hotkv_client.arena import Arena
 from hotkv_client.fence import SharedFence
+from hotkv_client.session import Session
 from hotkv_client.types import BlockRun, LinkState, Role, SessionConfig, TransferResult
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.order import NO_ORDER, OrderKind
@@ -78,7 +79,7 @@ class RankSession:
         self.weights: RankWeights | None = None
         self.adapters = AdapterWatch(None, vllm_config.parallel_config.rank)
         self.shared: SparseWorker | None = None
-        self.session: link.CacheSession | None = None
+        self.session: Session | None = None
         self.has_agreed = False
         self._why_off = ""
         self.handshake = HotKVHandshake(None, "the worker registered no KV cache")
@@ -380,7 +381,7 @@ class RankSession:
         return f"{transfer_id}-k{self.place.rank}"
 
     def _begun(
-        self, begin: "Callable[[link.CacheSession], Future[TransferResult]]"
+        self, begin: "Callable[[Session], Future[TransferResult]]"
     ) -> "Future[TransferResult]":
         """Begins a transfer and returns its future. Returns a failed future if the transfer can't
         be begun.

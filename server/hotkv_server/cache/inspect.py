@@ -96,23 +96,13 @@ STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of the core. `max_entries`: largest number of entries, that is of blocks and
-    representations (compact forms of keys) together."""
-
-    max_entries: int
-    max_blocks_per_call: int
-
-
-@dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of live sessions, leases and transfers, and bytes that are retained.
+    """Numbers of live leases and transfers, and bytes that are retained.
 
     held_bytes: bytes of slots that are pinned because requests asked to retain their blocks.
     held_budget_bytes: most bytes that `held_bytes` may reach.
     """
 
-    num_sessions: int
     num_leases: int
     num_transfers: int
     held_bytes: int
@@ -203,17 +193,10 @@ class PromptBlocks:
     below: BoolMask
 
 
-def limits(core: CacheCore) -> Limits:
-    """Returns the limits of the core: the most entries that it can have, and the most blocks that a
-    call may name."""
-    return Limits(core.config.capacity, core.config.max_blocks_per_call)
-
-
 def counts(core: CacheCore) -> Counts:
-    """Returns the numbers of live sessions, leases and transfers, and the bytes that are pinned
-    because requests asked to retain their blocks."""
+    """Returns the numbers of live leases and transfers, and the bytes that are pinned because
+    requests asked to retain their blocks."""
     return Counts(
-        len(core.sessions),
         len(core.leases),
         len(core.transfers),
         core.retention_pins.held_bytes,

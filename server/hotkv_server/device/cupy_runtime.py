@@ -189,8 +189,8 @@ class CupyRuntime:
     def free_pinned(self, address: int) -> None:
         self._call(self._any_device(), "cuMemFreeHost", address)
 
-    def register(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
-        flags = cu.HOST_PORTABLE | cu.HOST_MAPPED | (cu.HOST_READ_ONLY if read_only else 0)
+    def register(self, address: int, num_bytes: int) -> None:
+        flags = cu.HOST_PORTABLE | cu.HOST_MAPPED
         self._call(self._any_device(), "cuMemHostRegister_v2", address, num_bytes, flags)
 
     def unregister(self, address: int) -> None:

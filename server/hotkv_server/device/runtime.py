@@ -153,12 +153,9 @@ class DeviceRuntime(Protocol):
     def free_pinned(self, address: int) -> None:
         """Frees host memory that `allocate_pinned` has returned."""
 
-    def register(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
+    def register(self, address: int, num_bytes: int) -> None:
         """Registers (pins) host memory for all devices. Address and size must be multiples of the
-        page size. A copy must not cross the border between two registrations.
-
-        `read_only`: True if devices only read the memory.
-        """
+        page size. A copy must not cross the border between two registrations."""
 
     def unregister(self, address: int) -> None:
         """Unregisters the host memory that was registered at `address`."""

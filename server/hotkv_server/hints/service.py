@@ -15,7 +15,6 @@ from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.messages.hints import read_envelope
 from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
-from hotkv_server.cache import inspect
 from hotkv_server.hints.book.outcomes import HintOutcome
 from hotkv_server.hints.drive import HintDesk
 from hotkv_server.hints.told import DEFAULT_PAGE, MAX_PAGE
@@ -70,7 +69,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
                 f"key_space_id is {number}; this tenant has no such key space here",
             )
         hashes = read_hashes("hashes", request.hashes, core.key_space(number).hash_bytes)
-        check_most(inspect.limits(core).max_blocks_per_call, len(hashes), "hashes has {} hashes")
+        check_most(core.config.max_blocks_per_call, len(hashes), "hashes has {} hashes")
         return Origin(tenant, number, hashes)
 
     async def GetHintOutcomes(

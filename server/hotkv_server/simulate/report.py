@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_proto import extras
+from hotkv_proto.command_line import columns
 from hotkv_server.simulate.trace import Trace
 
 # ------------------------------------------------------------------------------------------- Tables
@@ -129,7 +130,7 @@ def as_table(rows: Sequence[ReportRow], traces: Sequence[Trace], units: Units) -
         lines = [_headers(units, next((row.lower for row in mine if row.lower), None))]
         for _, group in groupby(mine, lambda row: row.capacity_percent):
             lines += [_cells(row, units) for row in group] + [[]]
-        parts.append(_aligned(lines))
+        parts.append(columns(lines, left=[lines[0].index("policy")]))
     return "\n".join(parts).rstrip()
 
 
@@ -171,18 +172,6 @@ def _size(num_blocks: int, units: Units) -> str:
     if units.block_mib is None:
         return f"{num_blocks:,}"
     return f"{num_blocks * units.block_mib / MIB_PER_GIB:,.1f}"
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Pads columns to the width of their widest cell. Aligns the column of the policy to the left,
-    all other columns to the right."""
-    widths = [max(len(line[i]) for line in lines if line) for i in range(len(lines[0]))]
-    place = [str.ljust if header == "policy" else str.rjust for header in lines[0]]
-    shown = [
-        [put(cell, width) for put, cell, width in zip(place, line, widths, strict=False)]
-        for line in lines
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in shown)
 
 
 # ----------------------------------------------------------------------------------------- The plot

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto.command_line import columns
 from hotkv_server.simulate.replay import MakePolicy, Progress, replay, unbounded
 from hotkv_server.simulate.trace import Int64s, Trace, TraceError
 
@@ -205,13 +206,8 @@ def _text(one: Sizing) -> str:
     lines = [("arena", "prompt tokens hit", "prefill saved an hour")]
     lines += [_cells(f"{size.arena_bytes / GIB:,.1f} GiB", one, size) for size in one.sizes]
     lines.append(_cells(f"endless, {one.endless.arena_bytes / GIB:,.1f} GiB", one, one.endless))
-    shown = [cells if speed else cells[:2] for cells in lines]
-    widths = [max(len(cells[at]) for cells in shown) for at in range(len(shown[0]))]
-    table = [
-        "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        for cells in shown
-    ]
-    return "\n".join([head, *table, "", sentence(one)])
+    table = columns([cells if speed else cells[:2] for cells in lines])
+    return "\n".join([head, table, "", sentence(one)])
 
 
 def _cells(name: str, one: Sizing, size: Size) -> tuple[str, str, str]:

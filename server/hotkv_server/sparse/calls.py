@@ -14,7 +14,6 @@ from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_proto.v1 import sparse_pb2
-from hotkv_server.cache import inspect
 from hotkv_server.node.session import LiveSession
 from hotkv_server.sparse.book import (
     MAX_LAYERS,
@@ -101,7 +100,7 @@ def report_sparse(
     """Records an engine's report of its sparse decode."""
     _check_count("sequences", request.sequences, MAX_SEQUENCES)
     _check_count("layers", request.layers, MAX_LAYERS)
-    used = _used(request.sequences, inspect.limits(sparse.core).max_blocks_per_call)
+    used = _used(request.sequences, sparse.core.config.max_blocks_per_call)
     sparse.report(session, used, _layer_growth(request.layers))
 
 

@@ -80,11 +80,6 @@ class DeviceCopies:
                 self._ranges.copy_range(device, src, count, what),
             )
             pageable = pageable or to is None or from_ is None
-            if to is not None and to.read_only:
-                raise DeviceError(
-                    f"fake device {device}: {what}: invalid argument: writes to memory "
-                    "registered as read-only"
-                )
         if pageable and not may_be_pageable:
             raise DeviceError(
                 f"fake device {device}: {what}: invalid argument: host memory that is not "
@@ -129,7 +124,7 @@ class DeviceCopies:
         """Returns work that copies as the copy kernel does. The work reads the copies from int64
         [3, num_copies] (target, source, number of bytes) at the address `table`, and makes them in
         any order. If a copy is longer than `max_bytes`, the work raises DeviceError."""
-        real = self._ranges.kernel_range(device, table, 24 * num_copies, writes=False)
+        real = self._ranges.kernel_range(device, table, 24 * num_copies)
         rows = bytes_at(real, 24 * num_copies).view(np.int64).reshape(3, num_copies).copy()
         copies = list(zip(*rows.tolist(), strict=True))
         if any(count > max_bytes for _, _, count in copies):
@@ -142,8 +137,8 @@ class DeviceCopies:
     def _resolve_by_kernel(self, device: int, copy: Copy) -> Copy:
         dst, src, count = copy
         return (
-            self._ranges.kernel_range(device, dst, count, writes=True),
-            self._ranges.kernel_range(device, src, count, writes=False),
+            self._ranges.kernel_range(device, dst, count),
+            self._ranges.kernel_range(device, src, count),
             count,
         )
 
@@ -558,9 +553,9 @@ class FakeRuntime:
         with self._call("free_pinned"):
             self._ranges.drop(self._ranges.find("free_pinned", address, HOST, "pinned"))
 
-    def register(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
+    def register(self, address: int, num_bytes: int) -> None:
         with self._call("register"):
-            self._ranges.register(address, num_bytes, read_only=read_only)
+            self._ranges.register(address, num_bytes)
 
     def unregister(self, address: int) -> None:
         with self._call("unregister"):

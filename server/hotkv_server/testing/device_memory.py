@@ -228,7 +228,6 @@ class KnownMemory:
     end: int
     shadow: int
     device: int
-    read_only: bool = False
     mapped_bytes: int = 0
     handle: bytes = b""
     num_opened: int = 0
@@ -274,7 +273,7 @@ class Ranges:
             KnownMemory(start, start + num_bytes, start, HOST, mapped_bytes=num_bytes)
         )
 
-    def register(self, address: int, num_bytes: int, *, read_only: bool) -> None:
+    def register(self, address: int, num_bytes: int) -> None:
         """Registers host memory. Raises DeviceError if the memory is not whole pages, or if a part
         of it is already registered."""
         if address % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
@@ -286,7 +285,7 @@ class Ranges:
             raise DeviceError(
                 "fake device: register: part or all of the requested memory range is already mapped"
             )
-        self._keep(KnownMemory(address, address + num_bytes, address, HOST, read_only))
+        self._keep(KnownMemory(address, address + num_bytes, address, HOST))
 
     def open(self, device: int, handle: bytes) -> int:
         """Opens an allocation of another process and returns its address. Opening it again returns
@@ -409,12 +408,9 @@ class Ranges:
             )
         return (start, None) if not found else (start - found[0].start + found[0].shadow, found[0])
 
-    def kernel_range(self, device: int, start: int, num_bytes: int, *, writes: bool) -> int:
+    def kernel_range(self, device: int, start: int, num_bytes: int) -> int:
         """Returns the address in this process at which the bytes of a range are. If a kernel could
-        not access the range, raises a DeviceError that says that the device is lost.
-
-        writes: True if the kernel writes to the range.
-        """
+        not access the range, raises a DeviceError that says that the device is lost."""
         found, end = self._overlapping(start, start + num_bytes), start + num_bytes
         # A kernel sees adjoining registrations as a single range, because they have the host's
         # addresses.
@@ -428,7 +424,6 @@ class Ranges:
             not covered
             or (len(found) > 1 and any(m.device != HOST for m in found))
             or found[0].device not in (HOST, device)
-            or (writes and any(m.read_only for m in found))
         ):
             raise DeviceError("an illegal memory access was encountered", is_lost=True)
         return start - found[0].start + found[0].shadow if found else start

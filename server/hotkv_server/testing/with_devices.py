@@ -69,9 +69,9 @@ class _Runtime(FakeRuntime):
 
     register_s = 0.0
 
-    def register(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
+    def register(self, address: int, num_bytes: int) -> None:
         time.sleep(self.register_s)
-        super().register(address, num_bytes, read_only=read_only)
+        super().register(address, num_bytes)
 
 
 @dataclass(slots=True)

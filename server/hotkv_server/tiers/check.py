@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from hotkv_proto.command_line import columns
 from hotkv_server.cache.values import DISK_TIER
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings import Settings, load_settings, print_error
@@ -329,9 +330,7 @@ def _show(timings: list[Timing]) -> None:
                 *(f"{speed:.0f}" for speed in speeds),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines if timings else ():
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     if timings:
+        print(columns(lines))
         print("one block at a time; bytes compared")
     sys.stdout.flush()

@@ -20,7 +20,6 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_server.cache.values import Medium
 from hotkv_server.tiers.book.epochs import NO_EPOCH as NO_EPOCH
 
 Int64s = NDArray[np.int64]
@@ -157,7 +156,7 @@ OnWrite = Callable[[Codes, Seals], None]
 """Called with the results of a write: `Write` values, uint8 [n], and the seals (check values) of
 the STORED blocks, uint64 [n]; zeros from a shared tier."""
 OnProbe = Callable[[Codes], None]
-"""Called with the results of `Tier.probe`: FOUND, ABSENT or FAILED of `Read`, uint8 [n]. The
+"""Called with the results of `SharedTier.probe`: FOUND, ABSENT or FAILED of `Read`, uint8 [n]. The
 results are only a hint, because the store may lose or get a block at any time."""
 
 
@@ -190,21 +189,15 @@ class TierFacts:
     """Properties of a tier that never change.
 
     `name`: the tier's name in metrics and messages, such as "valkey".
-    `medium`: the kind of storage that events report for the tier's blocks: DISK or REMOTE.
     `places`: True for the disk tier: the cache core chooses the place of each block and evicts
-        blocks. False if the tier itself places and evicts blocks.
-    `capacity_bytes`: size of the store; 0 if unknown.
-    `is_shared`: True if other nodes read and write the same store.
+        blocks. False for a shared tier, which itself places and evicts blocks.
     `batch_bytes`: a call is most efficient with about this many bytes of blocks.
     `linger_s`: a caller with less than `batch_bytes` of blocks to write waits up to this time for
         more blocks.
     """
 
     name: str
-    medium: Medium
     places: bool
-    capacity_bytes: int
-    is_shared: bool
     batch_bytes: int
     linger_s: float = 0.0
 
@@ -245,13 +238,6 @@ class Tier(Protocol):
     def facts(self) -> TierFacts:
         """Returns the tier's properties; they never change."""
 
-    def probe(self, keys: Sequence[bytes], deadline_s: float, on_done: OnProbe) -> None:
-        """Asks the tier which of these blocks it has. Only for tiers that place blocks themselves.
-
-        `deadline_s`: a time of time.monotonic. The caller ignores a later answer, so the tier may
-        then report FAILED without asking its store.
-        """
-
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         """Reads blocks from the store into their slots. If the read of a block has not begun at
         the deadline, the block is FAILED. `deadline_s`: a time of time.monotonic."""
@@ -259,11 +245,6 @@ class Tier(Protocol):
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
         """Writes the blocks from their slots to the store. The caller must not change the slots
         before the tier calls `on_done`."""
-
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """Starts to remove blocks from the store, and does not wait for the removal. A tier for
-        which removal is expensive may leave some of these blocks in the store. The disk tier
-        ignores this call, because the core frees the places of its blocks."""
 
     def problem(self) -> str:
         """Returns the reason why the tier is unusable; empty if no problem is known."""
@@ -302,8 +283,17 @@ class SharedTier(Tier, Protocol):
         on_done: OnProbe,
         epochs: Epochs = NO_EPOCHS,
     ) -> None:
-        """Asks the tier which of these blocks it has, as `Tier.probe` does. `epochs`: the epochs in
-        the blocks' keys. If the store has another epoch, all blocks are ABSENT."""
+        """Asks the tier which of these blocks it has.
+
+        `deadline_s`: a time of time.monotonic. The caller ignores a later answer, so the tier may
+            then report FAILED without asking its store.
+        `epochs`: the epochs in the blocks' keys. If the store has another epoch, all blocks are
+            ABSENT.
+        """
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Starts to remove blocks from the store, and does not wait for the removal. A tier for
+        which removal is expensive may leave some of these blocks in the store."""
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
         """Asks the store for the epochs of key spaces (numbers that each flush raises). Begins an

@@ -19,7 +19,7 @@ class TierState:
     """The present state of a tier below host memory.
 
     `is_shared`: True for a store that other nodes use too, False for the disk.
-    `used_bytes`, `capacity_bytes`: 0 if the tier does not report them.
+    `capacity_bytes`: size of the disk tier; 0 for a shared tier.
     `reads`: counts of lookups, and counts and times of reads.
     `moved`: counts of the blocks and bytes that the tier has read and written.
     `is_up`: False if lookups skip the tier, because it is broken or hangs.
@@ -33,7 +33,6 @@ class TierState:
 
     name: str
     is_shared: bool
-    used_bytes: int
     capacity_bytes: int
     reads: TierReads
     moved: TierFigures
@@ -83,7 +82,6 @@ def _below(one: TierBelow) -> TierState:
     return TierState(
         DISK_TIER,
         False,
-        one.lower.space.used_bytes(),
         one.lower.space.pool.capacity_bytes,
         one.reads,
         one.tier.figures(),
@@ -102,7 +100,6 @@ def _shared(one: TierShared) -> TierState:
         one.name,
         True,
         0,
-        one.tier.facts().capacity_bytes,
         one.reads,
         figures,
         not one.breaker.is_open,

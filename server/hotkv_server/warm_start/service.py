@@ -11,7 +11,6 @@ from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import packed_words, read_groups
 from hotkv_proto.messages.layout import key_space_message, read_key_space
 from hotkv_proto.v1 import cache_pb2, warm_pb2, warm_pb2_grpc
-from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.node import Node
 from hotkv_server.warm_start.drive import WarmStart, unrelated
@@ -84,7 +83,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
         for prompt in request.prompts:
             hashes = await asyncio.to_thread(prompt_hashes, space, prompt.hashes, prompt.token_ids)
             lists += of_groups(space, hashes)
-        most = inspect.limits(self._node.core).max_blocks_per_call
+        most = self._node.core.config.max_blocks_per_call
         num_blocks = sum(len(one.hashes) for one in lists)
         check_most(most, num_blocks, "the call names {} blocks", ": send several")
         if not num_blocks:

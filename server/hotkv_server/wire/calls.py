@@ -12,7 +12,6 @@ from hotkv_proto.messages import cache, fields
 from hotkv_proto.messages.layout import read_device_mark
 from hotkv_proto.messages.session import MAX_REPORTS, read_ended, read_load_ends, read_reports
 from hotkv_proto.v1 import cache_pb2, session_pb2
-from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
@@ -296,12 +295,12 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
     ) // session.key_space.hash_bytes
     if (
         max(len(request.requests), len(request.ended)) > MAX_REPORTS
-        or num_hashes > inspect.limits(node.core).max_blocks_per_call
+        or num_hashes > node.core.config.max_blocks_per_call
     ):
         raise HotKVError(
             Reason.TOO_LARGE,
             f"requests: {len(request.requests)} with {num_hashes} hashes; at most {MAX_REPORTS} "
-            f"with {inspect.limits(node.core).max_blocks_per_call}"
+            f"with {node.core.config.max_blocks_per_call}"
             " are accepted in a message; send several",
         )
     advice = " in a message; send several"

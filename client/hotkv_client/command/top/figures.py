@@ -11,7 +11,7 @@ from typing import Any
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.savings_tables import total
-from hotkv_client.command.tables import engine_of, model_of, state_line
+from hotkv_client.command.tables import state_line
 from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 
 # ----------------------------------------------------------------------------------------- readings
@@ -280,8 +280,8 @@ def figures_of(before: Reading | None, after: Reading) -> Figures:
         loaded_bytes_per_s=between.rate("loaded_bytes_total"),
         stored_bytes_per_s=between.rate("stored_bytes_total"),
         evicted_blocks_per_s=between.rate("evicted_blocks_total"),
-        lag_p99_s=counters.get("loop_lag_p99_seconds", 0.0),
-        lag_longest_s=counters.get("loop_lag_longest_seconds", 0.0),
+        lag_p99_s=counters["loop_lag_p99_seconds"],
+        lag_longest_s=counters["loop_lag_longest_seconds"],
         saved_s=recent["saved_s"],
         waited_s=recent["waited_s"],
         tiers=_tiers(between, grown),
@@ -398,8 +398,8 @@ def _engine(between: _Between, engine_id: str) -> EngineRates:
     has = between.seconds > 0
     return EngineRates(
         engine_id=engine_id,
-        name=engine_of(now[0]),
-        model=model_of(now[0]),
+        name=now[0]["engine_name"],
+        model=now[0]["model_name"],
         num_sessions=len(now),
         num_leases=max((s["lease_count"] for s in now), default=0),
         num_transfers=sum(s["transfer_count"] for s in now),
@@ -437,7 +437,7 @@ def _warnings(between: _Between, grown: Mapping[str, Any]) -> Iterable[str]:
     info, counters = between.after.info, between.after.info["counters"]
     if info["state"] != "ready":
         yield f"the server is not serving: {state_line(info)}"
-    lag = counters.get("loop_lag_p99_seconds", 0.0)
+    lag = counters["loop_lag_p99_seconds"]
     if lag > LATE_S:
         held = f", in {info['loop']['held_by']}" if info["loop"]["held_by"] else ""
         yield f"the event loop is {lag * 1e3:.0f} ms late{held}"

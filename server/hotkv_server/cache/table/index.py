@@ -79,9 +79,8 @@ class BlockIndex:
         """Returns an entry word for each hash: the entry number, with the high bit set while the
         entry is reserved; 0 if the hash has no entry. `hashes`: each a row of eight uint32 words.
         """
-        return self.table.find(
-            hashes, self._salt(key_space_id, group_index), key_space_id, group_index
-        )[0]
+        salt = self._salt(key_space_id, group_index)
+        return self.table.find(hashes, salt, key_space_id, group_index)
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
         """Returns entry words as `find` does, but compares only 32 bits of each key (the tag), as

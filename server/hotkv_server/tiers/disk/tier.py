@@ -15,11 +15,10 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 
-from hotkv_server.cache.values import Medium
+from hotkv_server.cache.values import DISK_TIER
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.disk.calls import NO_DEADLINE_S, CallQueue, DiskCall
@@ -27,7 +26,6 @@ from hotkv_server.tiers.disk.mover import BlockMover
 from hotkv_server.tiers.disk.slab_file import BlockIO, FileIO, SlabFile
 from hotkv_server.tiers.protocol import (
     Blocks,
-    OnProbe,
     OnRead,
     OnWrite,
     Read,
@@ -77,7 +75,6 @@ class DiskTier:
         io: BlockIO | None = None,
         staged: Staged | None = None,
         close_wait_s: float = CLOSE_WAIT_S,
-        name: str = "disk",
     ) -> None:
         """Takes ownership of the file. Loads compiled functions (numba), which takes seconds the
         first time.
@@ -88,13 +85,12 @@ class DiskTier:
         `staged`: encodes and decodes blocks in its staging memory; None: a new `Staged`. The tier
             closes `staged`.
         `close_wait_s`: longest time that `close` waits for a disk that hangs.
-        `name`: the tier's name in metrics and messages.
         """
         self._file = file
         self._staged = Staged(arena) if staged is None else staged
         self._mover = BlockMover(arena, file, FileIO(file.fd) if io is None else io, self._staged)
         self._close_wait_s = close_wait_s
-        self._facts = TierFacts(name, Medium.DISK, True, file.num_bytes, False, BATCH_BYTES)
+        self._facts = TierFacts(DISK_TIER, True, BATCH_BYTES)
         self._queue = CallQueue(num_threads)
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
@@ -104,11 +100,11 @@ class DiskTier:
         # When each thread began its piece; 0 while it waits for a piece.
         self._begun_s = [0.0] * num_threads
         self._threads = [
-            threading.Thread(target=self._work, args=(i,), name=f"hotkv-{name}-{i}", daemon=True)
+            threading.Thread(target=self._work, args=(i,), name=f"hotkv-disk-{i}", daemon=True)
             for i in range(num_threads)
         ]
         self._threads.append(
-            threading.Thread(target=self._drop_late, name=f"hotkv-{name}-late", daemon=True)
+            threading.Thread(target=self._drop_late, name="hotkv-disk-late", daemon=True)
         )
         for thread in self._threads:
             thread.start()
@@ -127,10 +123,6 @@ class DiskTier:
         """Returns the tier's properties; see `Tier.facts`."""
         return self._facts
 
-    def probe(self, keys: Sequence[bytes], deadline_s: float, on_done: OnProbe) -> None:
-        """Answers FAILED for all blocks, because the tier does not know which keys are stored."""
-        on_done(np.full(len(keys), Read.FAILED, np.uint8))
-
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         """Reads blocks into their slots; see `Tier.read`.
 
@@ -148,9 +140,6 @@ class DiskTier:
         file is allocated. A block can be UNFIT only if its place is smaller than its slot.
         """
         self._add(DiskCall(blocks, True, NO_DEADLINE_S, on_done))
-
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """Does nothing, because the core frees the places of blocks."""
 
     def problem(self) -> str:
         """Returns why the tier is unusable; see `Tier.problem`. The tier executes calls even while

@@ -9,7 +9,6 @@ threads.
 
 import asyncio
 import itertools
-import logging
 import time
 from collections.abc import Iterable, Iterator
 
@@ -29,8 +28,6 @@ from hotkv_server.tiers.drive.epochs import Epochs
 from hotkv_server.tiers.drive.reads import TierReads
 from hotkv_server.tiers.drive.tasks import blocks_of, future, on_loop
 from hotkv_server.tiers.protocol import Blocks, Codes, Read, Seals, SharedTier
-
-log = logging.getLogger(__name__)
 
 MAX_PROBED = 1 << 13
 """Most blocks that a lookup asks the tier for."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.tiers.compression.staged import Staged
@@ -216,7 +215,7 @@ def mooncake_tier(
             memories.append((region, memory.fd))
         return MooncakeClient(settings, memories, until_s)
 
-    facts = TierFacts("mooncake", Medium.REMOTE, False, 0, True, settings.children * PART_BYTES)
+    facts = TierFacts("mooncake", False, settings.children * PART_BYTES)
     workers = Workers(
         f"mooncake at {settings.master}",
         RemoteLimits(settings.children, settings.connect_timeout_s, settings.timeout_s),

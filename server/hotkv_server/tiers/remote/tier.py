@@ -158,7 +158,7 @@ class RemoteTier:
         self._workers.submit(call, parts, is_read=False)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Starts to remove blocks; see `Tier.forget`."""
+        """Starts to remove blocks; see `SharedTier.forget`."""
         call = self._call(lambda call: None)
 
         def part(rows: slice) -> Part:

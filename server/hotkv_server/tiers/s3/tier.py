@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import S3Settings
 from hotkv_server.tiers.compression.staged import Staged
@@ -41,7 +40,6 @@ class S3Tier(RemoteTier):
         *,
         on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
         staged: Staged | None = None,
-        name: str = "s3",
     ) -> None:
         check_installed()
 
@@ -51,12 +49,12 @@ class S3Tier(RemoteTier):
         def cut_writes(num_bytes: Int64s) -> Iterator[slice]:
             return cut_packs(num_bytes, settings.pack_bytes)
 
-        facts = TierFacts(name, Medium.REMOTE, False, 0, True, settings.pack_bytes, LINGER_S)
+        facts = TierFacts("s3", False, settings.pack_bytes, LINGER_S)
         self._shared = Shared(settings)
         # Writing a pack takes long, so only half of the threads write; the others serve reads.
         self._num_writers = (settings.connections + 1) // 2
         workers = Workers(
-            f"{name} at {settings.place}",
+            f"s3 at {settings.place}",
             RemoteLimits(settings.connections, settings.connect_timeout_s, settings.timeout_s),
             encoding(self._shared.connect, staged),
             num_writers=self._num_writers,

@@ -24,7 +24,7 @@ from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.client import LostError, StoreError, UnusableError
 from hotkv_server.tiers.valkey.connection import CHECK_KEY, ValkeyConnection
 from hotkv_server.tiers.valkey.errors import INCOMPLETE, INCOMPLETE_CODES, STANDALONE, unusable
-from hotkv_server.tiers.valkey.resp import Bulk, Command, ErrorReply, Place, Reply, command
+from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Place, Reply, command
 
 NUM_SLOTS = 1 << 14
 MAX_REDIRECTS = 5
@@ -97,7 +97,7 @@ class ClusterPipe:
         """Returns the next reply; see `Pipe.next`."""
         return self._receive(lambda connection: connection.next(until_s), until_s)
 
-    def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
+    def value(self, head: memoryview, place: Place, until_s: float) -> bool | ErrorReply | None:
         """Reads the next reply as the value of a key; see `Pipe.value`."""
         return self._receive(lambda connection: connection.value(head, place, until_s), until_s)
 

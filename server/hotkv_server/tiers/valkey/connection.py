@@ -13,7 +13,7 @@ from hotkv_server.security.path_checks import UnsafeError, check_private_key
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.client import LostError, UnusableError, quoted
 from hotkv_server.tiers.valkey.errors import STANDALONE, unusable
-from hotkv_server.tiers.valkey.resp import Bulk, Command, ErrorReply, Place, Replies, Reply, command
+from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Place, Replies, Reply, command
 from hotkv_server.tiers.valkey.stream import ValkeyStream, connect
 
 # ------------------------------------------------------------------------------------- The greeting
@@ -164,9 +164,9 @@ class Pipe(Protocol):
     def next(self, until_s: float) -> Reply:
         """Waits for the next reply and returns it. Replies come in the order of the commands."""
 
-    def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
+    def value(self, head: memoryview, place: Place, until_s: float) -> bool | ErrorReply | None:
         """Reads the next reply, which must be a string (the value of a key), null or an error.
-        Returns a `Bulk`, None or an ErrorReply. Writes a string directly into the caller's memory.
+        Writes a string directly into the caller's memory. See `Replies.value` for the result.
 
         `head`: gets the first bytes of the string.
         `place`: called with the length of the string; returns the memory for the rest of the
@@ -219,7 +219,7 @@ class ValkeyConnection:
         """Returns the next reply; see `Pipe.next`."""
         return self._replies.next(until_s)
 
-    def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
+    def value(self, head: memoryview, place: Place, until_s: float) -> bool | ErrorReply | None:
         """Reads the next reply as the value of a key; see `Pipe.value`."""
         return self._replies.value(head, place, until_s)
 

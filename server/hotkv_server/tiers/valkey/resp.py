@@ -43,19 +43,6 @@ class ErrorReply:
         return self.text.split(b" ", 1)[0].decode("ascii", "replace")
 
 
-@dataclass(frozen=True, slots=True)
-class Bulk:
-    """The result of `Replies.value`, which reads a string, such as the value of a block, in two
-    parts. It writes the first bytes, called the head, to one buffer, and the rest to another.
-
-    `num_bytes`: length of the whole string.
-    `is_placed`: True if the rest was written to the second buffer; False if it was skipped.
-    """
-
-    num_bytes: int
-    is_placed: bool
-
-
 Reply: TypeAlias = (
     "bool | int | float | bytes | ErrorReply | list[Reply] | dict[bytes, Reply] | None"
 )
@@ -124,9 +111,10 @@ class Replies:
             if kind not in b">|":
                 return reply
 
-    def value(self, head: memoryview, place: Place, until_s: float) -> "Bulk | ErrorReply | None":
-        """Reads the next reply, which must be a string, null or an error. Returns a `Bulk` for a
-        string, None for null, and an ErrorReply for an error. Raises LostError or LateError.
+    def value(self, head: memoryview, place: Place, until_s: float) -> "bool | ErrorReply | None":
+        """Reads the next reply, which must be a string, null or an error. Returns True for a string
+        that was written to memory, False for a string that was skipped, None for null, and an
+        ErrorReply for an error. Raises LostError or LateError.
 
         `head`: gets the first bytes of the string. A string that is shorter than `head` is
             skipped.
@@ -152,7 +140,7 @@ class Replies:
                 raise LostError(f"keeps {num_bytes} bytes under the key of a block")
             self._skip(skipped, until_s)
             self._line_end(until_s)
-            return Bulk(num_bytes, body is not None)
+            return body is not None
         reply = self._reply(kind, rest, until_s, 0)
         if reply is None or isinstance(reply, ErrorReply):
             return reply

@@ -269,7 +269,7 @@ class RespClient:
         if isinstance(reply, ErrorReply):
             errors.add(reply.code)
             return Read.CORRUPT if reply.code == "WRONGTYPE" else Read.FAILED
-        if reply.is_placed and not values.is_sound(key, self._head, slot):
+        if reply and not values.is_sound(key, self._head, slot):
             return Read.CORRUPT
         return judged
 

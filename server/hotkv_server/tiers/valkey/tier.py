@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.compression.staged import Staged
@@ -30,7 +29,6 @@ class ValkeyTier(RemoteTier):
         *,
         on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
         staged: Staged | None = None,
-        name: str = "valkey",
     ) -> None:
         clock, unsafe = StoreClock(), set[str]()
 
@@ -44,7 +42,7 @@ class ValkeyTier(RemoteTier):
             return RespClient(pipe, settings.ttl_s, clock, unsafe)
 
         batch_bytes = settings.connections * PART_BYTES
-        facts = TierFacts(name, Medium.REMOTE, False, 0, True, batch_bytes)
+        facts = TierFacts("valkey", False, batch_bytes)
         limits = RemoteLimits(settings.connections, settings.connect_timeout_s, settings.timeout_s)
-        workers = Workers(f"{name} at {settings.address}", limits, encoding(connect, staged))
+        workers = Workers(f"valkey at {settings.address}", limits, encoding(connect, staged))
         super().__init__(facts, arena, workers, on_epoch=on_epoch, staged=staged)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.protocol import (
     NO_EPOCH,
@@ -104,16 +103,13 @@ class MemoryTier:
         arena: Region,
         store: MemoryStore,
         *,
-        medium: Medium = Medium.DISK,
         is_manual: bool = False,
         name: str = "memory",
     ) -> None:
         self.faults = Faults()
         self._arena = arena.array()
         self._store = store
-        self._facts = TierFacts(
-            name, medium, store.places, store.capacity_bytes, not store.places, 1 << 20
-        )
+        self._facts = TierFacts(name, store.places, 1 << 20)
         self._calls: deque[tuple[Callable[[], None], Callable[[], None], int]] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -130,16 +126,6 @@ class MemoryTier:
     def facts(self) -> TierFacts:
         """Implements `Tier`."""
         return self._facts
-
-    def probe(self, keys: Sequence[bytes], deadline_s: float, on_done: OnProbe) -> None:
-        """Implements `Tier`."""
-
-        def do() -> None:
-            is_late = time.monotonic() > deadline_s
-            found = [self._probe(key) if not is_late else Read.FAILED for key in keys]
-            on_done(np.array(found, np.uint8))
-
-        self._add(do, lambda: on_done(_all(Read.FAILED, len(keys))), 0)
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         """Implements `Tier`."""
@@ -170,15 +156,6 @@ class MemoryTier:
 
         failed = _all(Write.FAILED, len(blocks)), np.zeros(len(blocks), np.uint64)
         self._add(do, lambda: on_done(*failed), blocks.total_bytes)
-
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """Implements `Tier`."""
-
-        def do() -> None:
-            for key in keys:
-                self._store.content.pop(key, None)
-
-        self._add(do, lambda: None, 0)
 
     def problem(self) -> str:
         """Implements `Tier`."""
@@ -251,11 +228,6 @@ class MemoryTier:
         begin = int(blocks.slots[at])
         return self._arena[begin : begin + int(blocks.num_bytes[at])]
 
-    def _probe(self, key: bytes) -> Read:
-        if self.faults.problem or self.faults.fails(key):
-            return Read.FAILED
-        return Read.FOUND if key in self._store.content else Read.ABSENT
-
     def _read(self, blocks: Blocks, at: int) -> Read:
         key = blocks.keys[at]
         if self.faults.problem or self.faults.fails(key):
@@ -327,7 +299,7 @@ class SharedMemoryTier(MemoryTier):
     ) -> None:
         assert not store.places, "a shared tier places by itself"
         self._on_epoch = on_epoch
-        super().__init__(arena, store, medium=Medium.REMOTE, is_manual=is_manual, name=name)
+        super().__init__(arena, store, is_manual=is_manual, name=name)
 
     def probe(
         self,
@@ -337,7 +309,23 @@ class SharedMemoryTier(MemoryTier):
         epochs: Epochs = NO_EPOCHS,
     ) -> None:
         """Implements `SharedTier`."""
-        super().probe(keys, deadline_s, self._checked(epochs, on_done))
+        done = self._checked(epochs, on_done)
+
+        def do() -> None:
+            is_late = time.monotonic() > deadline_s
+            found = [self._probe(key) if not is_late else Read.FAILED for key in keys]
+            done(np.array(found, np.uint8))
+
+        self._add(do, lambda: done(_all(Read.FAILED, len(keys))), 0)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Implements `SharedTier`."""
+
+        def do() -> None:
+            for key in keys:
+                self._store.content.pop(key, None)
+
+        self._add(do, lambda: None, 0)
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         """Implements `Tier`."""
@@ -372,6 +360,11 @@ class SharedMemoryTier(MemoryTier):
             on_done(epoch)
 
         self._add(do, lambda: on_done(None), 0)
+
+    def _probe(self, key: bytes) -> Read:
+        if self.faults.problem or self.faults.fails(key):
+            return Read.FAILED
+        return Read.FOUND if key in self._store.content else Read.ABSENT
 
     def _checked(self, epochs: Epochs, on_done: OnRead) -> OnRead:
         """Wraps `on_done` so that the epochs are checked after all blocks have been read. If the
