@@ -21,7 +21,7 @@ import numpy as np
 from bench.report import median, parser, percentile, print_report
 from bench.servers import MIB, new_hashes, serving, session_over
 from hotkv_client import GroupHashes
-from tests.support.otlp_receiver import OtlpReceiver
+from hotkv_server.testing.otlp_receiver import OtlpReceiver
 
 COUNTS = (64, 1024)
 BLOCKS = 4096

@@ -28,9 +28,9 @@ from hotkv_client import BlockRun, Flushed, GroupHashes, LoadRun, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError
+from hotkv_server.testing.fault_proxy import FaultProxy, nothing
 from tests.server.places import Place
 from tests.server.support import block_ids
-from tests.support.fault_proxy import FaultProxy, nothing
 
 LAYERS, PAGE_BYTES, CHAIN, NUM_CHAINS = 2, 4096, 8, 4
 ARENA, DISK = "16MiB", "64MiB"

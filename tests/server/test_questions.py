@@ -25,10 +25,10 @@ from hotkv_server.events.contents import Contents
 from hotkv_server.events.drive import BlocksStored
 from hotkv_server.events.questions import PromptIndex
 from hotkv_server.settings.outlets import EventSettings
+from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.told.http_endpoint import ANSWER_TIMEOUT_S
 from tests.core.support import words_of
 from tests.server.support import FULL, PATIENT, WINDOW, GroupsEngine, hashes, http_port
-from tests.support.memory_tier import MemoryStore
 from tests.support.waiting import wait_for
 from tests.tiers.nodes import SharedNode
 

@@ -37,6 +37,7 @@ from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_start
+from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from hotkv_server.tracing import drive as tracing
 from hotkv_server.tracing.calls import TracedCalls
 from hotkv_server.tracing.capability import TracingCapability, _open, check
@@ -44,7 +45,6 @@ from hotkv_server.tracing.drive import Tracing
 from hotkv_server.wire import calls
 from hotkv_server.wire.edge import calls_of
 from tests.server.support import hashes
-from tests.support.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.support.waiting import wait_for
 from tests.wire.recorded import Recorded
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.support.fault_proxy import FaultProxy
+    from hotkv_server.testing.fault_proxy import FaultProxy
     from tests.tiers import s3_support, valkey_support
     from tests.tiers.support import Store
 
@@ -52,7 +52,7 @@ def server(valkey_of_file: "valkey_support.Server") -> "valkey_support.Server":
 @pytest.fixture
 def proxy(server: "valkey_support.Server") -> "Iterator[FaultProxy]":
     """Yields a proxy in front of that server."""
-    from tests.support.fault_proxy import FaultProxy
+    from hotkv_server.testing.fault_proxy import FaultProxy
 
     one = FaultProxy(server.path)
     yield one

@@ -18,6 +18,7 @@ from hotkv_server.cache.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.health import Health
+from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier, SharedMemoryTier
 from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.book.place_sizes import EncodedBytes
 from hotkv_server.tiers.drive.below import TierBelow
@@ -26,7 +27,6 @@ from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
-from tests.support.memory_tier import MemoryStore, MemoryTier, SharedMemoryTier
 from tests.support.waiting import eventually
 from tests.tiers.support import content, store_blocks
 

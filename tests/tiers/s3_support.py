@@ -18,12 +18,12 @@ from obstore.store import S3Store
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import S3Settings
 from hotkv_server.testing import flush_contract
+from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.flush_contract import blocks_of
 from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig, content
 from hotkv_server.tiers.protocol import Read
 from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
 from hotkv_server.tiers.s3.tier import S3Tier
-from tests.support.fault_proxy import FaultProxy
 from tests.support.ports import free_ports
 from tests.support.waiting import end_with_the_parent
 from tests.tiers.support import broken

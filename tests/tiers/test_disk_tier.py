@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from hotkv_proto.table import SLOT_ALIGN
+from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault
 from hotkv_server.testing.tier_contract import (
     ARENA_BYTES,
     SLOT_BYTES,
@@ -27,7 +28,6 @@ from hotkv_server.testing.tier_contract import (
 from hotkv_server.tiers.disk import calls
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.protocol import Codes, Read, Write
-from tests.support.faulty_disk import EVERYWHERE, Fault
 from tests.support.waiting import wait_for
 from tests.tiers.disks import disk, shm_folder
 from tests.tiers.support import Asked

@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
+from hotkv_server.testing.fault_proxy import FaultProxy, nothing
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote.client import LateError, UnusableError
 from hotkv_server.tiers.s3.bucket import Loop
 from hotkv_server.tiers.s3.client import Shared
-from tests.support.fault_proxy import FaultProxy, nothing
 from tests.support.waiting import wait_for
 from tests.tiers.s3_support import Server, bench_over, new_prefix, settings_of
 from tests.tiers.support import Asked

@@ -15,6 +15,7 @@ pytest.importorskip("obstore", reason="obstore speaks S3")
 import obstore
 
 from hotkv_server.settings.tiers import S3Settings
+from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
@@ -33,7 +34,6 @@ from hotkv_server.tiers.s3.bucket import (
     read_access_key,
     store_error,
 )
-from tests.support.fault_proxy import FaultProxy
 from tests.support.waiting import wait_for
 from tests.tiers.s3_support import BUCKET, KEYS, Server, bench_over, new_prefix, settings_of
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hotkv_server.testing.fault_proxy import Dam, FaultProxy, nothing
 from hotkv_server.testing.flush_contract import (
     NAME,
     answer,
@@ -31,7 +32,6 @@ from hotkv_server.tiers.valkey.epochs import (
 )
 from hotkv_server.tiers.valkey.resp import ErrorReply, Reply, command
 from hotkv_server.tiers.valkey.tier import ValkeyTier
-from tests.support.fault_proxy import Dam, FaultProxy, nothing
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, bench_over, running, tier_over
 

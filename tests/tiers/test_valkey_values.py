@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hotkv_server.settings.tiers import ValkeySettings
+from hotkv_server.testing.fault_proxy import FaultProxy, nothing
 from hotkv_server.testing.flush_contract import answer, blocks_of
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content, key
 from hotkv_server.tiers.protocol import Blocks, Read, Write
@@ -18,7 +19,6 @@ from hotkv_server.tiers.remote.values import HEAD_BYTES, head
 from hotkv_server.tiers.seals import seal
 from hotkv_server.tiers.valkey.resp_client import ttl_ms
 from hotkv_server.tiers.valkey.tier import ValkeyTier
-from tests.support.fault_proxy import FaultProxy, nothing
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, arena_of, bench_over
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from demo.processes import Server, runtime_folder
+from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.tracing import requests as traces
-from tests.support.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.support.waiting import wait_for
 from tests.vllm.harness import prompt
 from tests.vllm.processes import Engines
