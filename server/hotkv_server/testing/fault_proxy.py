@@ -1,4 +1,5 @@
-"""Runs a proxy between a client and a server. The proxy holds, cuts off or changes bytes.
+"""Runs a proxy between a client and a server. The proxy slows, holds, cuts off or
+changes bytes.
 
 Always true: bytes pass in order. Bytes from the client pass through `on_command`, bytes from the
 server through `on_reply`. These two are *faults*: a fault is a function that receives a piece of
@@ -11,6 +12,7 @@ import select
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 PIECE_BYTES = 1 << 16
@@ -22,6 +24,21 @@ raises OSError to end the connection."""
 def nothing(piece: bytes) -> Iterator[bytes]:
     """Forwards bytes unchanged (no fault)."""
     yield piece
+
+
+def throttled(bytes_per_s: float) -> Fault:
+    """Returns a fault that limits the rate of bytes. All connections that use it share the rate."""
+    lock = threading.Lock()
+
+    def fault(piece: bytes) -> Iterator[bytes]:
+        step = max(1, min(len(piece), int(bytes_per_s / 20)))
+        for at in range(0, len(piece), step):
+            part = piece[at : at + step]
+            with lock:
+                time.sleep(len(part) / bytes_per_s)
+            yield part
+
+    return fault
 
 
 def cut_after(num_bytes: int) -> Fault:
