@@ -231,9 +231,9 @@ class StepMachine(RuleBasedStateMachine):
     def prefetch(self, count: int) -> None:
         self.loading += self.hot.begin_prefetch(self.wanted[:count]).slots.tolist()
 
-    @rule(count=st.integers(0, 4), success=st.booleans())
-    def prefetched(self, count: int, success: bool) -> None:
-        self.hot.finish_prefetch(np.array(self.loading[:count], np.int32), success)
+    @rule(count=st.integers(0, 4))
+    def prefetched(self, count: int) -> None:
+        self.hot.finish_prefetch(np.array(self.loading[:count], np.int32))
         self.loading = self.loading[count:]
 
     @rule()

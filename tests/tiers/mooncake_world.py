@@ -35,7 +35,7 @@ from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.mooncake.tier import mooncake_tier
 from hotkv_server.tiers.mooncake.words import epoch_key, quoted
 from hotkv_server.tiers.protocol import Read, Write
-from tests.server.sharing import check_sharing, node
+from tests.server.sharing import SharingNode, check_sharing, node
 from tests.server.support import PATIENT, hashes
 from tests.support.waiting import end_with_the_parent, stop, wait_for
 from tests.tiers.mooncake_owner import MASTER, set_up
@@ -281,10 +281,19 @@ def check_daemons() -> None:
         ):
             kill()
             start()
-            a.until_copying()
-            chain = hashes(4)
-            content = a.fill(chain)
-            wait_for(partial(b.loads, chain, content), "blocks are not shared", 240.0)
+            wait_for(partial(is_shared, a, b), "blocks are not shared", 240.0)
+
+
+def is_shared(one: SharingNode, other: SharingNode) -> bool:
+    """Stores blocks in a node. Returns True if the other node can load them within two seconds. A
+    node drops blocks that it could not copy to the store."""
+    before, chain, until_s = one.num_copied(), hashes(4), time.monotonic() + 2.0
+    content = one.put(chain)
+    while time.monotonic() < until_s:
+        if one.num_copied() >= before + len(chain) and other.loads(chain, content):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def check_orphans(world: World) -> None:
