@@ -357,6 +357,8 @@ def test_the_command_line_shows_hints_and_sessions(chat: Make) -> None:
     assert answer["outcomes"][0]["status"] == "clipped"
     assert "never stored" in one.server.cli("explain", "--session", one.model)
     assert "no request has named" in one.server.cli("explain", "--session", "nobody")
+    one.send({"action_type": "release", "payload": {"session_id": one.model}})
+    assert message in one.server.cli("explain", "--session", one.model)
 
 
 # --------------------------------------------------------------------------------------- bounds

@@ -79,6 +79,7 @@ def test_digits_alone_are_a_hash_where_no_model_has_such_a_token(run: Run) -> No
 
 def test_a_whole_hash_that_is_not_there_is_no_error(run: Run) -> None:
     assert "evicted 0 blocks, kept 0" in run("evict", "f" * 64)[1]
+    assert "would evict 0 blocks" in run("evict", "f" * 64, "--group", "7", "--dry-run")[1]
 
 
 def test_a_prefix_names_the_block_in_each_key_space_and_group(

@@ -97,7 +97,9 @@ def evict(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     if options.all:
         total = client.evict(options.key_space, everything=True, dry_run=options.dry_run)
     else:
-        total = dict.fromkeys(("evicted_block_count", "kept_block_count"), 0)
+        # The answer if no group can have a block with these hashes.
+        counts = "evicted_block_count", "kept_block_count", "evicted_byte_count"
+        total = dict.fromkeys(counts, 0)
         places = named_blocks.places(client, options.hashes, options.key_space, options.group)
         for (number, group), hashes in places.items():
             answer = client.evict(number, group, b"".join(hashes), dry_run=options.dry_run)

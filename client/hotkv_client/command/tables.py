@@ -551,9 +551,9 @@ def show_session(sessions: list[dict[str, Any]]) -> str:
 
 
 def _receipt(session: dict[str, Any]) -> list[str]:
-    """Returns a line with the totals of a session's requests; an empty list if no request has named
-    the session."""
-    tokens = session["prompt_token_count"]
+    """Returns a line with the totals of a session's requests; an empty list if the server knows no
+    request of the session, because only hints have named it, or because it was released."""
+    tokens = session.get("prompt_token_count", 0)
     if not tokens:
         return []
     device, hits = session["device_hit_token_count"], session["hit_token_count"]
