@@ -415,6 +415,15 @@ def test_raises_that_fail_slowly_starve_no_key_space() -> None:
     assert book.begin_raise("store", now_s + RETRY_S) == Raise("aa", NO_EPOCH, False)
 
 
+def test_a_flush_that_always_fails_starves_no_key_space() -> None:
+    book = EpochBook()
+    for name in ("aa", "bb"):
+        book.flush(name, 0.0)
+    for name in ("aa", "bb", "aa"):
+        assert book.begin_flush(0.0) == name
+        book.broke(name)
+
+
 def test_only_key_spaces_in_use_are_asked_for_often() -> None:
     book = EpochBook(("store",))
     idle = [f"{number:04x}" for number in range(200)]

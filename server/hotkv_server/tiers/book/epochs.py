@@ -306,9 +306,12 @@ class EpochBook:
         record.saved_at = self.revision
 
     def broke(self, fingerprint: str) -> None:
-        """Records that the flush of a key space on this node has failed, so it must begin again."""
+        """Records that the flush of a key space on this node has failed, so it must begin again,
+        after the due flushes of the other key spaces."""
         record = self._record(fingerprint)
         record.begun = record.ended
+        self._active.pop(fingerprint, None)
+        self._active[fingerprint] = None
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
         """Returns None while the caller that requested a flush must wait. Afterwards returns the
