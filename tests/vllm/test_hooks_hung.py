@@ -114,6 +114,7 @@ def test_the_log_says_a_change_of_a_session_once_and_the_reason(
     log.waited(1.0)
     log(LinkState.ABSENT, "no server answers")
     log.waited(1.0)
+    assert log.why == "no server answers"
     log(LinkState.CONNECTED, "connected")
     log.waited(1.0)
     # The session connected just as the wait at the start ended.
