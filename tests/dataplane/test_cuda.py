@@ -152,8 +152,8 @@ def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("call", "tries"), [("record", 3), ("record", 2), ("synchronize", 1)])
 def test_a_device_that_can_not_be_followed_is_given_up(bench: Bench, call: str, tries: int) -> None:
-    """Fails the first tries of a call. Its job fails; only after three tries all later jobs fail
-    too."""
+    """Makes the first tries of a call to the device fail. The job that needed the call fails. Later
+    jobs fail only if all three tries have failed: the device is then given up."""
     for nth in range(tries):
         bench.runtime.fail_call(call, nth + 1)
     for name in ("fails", "later"):

@@ -1,8 +1,7 @@
 """Fuzzing: odd, mutated and meaningless messages to every call of a real server, odd clients
-(`odd_clients`), and mutated files for its readers. The server answers each
-message with a response or a canonical refusal, never INTERNAL. It stays alive, quick and small, and
-logs no traceback; a bystander's blocks come back byte for byte. A reader of a mutated file reads it
-or refuses it.
+(`odd_clients`), and mutated files for its readers. The server answers each message with a response
+or a canonical refusal, never INTERNAL. It stays alive, quick and small, and logs no traceback; a
+bystander's blocks come back byte for byte. A reader of a mutated file reads it or refuses it.
 
 `python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints inputs and answers.
 """

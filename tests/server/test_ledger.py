@@ -72,6 +72,8 @@ STORED_BUT_NOT_ASKED = {
     # An engine that is too old to say a reason.
     Miss.UNKNOWN: "in_flight",
 }
+"""Reasons that an engine says for stored blocks that it has not loaded, and the reasons under which
+the ledger counts them."""
 
 
 @pytest.mark.parametrize(

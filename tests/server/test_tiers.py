@@ -17,8 +17,12 @@ from hotkv_client.command import cli
 from hotkv_client.command.tables import show_status
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import Reason
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.settings import load_settings
+from hotkv_server.startup import StartError
 from hotkv_server.testing import faults
 from hotkv_server.tiers.compression.form import room_bytes
+from hotkv_server.tiers.start import open_lower
 from tests.server.places import found
 from tests.server.refusals import refused
 from tests.server.support import hashes
@@ -50,6 +54,16 @@ def test_what_the_arena_has_evicted_comes_back_from_the_disk(place: Tiered) -> N
         assert place.loads(chain, content)
     assert place.counter("tier_promoted_blocks_total") >= 6 * CHAIN
     assert not place.counter("tier_lost_blocks_total")
+
+
+def test_a_lookup_fetches_its_hit_ahead_of_the_lease(shared: Tiered) -> None:
+    engine, chain = shared.engine, hashes(CHAIN)
+    assert engine is not None
+    shared.fill(chain)
+    shared.forget()
+    assert not engine.session.probe(0, chain).any()
+    assert all(found(engine, chain))
+    wait_for(lambda: bool(engine.session.probe(0, chain).all()))
 
 
 def test_a_lease_on_no_group_is_refused_before_a_tier_is_asked(shared: Tiered) -> None:
@@ -157,6 +171,13 @@ def test_what_lies_on_the_disk_and_how_it_answers_is_said(place: Tiered) -> None
     assert disk["budget_left_byte_count"] == disk["budget_byte_count"] - 3 * of_chain
     row = next(line for line in show_status(status).splitlines() if line.startswith("disk "))
     assert "100.0%" in row and row.endswith("90.9 TiB")
+
+
+def test_a_disk_of_another_server_is_refused(shared: Tiered) -> None:
+    flags = ["--tiers.disk.path", str(shared.folder / "disk"), "--tiers.disk.bytes", "64MiB"]
+    settings = load_settings(None, flags, "hotkv-server")
+    with pytest.raises(StartError, match=r"tiers\.disk\.path: .* is in use by hotkv-server"):
+        open_lower(settings, Region(0, 1, "arena"), reset=False)
 
 
 def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered) -> None:

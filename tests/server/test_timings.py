@@ -26,6 +26,7 @@ from tests.server.faulty import FaultyServer, folder
 from tests.server.page_support import get
 from tests.server.places import Place, place, store
 from tests.server.support import block_ids, hashes, http_port
+from tests.support.waiting import wait_for
 
 __all__ = ["folder", "place"]
 LAYERS, PAGE_BYTES = 2, 64 << 10
@@ -71,6 +72,8 @@ def test_calls_transfers_and_evicted_blocks_are_timed(own_server: Server) -> Non
     assert after["hotkv_copy_busy_seconds_total"] > 0 and after["hotkv_copy_threads"] >= 1
     lags = [after[f"hotkv_loop_lag_{name}_seconds"] for name in ("p50", "p99", "longest")]
     assert lags == sorted(lags) and lags[0] >= 0
+    wait_for(lambda: read(port)["hotkv_loop_lag_longest_seconds"] > 0)
+    assert "event loop late by" in own_server.cli("status")
     ended = {name: value for name, value in after.items() if "transfers_total" in name and value}
     assert ended == {
         'hotkv_transfers_total{direction="load",outcome="done"}': 1,

@@ -113,6 +113,28 @@ def removed(events: list[Event], medium: Medium) -> set[int]:
     }
 
 
+async def test_a_moved_block_is_told_of_with_the_tokens_and_the_parent_of_its_store() -> None:
+    """A router that matches prompts by tokens skips events without tokens."""
+    one = Setup(10.0)
+    async with heard(one) as ear:
+        tokens = np.arange(16 * len(BLOCKS), dtype=np.int32)
+        run = BlocksStored(1, 0, words_of(BLOCKS), None, 0, RunContent(tokens))
+        ear.events._contents.keep(one.core.key_space(1).fingerprint, run)
+        await one.lie_below(BLOCKS)
+        await asyncio.sleep(0.05)
+        assert all(await one.leased(BLOCKS))
+        events = ear.read()
+        for medium in (Medium.DISK, Medium.CPU):
+            told = sorted(stored(events, medium), key=lambda event: event.depth)
+            assert [n for event in told for n in numbers_of(event.hashes)] == BLOCKS
+            found = np.concatenate([event.content.token_ids for event in told])
+            assert np.array_equal(found, tokens)
+            for event in told:
+                before = [] if event.parent is None else numbers_of(event.parent[None])
+                assert before == BLOCKS[: event.depth][-1:]
+        assert ear.events.counters()["events_without_tokens_total"] == 0
+
+
 async def test_what_the_disk_evicts_and_loses_is_removed_from_it() -> None:
     one = Setup(10.0)
     async with heard(one) as ear:

@@ -84,9 +84,11 @@ def heard(monkeypatch: pytest.MonkeyPatch, level: str = "warning") -> list[str]:
 
 
 def test_a_refused_worker_is_said_once_and_nothing_is_offered(
-    engine: Any, server: Any, warnings: list[str]
+    engine: Any, server: Any, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The log says that hotkv is on only when the worker has its session too."""
     engine().fill(PROMPT)
+    lines = heard(monkeypatch, "info")
     server.refuse_workers = "NO_DEVICE: this server has no CUDA"
     one = engine()
     server.calls.clear()
@@ -95,11 +97,13 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(
     (line,) = warnings
     for words in ("worker 0 has no session", server.refuse_workers, "hotkv.target"):
         assert words in line
+    assert not any(text.startswith("hotkv on") for text in lines)
     # The server comes after all.
     server.refuse_workers = ""
     one.generate("step", prompt(9, 10), 2)
     assert one.hit(PROMPT) == 192
     assert one.counters["unserved_requests"] == 4 and "failed_loads" not in one.counters
+    assert sum(text.startswith("hotkv on") for text in lines) == 1
 
 
 def test_the_log_says_a_change_of_a_session_once_and_the_reason(
@@ -114,6 +118,7 @@ def test_the_log_says_a_change_of_a_session_once_and_the_reason(
     log.waited(1.0)
     log(LinkState.ABSENT, "no server answers")
     log.waited(1.0)
+    assert log.why == "no server answers"
     log(LinkState.CONNECTED, "connected")
     log.waited(1.0)
     # The session connected just as the wait at the start ended.

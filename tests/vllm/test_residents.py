@@ -372,8 +372,9 @@ def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
 
 
 def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
-    """Two requests fill the server's room, so both are held, unless vLLM is going to preempt one
-    that is lost. The last one gives up its room, and goes on when the first has ended."""
+    """Two requests fill the server's room, so both are held. A lost request would not be held: vLLM
+    preempts it when its turn comes. The last one gives up its room, and goes on when the first has
+    ended."""
     engine = ResidentEngine("host", most_blocks=60)
     first, second = (engine.arrive(400, 200, family) for family in "ab")
     # A step in flight of the last request still reads the arena.

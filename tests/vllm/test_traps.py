@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from hotkv_client.types import LinkState
+from hotkv_vllm import link
 from hotkv_vllm.scheduler import hits, stores
 from hotkv_vllm.scheduler.loads import LoadRoom
 from tests.vllm.harness import Engine, prompt
@@ -283,11 +284,14 @@ def test_failed_loads_do_not_block_each_other_for_memory(
 
 @MODELS
 def test_a_failed_load_costs_no_request_whatever_the_policy(
-    engine: Any, server: Any, model: Any
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
-    """vLLM's default is "fail"; hotkv sets "recompute" in its place."""
+    """vLLM's default is "fail"; hotkv sets "recompute" in its place and logs it."""
+    said: list[str] = []
+    monkeypatch.setattr(link.logger, "info", lambda text, *parts: said.append(text % parts))
     policy = {"kv_load_failure_policy": "fail"}
     first, one = (engine(specs=model(), within=lambda ours: ours | policy) for _ in range(2))
+    assert sum("kv_load_failure_policy is set to 'recompute'" in text for text in said) == 2
     first.fill(PROMPT)
     server.fail_loads = server.spoil_loads = True
     assert one.generate("b", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
