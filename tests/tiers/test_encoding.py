@@ -210,8 +210,9 @@ def test_reads_wait_for_staging_until_their_deadline(
         watch(monkeypatch, hang, "read", "write")
         asked = Asked(bench)
         asked.write(0, [0, 1, 2])
-        asked.write(3, [3])
+        # Now two blocks hold the half of the staging memory that writes may hold.
         wait_for(lambda: hanging)
+        asked.write(3, [3])
         asked.read(4, [8], [20])
         asked.read(5, [8], [21])
         wait_for(lambda: len(hanging) >= 3)
