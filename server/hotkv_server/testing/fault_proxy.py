@@ -1,5 +1,4 @@
-"""Runs a proxy between a client and a server. The proxy slows, holds, cuts off or
-changes bytes.
+"""Runs a proxy between a client and a server. The proxy slows, holds, cuts off or changes bytes.
 
 Always true: bytes pass in order. Bytes from the client pass through `on_command`, bytes from the
 server through `on_reply`. These two are *faults*: a fault is a function that receives a piece of
