@@ -302,6 +302,17 @@ def test_a_bound_is_kept_in_parts_and_others_may_store_between_them(
     assert space.index.is_ready(colder).all(), "blocks of others went"
 
 
+def test_room_within_a_bound_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space_module, "EVICTED_PER_PART", 2)
+    space = make_space("lru", {"c": TenantShare(0, 10 * SLOT_ALIGN)})
+    fill(space, 3, 10)
+    lefts = [10]
+    for _ in space.make_room(3, 0, SLOT_ALIGN, 7):
+        lefts.append(len(space.index.ready_blocks(3)))
+    lefts.append(len(space.index.ready_blocks(3)))
+    assert max(-np.diff(lefts)) == 2 and lefts[-1] == 3
+
+
 IMPOSSIBLE = [
     {"a": TenantShare(SLAB, 1)},
     {"a": TenantShare(ARENA), "b": TenantShare(1)},

@@ -294,6 +294,14 @@ def test_a_message_that_declares_too_much_is_refused_before_it_comes(own_server:
     assert watch.close() < SLACK_BYTES
 
 
+def test_a_call_whose_request_does_not_come_whole_is_ended(server: Server) -> None:
+    """Sends a request without its last byte. The server must end the call by itself."""
+    sender = HalfSender(server.runtime_folder / "grpc.sock")
+    sender.call(LOOKUP, 64)
+    wait_for(lambda: sender.num_ended == 1)
+    sender.close()
+
+
 def test_a_foreign_client_is_told_the_limit(own_server: Server) -> None:
     with grpc.insecure_channel(own_server.target) as channel:
         call = channel.unary_unary(LOOKUP)

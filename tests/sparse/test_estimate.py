@@ -247,6 +247,25 @@ def test_a_config_of_qwen_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "least", "most", "bad"),
+    [
+        ("memory_ratio", 5e-324, 1.0, [0, 1 + 2**-52, float("nan"), True, "1"]),
+        ("hot_sets", 1.0, 1e18, [1 - 2**-53, 1.1e18, float("inf")]),
+        ("batch", 1, 10**18, [0, 10**18 + 1, 1.0, True]),
+    ],
+)
+def test_a_plan_takes_its_limits_and_refuses_all_beyond(
+    field: str, least: float, most: float, bad: list[Any]
+) -> None:
+    for good in (least, most):
+        assert getattr(Plan(1).with_(**{field: good}), field) == good
+    for value in bad:
+        with pytest.raises(HotKVError) as caught:
+            Plan(1).with_(**{field: value})
+        assert caught.value.message.startswith(f"{field} ")
+
+
+@pytest.mark.parametrize(
     ("changes", "field"),
     [
         ({"hidden_size": None}, "config.hidden_size"),

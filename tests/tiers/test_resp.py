@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hotkv_server.tiers.remote.client import LateError, LostError
+from hotkv_server.tiers.valkey import resp
 from hotkv_server.tiers.valkey.resp import (
     MAX_LINE_BYTES,
     MAX_REPLY_BYTES,
@@ -190,10 +191,15 @@ def test_a_value_of_another_kind_is_lost(content: bytes) -> None:
         Replies(Cut(content, [7])).value(memoryview(bytearray(4)), lambda size: None, FOREVER)
 
 
-def test_a_value_too_long_to_be_skipped_is_lost() -> None:
+def test_a_value_too_long_to_be_skipped_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = memoryview(bytearray(HEAD_BYTES))
     with pytest.raises(LostError, match="keeps 67108869 bytes under the key of a block"):
-        content = b"$%d\r\nhead" % (MAX_SKIPPED_BYTES + 5)
-        Replies(Cut(content, [7])).value(memoryview(bytearray(4)), lambda size: None, FOREVER)
+        content = b"$%d\r\nhead" % (HEAD_BYTES + MAX_SKIPPED_BYTES + 1)
+        Replies(Cut(content, [7])).value(head, lambda size: None, FOREVER)
+    monkeypatch.setattr(resp, "MAX_SKIPPED_BYTES", 8)
+    replies = Replies(Cut(b"$12\r\nheadlongtail\r\n+next\r\n", [7]))
+    assert replies.value(head, lambda size: None, FOREVER) is False
+    assert replies.next(FOREVER) == b"next"
 
 
 def test_a_command_has_its_lengths() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hotkv_vllm.scheduler.loads import Holder
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.specs import HYBRIDS, hybrid_model
 
@@ -44,6 +45,24 @@ def test_a_request_needs_the_blocks_that_vllm_would_reserve(engine: Any, num_tok
     room.comes(request)
     room.admitted("a", one.scheduler.kv_cache_manager.empty_kv_cache_blocks)
     assert room.holders["a"].need == one.scheduler._request_remaining_blocks(request)
+
+
+@pytest.mark.parametrize(("held", "need", "beside"), [(6, 6, 0), (7, 6, 0), (4, 6, 2)])
+def test_a_load_may_take_the_last_block_that_the_others_can_spare(
+    engine: Any, held: int, need: int, beside: int
+) -> None:
+    """The device has exactly as many blocks as the new load and the admitted request need, then one
+    block fewer. The load may begin in the first case only."""
+    one = engine(specs=hybrid_model(), blocks=96)
+    room = one.connector._scheduler.requests.room
+    request = one.add("a", prompt(1, 92))
+    room.comes(request)
+    room.holders["other"] = Holder(held, need)
+    # vLLM's null block is one of the pool's blocks.
+    fitting = room._needs["a"] + held + beside + 1
+    for blocks, has_room in ((fitting, True), (fitting - 1, False)):
+        room._manager.block_pool.num_gpu_blocks = blocks
+        assert room.has_room(request) is has_room
 
 
 @MODELS
