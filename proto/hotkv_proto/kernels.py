@@ -20,7 +20,6 @@ from numba.extending import intrinsic
 
 WAYS = 7
 SEQ, OVERFLOW, TAGS, ENTRIES = 0, 1, 2, 9
-RECORD_WORDS = 18
 RESERVED_FLAG = np.uint32(0x8000_0000)
 MAX_PROBE_BUCKETS = 64
 MAX_RETRIES = 1000
@@ -275,7 +274,7 @@ def find(
     (`hotkv_proto.table`) for each hash into `out`; 0 for a miss.
 
     buckets, records: the table's buckets and records, uint32 [num_buckets, 16] and [capacity + 1,
-        RECORD_WORDS].
+        `hotkv_proto.table.RECORD_WORDS`].
     hashes: uint32 words [hashes, 8].
     salt: the number that `hotkv_proto.table` mixes into all hashes of this key space and group.
     key_space, group: numbers that the records of the blocks must have.

@@ -39,15 +39,13 @@ class Feature(enum.IntEnum):
 
     RESIDENCY = 1
     """The server reserves room for a request's blocks, pins them, and publishes validity words
-    behind its arena (`hotkv_proto.words`)."""
+    behind its arena (`hotkv_proto.words`). A client may reserve more blocks later."""
     TIERS = 2
     """The server has tiers below host memory: a lookup also finds blocks that are not in the block
     table."""
     EVENTS = 3
     """A session can read the events of its key space. Engines publish these events together with
     their own events."""
-    RESIDENCY_GROWTH = 4
-    """A client may call `open_residency` again for an open residency, to reserve more blocks."""
     BATCHES = 5
     """A message of the stream may carry several requests, or several answers and notices."""
 

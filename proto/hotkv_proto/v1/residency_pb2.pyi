@@ -45,8 +45,8 @@ Global___ResidencyGroup: typing_extensions.TypeAlias = ResidencyGroup
 @typing.final
 class OpenResidencyRequest(google.protobuf.message.Message):
     """Asks to reserve room in the arena for the blocks of one request. Repeating the call while the
-    residency is open gets the same answer. With FEATURE_RESIDENCY_GROWTH the repeated call may ask
-    for more blocks, which are then reserved too; if it fails, the residency stays as it was.
+    residency is open gets the same answer. The repeated call may ask for more blocks, which are then
+    reserved too; if it fails, the residency stays as it was.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -72,8 +72,6 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """
     FEATURE_EVENTS: _Feature.ValueType  # 3
     """Engines publish the server's events as their own (ReadEvents)."""
-    FEATURE_RESIDENCY_GROWTH: _Feature.ValueType  # 4
-    """OpenResidency for more blocks of an open residency reserves the difference."""
     FEATURE_BATCHES: _Feature.ValueType  # 5
     """A message of the stream may carry several (RequestBatch, ResponseBatch)."""
 
@@ -94,8 +92,6 @@ table. AcquireLease waits for their promotion, within the server's limit.
 """
 FEATURE_EVENTS: Feature.ValueType  # 3
 """Engines publish the server's events as their own (ReadEvents)."""
-FEATURE_RESIDENCY_GROWTH: Feature.ValueType  # 4
-"""OpenResidency for more blocks of an open residency reserves the difference."""
 FEATURE_BATCHES: Feature.ValueType  # 5
 """A message of the stream may carry several (RequestBatch, ResponseBatch)."""
 Global___Feature: typing_extensions.TypeAlias = Feature

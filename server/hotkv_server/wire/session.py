@@ -605,8 +605,6 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     ) -> session_pb2.ConnectResponse:
         opening = first.open_session
         features = agreed_features(opening.features)
-        if Feature.RESIDENCY not in features:
-            features -= {Feature.RESIDENCY_GROWTH}
         if self._node.tiers is None:
             features -= {Feature.TIERS}
         if not any(one.engines_publish_events for one in self._node.capabilities):
