@@ -136,15 +136,23 @@ def lose(_: Any, steps: list[int]) -> dict[str, Any]:
     return {}
 
 
+MOVES_EVERY = [0]
+"""Period of `move`, in steps; 0 before its first call."""
+
+
 def move(_: Any, every: int) -> dict[str, Any]:
+    """A later call sets another period."""
     from hotkv_vllm.residency.resident_requests import ResidentRequests
 
+    has_begun, MOVES_EVERY[:] = MOVES_EVERY[0], [every]
+    if has_begun:
+        return {}
     original, steps = ResidentRequests.make_room, itertools.count(1)
 
     def make_room(self: Any) -> None:
         original(self)
         pool = self._pool
-        for request_id in pool.running_requests() if next(steps) % every == 0 else ():
+        for request_id in pool.running_requests() if next(steps) % MOVES_EVERY[0] == 0 else ():
             one = self._residents.get(request_id)
             if one is None or not self._may_move(one):
                 continue
