@@ -1,6 +1,6 @@
-"""The disk tier keeps the contract on real files, direct and buffered. Over disks that fail, lag
-and hang, each block gets its result, each call ends once, and a slot is free only when the disk can
-no longer touch it."""
+"""The disk tier passes the tier contract on real files, with direct and with buffered I/O. If the
+disk fails, lags or hangs, each block still gets a result and each call ends once, after the disk
+has stopped using the call's slots."""
 
 import contextlib
 import errno
@@ -182,7 +182,8 @@ def test_the_page_cache_does_not_hide_a_dead_disk(tmp_path: Path) -> None:
 
 
 def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several threads write the blocks of one call."""
+    """Lets the disk hang in three threads that write blocks of one call. The fourth thread must
+    still read."""
     monkeypatch.setattr(calls, "MAX_PIECE_BYTES", SLOT_BYTES)
     with disk(tmp_path, num_threads=4) as made:
         bench = made.stored([1, 2])
