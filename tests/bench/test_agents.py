@@ -1,5 +1,5 @@
-"""The rules that `bench.agents` compares: each follows its description, and the bound beats them
-all."""
+"""The benchmark `bench.agents`, which compares eviction rules for agents: each rule follows its
+description, and no rule has more hits than the clairvoyant bound."""
 
 from bench.agents import NEW_GAPS, best_ttl_s, compare
 from hotkv_server.simulate.trace import make_trace

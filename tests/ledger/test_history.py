@@ -1,4 +1,5 @@
-"""The ring of samples beside a list of all samples."""
+"""The ledger's history (`History`), which keeps the samples of the latest intervals. Random
+operations are compared with a list of all samples."""
 
 import hypothesis.strategies as st
 import numpy as np
