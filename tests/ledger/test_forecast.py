@@ -1,5 +1,6 @@
-"""The ledger's forecast of larger caches. Its ceiling (hits of an endless cache) and its gain (more
-hits with more memory) differ from the simulator's by at most two percentage points."""
+"""The forecast of larger caches in the ledger, which counts hits and misses. The forecast's ceiling
+(hits of an endless cache) and gain (more hits with more memory) differ from the simulator's by at
+most two percentage points."""
 
 import functools
 import itertools

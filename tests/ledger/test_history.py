@@ -1,5 +1,5 @@
-"""The ledger's history (`History`), which keeps the samples of the latest intervals. Random
-operations are compared with a list of all samples."""
+"""The history of the ledger (counts of hits and misses): it keeps the samples of the latest
+intervals. Random operations are compared with a list of all samples."""
 
 import hypothesis.strategies as st
 import numpy as np

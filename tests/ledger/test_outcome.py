@@ -1,5 +1,5 @@
-"""The ledger's reason for a missed block agrees with the block's state, and with the command `hotkv
-explain`."""
+"""The ledger counts the tokens of a prompt that hit, and the reason for each miss. The reason must
+agree with the block's state that the command `hotkv explain` shows."""
 
 from collections import Counter
 

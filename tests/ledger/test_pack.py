@@ -1,5 +1,5 @@
-"""The ledger's file: what was written is read back, and a damaged or contradictory file is refused.
-Tiers may change between two servers."""
+"""The file of the ledger, which counts hits and misses: what was written is read back, and a
+damaged or contradictory file is refused. Tiers may change between two servers."""
 
 import json
 

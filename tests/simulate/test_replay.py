@@ -87,8 +87,8 @@ def holds_nothing(policy: Policy) -> bool:
 
 def test_with_two_tiers_neither_holds() -> None:
     """Lets the policies of two tiers begin with a setting that holds blocks (protects them from
-    eviction for some time, so new blocks may be refused). With two tiers both policies must stop to
-    do so."""
+    eviction for some time, so new blocks may be refused). With two tiers both policies must stop
+    holding blocks."""
     spaces = [SimulatedTier(8, Hotness), SimulatedTier(16, Hotness)]
     two = TwoTiers(spaces[0], spaces[1], BLOCK_TOKENS, None)
     duels = []
@@ -174,8 +174,9 @@ def test_pauses_end_with_the_next_request_that_has_all_blocks(requests: Requests
 
 
 def test_what_others_used_is_not_told() -> None:
-    """Derives the hints of two sessions that share two blocks. The hints may demote only blocks
-    that no other session has used so far."""
+    """Derives from a trace the hints of two sessions that share two blocks: which blocks to demote
+    when a session ends or pauses. These may only be blocks that no other session has used so
+    far."""
     first, second = [1, 2, 3, 4], [1, 2, 5, 8]
     begin = [(0.0, first), (1.0, second)]
     turns = [(10.0, [*first, 6]), (1.0 + LONG_PAUSE_S, [*second, 7])]

@@ -124,8 +124,8 @@ def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]
 
 
 def check_one_node() -> None:
-    """Runs the checks of a single node: the tier contract, foreign values, flushes, children of a
-    killed daemon, and a master or owner that hangs or dies."""
+    """Runs the checks of a single node: the checks for all tiers (`tier_contract`), foreign values,
+    flushes, children of a killed server, and a master or owner that hangs or dies."""
     world = World()
     check_tier(lambda: rig(world), seed=1)
     check_many(lambda: rig(world, children=2), seed=1)
@@ -136,8 +136,8 @@ def check_one_node() -> None:
 
 
 def check_compressed() -> None:
-    """Checks that a tier that encodes blocks passes the tier contract, and that it also stores a
-    block that is larger than the staging memory."""
+    """Checks that a tier that encodes blocks passes the checks for all tiers (`tier_contract`), and
+    that it also stores a block that is larger than the staging memory."""
     # Imported here, because kernels of encodings take a while to load.
     from tests.tiers import encodings
 

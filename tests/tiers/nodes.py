@@ -141,7 +141,7 @@ class SharedNode(Node):
     """A node with a tier that it shares with other nodes.
 
     store: the store of the shared tier.
-    folder: keeps the node's notes of epochs over restarts.
+    folder: the folder in which the node keeps its record of epochs over restarts, or None.
     left: the blocks that an earlier server left in host memory, or None if the node starts empty.
     disk: the store of a disk tier, or None.
     other: the store of a second shared tier, or None.

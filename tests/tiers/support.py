@@ -89,9 +89,9 @@ class Store:
 
 
 class Gate:
-    """A fault for `FaultProxy` that delays some HTTP requests, until the event `opened` is set. It
-    delays the requests with the method `method` and with `part` in their path. When a request
-    waits, the gate sets the event `is_full`."""
+    """A function for `FaultProxy` that holds back some HTTP requests, until the event `opened` is
+    set: requests with the method `method` and with `part` in their path. When a request waits, the
+    gate sets the event `is_full`."""
 
     def __init__(self, method: bytes, part: str) -> None:
         self.is_full, self.opened = threading.Event(), threading.Event()

@@ -216,7 +216,8 @@ class StagedMachine(RuleBasedStateMachine):
         assert all(sizes[part].sum() <= most or len(sizes[part]) == 1 for part in parts)
 
     def used(self) -> NDArray[np.int64]:
-        """Returns the number of parts that have each unit."""
+        """Returns, for each SLOT_ALIGN bytes of the staging memory, the number of allocated parts
+        that contain them."""
         used = np.zeros(UNITS, np.int64)
         for place, size, _ in self.parts:
             used[place // SLOT_ALIGN : (place + size) // SLOT_ALIGN] += 1

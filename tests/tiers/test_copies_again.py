@@ -37,9 +37,9 @@ async def earlier(
 
 
 async def test_what_fails_is_tried_again_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies six blocks, each in its own move. The comparison of bytes with check values raises
-    MemoryError for two moves, and the write of one block fails twice. All blocks must be copied in
-    the end."""
+    """Copies six blocks separately. The comparison of bytes with check values raises MemoryError
+    for two of the copies, and the write of one block fails twice. All blocks must be copied in the
+    end."""
     monkeypatch.setattr(tier_copies, "AGAIN_S", 0.2)
     async with nodes() as (a, b):
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
@@ -249,9 +249,9 @@ async def test_a_restart_does_not_flood_the_store(
 async def test_a_later_copy_holds_its_blocks_from_the_moment_it_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Evicts blocks and reuses their entries right after `Copies.take` has chosen the blocks for a
-    repeated copy. Meanwhile copies of new blocks use the whole limit of bytes. Only the right
-    blocks may reach the store."""
+    """Evicts blocks right after they were chosen for a repeated copy, and reuses their entries in
+    the block table for other blocks. Copies of new blocks use the whole limit of bytes meanwhile.
+    Only blocks with their right keys may reach the store."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
     compared.set()
 

@@ -1,6 +1,6 @@
-"""The disk tier with encoded (compressed) blocks. It passes the same contract as without encoding
-and uses fewer bytes of its file. Its staging memory, in which it encodes blocks, stays bounded if
-the disk fails or hangs."""
+"""The disk tier with encoded (compressed) blocks. It passes the checks for all tiers
+(`tier_contract`) and uses fewer bytes of its file. Its staging memory, in which it encodes blocks,
+stays bounded if the disk fails or hangs."""
 
 import contextlib
 import errno

@@ -1,6 +1,6 @@
-"""`EncodingClient`, a connection that encodes (compresses) blocks. It passes the tier contract over
-real Valkey and S3 servers, finds blocks in encoded and in plain form, and uses only its own part of
-the staging memory."""
+"""`EncodingClient`, a connection to a store that encodes (compresses) blocks. It passes the checks
+for all tiers (`tier_contract`) over real Valkey and S3 servers, finds blocks in encoded and in
+plain form, and waits for staging memory, in which it encodes blocks."""
 
 import contextlib
 import threading
@@ -73,7 +73,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[..., None], *names: 
 
 
 def put(server: Server, name: bytes, content: bytes) -> None:
-    """Stores a value as the tier does: a valid head, then `content`."""
+    """Stores a value as the tier does: a valid head (size and check value), then `content`."""
     server.client.set(name, head(name, memoryview(content)) + content)
 
 

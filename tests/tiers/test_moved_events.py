@@ -264,9 +264,9 @@ def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_an_event_says_what_is_known_of_its_blocks(is_known: bool) -> None:
-    """Makes the events of moved blocks. An event has the parent and the tokens if they are known
-    (`is_known`). The parent's entry number was reused for another block, which must not become the
-    parent."""
+    """Makes the events of moved blocks. They have the parent and the tokens if these are known
+    (`is_known`). The parent was evicted, and its number in the block table now belongs to another
+    block, which must not become the parent."""
     one = Setup(0.0)
     one.put([0, 1, 2])
     index = one.core.space.index

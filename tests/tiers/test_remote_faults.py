@@ -33,21 +33,22 @@ HASTY = {"timeout_s": 0.5, "connect_timeout_s": 0.5}
 
 @pytest.fixture
 def bench(store: Store) -> Iterator[Bench]:
-    """Yields a `Bench` whose tier has a single connection. NUMBERS are stored."""
+    """Yields a `Bench` whose tier has a single connection. The blocks NUMBERS are stored."""
     with store.bench(connections=1) as one:
         yield stored(one)
 
 
 @pytest.fixture
 def hasty(store: Store) -> Iterator[Bench]:
-    """Yields a `Bench` whose tier has a single connection and short timeouts. NUMBERS are
-    stored."""
+    """Yields a `Bench` whose tier has a single connection and short timeouts. The blocks NUMBERS
+    are stored."""
     with store.bench(connections=1, **HASTY) as one:
         yield stored(one)
 
 
 def stored(bench: Bench) -> Bench:
-    """Stores NUMBERS and reads them once, so that the tier is connected. Returns `bench`."""
+    """Stores the blocks NUMBERS and reads them once, so that the tier is connected. Returns
+    `bench`."""
     bench.fill(NUMBERS, [0, 1, 2])
     wait_for(lambda: Write.FAILED not in bench.write(NUMBERS, [0, 1, 2]), "nothing is stored")
     found = [Read.FOUND] * 3

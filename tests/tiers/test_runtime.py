@@ -196,8 +196,8 @@ async def test_many_ask_at_once_and_each_block_is_read_once(
     monkeypatch: Any, move_blocks: int
 ) -> None:
     """Makes five leases of overlapping blocks at the same time. Each block must be read from the
-    tier once. A lease begins several moves; with moves of one block, the loop must run other tasks
-    between two moves."""
+    tier once. If a lease needs several reads, the event loop must run other tasks between the
+    starts of two reads."""
     monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", move_blocks)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:

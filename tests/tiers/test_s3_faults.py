@@ -74,7 +74,8 @@ def test_what_a_store_answers_to_a_write(
 
 def instead_of_packs(answered: bytes) -> Callable[[bytes], Iterator[bytes]]:
     """Returns a function for `FaultProxy.on_reply`. It sends the status line `answered` instead of
-    each reply that has a part of an object (206), which only reads of packs get."""
+    each reply with a part of an object (206). Only reads of packs (objects with blocks) have such
+    replies."""
 
     def reply(piece: bytes) -> Iterator[bytes]:
         answer = b"HTTP/1.1 " + answered + b"\r\nContent-Length: 0\r\n\r\n"
@@ -124,7 +125,8 @@ def test_packs_are_known_after_reads_that_failed(
 
 
 def spoil(piece: bytes) -> Iterator[bytes]:
-    """A fault for `FaultProxy` that makes the signature of a request wrong."""
+    """Makes the signature of a request wrong. `FaultProxy` passes each request through such a
+    function."""
     yield piece.replace(b"Signature=", b"Signature=00", 1)
 
 

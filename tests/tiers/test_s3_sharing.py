@@ -1,5 +1,6 @@
-"""The S3 tier over a real server. It passes the tier contract. Nodes read each other's blocks with
-few requests, and agree with a dict. Damaged or deleted blocks are misses."""
+"""The S3 tier over a real server. It passes the checks for all tiers (`tier_contract`). Nodes read
+each other's blocks with few requests, and agree with a dict. Damaged or deleted blocks are
+misses."""
 
 import contextlib
 import time
@@ -50,7 +51,7 @@ def test_odd_keys(s3_server: Server) -> None:
 
 
 class Requests:
-    """A fault for `FaultProxy` that only counts requests, by method and folder."""
+    """Counts the requests that pass through a proxy, by method and folder."""
 
     def __init__(self, proxy: FaultProxy) -> None:
         self.counts: Counter[str] = Counter()

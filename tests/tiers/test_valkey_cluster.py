@@ -1,5 +1,6 @@
-"""The Valkey tier over a real cluster. It passes the tier contract. Flushes hold although the epoch
-and the blocks are on different servers. Dead and moved servers cost hits only."""
+"""The Valkey tier over a real cluster. It passes the checks for all tiers (`tier_contract`).
+Flushes hold although the epoch and the blocks are on different servers. Dead and moved servers cost
+hits only."""
 
 import contextlib
 import threading

@@ -1,5 +1,5 @@
-"""The Valkey tier passes the tier contract over TCP, Unix sockets and TLS, and as a user with few
-rights. Wrong certificates are refused."""
+"""The Valkey tier passes the checks for all tiers (`tier_contract`) over TCP, Unix sockets and TLS,
+and as a user with few rights. Wrong certificates are refused."""
 
 from pathlib import Path
 from typing import Any
