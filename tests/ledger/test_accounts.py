@@ -65,7 +65,7 @@ class AccountsBesideAList(RuleBasedStateMachine):
         self.accounts = Accounts(COLUMNS, START, MAX_ACCOUNTS)
         self.minute = START
         self.listed: list[tuple[Account, int, np.ndarray]] = []  # type: ignore[type-arg]
-        # Accounts by last use, as the rule that folds the oldest account needs them.
+        # The accounts in the order of their last use. If there are too many, one is merged.
         self.order: list[Account] = []
         self.num_folded = 0
 

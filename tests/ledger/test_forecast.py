@@ -17,9 +17,9 @@ from hotkv_server.simulate.trace import Trace, load_trace, make_trace
 from tests.simulate.traces import MAKERS
 
 TRACES = Path(__file__).resolve().parents[3] / "shared/traces"
-"""Public traces beside the project; tests of absent traces are skipped."""
+"""Folder of public traces beside the repository. Tests of absent traces are skipped."""
 BLOCK_BYTES = GIB >> 4
-"""Makes a step of one GiB 16 blocks."""
+"""Size of a block: 16 blocks take one GiB, the step by which the forecast enlarges the cache."""
 POINTS = 0.02
 
 

@@ -67,7 +67,7 @@ def two_tier_hits(requests: Requests, capacity: int, second_capacity: int) -> tu
         ids = distinct(listed)
         prefix = ids[: prefix_length(ids, first.blocks | second.blocks)]
         loaded = [block for block in prefix if block not in first.blocks]
-        # Blocks of the present prefix stay while other blocks are promoted.
+        # Blocks of the prefix that the first tier has stay there while other blocks are promoted.
         here = [block for block in prefix if block in first.blocks]
         loaded = loaded[: capacity - len(here)]
         second.use(loaded)

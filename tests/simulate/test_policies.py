@@ -14,15 +14,15 @@ from tests.simulate.traces import MAKERS
 
 NUM_REQUESTS = 1500
 MOST_BEHIND = 0.04
-"""Share of all accesses by which hotness may be behind the best of the others."""
+"""Largest difference between the hit rates of the best other policy and of hotness."""
 LEAST_OF_BEST = 0.4
-"""Share of the clairvoyant's hits: the least on loops larger than the cache."""
+"""Least hits of hotness on loops larger than the cache, as a share of the most hits possible."""
 MOST_LOST = 0.01
-"""Share of all accesses by which hotness may be behind itself without holds."""
+"""Largest loss of hit rate that holding blocks (protecting them from eviction) may cause."""
 REGULAR = ("regular_turns", "agent_sessions")
-"""Sessions whose next turn mostly comes at a learnable time."""
+"""Kinds of traffic with sessions whose next turn mostly comes after a regular pause."""
 EVERYDAY = (*REGULAR, "sub_agents", "zipf_trees")
-"""Kinds of traffic that the everyday tests replay."""
+"""Kinds of traffic that the tests of every run replay. The long tests replay all kinds."""
 PERCENTS = pytest.mark.parametrize("percent", [5.0, pytest.param(2.0, marks=pytest.mark.campaign)])
 
 

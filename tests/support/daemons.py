@@ -43,8 +43,8 @@ _LEFT_OUT = (
     "TORCHINDUCTOR_",
     "VLLM_",
 )
-"""Prefixes of variables that pytest sets for each test, or that vLLM sets for its children in a
-process that makes an engine's config. Servers do not read them."""
+"""Prefixes of environment variables that pytest sets for each test, or that vLLM sets when an
+engine's config is made. Servers do not read these variables."""
 
 
 class ForkedServer:

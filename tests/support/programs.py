@@ -16,7 +16,7 @@ PACKAGES = {
     "promtool": "prometheus",
     "systemd-nspawn": "systemd-container",
 }
-"""Debian's package of each program, by the program's name."""
+"""The Debian package that contains each program."""
 
 
 def program(name: str) -> Path:

@@ -35,7 +35,7 @@ def installed() -> Path:
 
 
 Worker = tuple[str, str]
-"""The endpoints of a publisher's events and of its replays."""
+"""A publisher: the address of its events, and the address of its replays."""
 
 
 class Indexer:

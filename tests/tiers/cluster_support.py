@@ -20,8 +20,9 @@ NUM_NODES = 3
 NUM_SLOTS = 1 << 14
 WAIT_S = 60.0
 QUICK_MS, PATIENT_MS = 1000, 15_000
-"""Times after which a silent server counts as dead. QUICK_MS: while news has to spread or a replica
-has to take over. PATIENT_MS: otherwise, since a busy machine may delay a server for a second."""
+"""Times after which the cluster regards a silent server as dead. QUICK_MS: while the cluster forms,
+or a replica must take over. PATIENT_MS: otherwise, because a busy machine may delay a server for a
+second."""
 
 
 class Node:

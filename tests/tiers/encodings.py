@@ -20,7 +20,7 @@ from hotkv_server.tiers.protocol import Blocks, Read, Write
 ODD = np.array(
     [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0x7F7F], np.uint16
 )
-"""Odd bfloat16 values: zeros, denormals, infinities, several NaNs, the largest value."""
+"""Unusual bfloat16 values: zeros, denormals, infinities, several NaNs, the largest value."""
 
 
 def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
@@ -47,7 +47,8 @@ def codec_by(by: Any, block: Any, room: Any) -> Codec:
 
 
 BEFORE_BYTES = SLOT_ALIGN
-"""Bytes before and after a block and its room, which must stay unchanged."""
+"""Size of the margins before and after a block and its encoded form. They must stay
+unchanged."""
 
 
 def between(content: Any, others: int) -> Any:

@@ -32,7 +32,7 @@ from tests.tiers.support import broken
 START_S = 30.0
 BUCKET = "of-tests"
 KEYS = {name: f"{name}-secret" for name in ("admin", "hotkv", "reader")}
-"""Secrets by access key."""
+"""The secret of each access key."""
 ACTIONS = {
     "admin": ["Admin", "Read", "Write", "List"],
     "hotkv": ["Read", "Write", "List"],

@@ -94,7 +94,7 @@ def test_encoded_blocks_take_fewer_bytes_and_say_so(tmp_path: Path) -> None:
             number: SLOT_BYTES if number % 3 == 0 else ROOM_BYTES for number in numbers
         }
         assert on_disk(made, 3) == noise(3).tobytes()
-        # An encoded block fills only the begin of its place; bytes behind it are never written.
+        # An encoded block fills only the beginning of its place. The bytes behind it stay zero.
         assert on_disk(made, 4)[:4] == b"hkvc" and not any(on_disk(made, 4)[ROOM_BYTES:])
         assert bench.seals[3] == seal(key(3), on_disk(made, 3))
         assert bench.seals[4] == seal(encoded_key(key(4)), on_disk(made, 4, ROOM_BYTES))

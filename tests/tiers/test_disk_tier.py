@@ -93,7 +93,7 @@ def test_blocks_outside_arena_and_file_fail_and_others_do_not(tmp_path: Path) ->
         assert bench.write([3, 3], [SLOTS - 1, SLOTS]).tolist() == [STORED, FAILED]
         assert bench.answer(bench.blocks([3], [3], [0]))[0].tolist() == [FAILED]
         assert made.file.path.stat().st_size == size
-        # A record that has outlived its bytes.
+        # The block has a check value, but no bytes in the file.
         bench.seals[40] = 1
         assert bench.read([40], [5]).tolist() == [Read.CORRUPT]
 

@@ -27,7 +27,7 @@ from tests.support.waiting import wait_for
 from tests.tiers.support import Asked, Gate, Store, broken, quickest_s
 
 NUMBERS = [3, 6, 9]
-"""Blocks of the same key space that are in the store."""
+"""Numbers of the blocks that are in the store. All are in the same key space."""
 HASTY = {"timeout_s": 0.5, "connect_timeout_s": 0.5}
 
 
@@ -270,7 +270,7 @@ def test_parts_are_all_rows_in_order_and_bounded(sizes: list[int]) -> None:
 
 Ask = Callable[..., list[int]]
 REPLY_BYTES = len(b"$%d\r\n\r\n" % (SLOT_BYTES + 24)) + SLOT_BYTES + 24
-"""Bytes of a block's reply from Valkey on the wire."""
+"""Size of Valkey's reply with a block, on the wire."""
 
 
 def test_flushes_keep_their_contract(store: Store) -> None:

@@ -122,7 +122,7 @@ def test_the_first_who_asks_waits_and_the_next_do_not(
     ask(lister)
     assert [place is not None for place in index.find([key(0), key(2), key(9)])] == [1, 1, 0]
     bucket.turns = threading.Semaphore(0)
-    # The pack arrives later than its name says, and a look in the background finds it.
+    # The pack arrives later than its name says. A listing in the background finds it.
     bucket.add(9, now_us() - int(OVERLAP_S / 2 * 1e6))
     ask(lister)
     ask(lister)
@@ -136,14 +136,14 @@ def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister)
     long_ago_us = now_us() - 3600 * 10**6
     for number in range(40):
         name = bucket.add(number, long_ago_us + number)
-    # The last pack is damaged: it is not in the index, and must not be read at each look.
+    # The last pack is damaged: it is not in the index, and must not be read at each listing.
     bucket.objects[path_of(SPACE, name)] = b"x" * list_bytes(name)
     ask(lister)
     assert bucket.looks == [40] and len(bucket.fronts) == 40
     names = [bucket.add(number, now_us()) for number in (98, 99)]
     bucket.objects[path_of(SPACE, names[0])] = b"x" * list_bytes(name)
     wait_for(lambda: ask(lister) or (len(bucket.looks) > 3 and bucket.fronts[40:]))
-    # The look got a whole page of names, although only two packs are new.
+    # The listing got a whole page of names, although only two packs are new.
     assert bucket.looks[1] == Listed.PAGE
     assert bucket.fronts[40:] == sorted(names)
 
@@ -170,7 +170,7 @@ def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
     bucket.add(2, now_us())
     ahead_s = 0.0
     wait_for(lambda: ask(lister) or None not in index.find([key(1), key(2)]))
-    # From now on each look ends where the previous look ended.
+    # From now on each listing ends where the previous one ended.
     bucket.add(3, now_us())
     wait_for(lambda: ask(lister) or None not in index.find([key(3)]))
     assert len(bucket.fronts) == 3
