@@ -1,5 +1,6 @@
-"""The benchmark `bench.agents`, which compares eviction rules for agents. Each rule follows its
-description, and none has more hits than the bound, a cache that knows all later requests."""
+"""The benchmark `bench.agents`, which compares eviction rules for agents: how it computes the best
+time to live, and that no rule has more hits than the bound, a cache that knows all later
+requests."""
 
 from bench.agents import NEW_GAPS, best_ttl_s, compare
 from hotkv_server.simulate.trace import make_trace

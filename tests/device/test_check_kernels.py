@@ -1,5 +1,5 @@
 """The tool `check_kernels` compiles good CUDA kernels, refuses kernels with warnings or errors, and
-reads the used registers and stack from the machine code."""
+reads from the machine code how many registers and how much stack a kernel uses."""
 
 from pathlib import Path
 

@@ -406,9 +406,9 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any, whe
 async def test_nothing_is_evicted_for_blocks_of_a_dead_tier(
     monkeypatch: Any, why: str, is_early: bool
 ) -> None:
-    """Requests blocks of a tier while the tier is dead, the node drains or the tiers close (`why`):
-    no block may be evicted for them. If this happens only after blocks were evicted (not
-    `is_early`), the tier must not be read."""
+    """Requests blocks of a tier that is dead, or while the node drains or the tiers close (`why`):
+    no block may be evicted to make room for them. If this state begins only after room was made
+    (not `is_early`), the tier must still not be read."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.put(list(range(100, 100 + NUM_SLOTS)))
