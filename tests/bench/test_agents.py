@@ -1,5 +1,6 @@
-"""The rules that `bench.agents` compares: each follows its description, and the bound beats them
-all."""
+"""The benchmark `bench.agents`, which compares eviction rules for agents: how it computes the best
+time to live, and that no rule has more hits than the bound, a cache that knows all later
+requests."""
 
 from bench.agents import NEW_GAPS, best_ttl_s, compare
 from hotkv_server.simulate.trace import make_trace

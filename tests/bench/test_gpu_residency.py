@@ -1,5 +1,5 @@
-"""The benchmarks of residency run on the CPU as on a GPU, with fewer layers and tokens: steps run,
-slots hold the arena's bytes, and tokens are those of dense attention."""
+"""The GPU benchmarks of residency (contexts whose KV stays in host memory), run on the CPU with
+fewer layers and tokens. Decode steps work, and give the same tokens as dense attention."""
 
 from dataclasses import replace
 
@@ -18,8 +18,8 @@ pytestmark = needs_compiler
 
 @pytest.mark.long
 def test_tokens_are_those_of_dense_attention_where_the_budget_covers() -> None:
-    """Compares tokens with a budget that covers the context, and shows that they differ with a
-    small budget."""
+    """Decodes over a context in host memory. With a budget of attended tokens that covers the
+    context, all tokens equal those of dense attention. With a small budget, some differ."""
     kernels, model = HostTensors(), DummyModel(TINY, torch.device("cpu"))
     host = HostPages(TINY, 512)
     wide = replace(contexts.SMALL_CONFIG, sparse_topk=600)

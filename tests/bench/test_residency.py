@@ -1,5 +1,5 @@
-"""The arithmetic of `bench.residency`: shares, ratios of neighbours, the run that gives a
-figure."""
+"""The arithmetic of the benchmark `bench.residency`, on made-up measurements: medians of ratios,
+and which runs count for a figure."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ SMOLLM = Model("smollm2", Path("/none"), "bfloat16", 30, 23040, range(3, 10))
 
 
 def made_up(context_tokens: int, resident_step_s: float) -> Round:
-    """Returns a round with these costs of residency."""
+    """Returns made-up times and counts of a round, with this time of a resident decode step."""
     return Round(
         context_tokens,
         dense_prefill_s=(10.0, 8.0),
@@ -45,12 +45,12 @@ def made_up(context_tokens: int, resident_step_s: float) -> Round:
 
 
 def batch(tokens: list[list[int]], logprobs: list[list[float]]) -> Batch:
-    """Returns a batch with tokens and logprobs; the other fields do not matter."""
+    """Returns a `Batch` with these tokens and log probabilities; its other fields do not matter."""
     return Batch(tokens, logprobs, [0], ["length"], [(0.0, 0.0)], [], 0, 0, {}, 0.0, 0.0)
 
 
 def found() -> Found:
-    """Returns a result of each kind. SmolLM2's steps are slower than the Llama's."""
+    """Returns made-up results of each kind. The steps of SmolLM2 are slower than the Llama's."""
     return Found(
         [
             Exact("small", "llama", 8192, 1024, 1.0, 0.0, 0.0, 0.0),
@@ -100,7 +100,8 @@ FIGURES = {
     "auto_over_host_warm": 1.0,
     "auto_over_host_wall": 1.0,
 }
-"""Medians of the rounds' ratios; gains of equal pools. Exactness counts every wrong run."""
+"""Expected figures: medians of the ratios in all rounds, and gains at pools of equal size. A single
+inexact run lowers `tokens_equal`."""
 
 
 def test_figures_and_targets() -> None:

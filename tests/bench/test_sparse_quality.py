@@ -1,5 +1,5 @@
-"""The benchmark's own parts: its forward pass equals transformers', its paged decode equals the
-dense pass if budgets cover the context."""
+"""The benchmark `bench.sparse_quality`: its forward pass equals that of transformers. Its sparse
+decode equals dense attention if the budget of attended tokens covers the context."""
 
 import itertools
 from pathlib import Path
@@ -28,7 +28,8 @@ CONTEXT_TOKENS, COMPARED_TOKENS, DENSE_LAYERS = 320, 64, 2
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a tiny random Llama of four layers, as transformers saves it."""
+    """Writes a tiny random Llama of four layers in the format of transformers, and returns its
+    folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(5)

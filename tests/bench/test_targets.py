@@ -1,4 +1,5 @@
-"""`make bench`: figures beside targets and records, and the page made from them."""
+"""`make bench`: it compares measured figures with their targets, records them, and makes the page
+of measurements."""
 
 import json
 import subprocess
@@ -57,7 +58,8 @@ def test_the_page_shows_what_was_measured_alone_on_a_gpu() -> None:
 
 
 def test_every_benchmark_with_a_target_is_run() -> None:
-    """Except `compression`, which `tiers` runs."""
+    """`make bench` runs each benchmark that has a target. The benchmark `compression` is run by
+    `tiers`."""
     names = {
         path.stem
         for path in (ROOT / "bench").glob("*.py")

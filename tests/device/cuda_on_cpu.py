@@ -1,8 +1,10 @@
-"""Runs CUDA kernels on the CPU: `compile` compiles a .cu source as C++ over `cuda_on_cpu.h`, which
-lists the differences from CUDA, and `launch` runs a kernel on arrays. Kernels are declared with
-`__global__ void`; instances of templates are named to `compile`. Arguments: an array or an address
-for a pointer, a number for a number (numpy scalars must have the parameter's size). A module runs a
-single launch at a time."""
+"""Runs CUDA kernels on the CPU. `compile` compiles a .cu source as C++ with the header
+`cuda_on_cpu.h`, which lists the differences from CUDA. `Module.launch` runs a kernel on arrays.
+
+Kernels are found by `__global__ void`; instances of templates must be named to `compile`. For a
+pointer, pass an array or an address; for a number, pass a number. A numpy scalar must have the size
+of the parameter. A module runs one launch at a time.
+"""
 
 import ctypes
 import functools
@@ -45,7 +47,7 @@ INTEGERS = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_
 
 
 class LaunchError(Exception):
-    """A launch that CUDA leaves undefined, or that never ends."""
+    """Raised for a launch whose result is undefined in CUDA, or that would never end."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,11 @@ class Module:
         shared_bytes: int = 0,
         seed: int = 0,
     ) -> None:
-        """Runs the kernel to its end. `seed` 0: threads and blocks by number; else in an order
-        drawn from it. Raises LaunchError."""
+        """Runs a kernel and waits for its end. Raises LaunchError.
+
+        seed: 0: threads and blocks run in the order of their numbers; otherwise in a random order
+            that depends on the seed.
+        """
         grid3, block3 = _three(grid), _three(block)
         if name not in self.names:
             raise ValueError(f"no kernel {name!r}; instances of templates are named to compile()")
@@ -92,8 +97,11 @@ class Module:
 
 
 def compile(source: Path | str, names: Sequence[str] = ()) -> Module:
-    """Compiles `source`: a file (its folder is searched for includes) or the text itself. `names`:
-    instances of templates, as `score<2, 64>`."""
+    """Compiles CUDA kernels for the CPU.
+
+    source: a .cu file, whose folder is searched for includes, or the source text.
+    names: instances of templates to compile, such as `score<2, 64>`.
+    """
     folder = source.parent if isinstance(source, Path) else None
     text = source.read_text() if isinstance(source, Path) else source
     return _compile(text, folder, tuple(names))
@@ -101,7 +109,8 @@ def compile(source: Path | str, names: Sequence[str] = ()) -> Module:
 
 @functools.cache
 def _compile(text: str, folder: Path | None, names: tuple[str, ...]) -> Module:
-    """Loads the library from CACHE if an earlier process has compiled the same texts."""
+    """Compiles the source, or loads the library from the folder CACHE if an earlier process has
+    compiled the same source."""
     all_names = (*(match[2] for match in KERNEL.finditer(text) if not match[1]), *names)
     entries = map(_entry, range(len(all_names)), all_names)
     files = {"cuda_fp16.h": "", "cuda_bf16.h": ""}

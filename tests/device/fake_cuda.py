@@ -1,4 +1,5 @@
-"""A driver library and a CuPy for tests of the runtime's calls: see `fake_driver.cpp`."""
+"""Makes a fake CUDA driver library and a fake CuPy, with which tests record the calls of
+`CupyRuntime`. `fake_driver.cpp` describes the library."""
 
 import ctypes
 import functools
@@ -13,8 +14,8 @@ SOURCE = Path(__file__).with_name("fake_driver.cpp")
 
 
 class FakeDriver:
-    """A library with its own state. `batch`: its cuMemcpyBatchAsync: 0 for absent, 1 for CUDA
-    12.8's, 2 for CUDA 13's."""
+    """A fake libcuda.so with its own state, which records calls. `batch`: its version of
+    cuMemcpyBatchAsync: 0 for none, 1 for that of CUDA 12.8, 2 for that of CUDA 13."""
 
     def __init__(self, folder: Path, batch: int = 2) -> None:
         self.path = str(folder / "libcuda.so.1")
@@ -23,7 +24,8 @@ class FakeDriver:
         self._library.fake_calls.restype = ctypes.c_char_p
 
     def calls(self) -> list[str]:
-        """Returns the calls since the last time: name, context current on the thread, arguments."""
+        """Returns the driver calls since the last call of this method. Each has the function's
+        name, the context that was current on the thread, and the arguments."""
         return self._library.fake_calls().decode().splitlines()
 
     def fail(self, name: str, status: int) -> None:
@@ -56,7 +58,7 @@ class CompileException(Exception):
 
 
 class CUDARuntimeError(RuntimeError):
-    """Stands for CuPy's error: takes a status."""
+    """A fake of CuPy's error, which has the CUDA status as an attribute."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"cudaErrorFake: {status}")
@@ -64,8 +66,9 @@ class CUDARuntimeError(RuntimeError):
 
 
 def fake_cupy() -> ModuleType:
-    """Returns the parts of CuPy 13 and 14 that the runtime uses. `module.log` has the calls;
-    `module.errors` are raised by the next compilations."""
+    """Returns a fake module with the parts of CuPy 13 and 14 that `CupyRuntime` uses. The module's
+    `log` records the calls. Its `errors` are exceptions; each is raised by one of the next
+    compilations."""
     log: list[tuple[object, ...]] = []
     errors: list[Exception] = []
     at = [0]

@@ -1,5 +1,5 @@
-"""The check compiles good kernels, refuses those that warn or need headers, and reads their
-resources out of the machine code."""
+"""The tool `check_kernels` compiles good CUDA kernels, refuses kernels with warnings or errors, and
+reads from the machine code how many registers and how much stack a kernel uses."""
 
 from pathlib import Path
 

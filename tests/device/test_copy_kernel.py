@@ -1,4 +1,5 @@
-"""`copy_runs` moves exactly the bytes of its table, for all sizes, alignments, grids and shares."""
+"""The CUDA kernel `copy_runs`, run on the CPU, copies exactly the bytes of its table, for all
+sizes, alignments and launch grids."""
 
 import itertools
 from pathlib import Path
@@ -22,8 +23,8 @@ MOST_COPIES = 5
 def run(
     copies: list[tuple[int, int, int]], shares: int, blocks: int, threads: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Runs copies of (gap before dst, gap before src, bytes), one after the other. Returns the
-    result and the expected bytes."""
+    """Runs the kernel `copy_runs` for copies given as (gap before the destination, gap before the
+    source, bytes). Returns the resulting memory and the expected memory."""
     memory = np.random.default_rng(seed).integers(0, 256, (2, BYTES), dtype=np.uint8)
     expected = memory[0].copy()
     table = np.zeros((3, max(1, len(copies))), np.int64)[:, : len(copies)].copy()

@@ -1,5 +1,5 @@
-"""The real runtime makes the right driver calls, in the right context, with the right arguments: a
-driver library records them."""
+"""`CupyRuntime`, the server's interface to CUDA, makes the right driver calls in the right context.
+A fake driver library records the calls."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ class Machine:
         return runtime
 
     def calls(self) -> list[str]:
-        """Returns the calls, without those that start a device."""
+        """Returns the recorded driver calls, without the calls that start a device."""
         return [
             call
             for call in self.driver.calls()
@@ -53,7 +53,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 
 def test_devices(machine: Machine) -> None:
-    """If /sys does not have a device's NUMA node, the driver names it."""
+    """Lists the devices. The NUMA node of the first device comes from /sys; the second has no entry
+    there, so its node comes from the driver."""
     runtime: DeviceRuntime = machine.runtime()
     first, second = runtime.devices()
     assert (first.number, first.name, first.pci_bus_id) == (0, "Fake 0", "0000:a8:00.0")
@@ -270,8 +271,8 @@ def test_what_is_missing_is_named(
 
 
 def test_types_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
-    """If CUDA's headers are installed, they check both the fake's types and the driver module's
-    numbers."""
+    """Compiles the fake driver's types and the constants of `device.driver` against NVIDIA's
+    cuda.h, which checks them. Skipped if CUDA's headers are not installed."""
     headers = sorted(Path("/usr/local").glob("cuda*/include/cuda.h"))
     if not headers:
         pytest.skip("no cuda.h here")

@@ -1,4 +1,5 @@
-"""Accounts beside a list of all counts."""
+"""The ledger's accounts, which sum up hits, misses and saved seconds by tenant, key space and
+engine, and by time. Random operations are compared with a list of all counts."""
 
 import math
 from dataclasses import replace
@@ -48,7 +49,8 @@ WHO = st.builds(
 
 
 def in_window(minute: int, now: int, seconds: float) -> bool:
-    """Returns True if a minute's counts belong to a window that ends with `now`."""
+    """Returns True if the counts of `minute` belong to the window of `seconds` that ends with the
+    minute `now`. 0 seconds: all time."""
     if not seconds:
         return True
     if (minutes := -(-seconds // 60)) <= NUM_MINUTES:
@@ -63,7 +65,7 @@ class AccountsBesideAList(RuleBasedStateMachine):
         self.accounts = Accounts(COLUMNS, START, MAX_ACCOUNTS)
         self.minute = START
         self.listed: list[tuple[Account, int, np.ndarray]] = []  # type: ignore[type-arg]
-        # Accounts by last use, as the rule that folds the oldest account needs them.
+        # The accounts in the order of their last use. If there are too many, one is merged.
         self.order: list[Account] = []
         self.num_folded = 0
 
@@ -140,8 +142,9 @@ def test_a_tier_that_is_not_known_counts_as_host_memory() -> None:
 
 @pytest.mark.parametrize(("back", "is_kept"), [(1, True), (60, True), (61, False), (10**6, False)])
 def test_a_clock_that_goes_back_hides_nothing_for_long(back: int, is_kept: bool) -> None:
-    """Up to an hour back, time stands still. Further back, windows start again and the sum
-    stays."""
+    """Counts once, sets the clock back, and counts again. If the clock went back by at most an
+    hour, the last minute has both counts. Otherwise it has only the second. The sum of all time has
+    both."""
     buckets = Buckets(1, START)
     buckets.add(np.ones(1), START)
     buckets.add(np.ones(1), START - back)

@@ -1,4 +1,6 @@
-"""The forecast beside the simulator: ceiling and gain are within two points."""
+"""The forecast of larger caches in the ledger, which counts hits and misses. The forecast's ceiling
+(hits of an endless cache) and gain (more hits with more memory) differ from the simulator's by at
+most two percentage points."""
 
 import functools
 import itertools
@@ -15,9 +17,9 @@ from hotkv_server.simulate.trace import Trace, load_trace, make_trace
 from tests.simulate.traces import MAKERS
 
 TRACES = Path(__file__).resolve().parents[3] / "shared/traces"
-"""Public traces beside the project; tests of absent traces are skipped."""
+"""Folder of public traces beside the repository. Tests of absent traces are skipped."""
 BLOCK_BYTES = GIB >> 4
-"""Makes a step of one GiB 16 blocks."""
+"""Size of a block: 16 blocks take one GiB, the step by which the forecast enlarges the cache."""
 POINTS = 0.02
 
 
@@ -44,8 +46,9 @@ def forecast_of(trace: Trace, capacity_blocks: int, max_keys: int, policy: str) 
 
 
 def compare(name: str, percent: float, max_keys: int, policy: str) -> tuple[float, float]:
-    """Returns the differences of ceiling and gain from the simulator's, as shares of the
-    prompts."""
+    """Returns the errors of the forecast's ceiling (hits of an endless cache) and gain (more hits
+    with more memory): the difference from the simulator's values, as shares of the prompt
+    tokens."""
     trace = trace_of(name)
     capacity = trace.capacity_blocks(percent)
     made = forecast_of(trace, capacity, max_keys, policy)
@@ -96,7 +99,8 @@ def demand(first: int, count: int, num_hits: int = 0) -> Demand:
 
 
 def test_a_request_that_names_blocks_several_times_counts_each_once() -> None:
-    """No engine names a block twice, but a wrong report must not end the node's timer."""
+    """Reports requests that name the same block several times, as only a faulty engine does. Each
+    block must count once, and no exception may end the node's timer."""
     made = Forecast(POLICIES["hotness"], 0, 64, 512)
     made.observe(replace(demand(0, 1), keys=np.repeat(demand(0, 1).keys, 100)), GIB, 0.0, 0)
     assert made.shadow_share == made.seen_share == 1.0
@@ -107,7 +111,8 @@ def test_a_request_that_names_blocks_several_times_counts_each_once() -> None:
 
 
 def test_what_did_hit_is_reachable_though_it_was_never_seen() -> None:
-    """Stored blocks of an answer hit, though a prompt names them only now for the first time."""
+    """Reports hits on blocks that no earlier request has named, as with stored blocks of an answer.
+    They must count as hits of an endless cache."""
     found = Forecast(POLICIES["hotness"], 0).outlook(3600, GIB, 0)
     assert (found.prompt_tokens, found.ceiling_ratio, found.gain_ratio) == (0, 0.0, 0.0)
     made = Forecast(POLICIES["lru"], 0)
@@ -116,7 +121,8 @@ def test_what_did_hit_is_reachable_though_it_was_never_seen() -> None:
 
 
 def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
-    """Remembers 250 to 500 of 4,000 blocks; still sees half of the requested tokens as repeated."""
+    """Requests 4,000 blocks twice. The forecast samples keys and remembers at most 512. It must
+    still estimate that half of the requested tokens were repeated."""
     made = Forecast(POLICIES["lru"], 0, 64, 512)
     for ceiling in (0.0, 0.5):
         for first in range(0, 4000, 50):
@@ -147,7 +153,8 @@ def restored(made: Forecast) -> Forecast:
 
 
 def test_blocks_seen_before_a_restart_give_way_to_none_that_come_after() -> None:
-    """The table has about 4 free places for each used place of a bucket."""
+    """Restores the keys that an earlier server has seen, and requests as many new blocks. The
+    restored keys must still count as seen, because the table has room for all."""
     made = Forecast(POLICIES["lru"], 0, 64, 4096)
     made.observe(demand(0, 2000), GIB, 0.0, 0)
     again = restored(made)

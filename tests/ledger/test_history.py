@@ -1,4 +1,5 @@
-"""The ring of samples beside a list of all samples."""
+"""The history of the ledger (counts of hits and misses): it keeps the samples of the latest
+intervals. Random operations are compared with a list of all samples."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,4 +1,5 @@
-"""Missed blocks have the reason of their removal, in the ledger as in `hotkv explain`."""
+"""The ledger counts the tokens of a prompt that hit, and the reason for each miss. The reason must
+agree with the block's state that the command `hotkv explain` shows."""
 
 from collections import Counter
 
@@ -44,8 +45,9 @@ def test_the_reason_of_a_miss_is_the_verdict_on_the_block(cause: Cause) -> None:
 
 @pytest.mark.parametrize("absent", ["evicted", "never stored", "on the device", "nothing"])
 def test_a_hit_that_another_group_ends_misses_for_that_groups_reason(absent: str) -> None:
-    """A hit of six blocks needs the window's last four, unless the engine has them. Block 7 is
-    being written, 8 lies behind it."""
+    """The blocks of the full-attention group are ready up to block 5, but the hit ends earlier. The
+    missed tokens must get the reason of the block that the sliding-window group lacks (`absent`).
+    Behind them, block 7 is being written."""
     place = World()
     session = place.open()
     hit = 4 if absent == "on the device" else 2

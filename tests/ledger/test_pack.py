@@ -1,4 +1,5 @@
-"""The ledger's file is read as it was written, or refused."""
+"""The file of the ledger, which counts hits and misses: what was written is read back, and a
+damaged or contradictory file is refused. Tiers may change between two servers."""
 
 import json
 
@@ -107,7 +108,8 @@ def test_a_file_that_is_cut_off_or_has_a_wrong_byte_is_refused(data: st.DataObje
     ],
 )
 def test_a_text_that_contradicts_the_arrays_is_refused(change: dict[str, object]) -> None:
-    """The file's check value is right, so only the text is at fault."""
+    """Changes the JSON text in the ledger's file so that it contradicts the arrays, and gives the
+    file a valid checksum. The file must be refused."""
     accounts, forecast = filled()
     text, *arrays = pack.pack(accounts, forecast, forecast.seen(), forecast.seen_share)
     spoiled = json.dumps({**json.loads(text), **change}).encode()

@@ -1,4 +1,5 @@
-"""The shadow cache beside a naive cache, under LRU, whose victims are known."""
+"""The shadow cache, which simulates a cache that stores only keys. Random operations under LRU are
+compared with a simple LRU cache."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -18,8 +19,8 @@ MAX_KEYS = 24
 
 
 class SpyLru(LRU):
-    """Records the declined keys, each time with the number of the request's keys before them. Also
-    records the removed keys, by whether they were evicted."""
+    """An LRU policy that records calls. `declined`: keys that found no room, each time with the
+    number of the request's keys before them. `gone`: removed keys, by whether they were evicted."""
 
     def __init__(self) -> None:
         super().__init__(MAX_KEYS)
@@ -84,7 +85,8 @@ TestShadow = ShadowBesideNaive.TestCase
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_keeps_the_limit(policy: str) -> None:
-    """Serves keys of two sizes, each size in its own key space."""
+    """Serves keys of blocks of two sizes. After each request the blocks must fit into the limit of
+    400 bytes, with every policy."""
     rng, shadow = np.random.default_rng(3), Shadow(POLICIES[policy], 64)
     for number in range(300):
         keys = rng.choice(200, rng.integers(1, 20), replace=False).astype(np.uint64) + np.uint64(1)
@@ -96,8 +98,8 @@ def test_every_policy_keeps_the_limit(policy: str) -> None:
 
 
 def test_a_policy_that_keeps_others_hits_as_on_the_node() -> None:
-    """Turns come at regular gaps, so the policy holds blocks. A policy that holds none hits a third
-    less."""
+    """Replays sessions with regular pauses, for which the policy hotness protects used blocks from
+    eviction. The shadow cache must have as many hits as the simulator, within 10 %."""
     trace = make_trace("regular_turns", regular_turns(0, 1500))
     capacity = trace.capacity_blocks(5)
     hits = replay(trace, capacity, POLICIES["hotness"]).prefix.sum()

@@ -1,7 +1,10 @@
-"""An operator's walk (`make walk`): from `pip install` in an empty environment to a server that is
-watched, queried, killed, drained and upgraded under traffic of vLLM with a real model. `--release
-DIR` uses the wheel of a release. Prints each step with its result; exits with status 1 at the first
-failure. Debian's prometheus takes part if it is installed (`make programs`)."""
+"""Does what an operator of hotkv does (`make walk`): installs the server with pip, runs it, and
+watches, queries, kills, drains and upgrades it, while a vLLM engine with a real model sends
+requests.
+
+`--release DIR` uses the wheel in that folder. Prints each step with its result. Exits with status 1
+at the first failure. Prometheus takes part if it is installed (`make programs`).
+"""
 
 import argparse
 import contextlib
@@ -53,7 +56,7 @@ def say(step: str, came: str) -> None:
 
 
 class Installed:
-    """The wheel of this tree or of a release, in an empty environment."""
+    """An environment with hotkv's wheel, either built from this tree or of a release."""
 
     def __init__(self, folder: Path, release: Path | None) -> None:
         self.bin = folder / "environment" / "bin"
@@ -71,8 +74,8 @@ class Installed:
         subprocess.run([self.bin / "pip", "install", "-qq", *arguments], check=True)
 
     def hotkv(self, *arguments: str, status: int | None = 0) -> str:
-        """Returns the output of the command. Raises AssertionError for another exit status
-        than `status`."""
+        """Runs the `hotkv` command and returns its output. Raises AssertionError if its exit status
+        is not `status`; None allows every status."""
         command = [self.bin / "hotkv", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180)
         said = f"hotkv {' '.join(arguments)} ended with {done.returncode}: {done.stderr}"
@@ -81,7 +84,8 @@ class Installed:
 
 
 class Service:
-    """The server under a service manager, which restarts it after its end."""
+    """The installed server as a process. The walk restarts it after its end, as a service manager
+    would."""
 
     def __init__(self, installed: Installed, folder: Path) -> None:
         self.installed, self.folder, self.port = installed, folder, free_port()
@@ -117,7 +121,7 @@ class Service:
             self._process.wait(60)
 
     def asks(self, path: str) -> int:
-        """Returns the status of an HTTP request; 0 without an answer."""
+        """Sends an HTTP request to the server and returns the status; 0 if there is no answer."""
         url = self.url + path
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
             return int(reply.status)
@@ -137,8 +141,8 @@ class Service:
 
 
 class Traffic:
-    """Requests of an engine, one after the other, until it is stopped. Each prompt must be answered
-    with the tokens of its first answer."""
+    """A thread that sends requests to an engine, one after the other, until it is stopped. Each
+    prompt must always get the same answer."""
 
     def __init__(self, engine: Engine, model: Path) -> None:
         self._engine = engine
@@ -176,7 +180,7 @@ class Traffic:
             self._thread.join(60)
 
     def goes_on(self, what: str) -> None:
-        """Waits until some more requests are answered. Raises AssertionError if a request has
+        """Waits until three more requests are answered. Raises AssertionError if a request has
         failed."""
         before = self.num_requests
         self._wait(lambda: self.num_requests >= before + 3, what)
@@ -191,8 +195,8 @@ class Traffic:
 
 
 def heads(service: Service, engine: Engine) -> None:
-    """Checks that a healthy engine logs a line, and that `hotkv status` opens with three
-    sentences."""
+    """Checks that the engine has logged once that hotkv is on, and that the output of `hotkv
+    status` begins with the answers to the three questions of QUESTIONS."""
 
     def lines() -> list[str]:
         text = engine.log.read_text(errors="replace").splitlines()
@@ -208,8 +212,8 @@ def heads(service: Service, engine: Engine) -> None:
 
 
 def shortest_way(service: Service, model: Path, folder: Path) -> None:
-    """Starts vLLM's HTTP server with README's second command, the one without JSON. After its own
-    cache was emptied, it finds its stored blocks in hotkv."""
+    """Starts vLLM's HTTP server with the README's command without JSON, and sends a prompt twice.
+    After vLLM's own cache was emptied, the prompt must hit in hotkv, with the same answer."""
     command = [*SHORTEST_WAY, "--model", str(model), "--served-model-name", "tiny"]
     command += ["--enable-prompt-tokens-details", "--enforce-eager", "--max-model-len", "2048"]
     environment = {"HOTKV_TARGET": service.target, "VLLM_SERVER_DEV_MODE": "1"}
@@ -252,7 +256,8 @@ def look(service: Service) -> None:
 
 @contextlib.contextmanager
 def watched(service: Service, folder: Path) -> Iterator[Prometheus | None]:
-    """Yields a Prometheus with hotkv's rules, which wait for seconds instead of minutes."""
+    """Yields a Prometheus process with hotkv's alert rules, whose waits are shortened to a second.
+    Yields None if Prometheus is not installed."""
     if shutil.which("prometheus") is None:
         say("prometheus", "left out: no prometheus here")
         yield None
@@ -270,7 +275,8 @@ def watched(service: Service, folder: Path) -> Iterator[Prometheus | None]:
 
 
 def alert(service: Service, traffic: Traffic, watching: Prometheus | None) -> None:
-    """Kills the server, which fires an alert. The alert resolves when the server is back."""
+    """Kills the server: an alert must fire, and requests must still be answered. Restarts the
+    server: the alert must resolve, and requests must hit again."""
 
     def firing() -> set[str]:
         assert watching is not None
@@ -291,8 +297,8 @@ def alert(service: Service, traffic: Traffic, watching: Prometheus | None) -> No
 
 
 def upgrade(service: Service, traffic: Traffic) -> None:
-    """Drains, installs over the old version and starts: requests are answered, and the cache is
-    kept."""
+    """Drains the server, reinstalls the package and starts the server again. Requests must be
+    answered meanwhile, and the cache must be kept."""
     before = json.loads(service.hotkv("status", "--json"))
     service.hotkv("drain")
     assert service.ended() == 0, "a drained server ends with status 0"

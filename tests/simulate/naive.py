@@ -1,5 +1,6 @@
-"""The simulator's references in plain Python: LRU over dicts, bounds by definition and by trying
-everything."""
+"""Simple implementations with which tests compare the simulator: LRU caches over dicts, the hits of
+an endless cache, and the most hits that are possible, found by trying everything. Also draws
+requests."""
 
 from collections.abc import Sequence
 
@@ -9,21 +10,22 @@ from tests.simulate.traces import Chains, Requests
 
 
 class NaiveLRU:
-    """A tier as an ordered dict, the coldest first."""
+    """An LRU cache of block ids, as a dict in the order of use; the least recently used block comes
+    first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.blocks: dict[int, None] = {}
 
     def use(self, ids: Sequence[int]) -> None:
-        """Uses blocks from tail to head, so the head is used last."""
+        """Uses blocks from the tail to the head of a prompt, so the head counts as used last."""
         for block in reversed(ids):
             self.blocks.pop(block, None)
             self.blocks[block] = None
 
     def store(self, ids: Sequence[int]) -> list[int]:
-        """Uses the present blocks, and inserts as many of the others as fit. Returns the evicted
-        blocks, coldest first."""
+        """Uses the blocks that are present, and inserts as many of the missing blocks as fit.
+        Returns the evicted blocks, the least recently used first."""
         present = [block for block in ids if block in self.blocks]
         most = max(self.capacity, len(present))
         fresh = [block for block in ids if block not in self.blocks][: most - len(present)]
@@ -41,7 +43,7 @@ def distinct(ids: Sequence[int]) -> list[int]:
 
 
 def prefix_length(ids: Sequence[int], held: object) -> int:
-    """Returns the number of accesses before the first to a missing block."""
+    """Returns the number of blocks before the first block that is not in `held`."""
     for position, block in enumerate(ids):
         if block not in held:  # type: ignore[operator]
             return position
@@ -57,15 +59,15 @@ def lru_hits(requests: Requests, capacity: int) -> int:
 
 
 def two_tier_hits(requests: Requests, capacity: int, second_capacity: int) -> tuple[int, int, int]:
-    """Returns the hits over both tiers, the hits of the second tier, and the blocks written to it:
-    all stored blocks."""
+    """Replays requests over two LRU tiers. Returns the hits over both tiers, the hits of the second
+    tier, and the number of blocks written to the second tier."""
     first, second = NaiveLRU(capacity), NaiveLRU(second_capacity)
     hits = lower_hits = writes = 0
     for _, listed in sorted(requests, key=lambda request: request[0]):
         ids = distinct(listed)
         prefix = ids[: prefix_length(ids, first.blocks | second.blocks)]
         loaded = [block for block in prefix if block not in first.blocks]
-        # Blocks of the present prefix stay while other blocks are promoted.
+        # Blocks of the prefix that the first tier has stay there while other blocks are promoted.
         here = [block for block in prefix if block in first.blocks]
         loaded = loaded[: capacity - len(here)]
         second.use(loaded)
@@ -91,8 +93,8 @@ def unbounded_hits(requests: Requests) -> int:
 
 
 def most_hits(requests: Requests, capacity: int) -> int:
-    """Returns the most hits that any cache can have, by trying which blocks to keep after each
-    request. Only for a handful of blocks."""
+    """Returns the most hits that any cache of this capacity can have. Tries every choice of blocks
+    to keep after each request, so it is only for a handful of blocks."""
     best = {frozenset[int](): 0}
     for _, ids in sorted(requests, key=lambda request: request[0]):
         after: dict[frozenset[int], int] = {}
@@ -115,8 +117,8 @@ def _subsets(blocks: list[int], capacity: int) -> list[frozenset[int]]:
 def chained_requests(
     draw: st.DrawFn, max_requests: int = 40, max_blocks: int = 6, branches: int = 2
 ) -> Requests:
-    """Draws requests of few branches and short chains, so that prefixes are shared and blocks come
-    back."""
+    """Draws requests with few different contents and short prompts, so that prompts share prefixes
+    and blocks are requested again."""
     chains = Chains()
     contents = st.lists(st.integers(0, branches), min_size=1, max_size=max_blocks)
     times_s = st.sampled_from([0.0, 1.0, 60.0, 1000.0])
@@ -130,8 +132,8 @@ def chained_requests(
 
 @st.composite
 def any_requests(draw: st.DrawFn) -> Requests:
-    """Draws requests that break the rules of the format: repeated ids, ids without a chain, times
-    in any order, empty requests."""
+    """Draws requests that break the rules of the trace format: repeated ids, ids whose prefix
+    differs, times in any order, empty requests."""
     ids = st.lists(
         st.one_of(st.integers(0, 12), st.sampled_from([-1, (1 << 64) - 1, -(1 << 63)])), max_size=9
     )

@@ -1,4 +1,5 @@
-"""Users and programs call `hotkv-server simulate`."""
+"""The command `hotkv-server simulate`: its JSON and table output, its plot, its options, and its
+messages about mistakes."""
 
 import itertools
 import json
@@ -26,7 +27,8 @@ def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def results(*arguments: str | Path) -> list[dict[str, Any]]:
-    """Returns the rows of a successful run. Checks that standard output holds only them."""
+    """Runs the simulator with `--json` and returns the rows of the result. Checks that the run
+    succeeds and that standard output has nothing but the result."""
     done = simulate(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)

@@ -1,6 +1,6 @@
-"""Hotness on traffic of many kinds: near the best of the fixed policies everywhere, no collapse on
-traffic on which they all collapse, and never far below hotness without contenders that hold
-blocks."""
+"""The eviction policy hotness on made-up traffic of many kinds. Its hit rate is near that of the
+best other policy, also on loops, on which LRU collapses. It gains by holding blocks: protecting
+them from eviction for some time after a use."""
 
 from functools import cache
 
@@ -14,15 +14,15 @@ from tests.simulate.traces import MAKERS
 
 NUM_REQUESTS = 1500
 MOST_BEHIND = 0.04
-"""Share of all accesses by which hotness may be behind the best of the others."""
+"""Largest difference between the hit rates of the best other policy and of hotness."""
 LEAST_OF_BEST = 0.4
-"""Share of the clairvoyant's hits: the least on loops larger than the cache."""
+"""Least hits of hotness on loops larger than the cache, as a share of the most hits possible."""
 MOST_LOST = 0.01
-"""Share of all accesses by which hotness may be behind itself without holds."""
+"""Largest loss of hit rate that holding blocks (protecting them from eviction) may cause."""
 REGULAR = ("regular_turns", "agent_sessions")
-"""Sessions whose next turn mostly comes at a learnable time."""
+"""Kinds of traffic with sessions whose next turn mostly comes after a regular pause."""
 EVERYDAY = (*REGULAR, "sub_agents", "zipf_trees")
-"""Kinds of traffic that the everyday tests replay."""
+"""Kinds of traffic that the tests of every run replay. The long tests replay all kinds."""
 PERCENTS = pytest.mark.parametrize("percent", [5.0, pytest.param(2.0, marks=pytest.mark.campaign)])
 
 
@@ -42,8 +42,14 @@ def never_holding(capacity: int) -> Hotness:
 def hit_rate(
     maker: str, policy: str, percent: float, num_requests: int = NUM_REQUESTS, *, told: bool = False
 ) -> float:
-    """Replays once, for all tests. `policy`: also "clairvoyant" and "never holding"; `told`: with
-    the hints that the trace allows."""
+    """Returns the hit rate of a replay with a cache of `percent` of all blocks. Each replay runs
+    once for all tests.
+
+    maker: the kind of traffic.
+    policy: a policy of the server, "clairvoyant" (the most hits possible), or "never holding"
+        (hotness without protecting blocks for some time).
+    told: True if the policy gets the hints that the trace allows: ends and pauses of sessions.
+    """
     trace = made(maker, num_requests)
     capacity = trace.capacity_blocks(percent)
     if policy == "clairvoyant":
@@ -54,7 +60,8 @@ def hit_rate(
 
 
 def some_long(names: tuple[str, ...]) -> list[object]:
-    """Returns all kinds of traffic; the others run in the long tests."""
+    """Returns all kinds of traffic as test parameters. The kinds that are not in `names` run only
+    in the long tests."""
     return [
         name if name in names else pytest.param(name, marks=pytest.mark.long) for name in MAKERS
     ]
@@ -69,7 +76,8 @@ def test_hotness_is_never_far_behind(maker: str, percent: float) -> None:
 
 
 def test_hotness_does_not_collapse_on_loops() -> None:
-    """LRU and ARC hit few blocks here: each block is evicted just before its next use."""
+    """Requests documents in a loop that is larger than the cache. LRU and ARC evict each block just
+    before its next use. Hotness must have at least 40 % of the most hits that are possible."""
     best, found = (
         hit_rate("loops", policy, 10.0, 2 * NUM_REQUESTS) for policy in ("clairvoyant", "hotness")
     )
@@ -86,7 +94,9 @@ def test_holding_blocks_costs_at_most_a_point(maker: str, percent: float) -> Non
 @pytest.mark.parametrize("percent", [2.0, pytest.param(5.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("maker", REGULAR)
 def test_regular_turns_close_a_quarter_of_the_gap(maker: str, percent: float) -> None:
-    """Measures the gap from LRU to the clairvoyant. Hotness that never holds blocks closes less."""
+    """Replays sessions with regular pauses. Hotness must close a quarter of the gap between LRU's
+    hits and the most hits possible. It must also beat hotness without holding (protecting used
+    blocks for a time)."""
     least, most = (hit_rate(maker, policy, percent) for policy in ("lru", "clairvoyant"))
     reached = hit_rate(maker, "hotness", percent)
     assert reached >= least + (most - least) / 4

@@ -1,6 +1,6 @@
-"""Replaying through the core agrees with dicts, over a single tier and over two. The bounds are
-exact on small cases; `test_policies` compares policies with them. Hints of a trace agree with a
-plain reading of their definition, and replays use them."""
+"""Replays of traces through the cache core agree with simple implementations over dicts, with one
+tier and with two. The bounds (clairvoyant, endless cache) are exact on small cases. The hints
+derived from a trace follow their definition."""
 
 import math
 from unittest import mock
@@ -45,8 +45,9 @@ def test_lru_is_lru(requests: Requests, capacity: int) -> None:
 
 
 def at_one_depth(requests: Requests) -> Requests:
-    """Renames the blocks so that a block has the same depth in all requests, as it has if its hash
-    covers the blocks before it: the second tier gets blocks in the order of their depths."""
+    """Renames the blocks so that a block has the same depth (position) in all requests, as real
+    blocks do: a block hash covers the blocks before it. The replay orders demoted blocks by
+    depth."""
     return [(time_s, [16 * block + ids.index(block) for block in ids]) for time_s, ids in requests]
 
 
@@ -67,8 +68,8 @@ def test_two_tiers_of_lru(requests: Requests, capacity: int, second_capacity: in
 def test_an_endless_second_tier_loses_nothing(
     policy: str, requests: Requests, capacity: int
 ) -> None:
-    """Hits equal those of an endless cache if the second tier has room for all blocks, and the
-    first tier for one request."""
+    """If the second tier has room for all blocks, and the first tier for one request, the hits
+    equal those of an endless cache."""
     capacity = max(capacity, *(len(ids) for _, ids in requests))
     trace = make_trace("t", requests)
     done = replay_two_tiers(trace, capacity, trace.num_unique_blocks, POLICIES[policy])
@@ -79,12 +80,15 @@ def test_an_endless_second_tier_loses_nothing(
 
 
 def holds_nothing(policy: Policy) -> bool:
-    """Returns False if the policy holds blocks, and so may refuse others."""
+    """Returns False if the policy now holds blocks (protects them from eviction for some time), and
+    so may refuse new blocks."""
     return not (isinstance(policy, Hotness) and policy.duel.winner.hold_s)
 
 
 def test_with_two_tiers_neither_holds() -> None:
-    """The first tier demotes only blocks that it had room for; the second refuses none of them."""
+    """Lets the policies of two tiers begin with a setting that holds blocks (protects them from
+    eviction for some time, so new blocks may be refused). With two tiers both policies must stop
+    holding blocks."""
     spaces = [SimulatedTier(8, Hotness), SimulatedTier(16, Hotness)]
     two = TwoTiers(spaces[0], spaces[1], BLOCK_TOKENS, None)
     duels = []
@@ -108,8 +112,8 @@ def test_with_two_tiers_neither_holds() -> None:
 def test_tiers_stay_consistent(
     policy: str, requests: Requests, capacity: int, budget: int | None
 ) -> None:
-    """Checks the core's invariants after every request, and that all its blocks that fit are
-    present."""
+    """Checks after every request that the core's invariants hold, and that as many of the request's
+    blocks as fit are present."""
     trace = make_trace("t", requests)
     one = OneTier(SimulatedTier(capacity, POLICIES[policy]))
     two = TwoTiers(
@@ -170,7 +174,9 @@ def test_pauses_end_with_the_next_request_that_has_all_blocks(requests: Requests
 
 
 def test_what_others_used_is_not_told() -> None:
-    """Two sessions share two blocks; the second turn of the first is its last."""
+    """Derives from a trace the hints of two sessions that share two blocks: which blocks to demote
+    when a session ends or pauses. These may only be blocks that no other session has used so
+    far."""
     first, second = [1, 2, 3, 4], [1, 2, 5, 8]
     begin = [(0.0, first), (1.0, second)]
     turns = [(10.0, [*first, 6]), (1.0 + LONG_PAUSE_S, [*second, 7])]
@@ -181,7 +187,8 @@ def test_what_others_used_is_not_told() -> None:
 
 
 def test_a_replay_gives_up_what_has_ended() -> None:
-    """With hints, evicts an ended session before an older session that continues."""
+    """With hints, a replay evicts the blocks of an ended session before the blocks of an older
+    session, which then hits when it continues. Without hints, the older session misses."""
     going_on, ended, other = ([*range(first, first + 10)] for first in (0, 100, 200))
     trace = make_trace("t", [*enumerate([going_on, ended, other, [*going_on, 10]])])
     assert replay(trace, 20, LRU).prefix.tolist() == [0, 0, 0, 0]

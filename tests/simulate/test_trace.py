@@ -1,4 +1,5 @@
-"""Traces are read: tolerated and refused lines, error texts, and the arithmetic of prefixes."""
+"""Reading traces of requests from files: accepted and refused lines, error messages, and the
+counting of hits at the beginning of a prompt."""
 
 import gzip
 import os
@@ -104,7 +105,8 @@ def test_nothing_to_replay(tmp_path: Path, text: str) -> None:
 
 @given(requests=any_requests())
 def test_prefixes_count_every_access(requests: Requests) -> None:
-    """Counts the accesses before the first miss, repeated accesses too."""
+    """The hits of a request are its block accesses before the first miss. Repeated accesses to the
+    same block count too."""
     trace = make_trace("t", requests)
     in_order = [ids for _, ids in sorted(requests, key=lambda request: request[0]) if ids]
     assert trace.lengths.tolist() == [len(ids) for ids in in_order]

@@ -1,5 +1,6 @@
-"""Made-up traffic of many kinds. Each maker returns requests (time in seconds, block ids), the same
-for the same seed; an id stands for a block and all blocks before it."""
+"""Makes traffic of many kinds for replays. Each function returns requests (time in seconds, block
+ids), and the same requests for the same seed. A block id stands for a block and all blocks before
+it."""
 
 import heapq
 import json
@@ -12,8 +13,8 @@ Requests = list[tuple[float, list[int]]]
 
 
 class Chains:
-    """Ids by content: `extend` returns the ids of a chain of contents after an id; the same chain
-    has the same ids."""
+    """Assigns block ids to prompts. `extend` returns the ids of blocks with these contents that
+    follow the block `parent`. Equal contents after an equal parent have the same id."""
 
     ROOT = -1
 
@@ -46,7 +47,8 @@ def _first(requests: Requests, count: int) -> Requests:
 
 
 def zipf_trees(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Walks down trees whose branches are popular by Zipf's law, then adds a few unique blocks."""
+    """Returns requests whose prompts are paths in trees, with a few unique blocks at the end. Some
+    branches are much more popular than others, by Zipf's law."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     for number in range(num_requests):
@@ -59,8 +61,8 @@ def zipf_trees(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def agent_sessions(seed: int = 0, num_requests: int = 3000, pause_s: float = 20.0) -> Requests:
-    """Makes agents whose context grows with every tool call, with pauses of very different lengths;
-    many run at the same time, and each ends some day."""
+    """Returns requests of many agents that run at the same time. An agent's context grows with each
+    tool call, its pauses have very different lengths, and at some time the agent ends."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     events: list[tuple[float, int]] = []
@@ -85,8 +87,8 @@ def agent_sessions(seed: int = 0, num_requests: int = 3000, pause_s: float = 20.
 
 
 def scans(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Returns a small popular set, while batch jobs read long documents one after the other, each
-    once."""
+    """Returns requests for a small set of popular prompts. From time to time batch jobs read long
+    documents in between, each document once."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     for number, popular in enumerate(_zipf(rng, 30, 0.8, num_requests)):
@@ -98,8 +100,8 @@ def scans(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def loops(seed: int = 0, num_requests: int = 3000, num_documents: int = 150) -> Requests:
-    """Returns the same documents over and over in the same order, more than fit, each with a new
-    question behind it."""
+    """Returns requests for the same documents again and again, in the same order, each with a new
+    question. The documents do not all fit into the cache."""
     chains = Chains()
     requests: Requests = []
     for number in range(num_requests):
@@ -109,8 +111,8 @@ def loops(seed: int = 0, num_requests: int = 3000, num_documents: int = 150) -> 
 
 
 def bursts(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Makes short bursts of requests with the same long system prompt and different tails, some at
-    once; prompts come back after long silences."""
+    """Returns short bursts of requests that share a long system prompt and end differently. System
+    prompts come back after long silences."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     start_s = 0.0
@@ -128,8 +130,8 @@ def bursts(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def drift(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Makes documents whose popularity follows Zipf's law; every few minutes the whole ranking
-    moves on."""
+    """Returns requests for documents whose popularity follows Zipf's law. Other documents gradually
+    become the popular ones."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     ranks = _zipf(rng, 80, 1.0, num_requests)
@@ -148,9 +150,14 @@ def _sessions(
     end_ratio: float,
     num_prompts: int = 4,
 ) -> Requests:
-    """Makes contexts that grow from turn to turn. A session begins every `every_s` on average and
-    ends after any turn with the same probability. `gap_s`: the time until the next turn, from the
-    generator and the session's pace, a number around 1."""
+    """Returns requests of sessions whose context grows from turn to turn.
+
+    every_s: mean time between the starts of two sessions.
+    gap_s: returns the time until the session's next turn, given the random generator and the
+        session's pace, a number around 1.
+    end_ratio: probability that a turn is the session's last.
+    num_prompts: number of different system prompts.
+    """
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     start_s = 0.0
@@ -169,7 +176,7 @@ def _sessions(
 
 
 def regular_turns(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Makes agents whose tools all take about two seconds, four at a time."""
+    """Returns requests of about four agents at a time, whose tools all take about two seconds."""
 
     def gap_s(rng: np.random.Generator, pace: float) -> float:
         return 2.0 * float(rng.lognormal(0.0, 0.25))
@@ -178,7 +185,8 @@ def regular_turns(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def tool_pauses(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Makes agents whose tools take a second, or now and then minutes; each has its pace."""
+    """Returns requests of agents whose tools usually take about a second, and sometimes minutes.
+    Each agent has its own pace."""
 
     def gap_s(rng: np.random.Generator, pace: float) -> float:
         return pace * float(rng.gamma(8.0, 1 / 8) if rng.random() < 0.85 else rng.gamma(4.0, 30.0))
@@ -187,16 +195,16 @@ def tool_pauses(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def random_ends(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Makes chats of people: gaps of about half a minute, of any length. A quarter of the turns are
-    the last of their chat."""
+    """Returns requests of people who chat, with pauses of half a minute on average. Each turn is
+    the last of its chat with a probability of a quarter."""
     return _sessions(
         seed, num_requests, 3.0, lambda rng, pace: float(rng.exponential(30.0)), 0.25, 2
     )
 
 
 def sub_agents(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Makes agents that now and then start a few sub-agents. These begin with the same context,
-    work at the same time, and end; then the first goes on."""
+    """Returns requests of agents that sometimes start a few sub-agents. The sub-agents begin with
+    the agent's context and run at the same time. When all have ended, the agent goes on."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     start_s = 0.0
@@ -222,7 +230,8 @@ def sub_agents(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def mixture(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Mixes agents, trees, a scan and a loop on a single clock."""
+    """Returns a mixture of `agent_sessions`, `zipf_trees`, `scans` and `loops`, all over the same
+    time."""
     makers = (agent_sessions, zipf_trees, scans, loops)
     merged: Requests = []
     for part, maker in enumerate(makers):
@@ -240,7 +249,7 @@ MAKERS: dict[str, Callable[..., Requests]] = {
 
 
 def write_trace(path: Path, requests: Requests) -> Path:
-    """Returns a file in Mooncake's format."""
+    """Writes requests to a file in the format of Mooncake's traces. Returns the file's path."""
     with path.open("w") as file:
         for time_s, ids in requests:
             line = {"timestamp": round(time_s * 1000), "input_length": 512 * len(ids)}

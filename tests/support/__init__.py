@@ -1,1 +1,2 @@
-"""Waiting, ports, daemons and programs, for tests of every folder."""
+"""Helpers for the tests of all folders: waiting, free ports, server processes, external
+programs."""

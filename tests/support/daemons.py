@@ -1,13 +1,13 @@
-"""Servers that start in a tenth of a second: `server_nursery` has imported hotkv-server once, and
-forks each server.
+"""Starts servers for tests in a tenth of a second, by forks of a process (`server_nursery`) that
+has imported hotkv-server and loaded its kernels. A new Python process would need a second for that.
 
-The import and the kernels would take a second of each test. `start_server()` returns a substitute
-for `subprocess.Popen`; `quick_servers()` makes `demo.processes.Server` fork.
+`start_server` returns a substitute for `subprocess.Popen`. `quick_servers` makes
+`demo.processes.Server` fork.
 
-Invariant: a forked server has the environment, standard streams and working directory of a program
-that the test starts, except the variables `_LEFT_OUT`. If the test has changed another variable or
-`subprocess.Popen`, the server is such a program. Tests of the start itself call `subprocess`.
-Servers die with the tests.
+Always true: a forked server has the environment, standard streams and working directory that a
+program started by the test would have, without the variables in `_LEFT_OUT`. If the test has
+changed another variable or `subprocess.Popen`, a new program is started instead. Servers end with
+the tests. Tests of the start itself call `subprocess`.
 """
 
 import contextlib
@@ -43,13 +43,13 @@ _LEFT_OUT = (
     "TORCHINDUCTOR_",
     "VLLM_",
 )
-"""Prefixes of variables that pytest sets for each test, or that vLLM sets for its children in a
-process that makes an engine's config. Servers do not read them."""
+"""Prefixes of environment variables that pytest sets for each test, or that vLLM sets when an
+engine's config is made. Servers do not read these variables."""
 
 
 class ForkedServer:
-    """A forked server, with the part of `subprocess.Popen` that tests use. Any thread may signal
-    it; a single thread waits."""
+    """A forked server, with the methods of `subprocess.Popen` that tests use. Any thread may send
+    signals, but only one thread may wait."""
 
     def __init__(self, nursery: "ServerNursery", pid: int) -> None:
         self.pid = pid
@@ -61,13 +61,15 @@ class ForkedServer:
         return f"ForkedServer(pid={self.pid}, returncode={self.returncode})"
 
     def poll(self) -> int | None:
-        """Returns the exit status as `subprocess` has it; None while the server runs."""
+        """Returns the exit status in the same form as `subprocess`, or None while the server
+        runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end and returns the exit status. Raises subprocess.TimeoutExpired."""
+        """Waits for the end of the server and returns its exit status. Raises
+        subprocess.TimeoutExpired."""
         if self.returncode is None:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
@@ -91,7 +93,8 @@ class ForkedServer:
 
 
 class ServerNursery:
-    """The tests' side of the process that forks servers. May be used from any thread."""
+    """Starts the process that forks servers (`server_nursery`), and sends it requests.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self.environment = _environment()
@@ -114,8 +117,12 @@ class ServerNursery:
         leads_group: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> ForkedServer:
-        """Forks `python -m ARGUMENTS` with these standard streams and additions to the environment,
-        in the tests' directory."""
+        """Forks a server that runs as `python -m ARGUMENTS`, in the test's working directory.
+
+        streams: file descriptors of its standard input, output and error.
+        leads_group: True if it leads a new process group.
+        environment: variables to add to its environment.
+        """
         order = {"arguments": list(arguments), "cwd": os.getcwd(), "leads_group": leads_group}
         order["environment"] = environment or {}
         return ForkedServer(self, self._ask(order, list(streams))["pid"])
@@ -138,18 +145,19 @@ class ServerNursery:
 
 @functools.cache
 def nursery() -> ServerNursery:
-    """Returns the nursery of this run, which lives as long as the tests."""
+    """Returns the connection to the process that forks servers. Starts this process at the first
+    call; it lives as long as the tests."""
     return ServerNursery()
 
 
 def _environment() -> dict[str, str]:
-    """Returns the variables that a server may read."""
+    """Returns the variables of this process's environment that a server may read."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_LEFT_OUT)}
 
 
 def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Returns True if a forked server would be like a server started with this command and these
-    additions to the environment."""
+    """Returns True if a forked server would behave like a program started with this command and
+    these additional variables (`env`)."""
     is_server = command[:2] == [sys.executable, "-m"] and command[2].startswith("hotkv_server")
     return (
         is_server
@@ -160,7 +168,7 @@ def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 class ForkedChild(processes.Child):
-    """`demo.processes.Child`, forked if it is a server."""
+    """A `demo.processes.Child` whose process is forked if it is a server."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, env: dict[str, str], pipes: bool = False
@@ -176,7 +184,8 @@ class ForkedChild(processes.Child):
 
 
 def _cli(server: processes.Server, *arguments: str) -> str:
-    """Returns the output of the `hotkv` command, run in this process. Raises ChildError."""
+    """Runs the `hotkv` command in this process and returns its output. Raises ChildError if it
+    fails."""
     printed, said = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
         try:
@@ -189,7 +198,7 @@ def _cli(server: processes.Server, *arguments: str) -> str:
 
 
 def _simulate(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs the simulator for `hotkv size` in place of `subprocess.run`."""
+    """Runs the simulator for the command `hotkv size`, in a forked process if possible."""
     if can_fork(command, {}):
         return run(*command[3:], timeout_s=300)
     return subprocess.run(command, **options)
@@ -197,8 +206,8 @@ def _simulate(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 
 @contextlib.contextmanager
 def quick_servers() -> Iterator[None]:
-    """Makes `demo.processes.Server` fork its servers, and run commands in this process. Makes
-    `hotkv size` fork the simulator."""
+    """Makes `demo.processes.Server` fork its servers, `hotkv size` fork the simulator, and the
+    `hotkv` command run in this process, until the context ends."""
     nursery()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizing, "subprocess", SimpleNamespace(run=_simulate))
@@ -208,8 +217,8 @@ def quick_servers() -> Iterator[None]:
 
 
 def start_server(*arguments: str) -> "ForkedServer | subprocess.Popen[bytes]":
-    """Starts `python -m hotkv_server run` with these arguments, in the tests' process group and
-    with their standard streams."""
+    """Starts a server (`python -m hotkv_server run`) with these arguments. It has the standard
+    streams and the process group of the tests."""
     command = [sys.executable, "-m", "hotkv_server", "run", *arguments]
     if not can_fork(command, {}):
         return subprocess.Popen(command)
@@ -219,8 +228,8 @@ def start_server(*arguments: str) -> "ForkedServer | subprocess.Popen[bytes]":
 def run(
     *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m hotkv_server` with these arguments to its end and captures its output.
-    `environment`: additions. Raises subprocess.TimeoutExpired."""
+    """Runs `python -m hotkv_server` with these arguments, waits for its end, and returns its output
+    and exit status. `environment`: variables to add. Raises subprocess.TimeoutExpired."""
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as said:
         streams = 0, printed.fileno(), said.fileno()
         command = ["hotkv_server", *arguments]

@@ -1,4 +1,4 @@
-"""TCP ports for servers that need a given port."""
+"""Free TCP ports, for servers that must be given a port number."""
 
 import itertools
 import os
@@ -11,11 +11,12 @@ _held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """Returns a port of 127.0.0.1 without a listener. While this process runs, no other test gets
-    it, and no connection of the kernel: it is below the kernel's own range.
+    """Returns a port of 127.0.0.1 on which nobody listens. While this process runs, no other test
+    gets the port. The kernel does not use it for outgoing connections, because it is below the
+    kernel's range of such ports.
 
-    Binding a port for a moment would not do: until its server listens there, the kernel may give it
-    to any outgoing connection.
+    A port that the kernel chooses would not do: until the server listens on it, the kernel may use
+    it for an outgoing connection.
     """
     kernels = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = range(FIRST_PORT, max(kernels, FIRST_PORT + 10_000))
@@ -35,5 +36,5 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns different ports from `free_port`."""
+    """Returns `count` different ports from `free_port`."""
     return [free_port() for _ in range(count)]

@@ -1,7 +1,7 @@
-"""Programs of the distribution that some tests run: a browser, Prometheus, Compose, containers of
-systemd.
+"""Finds programs of the Linux distribution that some tests run: a browser, Prometheus, Compose,
+systemd-nspawn.
 
-`make programs` installs them; tests of a missing program skip with a message.
+`make programs` installs them. A test whose program is missing is skipped with a message.
 """
 
 import shutil
@@ -16,11 +16,11 @@ PACKAGES = {
     "promtool": "prometheus",
     "systemd-nspawn": "systemd-container",
 }
-"""Debian's package of each program, by the program's name."""
+"""The Debian package that contains each program."""
 
 
 def program(name: str) -> Path:
-    """Returns the program's path; skips the test if it is not installed."""
+    """Returns the program's path. Skips the test if the program is not installed."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"no {name} here: `make programs` installs Debian's package {PACKAGES[name]}")

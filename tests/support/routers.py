@@ -1,4 +1,5 @@
-"""Routers: Dynamo's indexer from its wheel, and a reader of a publisher's replay."""
+"""Routers that read events of hotkv: the indexer of NVIDIA Dynamo, and a reader of the messages
+that an event publisher still keeps."""
 
 import contextlib
 import json
@@ -22,8 +23,8 @@ WHEEL = "ai-dynamo-runtime==1.6.1"
 
 
 def installed() -> Path:
-    """Returns a folder with the wheel and its requirements, which are downloaded once from the
-    index."""
+    """Returns a folder with Dynamo's wheel and its dependencies. Downloads them from the package
+    index the first time."""
     folder = Path(sys.prefix) / ".dynamo" / WHEEL
     if not folder.exists():
         making = folder.with_name(f"making-{os.getpid()}")
@@ -34,11 +35,12 @@ def installed() -> Path:
 
 
 Worker = tuple[str, str]
-"""The endpoints of a publisher's events and of its replays."""
+"""A publisher: the address of its events, and the address of its replays."""
 
 
 class Indexer:
-    """Dynamo's standalone indexer. The workers have the ids 1, 2, …"""
+    """A process with Dynamo's standalone indexer, which reads the events of several publishers
+    (workers). The workers have the ids 1, 2, …"""
 
     def __init__(self, log: Path, block_tokens: int, *workers: Worker) -> None:
         (port,) = free_ports(1)
@@ -75,8 +77,8 @@ class Indexer:
         return False
 
     def credits(self, prompt: list[int], worker: int = 1) -> tuple[int, int]:
-        """Returns how many of a prompt's tokens the indexer credits a worker with: tokens in host
-        memory, and tokens in host memory or below."""
+        """Returns how many tokens of a prompt a worker has, according to the indexer: tokens in
+        host memory, and tokens in host memory or tiers below it."""
         found = self._post("/query", {"model_name": "m", "token_ids": prompt})["instances"]
         of_worker = found.get(str(worker), {"cpu": 0, "disk": 0})
         return of_worker["cpu"], of_worker["disk"]
@@ -91,9 +93,10 @@ def replay(
 ) -> list[tuple[bytes, int, list[Any]]]:
     """Returns topic, number and events of each message that a publisher still keeps, in order.
 
-    since: number of the first wanted message.
-    before: messages that this function's socket sends before its request.
-    topic: the only wanted topic; all topics if empty.
+    endpoint: the publisher's address for replays.
+    since: number of the first message to return.
+    before: messages to send to the publisher before the request.
+    topic: the topic whose messages to return; empty: all topics.
     """
     messages = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -112,5 +115,5 @@ def replay(
 
 
 def replayed(endpoint: str) -> list[Any]:
-    """Returns all events that a publisher has sent and still keeps, in order."""
+    """Returns the events of all messages that a publisher still keeps, in order."""
     return [event for *_, events in replay(endpoint) for event in events]

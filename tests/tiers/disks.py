@@ -1,6 +1,7 @@
-"""Disk tiers for tests: arenas, folders on several kinds of file systems, and rigs of the contract.
+"""Makes disk tiers for tests, on several kinds of file systems, and `Rig` objects (a tier with an
+arena) for the checks of `tier_contract`.
 
-Everything happens in temporary folders, and is removed with them.
+All files are in temporary folders, which are deleted at the end.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ SHM = Path("/dev/shm")
 
 
 def memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Returns zeros at an address that is a multiple of a page."""
+    """Returns memory of zeros that begins at a page boundary."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 
 
@@ -91,9 +92,10 @@ def flip(path: Path, at: int, mask: int = 1) -> None:
 
 
 class Disk:
-    """A disk tier over a faulty disk, with an arena of `arena_bytes` and a file of the same size.
+    """A disk tier over a `FaultyDisk`, which makes reads and writes fail on demand. The arena has
+    `arena_bytes`; the tier's file has `num_bytes`, or by default the size of the arena.
 
-    `stages`: makes its staging memory.
+    stages: makes the tier's staging memory, in which it encodes blocks.
     """
 
     def __init__(self, folder: Path, *, direct: bool = True,
@@ -106,7 +108,8 @@ class Disk:
         self.tier = DiskTier(arena, self.file, io=self.io, staged=self.staged, **options)
 
     def rig(self, **options: Any) -> Rig:
-        """Returns the disk's rig for the contract. `options`: of `Rig`."""
+        """Returns a `Rig` with this disk tier, for the checks of `tier_contract`. `options`:
+        further fields of `Rig`."""
         return Rig(self.tier, region(self.memory), self._damage, self._breaks, **options)
 
     def _damage(self, key: bytes, place: int) -> None:
@@ -119,7 +122,8 @@ class Disk:
         self.io.heal()
 
     def stored(self, numbers: list[int], **options: Any) -> Bench:
-        """Returns a bench whose blocks are on the disk only. `options`: of `Rig`."""
+        """Writes blocks to the disk, clears them from the arena, and returns a `Bench` that can
+        read them. `options`: further fields of `Rig`."""
         bench = Bench(self.rig(**options))
         bench.fill(numbers, numbers)
         assert (bench.write(numbers, numbers) == Write.STORED).all()
@@ -130,7 +134,7 @@ class Disk:
 
 @contextlib.contextmanager
 def disk(folder: Path, **options: Any) -> Iterator[Disk]:
-    """Yields a `Disk`. Releases hanging calls at the end."""
+    """Yields a `Disk`. At the end, releases disk calls that hang, and closes the tier."""
     made = Disk(folder, **options)
     try:
         yield made

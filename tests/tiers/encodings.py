@@ -1,4 +1,5 @@
-"""Blocks that compress, and blocks that do not compress."""
+"""Makes blocks that compress well and blocks that do not compress, and tiers that encode (compress)
+blocks."""
 
 import contextlib
 import time
@@ -19,12 +20,12 @@ from hotkv_server.tiers.protocol import Blocks, Read, Write
 ODD = np.array(
     [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0x7F7F], np.uint16
 )
-"""Odd bfloat16 values: zeros, denormals, infinities, several NaNs, the largest value."""
+"""Unusual bfloat16 values: zeros, denormals, infinities, several NaNs, the largest value."""
 
 
 def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
-    """Returns a block with values like a model's. `odd_share`: the share of odd values and random
-    bits."""
+    """Returns a block of bfloat16 values, distributed as in a model's KV. `odd_share`: the share of
+    values that are replaced with values from ODD or with random bits."""
     rng = np.random.default_rng(seed)
     floats = rng.normal(size=num_bytes // 2).astype(np.float32) * np.float32(2.0 ** (seed % 40))
     values = (floats.view(np.uint32) >> 16).astype(np.uint16)
@@ -38,25 +39,28 @@ def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
 
 
 def codec_by(by: Any, block: Any, room: Any) -> Codec:
-    """Returns a codec that calls the functions of the module `by`: kernels or a reference."""
+    """Returns a `Codec` that calls the functions of the module `by`: the compiled kernels or a
+    reference implementation."""
     codec = Codec(block, room)
     codec._kernels = by
     return codec
 
 
 BEFORE_BYTES = SLOT_ALIGN
-"""Bytes before and after a block and its room, which must stay unchanged."""
+"""Size of the margins before and after a block and its encoded form. They must stay
+unchanged."""
 
 
 def between(content: Any, others: int) -> Any:
-    """Returns memory with this content, between other bytes."""
+    """Returns memory with this content, and with a margin of BEFORE_BYTES bytes before and after
+    it. Each byte of the margins is `others`."""
     edge = np.full(BEFORE_BYTES, others, np.uint8)
     return np.concatenate([edge, content, edge])
 
 
 def inner(memory: Any, others: int) -> Any:
-    """Returns the bytes of a memory made by `between`, without its margins. Checks that the margins
-    still have the bytes `others`."""
+    """Returns the content of a memory that `between` made, without its margins. Checks that each
+    byte of the margins is still `others`."""
     assert (memory[:BEFORE_BYTES] == others).all() and (memory[-BEFORE_BYTES:] == others).all()
     return memory[BEFORE_BYTES:-BEFORE_BYTES]
 
@@ -97,8 +101,13 @@ def encoding_rig(
     staging_slots: int = 16,
     arena: Region | None = None,
 ) -> Iterator[Rig]:
-    """Yields a rig over a tier that encodes. All staging memory is free at the end. `arena`: memory
-    of ARENA_BYTES; None: new memory."""
+    """Yields a `Rig` with a tier that encodes blocks. Checks at the end that all staging memory is
+    free.
+
+    make: makes the tier, given its arena and its staging memory.
+    damage, breaks, content: fields of `Rig`.
+    arena: memory of ARENA_BYTES; None: new memory.
+    """
     memory = np.zeros(ARENA_BYTES, np.uint8)
     arena = arena or Region(memory.ctypes.data, ARENA_BYTES, "arena")
     staged = Staged(arena, staging_slots * SLOT_BYTES)
@@ -113,7 +122,8 @@ def encoding_rig(
 
 
 def check_larger_blocks(bench: Bench, staging_slots: int = 16) -> None:
-    """Checks that a block larger than the staging memory is stored, between smaller blocks."""
+    """Writes and reads, in one call, a block that is larger than the staging memory between two
+    smaller blocks. Checks that all three blocks are read back with the same bytes."""
     size = (staging_slots + 1) * SLOT_BYTES
     sizes = np.array([SLOT_BYTES, size, SLOT_BYTES], np.int64)
     slots = np.array([0, SLOT_BYTES, size + SLOT_BYTES], np.int64)

@@ -1,5 +1,5 @@
-"""`python -m tests.tiers.mooncake_owner HOSTNAME BYTES`: provides memory to a Mooncake Store until
-its parent ends."""
+"""`python -m tests.tiers.mooncake_owner HOSTNAME BYTES`: provides memory to a Mooncake Store, until
+the parent process ends."""
 
 import signal
 import sys

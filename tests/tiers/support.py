@@ -1,4 +1,5 @@
-"""Stores blocks of tests in a core over plain memory, and makes faults of stores."""
+"""Helpers for tests of tiers: they store blocks in a `CacheCore`, call a tier without waiting, and
+break or delay connections to a store."""
 
 import contextlib
 import ssl
@@ -26,8 +27,8 @@ from tests.support.waiting import wait_for
 
 @contextlib.contextmanager
 def broken(proxy: FaultProxy) -> Iterator[None]:
-    """Breaks all connections, and new connections at their first request, until the context
-    ends."""
+    """Ends all connections through the proxy. Until the context ends, the proxy also ends each new
+    connection at its first request."""
 
     def refuse(piece: bytes) -> Iterator[bytes]:
         raise ConnectionAbortedError
@@ -45,7 +46,7 @@ def broken(proxy: FaultProxy) -> Iterator[None]:
 def tls_proxy(
     target: Any, authority: Authority, *, asks_for_certificate: bool = False
 ) -> Iterator[FaultProxy]:
-    """Yields a proxy that speaks TLS, in front of a server without TLS."""
+    """Yields a proxy that accepts TLS connections, in front of a server without TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.issue("store"))
     if asks_for_certificate:
@@ -56,8 +57,8 @@ def tls_proxy(
 
 
 def quickest_s(call: Callable[[], object], times: int) -> float:
-    """Returns the time of the quickest of these calls, in seconds. A busy machine slows only some
-    calls; a wait inside the call slows all."""
+    """Calls `call` several times and returns the shortest duration, in seconds. A busy machine
+    slows only some of the calls, but a wait inside `call` slows all of them."""
     took = []
     for _ in range(times):
         began_s = time.monotonic()
@@ -68,11 +69,12 @@ def quickest_s(call: Callable[[], object], times: int) -> float:
 
 @dataclass
 class Store:
-    """A store behind `proxy`.
+    """A real store, reached through `proxy`.
 
-    bench, direct: open a tier over the proxy, and past it.
-    set_epoch: replaces the epoch of `flush_contract.NAME`; None removes it.
-    name: the first word of the tier's problems.
+    bench: opens a tier that connects to the store through the proxy.
+    direct: opens a tier that connects to the store directly.
+    set_epoch: replaces the epoch of the key space `flush_contract.NAME`; None removes the epoch.
+    name: the text with which each of the tier's error messages begins.
     """
 
     proxy: FaultProxy
@@ -87,8 +89,9 @@ class Store:
 
 
 class Gate:
-    """Delays HTTP requests with this method and path part until `opened` is set. `is_full` is set
-    when a request waits."""
+    """A function for `FaultProxy` that holds back some HTTP requests, until the event `opened` is
+    set: requests with the method `method` and with `part` in their path. When a request waits, the
+    gate sets the event `is_full`."""
 
     def __init__(self, method: bytes, part: str) -> None:
         self.is_full, self.opened = threading.Event(), threading.Event()
@@ -103,14 +106,15 @@ class Gate:
 
 
 class Asked:
-    """Calls a bench's tier without waiting. `codes`: results of finished calls, by name."""
+    """Calls the tier of a `Bench` without waiting for the answers. `codes` maps the name of each
+    finished call to its result codes."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self.codes: dict[object, list[int]] = {}
 
     def write(self, name: object, numbers: Sequence[int]) -> None:
-        """Writes blocks from the slots of their numbers."""
+        """Begins to write blocks to the tier, block n from slot n."""
         self._bench.tier.write(self._bench.blocks(numbers, numbers), self._end(name))
 
     def read(
@@ -138,7 +142,8 @@ def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
 def store_blocks(
     core: CacheCore, arena: Region, session: int, name: str, blocks: list[int]
 ) -> None:
-    """Stores blocks of group 0, with different bytes, in a single call of a session."""
+    """Stores blocks of group 0 in one call of a session. The content of each block is computed from
+    its number."""
     now_s, memory = time.monotonic(), arena.array()
     runs = [Run(0, words_of(blocks))]
     (slots,) = begin_store(core, session, name, name, runs, 0, 0.0, now_s)

@@ -1,5 +1,6 @@
-"""Compression returns every block bit for bit, in the documented form, and refuses all other forms
-without leaving its memory. Staging memory is allocated once at a time, and completely freed."""
+"""Compression of blocks (`tiers.compression`): a decoded block has its original bytes, and
+malformed input is refused without an access outside its memory. Staging memory (for blocks in
+encoded form) never gives the same bytes to two requests at a time."""
 
 import ctypes
 import errno
@@ -36,7 +37,7 @@ def decode(room: Any, num_bytes: int) -> tuple[int, Any]:
 
 
 def all_escapes(num_bytes: int) -> int:
-    """Returns how many bytes the compressed form of any block of this size needs at most."""
+    """Returns the largest size that the encoded form of a block of `num_bytes` can have."""
     return form.escapes_at(num_bytes // 2) + num_bytes // 2 * form.ESCAPE_BYTES
 
 
@@ -98,8 +99,8 @@ def test_a_form_fits_its_room_to_the_byte() -> None:
 
 
 class Guarded:
-    """Arrays that end before an inaccessible page: an access beyond an array ends the process. The
-    bytes before each array must stay unchanged."""
+    """Arrays that end right before an inaccessible page, so that an access beyond the end of an
+    array kills the process. `check` asserts that the bytes before each array are unchanged."""
 
     def __init__(self) -> None:
         self._mappings: list[mmap.mmap] = []
@@ -172,8 +173,9 @@ UNITS = 24
 
 
 class StagedMachine(RuleBasedStateMachine):
-    """Compares allocated parts with a list: parts never overlap, free memory is found, and writes
-    leave half of the memory to reads."""
+    """Allocates and frees parts of staging memory (`Staged`) in random order, and compares them
+    with a list. Parts must not overlap, an allocation must succeed if enough adjacent memory is
+    free, and writes must leave half of the memory to reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +216,8 @@ class StagedMachine(RuleBasedStateMachine):
         assert all(sizes[part].sum() <= most or len(sizes[part]) == 1 for part in parts)
 
     def used(self) -> NDArray[np.int64]:
-        """Returns the number of parts that have each unit."""
+        """Returns, for each SLOT_ALIGN bytes of the staging memory, the number of allocated parts
+        that contain them."""
         used = np.zeros(UNITS, np.int64)
         for place, size, _ in self.parts:
             used[place // SLOT_ALIGN : (place + size) // SLOT_ALIGN] += 1

@@ -1,5 +1,6 @@
-"""Blocks that a shared tier did not take are offered again, a bounded number of times. So are
-blocks that a restart or the disk brings back. Blocks that the tier has are not written again."""
+"""Repeated copies of blocks to a shared tier. A block whose copy failed is tried again, a limited
+number of times. Blocks that come from an earlier server or from the disk are copied too, unless the
+tier already has them."""
 
 import asyncio
 import contextlib
@@ -29,15 +30,16 @@ from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, running
 async def earlier(
     store: MemoryStore, folder: Path, numbers: list[int], other: MemoryStore | None = None
 ) -> None:
-    """Runs a server that copies these blocks and ends."""
+    """Runs a server that copies these blocks to `store`, and stops it."""
     node = SharedNode(store, 10.0, folder, other=other)
     async with running(node):
         await node.share(numbers)
 
 
 async def test_what_fails_is_tried_again_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies blocks, one in each move. The comparison of their bytes raises for the first block,
-    and for one that waits with another; all must be copied in the end."""
+    """Copies six blocks separately. The comparison of bytes with check values raises MemoryError
+    for two of the copies, and the write of one block fails twice. All blocks must be copied in the
+    end."""
     monkeypatch.setattr(tier_copies, "AGAIN_S", 0.2)
     async with nodes() as (a, b):
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
@@ -125,7 +127,9 @@ async def test_nothing_is_tried_while_something_is_known_against_the_store() -> 
 async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
     tmp_path: Path,
 ) -> None:
-    """Damaged blocks are not offered."""
+    """Restarts a node with six blocks, of which the shared store already has two and one is
+    damaged. The store can be reached only after the start. The node must write just the three
+    intact, missing blocks."""
     store = MemoryStore(places=False)
     await earlier(store, tmp_path, BLOCKS[:2])
     node, other = SharedNode(store, 10.0, tmp_path, BLOCKS), SharedNode(store, 10.0)
@@ -144,8 +148,8 @@ async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
 
 @pytest.mark.parametrize("noted", ["nothing", "the epoch before", "the epoch before in another"])
 async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, noted: str) -> None:
-    """Restarts a node with blocks that may be older than a flush. They must not be written under
-    the new epoch, from which all nodes would load them."""
+    """Restarts a node with blocks that may be older than a flush. The node must not copy them to
+    the store under the new epoch, because then all nodes would load them."""
     store, other = MemoryStore(places=False), None
     flushed = store
     if noted == "the epoch before in another":
@@ -192,8 +196,9 @@ async def test_what_comes_from_the_disk_is_offered() -> None:
 async def test_no_store_gets_what_another_still_had_during_a_flush(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Delays the raise of the second store's epoch. Meanwhile a node loads a block from this store,
-    demotes it to its disk, and promotes it again; it must not be copied to the other store."""
+    """Flushes a key space in two shared stores, and delays the flush in the second store. Meanwhile
+    a node loads an old block from the second store, demotes it to its disk, and promotes it again.
+    The node must not copy this block to the first store."""
     for name in ("TELL_S", "SPARE_S", "CALM_S", "MISSED_S"):
         monkeypatch.setattr(epoch_book, name, 60.0)
     monkeypatch.setattr(tier_epochs, "TELL_S", 60.0)
@@ -244,8 +249,9 @@ async def test_a_restart_does_not_flood_the_store(
 async def test_a_later_copy_holds_its_blocks_from_the_moment_it_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Evicts a block and reuses its entry right after a copy has taken its blocks. The copy waits
-    meanwhile, because new blocks use the whole limit."""
+    """Evicts blocks right after they were chosen for a repeated copy, and reuses their entries in
+    the block table for other blocks. Copies of new blocks use the whole limit of bytes meanwhile.
+    Only blocks with their right keys may reach the store."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
     compared.set()
 

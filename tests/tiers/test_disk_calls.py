@@ -1,5 +1,5 @@
-"""The queue of the disk tier gives each block to a single thread, ends each call once, and prefers
-reads."""
+"""`CallQueue`, from which the threads of the disk tier take reads and writes. It assigns each block
+to one thread, ends each call once, and prefers reads."""
 
 import time
 from collections import deque
@@ -33,7 +33,8 @@ def call(num_blocks: int, block_bytes: int = MIN_PIECE_BYTES, *, is_write: bool 
 
 
 def call_queue(num_threads: int, **options: Any) -> CallQueue:
-    """Returns a queue for a single thread. `take` raises AssertionError instead of waiting."""
+    """Returns a `CallQueue` for a test without threads: if the queue has no work, `take` raises
+    AssertionError instead of waiting."""
 
     def wait(timeout: float | None = None) -> bool:
         raise AssertionError("nothing to take")
@@ -50,7 +51,8 @@ def take(queue: CallQueue) -> DiskPiece:
 
 
 class Machine(RuleBasedStateMachine):
-    """Models the added calls, the blocks given out in pieces, and the ended calls."""
+    """Adds calls to a `CallQueue`, takes pieces (some blocks of a call) and ends the pieces, in
+    random order. Compares the queue with a model of the calls, their pieces and the ended calls."""
 
     @initialize(num_threads=st.sampled_from([1, 2, 4, 5]))
     def start(self, num_threads: int) -> None:
@@ -144,7 +146,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def ends(self) -> None:
-        """Checks that each call ends once."""
+        """Checks that no call has ended twice."""
         assert len(set(self.ended)) == len(self.ended)
 
     def teardown(self) -> None:

@@ -1,5 +1,6 @@
-"""The disk tier with encoded blocks keeps the same contract with fewer bytes in the file, and its
-memory for encoding is bounded, whatever the disk does."""
+"""The disk tier with encoded (compressed) blocks. It passes the checks for all tiers
+(`tier_contract`) and uses fewer bytes of its file. Its staging memory, in which it encodes blocks,
+stays bounded if the disk fails or hangs."""
 
 import contextlib
 import errno
@@ -36,11 +37,11 @@ def encoding(
     content: Callable[[int], Any] = mixed,
     **options: Any,
 ) -> Iterator[tuple[Disk, Bench]]:
-    """Yields a disk whose slots can be encoded, and a bench. Checks that all staging memory is free
-    at the end.
+    """Yields a `Disk` whose tier encodes blocks, and a `Bench` that calls the tier. Checks at the
+    end that all staging memory is free.
 
-    numbers: blocks that are on the disk only.
-    staging_rooms: encoded blocks for which the staging memory has room.
+    numbers: blocks that are on the disk and not in the arena.
+    staging_rooms: number of encoded blocks that fit into the staging memory.
     """
 
     def stages(arena: Region) -> Staged:
@@ -59,7 +60,7 @@ def encoding(
 
 
 def on_disk(made: Disk, number: int, num_bytes: int = SLOT_BYTES) -> bytes:
-    """Returns the bytes at the place of a block."""
+    """Returns the bytes at the offset of block `number` in the tier's file."""
     with open(made.file.path, "rb") as file:
         file.seek(number * SLOT_BYTES)
         return file.read(num_bytes)
@@ -93,7 +94,7 @@ def test_encoded_blocks_take_fewer_bytes_and_say_so(tmp_path: Path) -> None:
             number: SLOT_BYTES if number % 3 == 0 else ROOM_BYTES for number in numbers
         }
         assert on_disk(made, 3) == noise(3).tobytes()
-        # An encoded block fills only the begin of its place; bytes behind it are never written.
+        # An encoded block fills only the beginning of its place. The bytes behind it stay zero.
         assert on_disk(made, 4)[:4] == b"hkvc" and not any(on_disk(made, 4)[ROOM_BYTES:])
         assert bench.seals[3] == seal(key(3), on_disk(made, 3))
         assert bench.seals[4] == seal(encoded_key(key(4)), on_disk(made, 4, ROOM_BYTES))
@@ -131,7 +132,8 @@ def test_the_last_place_ends_with_the_file(tmp_path: Path) -> None:
 
 
 def test_a_sealed_form_that_is_none_is_corrupt(tmp_path: Path) -> None:
-    """Writes noise in place of a block's encoded form, with a valid seal."""
+    """Writes noise in place of a block's encoded form, with a valid seal (check value). A read of
+    the block must return CORRUPT."""
     with encoding(tmp_path, content=noise) as (_, bench):
         place, size = np.array([SLOT_BYTES]), np.array([ROOM_BYTES], np.int64)
         bench.fill([1], [1])

@@ -1,4 +1,5 @@
-"""Kernels of the disk tier move bytes like a plain file."""
+"""The compiled functions with which the disk tier reads and writes its file. They must move the
+same bytes as a plain file, and compute the same check values as Python."""
 
 import errno
 import os
@@ -27,7 +28,8 @@ ROWS = st.lists(
 
 
 def sparse_file(path: Path) -> bytes:
-    """Makes a file with a hole in its middle and an odd end; returns its bytes."""
+    """Makes a file with a hole in its middle, whose size is no multiple of SLOT_ALIGN. Returns its
+    bytes."""
     rng = np.random.default_rng(7)
     head, tail = rng.bytes(SLOT_ALIGN + 77), rng.bytes(SLOT_ALIGN + 123)
     with open(path, "wb") as file:
@@ -166,8 +168,8 @@ def test_kernels_go_on_after_signals_and_short_moves() -> None:
 
 @given(st.lists(st.integers(241, 3 * SLOT_ALIGN), max_size=5), st.integers(0, 63), st.data())
 def test_seals_are_those_of_the_package(sizes: list[int], first: int, data: st.DataObject) -> None:
-    """Compares the kernel's seals with the package's, at any address, of any length that the kernel
-    handles, and for any key."""
+    """Compares the kernel's seals (check values) with those of `tiers.seals.seal`, for random keys,
+    addresses and sizes."""
     room = memory(sum(sizes) + 64)
     room[:] = np.frombuffer(np.random.default_rng(sum(sizes)).bytes(len(room)), np.uint8)
     begins = first + np.cumsum([0, *sizes])[:-1].astype(np.int64)

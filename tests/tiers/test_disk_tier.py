@@ -1,6 +1,6 @@
-"""The disk tier keeps the contract on real files, direct and buffered. Over disks that fail, lag
-and hang, each block gets its result, each call ends once, and a slot is free only when the disk can
-no longer touch it."""
+"""The disk tier passes the checks for all tiers (`tier_contract`) on real files, with direct and
+with buffered I/O. If the disk fails, lags or hangs, each block still gets a result and each call
+ends once, after the disk has stopped using the call's slots."""
 
 import contextlib
 import errno
@@ -93,7 +93,7 @@ def test_blocks_outside_arena_and_file_fail_and_others_do_not(tmp_path: Path) ->
         assert bench.write([3, 3], [SLOTS - 1, SLOTS]).tolist() == [STORED, FAILED]
         assert bench.answer(bench.blocks([3], [3], [0]))[0].tolist() == [FAILED]
         assert made.file.path.stat().st_size == size
-        # A record that has outlived its bytes.
+        # The block has a check value, but no bytes in the file.
         bench.seals[40] = 1
         assert bench.read([40], [5]).tolist() == [Read.CORRUPT]
 
@@ -182,7 +182,8 @@ def test_the_page_cache_does_not_hide_a_dead_disk(tmp_path: Path) -> None:
 
 
 def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several threads write the blocks of one call."""
+    """Lets the disk hang in three threads that write blocks of one call. The fourth thread must
+    still read."""
     monkeypatch.setattr(calls, "MAX_PIECE_BYTES", SLOT_BYTES)
     with disk(tmp_path, num_threads=4) as made:
         bench = made.stored([1, 2])

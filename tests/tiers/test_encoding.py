@@ -1,5 +1,6 @@
-"""A connection that encodes keeps the contract over a real Valkey and a real S3 server: it stores
-less, returns only stored blocks, and touches only its own memory."""
+"""`EncodingClient`, a connection to a store that encodes (compresses) blocks. It passes the checks
+for all tiers (`tier_contract`) over real Valkey and S3 servers, finds blocks in encoded and in
+plain form, and waits for staging memory, in which it encodes blocks."""
 
 import contextlib
 import threading
@@ -42,7 +43,8 @@ from tests.tiers.valkey_support import Server
 
 @contextlib.contextmanager
 def over(server: Server, connections: int = 3, **options: Any) -> Iterator[Bench]:
-    """Yields a bench whose tier encodes, over a Valkey. `options`: of `encoding_rig`."""
+    """Yields a `Bench` that calls a Valkey tier which encodes blocks. `options`: those of
+    `encoding_rig`."""
     settings = ValkeySettings(
         address=f"unix:{server.path}", connections=connections, timeout_s=20.0
     )
@@ -58,8 +60,8 @@ def over(server: Server, connections: int = 3, **options: Any) -> Iterator[Bench
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[..., None], *names: str) -> None:
-    """Calls `before` with the name and the arguments of each call of these methods of connections
-    to the store."""
+    """Patches methods of the connections to the store: each call of a method in `names` first calls
+    `before` with the method's name and arguments."""
     for name in names:
         method = getattr(RespClient, name)
 
@@ -71,7 +73,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[..., None], *names: 
 
 
 def put(server: Server, name: bytes, content: bytes) -> None:
-    """Stores bytes under a key, with a valid head."""
+    """Stores a value as the tier does: a valid head (size and check value), then `content`."""
     server.client.set(name, head(name, memoryview(content)) + content)
 
 
@@ -146,8 +148,9 @@ def test_blocks_of_nodes_that_do_not_encode_are_found(server: Server) -> None:
 def test_a_deadline_ends_a_read_but_no_probe(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that the deadline limits a read in the store, but not a probe: a late probe holds no
-    slots, and ending it would close the connection."""
+    """Reads and probes with a deadline. The request of the read must have this time limit. The
+    request of the probe must have a later limit: it uses no slots, and ending it would close the
+    connection."""
     limits: dict[str, float] = {}
     watch(monkeypatch, lambda name, *rest: limits.update({name: rest[-1]}), "read", "probe")
     with over(server) as bench:
@@ -195,8 +198,9 @@ def test_blocks_that_are_larger_than_the_staging_memory_are_stored_plain(
 def test_reads_wait_for_staging_until_their_deadline(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hangs writes, which may hold only half of the staging memory, so a read goes on. Once reads
-    hang too, further reads must wait until their deadline."""
+    """Lets writes hang, which may use only half of the staging memory, so reads still begin. Then
+    reads hang too and use the other half. A further read must wait until its deadline and return
+    FAILED."""
     goes_on, hanging = threading.Event(), list[str]()
 
     def hang(name: str, *_: Any) -> None:
@@ -252,8 +256,9 @@ def test_a_connection_is_closed_before_its_memory_is_another_ones(
 def test_a_flush_during_a_read_refuses_all_its_blocks(
     server: Server, monkeypatch: pytest.MonkeyPatch, raised_at: int | None
 ) -> None:
-    """Reads two encoded and two plain blocks; staging memory has room for one, so that takes six
-    requests. A flush during any of them must refuse all four blocks."""
+    """Reads two encoded and two plain blocks in one call. The staging memory has room for one
+    block, so the call needs six requests. A flush before any of the first four requests must make
+    all blocks ABSENT."""
     server.client.set(epoch_key("f"), 7)
     asked: list[str] = []
 
@@ -287,8 +292,8 @@ def test_epochs_and_depths_reach_the_store(server: Server, monkeypatch: pytest.M
 
 
 def test_a_probe_asks_for_both_forms() -> None:
-    """Answers a probe for both forms of three blocks. A block found in either form is found; if one
-    form failed and the other is not found, the block is unknown (FAILED)."""
+    """Probes three blocks; the store is asked for the encoded and the plain form of each. A block
+    is FOUND if one form exists, and FAILED if one form is unknown and the other is absent."""
 
     class Inner:
         def probe(

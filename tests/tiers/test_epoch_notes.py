@@ -1,5 +1,5 @@
-"""A server's notes on flushes survive restarts. If its files disagree about an epoch, the server
-does not rely on it."""
+"""`EpochNotes`, the files in which a server saves its record of flushes for the next server. If the
+files disagree on an epoch, the next server does not rely on it."""
 
 import os
 from pathlib import Path

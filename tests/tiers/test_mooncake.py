@@ -1,6 +1,6 @@
-"""The tier in Mooncake Store keeps the contract over a real store and refuses foreign values. Two
-daemons share a real store, also after its parts were killed. Skipped without the libraries of
-Mooncake's client (`make programs`) or the right to make a network namespace."""
+"""Runs the checks of `mooncake_world` against a real Mooncake Store, each in a process of its own.
+Skipped if Mooncake's client can't be loaded (`make programs`), or if network namespaces are not
+allowed."""
 
 import os
 import shutil

@@ -1,6 +1,6 @@
-"""The child answers correctly to all codes of a Mooncake Store, over a fake store
-(`test_mooncake.py` has a real store). Lines between a tier and its child are bounded and in time; a
-process that is no child is lost."""
+"""The child process with Mooncake's client, over a fake store: it maps all result codes of a
+Mooncake Store to the right answers. (`test_mooncake.py` uses a real store.) Also tests the messages
+between server and child, and a child that ends."""
 
 import ctypes
 import mmap
@@ -33,10 +33,10 @@ RPC_FAIL, OTHER = -900, -1
 
 
 class Store:
-    """A fake store: values by name.
+    """A fake Mooncake Store: a dictionary of values by name.
 
-    codes: wrong answers, by the name of a method.
-    said: the called methods.
+    codes: by the name of a method, the result codes that it returns instead of the right codes.
+    said: the names of the methods that were called.
     """
 
     def __init__(self) -> None:
@@ -207,8 +207,8 @@ def test_an_epoch_that_is_no_number_ends_with_a_flush(made: Made, value: bytes) 
 
 
 def test_an_epoch_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> None:
-    """Reads an epoch whose key still exists, but without bytes, until the master drops it. Each
-    call must report the store as away."""
+    """Makes an epoch unreadable: its key exists, but its bytes were lost with another process's
+    memory. Each call must raise AwayError, until the master has dropped the key."""
     epoch = made.ask("epochs", fingerprints=["f"])["epochs"]["f"]
     made.store.codes["unreadable"] = True
     for do in ("read", "probe", "epochs"):
@@ -231,8 +231,9 @@ def test_an_old_epoch_that_another_node_puts_first_is_no_flush(made: Made) -> No
 
 
 def test_a_flush_that_leaves_no_trace_has_failed(made: Made) -> None:
-    """Flushes a store without room for a new epoch. The first flush removes the old epoch, which
-    other nodes notice; the next can change nothing, and must fail."""
+    """Flushes a key space twice in a store without room for a new epoch. The first flush succeeds,
+    because it removes the old epoch, which other nodes notice. The second flush changes nothing and
+    must fail."""
     made.ask("epochs", fingerprints=["f"])
     made.store.codes["put_one"] = FULL_CODE
     assert made.ask("raise", fingerprint="f", floor=0)["epoch"] == NO_EPOCH

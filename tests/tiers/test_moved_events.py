@@ -1,5 +1,6 @@
-"""Subscribers get events of moved blocks: for each medium the ready and the removed blocks, in
-chains, and never a flushed block."""
+"""Events about blocks that move between tiers. Subscribers learn for each medium (host memory,
+disk, shared store) which blocks are ready or removed, with parents and tokens. Flushed blocks have
+no further events."""
 
 import asyncio
 import contextlib
@@ -36,7 +37,7 @@ NUMBERS = {words_of([n])[0].tobytes(): n for n in range(200)}
 
 
 class Listener:
-    """A publisher that records its events."""
+    """A fake event publisher that records its events."""
 
     published_events = lost_events = queued_bytes = 0
 
@@ -73,7 +74,7 @@ class Heard:
         self.read()
 
     def moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Publishes earlier removals first, as the node does."""
+        """Publishes a move of blocks, and before it all earlier removals, as the node does."""
         self.effects.run()
         self.events.blocks_moved(entries, medium, tier)
 
@@ -114,7 +115,8 @@ def removed(events: list[Event], medium: Medium) -> set[int]:
 
 
 async def test_a_moved_block_is_told_of_with_the_tokens_and_the_parent_of_its_store() -> None:
-    """A router that matches prompts by tokens skips events without tokens."""
+    """Demotes and promotes blocks. The events of these moves must have the tokens and the parents
+    of the blocks, because a router that matches prompts by tokens ignores events without tokens."""
     one = Setup(10.0)
     async with heard(one) as ear:
         tokens = np.arange(16 * len(BLOCKS), dtype=np.int32)
@@ -189,8 +191,8 @@ async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> N
 
 @pytest.mark.parametrize("is_full", [False, True])
 async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(is_full: bool) -> None:
-    """Flushes on another node, also in a full store (`is_full`), which has no room for the new
-    epoch: there the flush removes the old one."""
+    """Flushes a key space on another node; this node must publish an event that clears the key
+    space. `is_full`: the store has no room for a new epoch, so the flush removes the old epoch."""
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one) as ear, heard(other) as far:
@@ -215,8 +217,9 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(is_ful
 async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_meanwhile(
     monkeypatch: pytest.MonkeyPatch, of_pool: bool
 ) -> None:
-    """Stores a block between two parts of a flush. `of_pool`: subscribers of the pool's events get
-    no events of this node's blocks."""
+    """Stores a block while a flush is under way. The block's event must follow the event that
+    clears the key space. `of_pool`: the nodes publish only events about their shared store, so the
+    block, which is in host memory, has no event."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = SharedNode(MemoryStore(places=False), 10.0)
     async with heard(one, of_pool=of_pool) as ear:
@@ -235,7 +238,7 @@ async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_mean
         await Removals(one.core, [ear.events], ear.effects.run).flush(1)
         told = ear.read()
         while not isinstance(told.pop(0), KeySpaceCleared):
-            """What was told before is cleared."""
+            """Skips the events before the one that clears the key space."""
         assert told == [new] * (not of_pool)
         monkeypatch.setattr(one.core, "flush", flushed)
         monkeypatch.setattr(one.core.catalog, "surplus", lambda *_: 1)
@@ -261,8 +264,9 @@ def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_an_event_says_what_is_known_of_its_blocks(is_known: bool) -> None:
-    """Checks an event's parents and contents, also if another block has got the number (entry) of a
-    block's parent before the event is published."""
+    """Makes the events of moved blocks. They have the parent and the tokens if these are known
+    (`is_known`). The parent was evicted, and its number in the block table now belongs to another
+    block, which must not become the parent."""
     one = Setup(0.0)
     one.put([0, 1, 2])
     index = one.core.space.index

@@ -1,5 +1,5 @@
-"""A lookup chooses the same tiers as a naive choice block by block; the figures behind the choice
-are of the last reads."""
+"""The choice of tiers for a lookup (`worth`) agrees with a simple implementation that uses sets.
+The costs behind the choice (`TierReads`) are computed from the most recent reads."""
 
 from itertools import takewhile
 from typing import Any
@@ -35,7 +35,8 @@ def mask(flags: list[bool] | str) -> "np.ndarray[Any, np.dtype[np.bool_]]":
 
 
 def naive(ready: list[bool], offers: list[Any], tokens_per_s: float) -> list[bool]:
-    """Returns the choice for one group of full attention. Computes with sets of block numbers."""
+    """Returns the expected result of `worth` for one group of full attention. Computes it with sets
+    of block numbers."""
     here = {at for at, flag in enumerate(ready) if flag}
     lies = [{at for at, flag in enumerate(flags) if flag} for flags, _, _ in offers]
     taken = [True] * len(offers)

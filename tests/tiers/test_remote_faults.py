@@ -1,6 +1,6 @@
-"""A store that is dead, hung, slow or answers garbage costs hits, never bytes. A flush that a node
-has answered counts on every other node, whenever it happens during a call. Each over a real Valkey
-and a real S3 server, through a proxy."""
+"""Faults and flushes of shared tiers, over real Valkey and S3 servers behind a proxy. A store that
+is dead, hung, slow or answers garbage may cost hits, but never returns wrong bytes. After the
+answer to a flush, no node finds an old block, even in a call that began before the flush."""
 
 import gc
 import logging
@@ -27,26 +27,28 @@ from tests.support.waiting import wait_for
 from tests.tiers.support import Asked, Gate, Store, broken, quickest_s
 
 NUMBERS = [3, 6, 9]
-"""Blocks of the same key space that are in the store."""
+"""Numbers of the blocks that are in the store. All are in the same key space."""
 HASTY = {"timeout_s": 0.5, "connect_timeout_s": 0.5}
 
 
 @pytest.fixture
 def bench(store: Store) -> Iterator[Bench]:
-    """Yields a bench with a single connection."""
+    """Yields a `Bench` whose tier has a single connection. The blocks NUMBERS are stored."""
     with store.bench(connections=1) as one:
         yield stored(one)
 
 
 @pytest.fixture
 def hasty(store: Store) -> Iterator[Bench]:
-    """Yields a bench with a single connection and short timeouts."""
+    """Yields a `Bench` whose tier has a single connection and short timeouts. The blocks NUMBERS
+    are stored."""
     with store.bench(connections=1, **HASTY) as one:
         yield stored(one)
 
 
 def stored(bench: Bench) -> Bench:
-    """Stores NUMBERS, and returns the bench with open connections."""
+    """Stores the blocks NUMBERS and reads them once, so that the tier is connected. Returns
+    `bench`."""
     bench.fill(NUMBERS, [0, 1, 2])
     wait_for(lambda: Write.FAILED not in bench.write(NUMBERS, [0, 1, 2]), "nothing is stored")
     found = [Read.FOUND] * 3
@@ -268,7 +270,7 @@ def test_parts_are_all_rows_in_order_and_bounded(sizes: list[int]) -> None:
 
 Ask = Callable[..., list[int]]
 REPLY_BYTES = len(b"$%d\r\n\r\n" % (SLOT_BYTES + 24)) + SLOT_BYTES + 24
-"""Bytes of a block's reply from Valkey on the wire."""
+"""Size of Valkey's reply with a block, on the wire."""
 
 
 def test_flushes_keep_their_contract(store: Store) -> None:
@@ -280,8 +282,9 @@ def test_flushes_keep_their_contract(store: Store) -> None:
 @pytest.mark.parametrize("ask", [read, probe])
 @pytest.mark.parametrize("at", range(5))
 def test_no_old_block_after_a_flush_was_answered(store: Store, at: int, ask: Ask) -> None:
-    """Flushes on node A during a call of node B: the first `at` requests of the call reach the
-    store before the flush, the others after it."""
+    """Node A flushes during a call of node B: with Valkey after the first `at` requests of the
+    call, with S3 before its requests for blocks or before its request for the epoch. The call must
+    find no block."""
     told, done = [], list[list[int]]()
     options = {"connections": 1, "on_epoch": lambda *flush: told.append(flush)}
     with store.direct() as node_a, store.bench(**options) as node_b:
@@ -315,8 +318,8 @@ def test_no_old_block_after_a_flush_was_answered(store: Store, at: int, ask: Ask
 def test_a_call_that_loses_its_epoch_finds_nothing(
     store: Store, ask: Ask, reply_bytes: int, more: int
 ) -> None:
-    """Cuts the connection when all blocks (or answers to a probe) have come, but not the answer
-    with the epoch. The call must find nothing."""
+    """Breaks the connection after the store has answered for all blocks, but before it has answered
+    for the epoch. The call must fail for all blocks."""
 
     def lost(piece: bytes) -> Iterator[bytes]:
         if b"/epochs/1/" in piece[:500]:

@@ -1,4 +1,5 @@
-"""Threads of a remote tier handle late answers, and connections that open slowly."""
+"""The threads of a shared tier (`Workers`), over fake connections: answers that come too late,
+connections that open slowly or fail, and the order of calls."""
 
 import contextlib
 import threading
@@ -22,7 +23,7 @@ from tests.support.waiting import wait_for
 
 
 class Client:
-    """A connection to no server."""
+    """A fake connection, without a server."""
 
     is_closed = False
 
@@ -34,8 +35,8 @@ class Client:
 
 
 class World:
-    """Workers that connect once `opens` is set, unless `is_away`. Records their connections and
-    ended calls."""
+    """A `Workers` object (threads with a connection each) over fake connections. Connecting waits
+    until `opens` is set, and fails if `is_away`. `ended` has the names of ended calls."""
 
     is_away, num_tries = False, 0
 
@@ -76,7 +77,8 @@ class World:
 
 
 def waits_until(limits: list[float], answers: threading.Event) -> Callable[[Client, float], None]:
-    """Returns a part of a call that records its time limit, and waits for an answer up to it."""
+    """Returns the function of a `Part` (some of a call's blocks). It adds its time limit to
+    `limits`, and waits for `answers`. If the limit comes first, it raises LateError."""
 
     def do(client: Client, until_s: float) -> None:
         limits.append(until_s - time.monotonic())
@@ -149,8 +151,8 @@ def test_no_part_waits_for_a_connection_while_there_is_another() -> None:
 
 
 def test_all_threads_connect_after_a_problem() -> None:
-    """Lets one thread end the problem. The others must connect too, so that no later part of a call
-    waits for a connection."""
+    """Two threads lose their connections; the first thread that connects again ends the problem.
+    The second thread must also connect at once, so that no later call waits for its connection."""
     world, both = World(2, connects_first=True), threading.Barrier(2)
 
     def fail(client: Client, until_s: float) -> None:
@@ -186,7 +188,8 @@ def test_all_that_wait_for_a_connection_show() -> None:
 
 
 def test_the_longest_wait_shows() -> None:
-    """Checks that the reported wait includes the first part that a connection carries."""
+    """Two connections wait for answers. `stalled_s` must return the time of the connection that has
+    waited longer."""
     world, limits, answers = World(2), list[float](), threading.Event()
     try:
         for number, name in enumerate(("longest", "later"), 1):

@@ -1,5 +1,5 @@
-"""The reader of replies returns the sent replies, in whatever pieces the bytes arrive, and refuses
-bytes that are no reply."""
+"""The reader of Valkey's replies (`Replies`) returns the sent replies, in whatever pieces their
+bytes arrive, and refuses bytes that are not a reply."""
 
 import socket
 import time
@@ -25,7 +25,8 @@ HEAD_BYTES = 4
 
 
 class Cut:
-    """A source that returns bytes in pieces. `sizes` are their largest sizes in turn."""
+    """A fake connection that returns `content` in pieces. `sizes` has the largest sizes of the
+    pieces, in turn."""
 
     def __init__(self, content: bytes, sizes: list[int]) -> None:
         self.left = content
@@ -50,7 +51,7 @@ Sent = tuple[bytes, object]
 
 
 def sent_as(form: bytes, text: bytes, value: object) -> Sent:
-    """Returns a reply that begins with the length of its text."""
+    """Returns a reply that consists of the length of `text` and `text`, and the reply's value."""
     return form % (len(text), text), value
 
 
@@ -98,7 +99,8 @@ PUSH = b">2\r\n+invalidate\r\n*1\r\n$1\r\nk\r\n"
 @example([(False, (b"*1\r\n" * 8 + b":1\r\n", [[[[[[[[1]]]]]]]]))], [7])
 @example([(False, (b"+%b\r\n" % (b"x" * 4095), b"x" * 4095))], [4096])
 def test_replies_are_what_was_sent(sent: list[tuple[bool, Sent]], sizes: list[int]) -> None:
-    """Messages that the server pushes in between are skipped."""
+    """Reads random replies whose bytes arrive in random pieces. The reader must return their
+    values, and skip messages that the server pushes between two replies."""
     content = b"".join((PUSH if has_push else b"") + wire for has_push, (wire, _) in sent)
     reader = Replies(Cut(content, sizes))
     for _, (_, value) in sent:

@@ -1,5 +1,6 @@
-"""The daemon's event loop drives a tier with injected faults: callers wait no longer than the
-setting allows, and leases only get stored bytes."""
+"""Moves of blocks to and from a disk tier with faults (`tiers.drive`), on the event loop: callers
+wait no longer than the setting `lookup_wait_ms` allows, and leases pin only blocks with the stored
+bytes."""
 
 import asyncio
 import contextlib
@@ -95,8 +96,8 @@ async def test_a_read_ends_although_its_blocks_can_not_be_checked(monkeypatch: A
 
 
 async def test_what_a_broken_tier_reads_on_trial_is_no_hit() -> None:
-    """Leases blocks while a broken tier is tried by a read. The lease does not wait for this read,
-    so its blocks must not count as hits."""
+    """A broken tier is tried with one read, which hangs. Lookups and later leases don't wait for
+    this read, so its blocks must not count as hits."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.problem, one.tier.faults.is_hung = "gone", True
@@ -117,8 +118,9 @@ async def test_a_confirmation_that_ends_while_room_is_made_is_none(monkeypatch: 
 
 
 async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
-    """Fills a disk again and again. Few blocks may be evicted in one turn of the event loop: with
-    compression, places have two sizes, and the choice between them reads all places."""
+    """Stores more blocks than the disk tier has room for. At most two blocks may be evicted from
+    the tier in one turn of the event loop, because with compression each choice of a victim reads
+    all entries."""
     monkeypatch.setattr(room, "EVICTED_PER_PART", 1)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
@@ -193,8 +195,9 @@ async def test_blocks_that_come_up_evict_no_block_of_their_prompt(is_ahead: bool
 async def test_many_ask_at_once_and_each_block_is_read_once(
     monkeypatch: Any, move_blocks: int
 ) -> None:
-    """Makes several calls for the same many blocks. A call begins several moves, and other calls
-    must be served between these."""
+    """Makes five leases of overlapping blocks at the same time. Each block must be read from the
+    tier once. If a lease needs several reads, the event loop must run other tasks between the
+    starts of two reads."""
     monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", move_blocks)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
@@ -233,8 +236,8 @@ async def test_blocks_of_the_first_moves_stay_while_the_last_begin(monkeypatch: 
 
 
 async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> None:
-    """Holds blocks for a caller that waits for another tier. They stay pinned, perhaps for long, so
-    they must count in the bound of moves."""
+    """Promotes blocks for a caller, which then holds them while it waits for another tier. The
+    blocks stay pinned, so they must count in the limit on blocks that move at a time."""
     monkeypatch.setattr(tier_drive, "PREFETCH_PAUSE_S", 0.0)
     lost, *first = range(NUM_SLOTS // 8 + 1)
     async with made() as one:
@@ -259,8 +262,8 @@ async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> Non
 
 
 async def test_a_prefetch_of_many_blocks_leaves_room_for_stores() -> None:
-    """Prefetches half of the arena from a tier that hangs. At most an eighth may be moving at a
-    time, so stores find the rest."""
+    """Prefetches half of the arena from a tier that hangs. At most an eighth of the arena may move
+    at a time, so stores must succeed in the other seven eighths."""
     many = list(range(NUM_SLOTS // 2))
     async with made() as one:
         await one.lie_below(many)
@@ -296,7 +299,8 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
 
 
 async def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
-    """Cancels the caller, as a cancelled unary call does."""
+    """Cancels a caller that waits for promoted blocks, as gRPC does with a cancelled unary call. No
+    block may stay pinned."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.is_hung = True
@@ -339,8 +343,8 @@ async def test_blocks_that_would_come_later_than_they_are_computed_are_left() ->
 
 @contextlib.asynccontextmanager
 async def lying(where: str, lookup_wait_s: float = 10.0) -> AsyncIterator[Setup | SharedNode]:
-    """Yields a node without BLOCKS in host memory. They lie on its disk, or (`where` is "shared")
-    in a store that it shares with another node."""
+    """Yields a node that has BLOCKS only outside host memory: on its disk, or, if `where` is
+    "shared", in a store to which another node has copied them."""
     if where == "disk":
         async with made(lookup_wait_s) as one:
             await one.lie_below(BLOCKS)
@@ -402,8 +406,9 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any, whe
 async def test_nothing_is_evicted_for_blocks_of_a_dead_tier(
     monkeypatch: Any, why: str, is_early: bool
 ) -> None:
-    """Asks for blocks of a tier that is dead. Nothing may be evicted for them; nor if the node
-    drains or closes, even when it begins to once there is room."""
+    """Requests blocks of a tier that is dead, or while the node drains or the tiers close (`why`):
+    no block may be evicted to make room for them. If this state begins only after room was made
+    (not `is_early`), the tier must still not be read."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.put(list(range(100, 100 + NUM_SLOTS)))
@@ -440,8 +445,9 @@ async def test_reads_that_fail_lose_nothing_below() -> None:
 
 
 async def test_blocks_whose_encoded_form_is_too_large_are_written_plain(monkeypatch: Any) -> None:
-    """Refuses the encoded form of all blocks. The server computes no check values here, so the
-    tier's seals are compared."""
+    """The tier refuses the encoded form of every block, so the server must write all blocks plain.
+    The server computes no check values in this test, so reads compare the tier's seals (check
+    values)."""
     size = 2 * SLOT_ALIGN
     async with made(check_stride=0, slot_bytes=size, encoded_bytes=lambda size: size // 2) as one:
         write, sizes = one.tier.write, list[int]()
@@ -500,8 +506,8 @@ async def test_a_flush_waits_for_no_tick(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_move_that_is_given_up_while_its_check_values_are_computed() -> None:
-    """Gives a move up while a thread computes its check values, as the event loop does if another
-    call of the tier hangs."""
+    """Abandons a promotion while a thread computes the blocks' check values, as the event loop does
+    if the tier hangs. The computation must not fail, and the state must stay consistent."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         lists = [HashList(0, words_of(BLOCKS))]

@@ -1,4 +1,5 @@
-"""Epochs as objects of a bucket; races of flushes are in `test_remote_faults`."""
+"""Epochs in an S3 bucket, where each key space's epoch is an object. `test_remote_faults` tests
+flushes that race with reads."""
 
 import time
 from collections.abc import Iterator
@@ -33,7 +34,8 @@ def node_a(s3_server: Server, prefix: str) -> Iterator[S3Tier]:
 
 
 def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
-    # B's write is in flight while A flushes twice. Arriving late, it must not restore an old epoch.
+    # Node B's write of an epoch is held back while node A flushes twice. Then the write arrives. It
+    # must not restore an old epoch.
     first = epoch(node_a)
     with proxied(s3_server) as (proxy, over_it):
         gate = Gate(b"PUT", "/epochs/1/")
@@ -70,8 +72,8 @@ def test_a_flush_of_a_full_bucket_removes_the_epoch(s3_server: Server, prefix: s
 def test_an_epoch_that_can_not_be_read_costs_its_key_space_only(
     s3_server: Server, prefix: str
 ) -> None:
-    """Cuts reads of some epochs. If a store lists names and none of its objects can be read, the
-    store must count as away."""
+    """Breaks connections that read one key space's epoch; other epochs are still read. Then breaks
+    all reads, but not lists of names: the tier must report a problem until reads work again."""
     lost = list[bytes]()
 
     def cut(piece: bytes) -> Iterator[bytes]:
@@ -93,7 +95,8 @@ def test_an_epoch_that_can_not_be_read_costs_its_key_space_only(
 
 
 class Objects:
-    """A made-up store that is full, or that ignores a condition of a write."""
+    """A fake bucket in memory. `is_full`: writes fail. `ignores`: the condition of writes, If-Match
+    or If-None-Match, that the bucket ignores."""
 
     def __init__(self, *, is_full: bool = False, ignores: str = "") -> None:
         self._bytes: dict[str, bytes] = {}

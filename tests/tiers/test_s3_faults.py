@@ -1,5 +1,6 @@
-"""Faults that only a bucket has: its answers to writes, cancelled reads, and threads that writes
-must leave free for reads. `test_remote_faults` has the other faults."""
+"""Faults that only S3 buckets have: answers to writes, refused reads and keys, cancelled requests,
+and writes that use up the threads. `test_remote_faults` tests the faults that all shared stores
+have."""
 
 import asyncio
 import sys
@@ -32,7 +33,7 @@ def proxy(s3_proxy: FaultProxy) -> FaultProxy:
 
 @pytest.fixture
 def bench(s3_server: Server, proxy: FaultProxy) -> Iterator[Bench]:
-    """Yields a bench with blocks 3, 6, 9, all of a key space, in the store."""
+    """Yields a `Bench` over S3, behind the proxy. Blocks 3, 6 and 9 of one key space are stored."""
     endpoint = f"http://127.0.0.1:{proxy.port}"
     with bench_over(s3_server, new_prefix(), endpoint=endpoint, **QUIET) as one:
         one.fill([3, 6, 9], [0, 1, 2])
@@ -73,7 +74,8 @@ def test_what_a_store_answers_to_a_write(
 
 def instead_of_packs(answered: bytes) -> Callable[[bytes], Iterator[bytes]]:
     """Returns a function for `FaultProxy.on_reply`. It sends the status line `answered` instead of
-    each reply that has a part of an object (206), which only reads of packs get."""
+    each reply with a part of an object (206). Only reads of packs (objects with blocks) have such
+    replies."""
 
     def reply(piece: bytes) -> Iterator[bytes]:
         answer = b"HTTP/1.1 " + answered + b"\r\nContent-Length: 0\r\n\r\n"
@@ -109,7 +111,8 @@ def test_a_store_that_fails_reads_while_it_lists_is_not_empty(
 def test_packs_are_known_after_reads_that_failed(
     s3_server: Server, proxy: FaultProxy, bench: Bench, answered: bytes
 ) -> None:
-    """Only reads of packs fail; the store answers other requests."""
+    """The store refuses reads of packs (objects with blocks) and answers all other requests. The
+    node must still know which blocks the store has, and read them once reads work again."""
     proxy.on_reply = instead_of_packs(answered)
     for _ in range(3):
         assert bench.read([3, 6, 9], [4, 5, 6]).tolist() == [Read.FAILED] * 3
@@ -122,7 +125,8 @@ def test_packs_are_known_after_reads_that_failed(
 
 
 def spoil(piece: bytes) -> Iterator[bytes]:
-    """Makes the signature of a request wrong."""
+    """Makes the signature of a request wrong. `FaultProxy` passes each request through such a
+    function."""
     yield piece.replace(b"Signature=", b"Signature=00", 1)
 
 

@@ -1,4 +1,5 @@
-"""A node learns of packs with few requests to the bucket, and answers at once after the first."""
+"""The lister, which finds the packs of a bucket (objects with blocks) for a node. Only the first
+request for a key space waits for a listing, and a listing needs few requests to the bucket."""
 
 import threading
 import time
@@ -25,14 +26,15 @@ def key(number: int) -> bytes:
 
 
 class Listed:
-    """A bucket of packs with a single block each.
+    """A fake bucket of packs with one block each.
 
-    looks: number of names that each look got.
-    fronts: packs whose lists were read, in order.
-    error: raised by looks.
-    lost, denied, refused: packs that can't be read, because of an error, as the store forbids it,
-        or as it refuses the access key.
-    turns: each read of lists acquires it.
+    looks: for each listing, the number of names that it got.
+    fronts: the packs whose lists of blocks were read, in order.
+    error: raised by listings.
+    lost: packs whose reads fail.
+    denied: packs that the store forbids to read.
+    refused: packs for whose reads the store refuses the access key.
+    turns: a semaphore that each read of lists acquires.
     """
 
     PAGE = 4
@@ -120,7 +122,7 @@ def test_the_first_who_asks_waits_and_the_next_do_not(
     ask(lister)
     assert [place is not None for place in index.find([key(0), key(2), key(9)])] == [1, 1, 0]
     bucket.turns = threading.Semaphore(0)
-    # The pack arrives later than its name says, and a look in the background finds it.
+    # The pack arrives later than its name says. A listing in the background finds it.
     bucket.add(9, now_us() - int(OVERLAP_S / 2 * 1e6))
     ask(lister)
     ask(lister)
@@ -134,14 +136,14 @@ def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister)
     long_ago_us = now_us() - 3600 * 10**6
     for number in range(40):
         name = bucket.add(number, long_ago_us + number)
-    # The last pack is damaged: it is not in the index, and must not be read at each look.
+    # The last pack is damaged: it is not in the index, and must not be read at each listing.
     bucket.objects[path_of(SPACE, name)] = b"x" * list_bytes(name)
     ask(lister)
     assert bucket.looks == [40] and len(bucket.fronts) == 40
     names = [bucket.add(number, now_us()) for number in (98, 99)]
     bucket.objects[path_of(SPACE, names[0])] = b"x" * list_bytes(name)
     wait_for(lambda: ask(lister) or (len(bucket.looks) > 3 and bucket.fronts[40:]))
-    # The look got a whole page of names, although only two packs are new.
+    # The listing got a whole page of names, although only two packs are new.
     assert bucket.looks[1] == Listed.PAGE
     assert bucket.fronts[40:] == sorted(names)
 
@@ -154,8 +156,8 @@ def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
     monkeypatch: pytest.MonkeyPatch,
     wrong_at_start: bool,
 ) -> None:
-    """Sets the node's clock a day ahead, and then right: a machine without a clock battery starts
-    with any time, until NTP corrects it. Other nodes write packs before and after."""
+    """Sets the node's clock a day ahead, and then right, as NTP does on a machine without a clock
+    battery. The node must find the packs that other nodes wrote before and after the correction."""
     ahead_s = 0.0
     clock = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic)
     monkeypatch.setattr(lister_module, "time", clock)
@@ -168,7 +170,7 @@ def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
     bucket.add(2, now_us())
     ahead_s = 0.0
     wait_for(lambda: ask(lister) or None not in index.find([key(1), key(2)]))
-    # From now on each look ends where the previous look ended.
+    # From now on each listing ends where the previous one ended.
     bucket.add(3, now_us())
     wait_for(lambda: ask(lister) or None not in index.find([key(3)]))
     assert len(bucket.fronts) == 3
@@ -255,7 +257,8 @@ def test_what_is_known_against_the_store_is_said_to_who_waits(
 def test_a_store_that_fails_all_reads_is_not_an_empty_store(
     bucket: Listed, index: PackIndex, lister: Lister
 ) -> None:
-    """A store may answer 503 to reads while it lists names."""
+    """The bucket lists the names of its packs, but fails to read them with 503. Requests must fail
+    instead of finding no block, until reads work again."""
     names = [bucket.add(number, 10**15 + number) for number in range(4 * LISTS_AT_ONCE)]
     bucket.lost = set(names)
     for looks in (1, 2):
@@ -275,8 +278,9 @@ def test_a_store_that_fails_all_reads_is_not_an_empty_store(
 def test_a_pack_that_can_not_be_read_hides_no_other_pack(
     bucket: Listed, index: PackIndex, lister: Lister, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Loses and forbids single objects. They must be read again, because they may come back. Other
-    packs must not: each look stops where the previous look ended."""
+    """Some packs can't be read, because of errors or because the store forbids it. Each listing
+    must try them again, since they may become readable, but must not read other known packs
+    again."""
     long_ago_us = now_us() - 3600 * 10**6
     names = [bucket.add(number, long_ago_us + number) for number in range(40)]
     bucket.lost, bucket.denied = {names[1], names[38]}, {names[2], names[39]}
@@ -319,8 +323,8 @@ def test_new_packs_that_can_not_be_read_do_no_harm_to_known_ones(
 def test_packs_that_the_store_forbids_are_read_again_in_turn(
     bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forbids all packs. The key space must be usable all the same, and the lister's state
-    bounded."""
+    """The store forbids to read any pack. Requests must still work. A listing may try only a few
+    packs again, and the lister remembers at most MAX_UNREAD of them."""
     count = 3 * LISTS_AT_ONCE
     monkeypatch.setattr(lister_module, "MAX_UNREAD", count - 2)
     names = [bucket.add(number, 10**15 + number) for number in range(count)]

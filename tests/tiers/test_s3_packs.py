@@ -1,4 +1,5 @@
-"""A pack yields exactly its blocks; the index of packs agrees with a naive index."""
+"""Packs, the objects of a bucket that contain many blocks. A reader finds exactly the blocks that
+were packed, and refuses changed bytes. The index of packs finds the same blocks as a dict."""
 
 from itertools import pairwise
 
@@ -41,7 +42,8 @@ def pack_of(
 
 
 def blocks_in(pack: Pack | None, body: bytes, keys: list[bytes]) -> dict[bytes, bytes]:
-    """Returns the blocks that a reader finds in an object, if the object's list equals `pack`'s."""
+    """Returns the blocks that a reader finds in the object `body`. `pack`: the object's list of
+    blocks; None: the reader refused the list."""
     if pack is None:
         return {}
     index, found = PackIndex(1 << 10), {}
@@ -142,7 +144,8 @@ def test_packs_are_all_rows_in_order_and_large(sizes: list[int], pack_bytes: int
 
 
 class IndexAgainstDict(RuleBasedStateMachine):
-    """Compares the index with a dict of the packs that fit."""
+    """Adds, drops and flushes packs in a `PackIndex`, in random order, and compares it with a dict.
+    The newest packs stay if not all packs fit."""
 
     MAX = 12
 
@@ -182,7 +185,8 @@ class IndexAgainstDict(RuleBasedStateMachine):
 
     @rule()
     def churn(self) -> None:
-        """Adds and drops many packs, if there is room. Dropped packs leave no memory behind."""
+        """Adds and at once drops many packs, if there is room. Dropped packs must not use
+        memory."""
         for _ in range(self.MAX * 8):
             self.count += 1
             pack, _ = pack_of({key(99): b"x"}, SPACE, 0, self.count)

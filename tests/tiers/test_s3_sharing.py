@@ -1,5 +1,6 @@
-"""The tier in S3 keeps the contract over a real server. Nodes read each other's blocks, at few
-requests, and agree with a dict; damaged or removed blocks in the bucket are misses."""
+"""The S3 tier over a real server. It passes the checks for all tiers (`tier_contract`). Nodes read
+each other's blocks with few requests, and agree with a dict. Damaged or deleted blocks are
+misses."""
 
 import contextlib
 import time
@@ -38,7 +39,8 @@ from tests.tiers.support import Gate, tls_proxy
 
 
 def test_odd_keys(s3_server: Server) -> None:
-    """A key that is given twice is stored once; a key of another form is refused."""
+    """Writes a call with the same key twice and with a key of a foreign form. The block is stored
+    once, and the foreign key is refused."""
     with bench_over(s3_server, new_prefix()) as bench:
         bench.fill([1, 2, 1, 3], range(4))
         blocks = blocks_of([key(1), key(2), key(1), b"elsewhere"], 0, {})
@@ -49,7 +51,7 @@ def test_odd_keys(s3_server: Server) -> None:
 
 
 class Requests:
-    """Counts requests through a proxy, by method and folder."""
+    """Counts the requests that pass through a proxy, by method and folder."""
 
     def __init__(self, proxy: FaultProxy) -> None:
         self.counts: Counter[str] = Counter()
@@ -123,7 +125,8 @@ def test_a_damaged_block_is_corrupt_once_on_each_node(s3_server: Server) -> None
 
 
 def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
-    """The pack may be removed while a node lists it."""
+    """Deletes a pack (an object with blocks), as a lifecycle rule does, while node B lists the
+    bucket. Its blocks must be ABSENT on both nodes, and can be written again."""
     prefix = new_prefix()
     with bench_over(s3_server, prefix) as node_a, proxied(s3_server) as (proxy, over_it):
         assert write(node_a, [1, 2]) == [Write.STORED] * 2
@@ -192,8 +195,8 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(
 def test_two_servers_of_one_name_are_told(
     s3_server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Gives two servers the same node name. Packs that both write in the same microsecond would
-    have the same name, so the second write must fail."""
+    """Gives two servers the same node name. Packs that both write in the same microsecond then have
+    the same name. So the second write must fail, with a message in the log."""
     monkeypatch.setattr(client, "_now_us", lambda: 10**15)
     prefix = new_prefix()
     with bench_over(s3_server, prefix, node="a") as one:
@@ -263,7 +266,8 @@ STEPS = st.lists(
 
 
 def key_of_three(number: int) -> bytes:
-    """Returns a key in one of three key spaces, so that a write becomes up to three packs."""
+    """Returns a key in one of three key spaces. A write of several such blocks makes up to three
+    packs (objects with blocks)."""
     return b"hotkv/1/0%d/1/0/%032x" % (number % 3, number)
 
 

@@ -1,4 +1,5 @@
-"""Problems of a store are reported without secrets, with the setting to change."""
+"""Messages about problems of an S3 bucket: they name the setting to change, and contain no secret.
+Also tests the tier's settings, and single requests."""
 
 import logging
 import subprocess

@@ -1,5 +1,5 @@
-"""The event loops of daemons drive tiers that share a store: a node finds the other node's blocks
-bit for bit, finds no block from before a flush, and does not wait for a dead store."""
+"""Nodes that share a store (`tiers.drive`), on the event loop. A node finds another node's blocks,
+bit for bit. No node finds a block from before a flush, or waits for a dead store."""
 
 import asyncio
 import threading
@@ -45,7 +45,8 @@ async def test_one_node_stores_and_another_finds() -> None:
 async def test_the_rest_of_a_prompt_is_fetched_with_its_depths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two moves fetch the rest."""
+    """Node B has the first half of a prompt, and fetches the second half in two moves. The fetched
+    blocks must have the right depths and parents."""
     monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", 2)
     async with nodes() as (a, b):
         await a.share(BLOCKS)
@@ -65,7 +66,8 @@ async def test_the_rest_of_a_prompt_is_fetched_with_its_depths(
 
 
 async def test_what_is_stored_goes_to_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another node may soon request a prompt's last blocks, so they are copied without a pause."""
+    """Makes the pause between copies very long. New blocks must be copied to the shared store
+    without this pause, because another node may soon request them."""
     monkeypatch.setattr(tier_copies, "PAUSE_S", 3600.0)
     async with nodes() as (a, b):
         for number in BLOCKS:
@@ -93,8 +95,8 @@ async def test_a_lookup_that_may_not_wait_serves_the_next() -> None:
 
 
 async def test_a_flush_counts_though_the_store_is_away() -> None:
-    """Flushes while the store is away. The engine must not wait for the store, which receives the
-    flush when it is back."""
+    """Flushes while the shared store is away. The flush must end without waiting for the store, and
+    must reach the store and the other node once the store is back."""
     async with nodes() as (a, b):
         await a.share(BLOCKS)
         assert await b.looked_up(BLOCKS[:1]) == [True]
@@ -119,8 +121,8 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
 async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
     is_flushed: bool,
 ) -> None:
-    """Stores blocks before the store is first reached. They may be older than a flush, because the
-    store may have lost its epochs."""
+    """Stores blocks on a node before it first reaches the shared store. The blocks may be older
+    than a flush that the node missed, so the node must drop them when it reaches the store."""
     made = [SharedNode(MemoryStore(places=False), 10.0)]
     made.append(SharedNode(made[0].tier._store, 10.0))
     a, b = made
@@ -144,7 +146,8 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
 async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For example, a node that starts together with its store waits."""
+    """Prefetches blocks from a store that has just restarted, so that its epochs are not trusted
+    yet. The prefetch must wait until they are. Blocks in host memory are served meanwhile."""
     monkeypatch.setattr(epoch_book, "USED_S", 3600.0)
     store = MemoryStore(places=False)
     async with nodes(1, store=store) as (a,):
@@ -169,8 +172,8 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
 
 
 async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
-    """Flushes 200 times while the store is away. Few tasks may be left, and the epoch is raised
-    once later."""
+    """Flushes 200 times while the shared store is away. Few tasks may be left. When the store is
+    back, its epoch must be raised only once."""
     async with nodes(1) as (a,):
         a.tier.faults.problem = "gone"
         await asyncio.gather(*(a.flush() for _ in range(200)))
@@ -215,8 +218,9 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
 
 
 async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_away() -> None:
-    """Looks up blocks that a store and the disk have, while another store is away. Only the store
-    may serve: the disk's blocks may be older than a flush that the other store knows of."""
+    """A store and the disk have the same blocks, while a second store is away. The store must serve
+    them. The disk may not, because its blocks may be older than a flush that only the second store
+    knows."""
     node = SharedNode(
         MemoryStore(places=False),
         10.0,
@@ -242,8 +246,8 @@ async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_a
 async def test_a_store_that_answers_no_question_for_epochs_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fails each request for epochs, without a problem of the store. It must count as away; blocks
-    in host memory are still served."""
+    """The store fails every request for epochs, but reports no problem. The node must treat it as
+    away, and still serve blocks from host memory."""
     async with nodes(1, lookup_wait_s=0.2) as (a,):
         await a.share(BLOCKS)
         with monkeypatch.context() as patch:
@@ -261,8 +265,8 @@ async def test_a_store_that_answers_no_question_for_epochs_is_away(
 async def test_nobody_waits_long_for_a_store_that_never_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Looks blocks up with a wait of up to ten minutes. The lookup must end once the store counts
-    as away."""
+    """Looks up blocks with a limit of ten minutes, while the store never answers. The lookup must
+    end within a minute, as soon as the store counts as away."""
     one = SharedNode(MemoryStore(places=False), 600.0)
     monkeypatch.setattr(one.tier, "epochs", lambda names, until_s, on_done: None)
     async with running(one):
@@ -301,8 +305,8 @@ async def test_a_block_is_written_once_and_not_with_each_use() -> None:
 async def test_many_nodes_and_flushes_never_serve_what_was_flushed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each node puts, leases and flushes at random. A flushed block is found again only if it was
-    put again since."""
+    """Three nodes store, lease, evict and flush blocks at random. A block may be found after a
+    flush only if it was stored again since."""
     for module, name in ((epoch_book, "TELL_S"), (epoch_book, "SPARE_S"), (tier_epochs, "TELL_S")):
         monkeypatch.setattr(module, name, 60.0)
     store, dice = MemoryStore(places=False), np.random.default_rng(3)
@@ -329,7 +333,7 @@ async def test_many_nodes_and_flushes_never_serve_what_was_flushed(
 
 
 def probes_of(node: SharedNode, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[bytes]]:
-    """Returns a list that gets the keys of each probe of the node's shared tier."""
+    """Returns a list to which each probe of the node's shared tier appends the probed keys."""
     asked, probe = list[Sequence[bytes]](), node.tier.probe
 
     def probed(keys: Sequence[bytes], *arguments: Any) -> None:
@@ -359,8 +363,8 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
 
 
 async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks the same blocks up twice. The node must probe the store again for found blocks that it
-    would forget during the lookup's wait."""
+    """Looks up the same blocks twice. A node remembers found blocks for FOUND_S. If this time could
+    end while the second lookup waits, the lookup must probe the store again."""
     monkeypatch.setattr(tier_shared, "FOUND_S", 10.05)
     async with nodes(lookup_wait_s=10.0) as (a, b):
         await a.share(BLOCKS)
@@ -374,8 +378,8 @@ async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.Mo
 async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Flushes while the bytes of blocks are compared for a copy. They must not be written under the
-    new epoch."""
+    """Flushes while blocks are about to be copied to the shared store: their bytes are being
+    compared with their check values. The blocks must not be written under the new epoch."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
 
     async def late(*arguments: Any) -> Any:
@@ -398,8 +402,9 @@ async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
 async def test_what_came_from_the_disk_stays_while_the_store_is_slow_to_answer(
     monkeypatch: pytest.MonkeyPatch, *, is_ahead: bool
 ) -> None:
-    """Leases blocks of the disk while the store hangs. The lease, or (`is_ahead`) a call before it,
-    begins to load them."""
+    """Leases blocks of the disk and a block that only the hung store could have. Blocks that were
+    promoted from the disk must not be evicted while the lease waits. `is_ahead`: a prefetch has
+    begun to promote them."""
     monkeypatch.setattr(epoch_book, "CONFIRMED_S", 60.0)
     async with running(
         one := SharedNode(MemoryStore(places=False), 60.0, disk=MemoryStore(places=True))
@@ -481,8 +486,8 @@ async def test_a_read_that_sees_another_epoch_has_the_store_asked_at_once(
 async def test_a_flush_that_breaks_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_noted: bool
 ) -> None:
-    """Breaks a flush in host memory once. If the flush can't be noted down either (`is_noted` is
-    False), its answer must say so, and it is noted later."""
+    """The flush of host memory raises an error once, and must be tried again. If the flush can't be
+    saved on disk either (`is_noted` is False), its answer must name this, and it is saved later."""
     monkeypatch.setattr(tier_epochs, "TELL_S", 60.0 if is_noted else 0.1)
     monkeypatch.setattr(tier_epochs, "AGAIN_S", 0.1)
     async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
@@ -537,8 +542,8 @@ async def test_a_flush_that_breaks_does_not_begin_again_at_each_tick(
 async def test_a_book_that_is_written_slowly_is_not_written_again_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hangs the disk while the book of flushes is written. No further write may begin, or a hanging
-    disk would get one at each tick."""
+    """Delays the write of the file that records flushes. No second write may begin meanwhile;
+    otherwise a hanging disk would get a further write at each tick."""
     writes, goes_on = list[Any](), threading.Event()
 
     def slow(*arguments: Any, **named: Any) -> None:

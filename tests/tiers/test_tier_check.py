@@ -1,5 +1,5 @@
-"""`hotkv-server tiers check` reports for each tier whether it works, in a table or a sentence, and
-leaves every store unchanged."""
+"""The command `hotkv-server tiers check` reports for each tier whether it works, and leaves every
+store as it was. Also tests that a start of the server names what is wrong with its tiers."""
 
 import contextlib
 import errno
@@ -107,7 +107,8 @@ def test_what_does_not_work_is_a_sentence_and_status_1(
 
 @contextlib.contextmanager
 def started(settings: Settings) -> Iterator[OpenedTiers]:
-    """Opens the tiers as a start does, up to the shared tiers."""
+    """Opens the tiers of the settings, as a start of the server does. Closes the shared tiers at
+    once, and the rest when the context ends."""
     memory = np.zeros(16 * SLOT_ALIGN, np.uint8)
     arena = Region(memory.ctypes.data, len(memory), "arena")
     check_tiers(settings)
@@ -200,7 +201,9 @@ def test_a_start_passes_over_what_an_earlier_server_left_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     name: str, content: bytes | None, words: str,
 ) -> None:  # fmt: skip
-    """`content`: of the damaged file; None: it is a pipe."""
+    """Replaces the file `name` in the disk tier's folder by `content`, or by a pipe if that is
+    None. (No name: the saved key space can't be registered.) The next start must succeed and log
+    `words`."""
 
     def refuse(*arguments: Any) -> Any:
         raise HotKVError(Reason.OVERLOADED, "too many")
@@ -225,10 +228,10 @@ def test_a_start_passes_over_what_an_earlier_server_left_damaged(
 
 
 class Bad(SharedMemoryTier):
-    """A tier with wrong reads.
+    """A shared tier whose reads are wrong.
 
-    answers: replaces the codes of all blocks.
-    flips: changes the bytes.
+    answers: the result code for all blocks; None: the right codes.
+    flips: True if reads change the bytes of blocks.
     """
 
     answers: Read | None = None

@@ -1,5 +1,6 @@
-"""The tier in a cluster of Valkey servers keeps the contract; a flush counts whichever servers have
-the blocks and the epoch; a dead server costs hits."""
+"""The Valkey tier over a real cluster. It passes the checks for all tiers (`tier_contract`).
+Flushes hold although the epoch and the blocks are on different servers. Dead and moved servers cost
+hits only."""
 
 import contextlib
 import threading
@@ -114,8 +115,8 @@ def test_a_flush_counts_that_is_answered_after_the_blocks_have_come(
 
 
 def begin_move(old: Node, new: Node, slots: set[int]) -> Callable[[Iterable[Node]], None]:
-    """Begins to move hash slots between servers. Returns a function that ends the move, and tells
-    servers of it in order."""
+    """Begins to move hash slots from server `old` to server `new`. Returns a function that ends the
+    move: it notifies the given servers of the new owner, in order."""
     ids = [one.client.execute_command("CLUSTER", "MYID") for one in (old, new)]
     for slot in slots:
         new.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
@@ -134,7 +135,8 @@ def move(old: Node, new: Node, name: bytes) -> None:
 
 
 def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
-    """Servers answer ASK while a slot moves, and MOVED afterwards."""
+    """Moves hash slots to another server while blocks are written and read. Servers answer ASK
+    during the move and MOVED afterwards. All blocks must be found at all times."""
     with running(tmp_path) as cluster, over(cluster, connections=1) as bench:
         numbers = list(range(12))
         bench.fill(numbers, numbers)
@@ -160,15 +162,15 @@ def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
 
 
 def maps_and_redirects(cluster: Cluster) -> list[tuple[object, object]]:
-    """Returns for each server (times that it was asked for its map of slots, times that it answered
-    MOVED)."""
+    """Returns two counters for each server: how often it sent its map of slots, and how often it
+    answered MOVED."""
     said = [one.client.info("all") | one.client.info("errorstats") for one in cluster.nodes]
     return [(one.get("cmdstat_cluster|slots"), one.get("errorstat_MOVED")) for one in said]
 
 
 def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> None:
-    """Kills the server with the epoch while blocks are read. Its replica must take over with the
-    blocks and the epoch."""
+    """Kills the server that has the epoch, while blocks are read. After its replica has taken over,
+    all blocks must be found, and the epoch must be the epoch of the last flush."""
     numbers = list(range(24))
     with running(tmp_path) as cluster, over(cluster, connections=2, timeout_s=1.0) as bench:
         victim = cluster.owner(EPOCH_KEY)
@@ -279,9 +281,9 @@ def test_a_server_that_hangs_is_given_up_after_its_time(cluster: Cluster) -> Non
 def test_a_server_that_has_left_the_cluster_hides_no_other(
     cluster: Cluster, tmp_path: Path, has_old_map: bool
 ) -> None:
-    """Names a server that has left the cluster before the others. It was replaced and started
-    without the cluster's file, or (`has_old_map`) cut off, and still names a server that is
-    gone."""
+    """The first address in the settings is a server that has left the cluster: it has no slots, or
+    (`has_old_map`) assigns all slots to an address where no server is. The tier must use the other
+    servers."""
     gone, *ports = free_ports(3)
     left = Node(tmp_path / "left", *ports)
     try:

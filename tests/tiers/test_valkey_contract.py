@@ -1,4 +1,5 @@
-"""The tier in Valkey keeps the contract over each way to reach a server."""
+"""The Valkey tier passes the checks for all tiers (`tier_contract`) over TCP, Unix sockets and TLS,
+and as a user with few rights. Wrong certificates are refused."""
 
 from pathlib import Path
 from typing import Any

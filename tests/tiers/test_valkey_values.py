@@ -1,5 +1,5 @@
-"""Each value under a block's key in Valkey gets the right code: damaged, foreign, of another
-version, of any age. Replies that are left over end a connection."""
+"""Values under the keys of blocks in Valkey: a read returns the right code for damaged, foreign and
+old values. Also tests times to live, large calls, and surplus replies, which end a connection."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +32,8 @@ def bench(server: Server) -> Iterator[Bench]:
 
 
 def read_three(bench: Bench) -> list[int]:
-    """Returns the codes of the blocks. Checks that the first and third are right bit for bit, and
-    that the connection serves the next call."""
+    """Reads the blocks 1, 2 and 3 and returns their codes. Checks that blocks 1 and 3 are found
+    with the right bytes, and that the connection then serves another read."""
     bench.arena[:] = 0
     codes = bench.read([1, 2, 3], [4, 5, 6]).tolist()
     assert codes[0] == codes[2] == Read.FOUND

@@ -1,4 +1,5 @@
-"""Problems of a server are reported without secrets, with the setting to change."""
+"""Messages about problems of a Valkey server: they name the setting to change, and contain no
+secret. Also tests unusual replies of servers, and the tier's settings."""
 
 import contextlib
 import logging
@@ -33,10 +34,11 @@ NO_INFO = b"$0\r\n"
 def scripted(
     *script: bytes, by_name: Mapping[bytes, bytes] | None = None, **options: object
 ) -> Iterator[Bench]:
-    """Yields a bench over a server that answers each command with the next reply of `script`, anew
-    in each connection. PORT in a reply stands for the server's port.
+    """Yields a `Bench` over a fake server. In each connection the server answers commands with the
+    replies of `script`, in order. PORT in a reply stands for the server's port.
 
-    by_name: replies to commands of these names; || separates the first reply from later replies.
+    by_name: the replies to commands of these names; || separates the first reply from later
+        replies.
     """
 
     def answer(client: socket.socket) -> None:
@@ -282,7 +284,7 @@ def test_odd_replies(
 
 
 OWN = b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$0\r\n\r\n:PORT\r\n$1\r\nx"
-"""A map of hash slots: the server that says so has all slots."""
+"""A map of hash slots in which the answering server has all slots."""
 WITH_REPLICA = OWN.replace(b"*3\r\n:0", b"*4\r\n:0") + b"\r\n*0"
 RAISED = {b"SET": b"_", b"GET": b"$2\r\n77", b"INCRBY": b":9223372036854775807"}
 NO_MAP, AWAY = "a map of slots that can't be", "is a cluster of which a server is away"

@@ -1,4 +1,5 @@
-"""Starts a real Valkey server for tests, and makes tiers over it and rigs for the contract."""
+"""Starts a real Valkey server for tests, and makes Valkey tiers that use it, also as `Rig` objects
+(a tier with an arena) for the checks of `tier_contract`."""
 
 import contextlib
 import os
@@ -24,7 +25,8 @@ _kept: list[np.ndarray] = []
 
 
 class Server:
-    """A server in `folder`, on a Unix socket and a port. `client`: an independent client."""
+    """A Valkey server with its files in `folder`, which listens on a Unix socket and a TCP port.
+    `client`: a connection for the test, independent of hotkv's code."""
 
     def __init__(self, folder: Path, password: str = "", **config: object) -> None:
         self._password = password
@@ -38,7 +40,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Starts the server, again or for the first time."""
+        """Starts the server for the first time, or restarts it."""
         self._server.start()
         self.port = self._server.port
         # The client has one connection, which stays logged in when the password is set.
@@ -66,13 +68,13 @@ class Server:
             self._server.terminate()
 
     def damage(self, key: bytes, at: int = 30) -> None:
-        """Flips a bit of a value."""
+        """Flips a bit in byte `at` of the value of `key`."""
         (byte,) = self.client.getrange(key, at, at)
         self.client.setrange(key, at, bytes([byte ^ 1]))
 
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:
-        """Kills the server; starts it again, empty, when the context ends."""
+        """Kills the server. When the context ends, starts it again without data."""
         self.kill()
         try:
             yield
@@ -82,7 +84,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(folder: Path, password: str = "", **config: object) -> Iterator[Server]:
-    """Yields a server. Skips the test if it can't start."""
+    """Yields a server. Skips the test if the server can't start."""
     folder.mkdir(exist_ok=True)
     try:
         server = Server(folder, password, **config)
@@ -99,7 +101,7 @@ def running(folder: Path, password: str = "", **config: object) -> Iterator[Serv
 
 @contextlib.contextmanager
 def tier_over(address: str, **options: object) -> Iterator[tuple[ValkeyTier, Region]]:
-    """Yields a tier with these settings, and its arena."""
+    """Yields a Valkey tier with these settings, and its arena."""
     arena = arena_of(ARENA_BYTES)
     on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
     tier = ValkeyTier(arena, ValkeySettings(address=address, **options), on_epoch=on_epoch)
@@ -116,7 +118,7 @@ def bench_over(address: str, **options: object) -> Iterator[Bench]:
 
 
 def arena_of(num_bytes: int) -> Region:
-    """Returns memory that lives as long as the tests."""
+    """Returns an arena of `num_bytes`, whose memory is not freed until the test process ends."""
     memory = np.zeros(num_bytes, np.uint8)
     _kept.append(memory)
     return Region(memory.ctypes.data, num_bytes, "arena")
@@ -125,7 +127,8 @@ def arena_of(num_bytes: int) -> Region:
 def rig_maker(
     server: Server, address: Callable[[], str], **options: object
 ) -> Callable[[], "contextlib.AbstractContextManager[Rig]"]:
-    """Returns a function that makes rigs of the contract over the server, each empty at first."""
+    """Returns a function that makes `Rig` objects (a tier with an arena) over the Valkey server.
+    Each call first empties the server."""
 
     @contextlib.contextmanager
     def make() -> Iterator[Rig]:
