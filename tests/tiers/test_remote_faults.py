@@ -285,6 +285,8 @@ def test_no_old_block_after_a_flush_was_answered(store: Store, at: int, ask: Ask
     """Node A flushes during a call of node B: with Valkey after the first `at` requests of the
     call, with S3 before its requests for blocks or before its request for the epoch. The call must
     find no block."""
+    if not store.is_valkey and at > (ask is read):
+        pytest.skip("the call has no more such requests")
     told, done = [], list[list[int]]()
     options = {"connections": 1, "on_epoch": lambda *flush: told.append(flush)}
     with store.direct() as node_a, store.bench(**options) as node_b:

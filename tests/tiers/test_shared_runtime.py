@@ -62,7 +62,7 @@ async def test_the_rest_of_a_prompt_is_fetched_with_its_depths(
         entries = index.find(1, 0, words_of(BLOCKS))
         assert index.depths(entries).tolist() == [*range(len(BLOCKS))]
         parents = index.table.records[entries, table.W_PARENT]
-        assert parents[4:].tolist() == entries[3:-1].tolist()
+        assert parents[3:].tolist() == entries[2:-1].tolist()
 
 
 async def test_what_is_stored_goes_to_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

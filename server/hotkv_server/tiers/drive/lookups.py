@@ -243,7 +243,8 @@ class TierLookups:
         elsewhere: Sequence[BoolMask],
     ) -> list[HashList]:
         """Returns the blocks that the longest possible hit of a lookup must load from tiers: for
-        each list of block hashes in `groups`, a list with only these blocks.
+        each list of block hashes in `groups`, a list with only these blocks and the blocks before
+        them, so that a move links its first block to the block before it.
 
         `ready`: for each list in `groups`, a mask of the blocks in host memory.
         `elsewhere`: for each list in `groups`, a mask of the blocks in tiers.
@@ -252,8 +253,10 @@ class TierLookups:
         meant = [at for at, one in enumerate(groups) if one.group_index < len(specs)]
         lists = [Listed(specs[groups[at].group_index], ready[at]) for at in meant]
         wanted = needed(lists, [ready[at] | elsewhere[at] for at in meant])
-        places = [
-            (groups[at], np.flatnonzero(mask & elsewhere[at]))
-            for at, mask in zip(meant, wanted, strict=True)
-        ]
-        return [HashList(one.group_index, rows(one.hashes, at), at) for one, at in places]
+        hit = []
+        for at, mask in zip(meant, wanted, strict=True):
+            loaded = mask & elsewhere[at]
+            loaded[:-1] |= ready[at][:-1] & loaded[1:]
+            positions, one = np.flatnonzero(loaded), groups[at]
+            hit.append(HashList(one.group_index, rows(one.hashes, positions), positions))
+        return hit
