@@ -252,13 +252,13 @@ def test_a_connection_is_closed_before_its_memory_is_another_ones(
         wait_for(lambda: bench.read([1], [2]).tolist() == [Read.FOUND])
 
 
-@pytest.mark.parametrize("raised_at", [None, 1, 2, 3, 4])
+@pytest.mark.parametrize("raised_at", [None, 1, 2, 3, 4, 5, 6])
 def test_a_flush_during_a_read_refuses_all_its_blocks(
     server: Server, monkeypatch: pytest.MonkeyPatch, raised_at: int | None
 ) -> None:
     """Reads two encoded and two plain blocks in one call. The staging memory has room for one
-    block, so the call needs six requests. A flush before any of the first four requests must make
-    all blocks ABSENT."""
+    block, so the call needs six requests. A flush before any of them must make all blocks
+    ABSENT."""
     server.client.set(epoch_key("f"), 7)
     asked: list[str] = []
 
