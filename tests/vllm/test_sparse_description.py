@@ -1,4 +1,6 @@
-"""The differences between kinds of representations, and whether centres fit a model."""
+"""Tests how engines describe the representations (compact summaries of a block's keys) that they
+share: which differences make two kinds differ. Also tests centres (a layer's mean keys, subtracted
+before encoding), which must fit the model."""
 
 from typing import Any
 
