@@ -67,7 +67,8 @@ class Telling(RuleBasedStateMachine):
     """A hypothesis state machine of an engine that publishes KV events for the server's blocks
     (`SharedEvents`). In the end a router's index must equal the server's blocks.
 
-    cached: the server's blocks. index: a router's index of blocks, built from the engine's events.
+    cached: the server's blocks.
+    index: a router's index of blocks, built from the engine's events.
     """
 
     @initialize()
