@@ -199,8 +199,8 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
 
 def test_layers_of_a_step_share_tables_and_each_attends_to_its_own(vllm_config: VllmConfig) -> None:
     """Runs four layers of a group in turn, which rewrite the same block tables. The layers choose
-    different numbers of blocks, then other blocks, then no selection for one row, then for both
-    rows. Each layer must attend to its own choice."""
+    different numbers of blocks, then other blocks, then all blocks for one of the two requests,
+    then for both. Each layer must attend to its own choice."""
     caches = [Cache(24, HEAD_SIZE, torch.float32, seed) for seed in range(4)]
     layers = [replace(cache.layer(), name=f"layer{n}", index=n) for n, cache in enumerate(caches)]
     worker = Chosen(SparseConfig(min_context_tokens=256), layers)
