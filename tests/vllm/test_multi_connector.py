@@ -112,7 +112,7 @@ def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
 def test_a_rank_that_never_answers(
     engine: Make, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank gives no handshake. The first request waits for a while, then the engine computes it
+    """A rank sends no handshake. The first request waits for a while, then the engine computes it
     without hotkv. When the handshake arrives, hotkv turns on, unless the handshake has no key
     space."""
     one = engine(within=beside("LoadingConnector", ours_first=True))
@@ -204,9 +204,9 @@ def test_synchronous_load_of_another(
     fails: bool,
     pipelined: bool,
 ) -> None:
-    """Another connector's load fails, which vLLM learns only after the step that used the loaded
-    blocks. hotkv must store the step's blocks only after the load's result is known, and never if
-    the load failed."""
+    """Another connector loads blocks within a step. If this load fails, vLLM learns it only after
+    the step has used the blocks. hotkv must store the step's blocks only after the load's result is
+    known, and never if the load failed."""
     within = beside("LoadingConnector", ours_first=False)
     one, other = (engine(within=within, pipelined=pipelined) for _ in range(2))
     expected = other.generate("alone", PROMPT, 40)[0]

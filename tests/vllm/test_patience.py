@@ -16,7 +16,7 @@ SHARES = st.sampled_from([0.0, 0.1, 0.4, 0.6, 1.0, 1.5, 30.0])
 
 
 WAKING_S = 1e-6
-"""Time from an answer's arrival to the end of the wait for it."""
+"""Wake-up delay: each simulated wait takes this much longer than it should."""
 
 
 class Server:

@@ -17,7 +17,7 @@ from tests.vllm.parts import TOKENS, Parts, request
 
 BLOCKS = 6
 PROMPT_TOKENS = (BLOCKS + 1) * TOKENS
-"""A hit does not cover the last block, in which the last token is."""
+"""The last block contains the prompt's last token, so a hit does not cover it."""
 STEP_S = 0.002
 
 

@@ -1,5 +1,5 @@
-"""Tests that all ranks of an engine reach the same decision, either the same key space or not to
-use hotkv. The ranks exchange notes (`RankNote`) in any order, and some ranks fail."""
+"""Tests that all ranks of an engine reach the same decision: all use the same key space, or none
+uses hotkv. The ranks exchange notes (`RankNote`) in any order, and some ranks fail."""
 
 import threading
 from collections.abc import Callable
@@ -137,8 +137,9 @@ def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None
 
 
 def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[int, str]:
-    """Runs the ranks of `notes` concurrently over one key-value store. If `num_ranks` is larger,
-    the remaining ranks never post a note. Returns the decision of each rank that ran."""
+    """Lets these ranks exchange their notes (`RankNote`) concurrently over one key-value store. If
+    `num_ranks` is larger, the remaining ranks never post a note. Returns the decision of each rank
+    that ran: a key space's fingerprint, or why hotkv is off."""
     store, came_to = HashStore(), {}
 
     def rank(note: RankNote) -> None:
@@ -209,8 +210,9 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
 def test_a_rank_that_missed_a_note_tells_the_others_after_a_sleep(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank misses another rank's note, then the engine sleeps and wakes. The rank must post a
-    note that says so, because the ranks that got all notes wait for its next note."""
+    """A rank misses another rank's note, then the engine sleeps and wakes. In the exchange after
+    the sleep, the rank must post a note that says so, because the ranks that got all notes wait for
+    its next note."""
     told: list[RankNote] = []
 
     def agree(note: RankNote, num_ranks: int, engine_id: str) -> Any:

@@ -251,8 +251,8 @@ def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(
 
 def test_weights_that_change_in_a_pause_before_the_ranks_say_hello(updated: Any) -> None:
     """In a MultiConnector the ranks send their handshakes with the first step. One engine's weights
-    change in a pause before that step. A second engine with the original weights must not hit the
-    first engine's blocks."""
+    change while it is paused before that step. A second engine with the original weights must not
+    hit the first engine's blocks."""
     one, two = updated(within=beside("LoadingConnector", ours_first=True)), updated()
     with pausing():
         one.connector.reset_cache()

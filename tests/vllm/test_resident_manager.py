@@ -1,5 +1,5 @@
-"""Tests vLLM's block manager and spec for residency (`ResidentManager`, `ResidentSpec`): the checks
-before an engine starts, and the number of device blocks that a request holds."""
+"""Tests hotkv's block manager and KV cache spec for residency (`ResidentManager`, `ResidentSpec`):
+the checks before an engine starts, and the number of device blocks that a request holds."""
 
 import itertools
 from dataclasses import replace
@@ -115,9 +115,9 @@ def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
 
 
 def test_what_a_request_holds_on_the_device_follows_from_the_settings() -> None:
-    """Computes the device blocks of a request with residency: one sink, a recent window of 1 block,
-    the 2 + 2 blocks of two steps in flight, one begun block, and hot slots for two selections of 6
-    blocks."""
+    """Computes the device blocks of a request with residency: one block of sinks, a recent window
+    of one block, the 2 + 2 blocks of two steps in flight, one begun block, and hot slots for two
+    selections of 6 blocks."""
     spec = spec_of("host")
     assert (spec.whole_blocks, spec.hot_blocks) == (1 + (1 + 2 + 2) + 1, 2 * 6 + SPARE_SLOTS)
     assert replace(spec, sparse_from_tokens=9 * TOKENS).whole_blocks == 9 + 1

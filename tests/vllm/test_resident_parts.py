@@ -120,9 +120,9 @@ def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() ->
 
 
 def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
-    """The worker has reported a request as lost, but the message that preempts the request never
-    arrives. A row without freed blocks shows that the request begins again, so it must not count as
-    lost."""
+    """The worker has reported a request as lost (its bytes in host memory are gone), but the
+    message that preempts the request never arrives. A later step lists the request without freed
+    blocks, so it begins again and must not count as lost."""
     worker = resident_worker()
     rows = ResidentRow("a", 7, 3, True, 5), ResidentRow("b", 6, 4, True, 0)
     worker.begin_resident(ResidentStep(rows))
@@ -133,7 +133,7 @@ def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
 
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -> None:
-    """The worker reports a lost request by the request's first block. A step that was planned
+    """The worker reports a lost request by the id of its first block. A step that was planned
     before this report must not cause a second report, because another request may have got the
     block."""
     worker = resident_worker()

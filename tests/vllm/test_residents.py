@@ -672,9 +672,9 @@ def test_a_connection_that_breaks_again_during_the_comparison_loses_no_block() -
 def test_an_empty_server_costs_only_what_is_not_on_the_device(
     residency: str, waits: bool, num_lost: int
 ) -> None:
-    """The server restarts with an empty arena. With "host" the request is lost and recomputed; with
-    "auto" the request is whole on the device and continues. `waits`: vLLM has preempted the request
-    before."""
+    """The server restarts with an empty arena. With residency "host" the request is lost and
+    recomputed; with "auto" all its blocks are on the device, and it continues. `waits`: vLLM has
+    preempted the request before."""
     engine = ResidentEngine(residency)
     engine.arrive(400, 300)
     engine.run(20)

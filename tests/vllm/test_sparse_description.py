@@ -1,6 +1,6 @@
 """Tests how engines describe the representations (compact summaries of a block's keys) that they
-share: which differences make two kinds differ. Also tests centres (a layer's mean keys, subtracted
-before encoding), which must fit the model."""
+share. Representations of another format, layers or centre (a layer's mean keys) must have another
+description. Also tests that a centre must fit the model."""
 
 from typing import Any
 

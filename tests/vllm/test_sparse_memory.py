@@ -119,7 +119,7 @@ class SparseMemoryMachine(RuleBasedStateMachine):
         self.num_ended = 0
         self.selects = 0
         self.steady = False
-        """The last event was a step with a server that answers at once."""
+        """True if the last event was a step with a server that answers at once."""
 
     @property
     def server(self) -> FakeServer:
@@ -158,8 +158,8 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def report(self) -> None:
-        """Reports a step's selections as the workers do: for all requests that have decoded, and
-        for the ended requests whose last selections were asked for."""
+        """Reports the blocks that a step has selected, as the workers do: for all requests that
+        have decoded, and for the ended requests whose last selections the workers must report."""
         live = [name for name in self.side.requests if name in self.decoded]
         ended = frozenset(self.named)
         memory, stream = self.side.memory, self.side.streams.number

@@ -274,7 +274,8 @@ def test_a_sequence_attends_to_what_it_must_and_moves_no_more_than_it_may(
 ) -> None:
     """Decodes with random queries while the context grows by a token, jumps (as after dense steps),
     or shrinks (as a request that is recomputed). Each step must attend to the first and latest
-    blocks, and load at most `max_correction_blocks`."""
+    blocks. After the first step, it may load at most `max_correction_blocks` blocks besides
+    prefetched blocks."""
     config = SparseConfig(
         sparse_topk=topk,
         adaptive_p=adaptive,
@@ -381,9 +382,10 @@ def test_a_step_is_decided_once() -> None:
 def test_on_cuda_only_what_a_graph_cannot_attend_to_is_sparse_against_the_rule(
     replays_decode: bool, beside: int
 ) -> None:
-    """On CUDA, only requests with blocks in host memory alone decode sparsely. If a step may be
-    replayed from a CUDA graph, they do so even for a prompt's last token or a short context.
-    `beside`: number of tokens of another request; 1 allows a replay."""
+    """On CUDA, only resident requests (their old blocks may be in host memory only) decode
+    sparsely. If a step may be replayed from a CUDA graph, requests with such blocks attend sparsely
+    even for a prompt's last token or a short context. `beside`: number of tokens of another
+    request; 1 allows a replay."""
     away, resident = {"prompt", "short", "answer"}, {"prompt", "short", "answer", "here"}
     limits = ResidentOnly(resident.__contains__, away.__contains__, replays_decode)
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)], limits)

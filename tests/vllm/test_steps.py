@@ -19,7 +19,7 @@ from tests.vllm.tiny import BLOCK_TOKENS
 
 TOKENS = 16
 GROUPS = (TOKENS, 2 * TOKENS, 0)
-"""Tokens per block of each group; 0: a group with states."""
+"""Tokens per block of each group; 0: a group of recurrent states."""
 
 
 def fresh(
@@ -32,9 +32,10 @@ def fresh(
 ) -> set[int]:
     """Returns the blocks that a step overwrites.
 
-    new, cached: for each new or running request, its computed tokens and block ids. resumed:
-    indices in `cached` of the requests that were preempted. copies: pairs of a source block and a
-    target block. zeroed: the blocks that vLLM zeroes.
+    new, cached: for each new or running request, its computed tokens and block ids.
+    resumed: indices in `cached` of the requests that were preempted.
+    copies: pairs of a source block and a target block.
+    zeroed: the blocks that vLLM zeroes.
     """
     told: Any = SimpleNamespace(
         scheduled_new_reqs=[

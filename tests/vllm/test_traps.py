@@ -33,8 +33,8 @@ def test_an_engine_of_either_runner_hits_what_another_one_stored(engine: Any, v2
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_layouts_share_exactly_where_pages_are_equal(engine: Any, layout: KVCacheLayout) -> None:
-    """Stores with an engine of each KV cache layout. An engine of another layout must hit if the
-    bytes inside a page have the same order; outer strides do not matter."""
+    """Stores with an engine of each KV cache layout. An engine of the default layout must hit
+    exactly if the bytes inside a page have the same order; outer strides do not matter."""
     engine(layout=layout).fill(PROMPT)
     assert engine(layout=layout).hit(PROMPT) == USABLE
     if (equal := SHARES_WITH_LBHNC.get(layout.name)) is not None:
