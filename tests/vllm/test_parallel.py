@@ -1,6 +1,6 @@
 """Runs real engines with tensor, pipeline or data parallelism against one hotkv daemon; each rank
-is a process. The ranks load real weights from a file, so an answer changes if a shard of KV is
-stored in the wrong place."""
+is a process. Except for deepseek, the ranks load weights from a file, so an answer changes if a
+shard of KV is stored in the wrong place."""
 
 import os
 import signal

@@ -37,7 +37,7 @@ def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> 
 def test_a_failed_load_hides_only_blocks_that_it_loaded(is_named: bool) -> None:
     """A load of the first and the last block of a hit fails. Later lookups must miss these two
     blocks, but not the blocks between them. `is_named`: False while the ranks check the request's
-    adapter again, so that its blocks have no keys."""
+    adapter again; then its blocks have no keys, and no block is hidden."""
     parts = Parts(left_out=LEFT_OUT)
     state = granted(parts)
     assert parts.load(state, 4 * TOKENS, [[1, 0, 0, 4]])
