@@ -1,4 +1,5 @@
-"""Health, reflection and channelz of a server, and the cost of importing its client."""
+"""Tests of the server's gRPC services for health, reflection and channelz, and of costs: the
+modules that the client imports, and the memory of libraries that the server no longer uses."""
 
 import mmap
 import subprocess
@@ -74,7 +75,7 @@ def test_only_whole_copies_of_unused_libraries_are_given_back() -> None:
 
 
 def test_a_client_that_is_closed_says_so(server: Server) -> None:
-    """Without this error, gRPC would end the process."""
+    """Using a closed client must raise ValueError. gRPC itself would end the process."""
     with AdminClient(server.target) as admin, HintClient(server.target) as hints:
         pass
     for use in (admin.info, lambda: next(admin.events()), hints.outcomes):
