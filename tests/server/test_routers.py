@@ -1,5 +1,5 @@
-"""Tests of the topics of KV events. Each router must find the events of its engines by their topic,
-also a router that can't be run here."""
+"""Tests that KV events are published under topics that llm-d parses. llm-d itself can't be run
+here."""
 
 from contextlib import ExitStack, closing
 

@@ -1,5 +1,6 @@
-"""A capability can be deleted: without its folder and its lines of registration the server starts,
-serves, and keeps every other promise."""
+"""Tests that each capability (optional part of the server, such as residency) can be deleted.
+Without its folder and the lines that register it, the server must start, serve, and pass the tests
+that don't need it."""
 
 import os
 import re
@@ -23,8 +24,8 @@ LINES = re.compile(r"    (\w+),|from hotkv_server\.(\w+) import capability as \w
 
 
 def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """Copies the server without these capabilities into `folder`. Returns the environment to import
-    it."""
+    """Copies the server into `folder`, without the capabilities `names`. Returns the environment
+    variables for processes that import the copy."""
     server = folder / "hotkv_server"
     # Copies compiled kernels too, which are valid while the files' times stay the same.
     shutil.copytree(ROOT / "server" / "hotkv_server", server)
@@ -47,7 +48,8 @@ SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
 
 
 def run(command: tuple[str, ...], environment: dict[str, str]) -> str:
-    """Runs a command with the copy. Returns its output. Raises AssertionError if it fails."""
+    """Runs a Python module that imports the copied server. Returns its output. Raises
+    AssertionError if it fails."""
 
     def python(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
