@@ -69,8 +69,8 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
 
 
 def test_hits_of_a_fresh_engine_save_by_the_speed_of_the_one_before() -> None:
-    """A new engine has computed no prompt yet, so its prefill speed is unknown. The time that its
-    hits save is computed from the speed of the engine before it."""
+    """A new engine reports a hit before it has measured its prefill speed. The ledger must compute
+    the saved time from the speed of an earlier engine in the same key space."""
     world = World()
     world.session.prefill_tokens_per_s = 160.0
     world.ledger.report(world.session, RequestReport(HASHES, 65, 0, 0, 0.0, NO_RETENTION))
@@ -176,9 +176,9 @@ def test_a_call_that_was_cancelled_is_left_out() -> None:
 
 
 def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger's forecast may keep older blocks instead of a request's new blocks, as the
-    eviction policy does. It may not if the request sets a retention (such as a priority), or if the
-    node has tiers below host memory."""
+    """The ledger's forecast simulates a larger cache. Like the server, it may keep older blocks
+    instead of a request's new blocks, but not if the request sets a retention (such as a priority),
+    or if the node has tiers below host memory."""
     world, seen = World(), list[bool]()
     monkeypatch.setattr(
         world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)

@@ -37,8 +37,8 @@ OF_THREADS = {
     "hotkv-sums": "",
     "Thread-1 (_poll_wrapper)": "",
 }
-"""The part of Health that watches each kind of thread, by the start of its name. Empty: the loop's
-own thread, pools, and gRPC's poller, whose work is watched elsewhere."""
+"""The name of the part of `Health` that watches a thread, by the start of the thread's name. Empty:
+the event loop's thread, pools, and gRPC's poller, whose work is watched elsewhere."""
 
 
 def told(server: Server, file: Path) -> dict[str, Any]:

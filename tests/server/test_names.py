@@ -1,5 +1,5 @@
-"""Tests of the names that engines and models send: the text output of commands and the log show
-these names and no ids. JSON output has both."""
+"""Tests of the names that engines send for themselves and for their models. The text output of
+commands and the log show names instead of ids; JSON output has both."""
 
 import contextlib
 import io
@@ -111,7 +111,7 @@ def test_engines_of_one_name_are_told_apart_and_names_outlive_all(place: Place) 
     assert MODEL in said and "old" in said
 
 
-# The book of names
+# The class `Names`
 
 SPACE = KeySpace(
     ARCHITECTURE, "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16

@@ -147,9 +147,9 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
 def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full(
     publisher: ZmqPublisher, reader: Reader
 ) -> None:
-    """Flushes one of the two key spaces of a topic: readers must get the removal of its blocks
-    only. Then clears the topic twice, the second time while the publisher's queue is full: readers
-    must get both clear events."""
+    """Flushes one of the two key spaces of a topic: readers must get an event that removes only its
+    blocks. Then clears the topic twice, the second time while the publisher's queue is full:
+    readers must get both clear events."""
     last = reader.wait_subscribed(publisher) + 1
     publisher.add_key_space(2, KEY_SPACE)
     publisher.publish(1.0, [KeySpaceCleared(2, (replace(removed([7]), key_space_id=2),))])
@@ -381,8 +381,8 @@ def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their
 def test_events_that_come_soon_share_a_message_and_a_bad_one_costs_only_itself(
     publisher: ZmqPublisher, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Publishes events while the publisher's thread waits for more events. They must share a
-    message, up to the size limit of messages. Events that can't be encoded must be dropped
+    """Publishes events while the publisher's thread waits for more events. These events must share
+    a ZMQ message, up to a message's size limit. An event that can't be encoded must be dropped
     alone."""
     last, pauses = reader.wait_subscribed(publisher), list[float]()
     monkeypatch.setattr(publisher_module, "MESSAGE_BYTES", 4096)

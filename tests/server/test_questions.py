@@ -1,5 +1,5 @@
-"""Tests of the HTTP call `check_blocks`, by which a router asks for the cached blocks of a prompt.
-Its format is that of Dynamo's router."""
+"""Tests of the HTTP call `check_blocks`, by which a router asks the server which blocks of a prompt
+are cached. The call has the format that Dynamo's router uses."""
 
 import asyncio
 import contextlib
@@ -34,12 +34,13 @@ from tests.support.waiting import wait_for
 from tests.tiers.nodes import SharedNode
 
 TOKENS = list(range(100, 228))
-"""Eight blocks."""
+"""The tokens of a prompt of eight blocks."""
 DYNAMO_HASHES = [
     xxhash.xxh3_64_intdigest(np.array(TOKENS[at : at + 16], "<u4").tobytes(), 1337)
     for at in range(0, 128, 16)
 ]
-"""`compute_block_hash_for_seq(TOKENS, 16)` of Dynamo 1.6.1 begins with 10823191264391160519."""
+"""The hashes of TOKENS as Dynamo computes them. `compute_block_hash_for_seq(TOKENS, 16)` of Dynamo
+1.6.1 begins with 10823191264391160519."""
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +237,8 @@ def test_a_salted_block_is_not_found() -> None:
 
 @contextlib.asynccontextmanager
 async def answering() -> AsyncIterator[tuple[SharedNode, Callable[[], Awaitable[Any]]]]:
-    """Yields a node over a shared tier, and a function that asks which of two blocks are cached."""
+    """Yields a node over a shared tier, and a function that asks the node which of two blocks are
+    cached."""
     one = SharedNode(MemoryStore(places=False), 10.0)
     events = EventsCapability(one, EventSettings())  # type: ignore[arg-type]
     events._settings = EventSettings(answers=True)

@@ -1,5 +1,5 @@
-"""Tests of ranks of one engine that store and load their shards of the same blocks. The real server
-and `FakeServer` must give the same answers."""
+"""Tests of the ranks of one engine, which store and load their shards of the same blocks. The real
+server and `FakeServer` must give the same answers."""
 
 import os
 import uuid
@@ -41,8 +41,8 @@ class Rank:
         return [BlockResult(value) for value in result.results[0].tolist()]
 
     def load(self, lease_id: str, *runs: tuple[list[int], int]) -> TransferStatus:
-        """Loads blocks of a lease. Each run names positions in the lease, and the block id in the
-        engine that receives the first of these blocks; the ids of the next blocks follow."""
+        """Loads blocks of a lease. Each run is a list of positions in the lease, and the engine's
+        block id that receives the first of these blocks. The next ids receive the next blocks."""
         loads = [
             LoadRun(0, np.array(positions, np.int32), block_ids(len(positions), first))
             for positions, first in runs

@@ -345,7 +345,7 @@ ROWS = [
     Row(f"{HANDLES}[0].cuda_ipc.handle", b"\x01e" + bytes(20), LAYOUT, "has 22 bytes, not 64"),
     Row(f"{HANDLES}[0].cuda_ipc.handle", b"\x01c" + bytes(64), LAYOUT, "cudaIpcGetMemHandle"),
 ]
-"""Values that contradict a limit of their field, or another field."""
+"""Test cases whose value is beyond a limit of the field, or contradicts another field."""
 
 
 def of_limits() -> Iterator[Row]:

@@ -1,5 +1,5 @@
-"""Tests of SIGHUP on a real server, also while it starts or drains: settings change at once, need a
-restart, or are refused. Also tests the audit log and the log in JSON."""
+"""Tests of SIGHUP on a real server, also while it starts or shuts down: changed settings apply at
+once, need a restart, or are refused. Also tests the audit log and the log in JSON."""
 
 import contextlib
 import hashlib
@@ -45,7 +45,7 @@ del sys.argv[at : at + 2]
 from hotkv_server.cli import main
 sys.exit(main())
 """
-"""Sets the arena's size in the file."""
+"""Runs the server without the flag `--arena.bytes`, so that the file sets the size."""
 SLOW_TO_OPEN = """
 import asyncio, sys
 from hotkv_server.node.sessions import Sessions
@@ -63,11 +63,12 @@ from hotkv_server.cli import main
 sys.exit(main())
 """
 BLOCK_BYTES = 2 * 4096
-"""Bytes of a block of PagedEngine."""
+"""Bytes of a block of `PagedEngine`."""
 
 
 class Reloading:
-    """A server whose configuration file tests change. Its log and its audit log are in JSON."""
+    """A server with a configuration file that tests change. Its log and its audit log are in
+    JSON."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -262,9 +263,9 @@ def test_the_rest_is_taken_up_if_tenants_or_tls_need_a_restart(running: Reloadin
 
 
 def test_a_reload_that_fails_has_changed_nothing_and_systemd_is_told(tmp_path: Path) -> None:
-    """Reloads a larger arena size, which needs a restart, and a guarantee for a tenant that is
-    larger than the running arena. The reload must fail and change nothing. systemd must be notified
-    that the server is ready again."""
+    """Reloads a larger arena size, which needs a restart, and a tenant's guarantee (memory reserved
+    for it) that exceeds the running arena. The reload must fail and change nothing. systemd must be
+    notified that the server is ready again."""
 
     def text(arena: str, guarantee: str, timeout_s: int) -> str:
         shared = {"tenants": [tenant("alpha", guaranteed_bytes=guarantee)]}

@@ -1,5 +1,6 @@
 """Tests of the reports that engines send on scheduled requests: which blocks a report marks as
-used, which blocks it pins if the request has a retention, and which reports are refused."""
+used, which blocks it pins if the request has a retention (a priority, time to live or pin), and
+which reports are refused."""
 
 import time
 from collections.abc import Callable

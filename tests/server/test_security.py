@@ -194,8 +194,9 @@ def bare_session(guarded: Guarded, key_space: KeySpace) -> Iterator[str]:
 
 
 def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[bytes, list[int]]:
-    """Sends a session's link request on the descriptor socket by hand, with the descriptors `fds`.
-    Returns the answer, and the descriptors that came with it."""
+    """Sends a session's link request by hand, with the descriptors `fds`, on the Unix socket where
+    clients and server exchange file descriptors. Returns the server's answer, and the descriptors
+    that came with it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.connect(str(descriptor_socket(guarded.target)))
         packet = _wire.link_request(session_id, list(fds))
@@ -230,8 +231,8 @@ def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engi
 
 @pytest.mark.skipif(MINE != 0, reason="only root may become another user")
 def test_a_link_needs_the_same_proof(guarded: Guarded, engine: Make) -> None:
-    """Sends the id of another user's session on the descriptor socket, as if the id had leaked. The
-    server must refuse it and send no descriptors."""
+    """Sends the id of another user's session, as if the id had leaked, on the Unix socket where
+    clients get file descriptors. The server must refuse it and send no descriptors."""
     one = engine("alpha")
     assert one.session._connection is not None
     code = (

@@ -1,5 +1,5 @@
-"""Tests of the server's gRPC services for health, reflection and channelz, and of costs: the
-modules that the client imports, and the memory of libraries that the server no longer uses."""
+"""Tests of the server's gRPC services for health, reflection and channelz. Also tests that the
+client imports no heavy modules, and which memory of unused libraries the server frees."""
 
 import mmap
 import subprocess
@@ -75,7 +75,8 @@ def test_only_whole_copies_of_unused_libraries_are_given_back() -> None:
 
 
 def test_a_client_that_is_closed_says_so(server: Server) -> None:
-    """Using a closed client must raise ValueError. gRPC itself would end the process."""
+    """A closed client must raise ValueError when it is used. Without this error, gRPC would end the
+    process."""
     with AdminClient(server.target) as admin, HintClient(server.target) as hints:
         pass
     for use in (admin.info, lambda: next(admin.events()), hints.outcomes):

@@ -108,8 +108,8 @@ def test_a_flush_that_the_store_missed_outlives_the_server(
     nodes: Nodes, valkey: Valkey, how: str
 ) -> None:
     """Flushes on a server while the shared store is away, and kills the server. The next server
-    must flush the store once it is back. A store that was only paused receives the flush twice,
-    once from each server."""
+    must flush the store once the store is back. A store that was only paused receives the flush
+    twice, once from each server."""
     flags = flags_of(valkey)
     a, b = (one.start_sharing(*flags) for one in nodes)
     chain, kept = hashes(CHAIN), hashes(CHAIN)

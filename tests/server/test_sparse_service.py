@@ -209,8 +209,9 @@ def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Ser
 
 
 def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Place) -> None:
-    """Selects blocks every 0.16 s under a lease of one second, which the selections must extend.
-    Then lets the lease expire: the next append to the sequence must acquire a new lease."""
+    """Selects blocks of a sequence every 0.16 s. The selections must extend the sequence's lease of
+    one second. Then lets the lease expire: the next append to the sequence must acquire a new
+    lease."""
     engine = sparse_engine(target=place.start("--leases.ttl-s", "1").target)
     session, blocks, query = engine.session, hashes(30), queries(1)[0]
     engine.store(blocks)

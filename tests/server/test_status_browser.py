@@ -34,7 +34,7 @@ class Watched:
     url: str
     wrong: list[str] = field(default_factory=list)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Answers of /api/v1/status, by their time."""
+    """Answers of /api/v1/status that the page received, by their `unix_time_ms`."""
 
     def until(self, expression: str) -> None:
         """Waits until a JavaScript expression is true in the page. Playwright's own wait would need

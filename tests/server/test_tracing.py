@@ -352,7 +352,7 @@ def test_the_environment_may_name_the_collector(
     server.stop(0)
 
 
-# ------------------------------------------------------------------------------------ books
+# ------------------------------------------------------------------------------------ spans
 
 
 def test_blocks_of_traced_stores_are_remembered_within_a_bound(

@@ -201,8 +201,8 @@ async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
 async def test_the_event_loop_does_not_wait_while_engine_memory_is_freed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Closes a session. Its leases must end first; then a thread must free the engine's memory. On
-    the event loop this would block other calls for some 0.3 s per GiB."""
+    """Closes a session. Its leases must end first; then a thread must free the engine's memory.
+    Freeing it on the event loop would block other calls for some 0.3 s per GiB."""
     async with live_node(tmp_path) as node:
         session, blocks, close = await worker(node), hashes(1), SessionMemory.close
         assert await store_in(node, session, blocks) == [BlockResult.STORED]
@@ -272,8 +272,8 @@ async def test_what_is_evicted_before_the_answer_is_not_answered_as_there(tmp_pa
 async def test_a_load_that_cannot_be_verified_fails_and_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
 ) -> None:
-    """Closes a session during its load, in which the method `broken` raises. The close must wait
-    until the load has ended as failed, or as cancelled if no method raises."""
+    """Closes a session during its load. The close must wait for the load. The load must end as
+    failed if the method named by `broken` raises, and as cancelled otherwise."""
     async with live_node(tmp_path, config={"check_stride": 1}) as node:
         session, blocks, at = await worker(node), hashes(1), [np.zeros(1, np.int64)]
         assert await store_in(node, session, blocks) == [BlockResult.STORED]

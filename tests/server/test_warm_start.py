@@ -1,6 +1,5 @@
 """Tests of warm starts. Before it gets traffic, a new node fetches blocks that another node uses,
-from a Valkey that both nodes share. A file with block names, or prompts, say which blocks to
-fetch."""
+from a Valkey that both nodes share. An exported file, or prompts, name these blocks."""
 
 import contextlib
 import json
@@ -76,8 +75,8 @@ def test_a_new_node_fetches_what_its_sibling_uses(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:
     """Exports the names of a node's hottest blocks to a file, and imports the file on a new node,
-    which fetches these blocks. Its event stream must show the blocks before an engine has connected
-    to it."""
+    which fetches these blocks. The new node's event stream must show the blocks before an engine
+    has connected to it."""
     (a, b), file = nodes, tmp_path / "blocks"
     cold, hot = hashes(CHAIN), hashes(CHAIN)
     a.fill(cold)

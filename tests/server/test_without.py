@@ -19,7 +19,7 @@ CAPABILITIES = tuple(module.__name__.split(".")[1] for module in capabilities.CA
 QUICK = tuple(f"tests/server/test_{name}.py" for name in ("transfers", "flush", "ranks", "fence"))
 SHORT = "tests/server/test_transfers.py::test_bytes_move_between_engines_and_are_stored_once"
 SLOW = tuple(f"tests/server/test_{name}.py" for name in ("life", "restart"))
-"""Tests of a daemon that name no capability."""
+"""QUICK, SHORT and SLOW are tests of a server that need no capability."""
 LINES = re.compile(r"    (\w+),|from hotkv_server\.(\w+) import capability as \w+")
 
 
@@ -44,7 +44,8 @@ def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 
 SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
-"""Before Python 3.11 the working directory comes first; it has no packages of hotkv."""
+"""Flag that keeps the working directory out of the import path. Python before 3.11 has no such
+flag; the working directory has no packages of hotkv."""
 
 
 def run(command: tuple[str, ...], environment: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Runs servers with a disk tier below host memory, and an engine, for tests."""
+"""A test harness: servers with a disk tier below host memory, and an engine."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ from tests.support.waiting import wait_for
 PAGE_BYTES, LAYERS, NUM_BLOCKS = 64 << 10, 2, 160
 SLOT_BYTES = PAGE_BYTES * LAYERS
 CHAIN = 30
-"""Fewer blocks than a lease may pin before its load: a quarter of the arena."""
+"""Number of blocks of a prompt. A lease may pin more blocks before its load: a quarter of the
+arena."""
 
 
 class Tiered(Place):
