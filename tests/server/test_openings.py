@@ -1,6 +1,6 @@
-"""Tests of opening a session: it waits until its key space has been written to the server's state
-file. Sessions that open at the same time share a write. A client that disconnects during the wait
-leaves no session."""
+"""Tests of opening a session: it waits for the write of its key space to the server's state file.
+Sessions that open at the same time share a write. A client that disconnects during the wait leaves
+no session."""
 
 import asyncio
 import contextlib

@@ -95,8 +95,8 @@ class Writer:
                 time.sleep(0.01)
 
     def fill(self, num_bytes: int) -> None:
-        """Waits until the writer has stored four times `num_bytes` more, which evicts all unpinned
-        blocks from an arena of `num_bytes`."""
+        """Waits until the writer has stored four times `num_bytes` more: enough to evict all
+        unpinned blocks from an arena of `num_bytes`."""
         enough = self.num_stored + 4 * num_bytes // SLOT_BYTES
         wait_for(lambda: self.num_stored > enough, within_s=120)
 

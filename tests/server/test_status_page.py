@@ -275,7 +275,8 @@ async def test_however_many_ask_the_node_is_asked_once_at_a_time(
 
 async def test_however_many_ask_for_savings_the_node_rests() -> None:
     """Requests the savings of several time windows without pause, on a made-up clock. The server
-    must spend less than 6 % of its time on them, and no answer may be more than a second old."""
+    must spend less than 6 % of its time on them. The answer about the last hour may be at most a
+    second old."""
     spent_s, now_s, ages = 0.0, 1000.0, list[int]()
 
     async def read(since_s: float, has_names: bool) -> dict[str, Any]:
