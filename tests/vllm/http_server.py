@@ -124,20 +124,40 @@ class HttpServer:
     def kill(self) -> None:
         """Kills all processes of vLLM, as a service manager does, because vLLM's engine process
         would outlive the HTTP server."""
-        for pid in _family(self.process.pid):
+        members = _family(self.process.pid)
+        files = _shared_memory(members)
+        for pid in members:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(60)
-        self._log.close()
+        self._ended(files)
 
     def stop(self) -> None:
         if self.process.poll() is None:
+            files = _shared_memory(_family(self.process.pid))
             os.kill(self.process.pid, signal.SIGTERM)
             try:
-                self.process.wait(60)
+                self._ended(files)
             except subprocess.TimeoutExpired:
                 self.kill()
         self._log.close()
+
+    def _ended(self, files: set[Path]) -> None:
+        """Waits until vLLM has ended. Removes these files of its shared memory: at its end vLLM may
+        kill Python's resource tracker, which would remove them."""
+        self.process.wait(60)
+        for file in files:
+            file.unlink(missing_ok=True)
+        self._log.close()
+
+
+def _shared_memory(pids: list[int]) -> set[Path]:
+    """Returns the files of shared memory that Python has made for these processes."""
+    found: set[Path] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {Path(name) for name in re.findall(r"/dev/shm/psm_\w+", maps)}
+    return found
 
 
 def _family(pid: int) -> list[int]:
