@@ -18,8 +18,8 @@ def may_load(monkeypatch: Any) -> None:
 def load(engine: Any, seed: int, *, quietly: bool = False) -> None:
     """Loads other random weights into a running engine.
 
-    seed: decides the weights. quietly: bypasses the model's `load_weights`, so that hotkv notices
-    no call.
+    seed: decides the weights.
+    quietly: bypasses the model's `load_weights`, so that hotkv notices no call.
     """
     torch.manual_seed(seed)
     write = engine.model.load_state_dict if quietly else engine.model.load_weights

@@ -100,8 +100,8 @@ def exact(
 ) -> np.ndarray:
     """Returns the exact causal attention of `queries` [n, query heads, head size].
 
-    keys, values: [tokens, KV heads, head size]. before: the number of context tokens that precede
-    the first query.
+    keys, values: [tokens, KV heads, head size].
+    before: the number of context tokens that precede the first query.
     """
     group = queries.shape[1] // keys.shape[1]
     scores = np.einsum("nqd,tqd->nqt", queries, np.repeat(keys, group, axis=1)) * scale
@@ -138,9 +138,9 @@ def caches(vllm_config: VllmConfig, spec: KVCacheSpec, num_pages: int) -> dict[s
 class Request:
     """A request of the CUDA harness.
 
-    kv: [layers, 2 (keys, values), tokens, KV heads, head size], the expected values. slots: the
-    arena slots of the request's blocks. approximate: the first token that was computed while
-    attention left out a block.
+    kv: [layers, 2 (keys, values), tokens, KV heads, head size], the expected values.
+    slots: the arena slots of the request's blocks.
+    approximate: the first token that was computed while attention left out a block.
     """
 
     name: str

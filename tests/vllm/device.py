@@ -51,8 +51,8 @@ class ToldWords:
 class ToldDevice:
     """A fake `CudaDevice`, whose queued work runs when the test calls `run`.
 
-    given, done: the number of pieces of work that were queued, and that have run. on_record: called
-    with an event before the event is recorded.
+    given, done: the number of pieces of work that were queued, and that have run.
+    on_record: called with an event before the event is recorded.
     """
 
     uuid = bytes(range(16))

@@ -1,10 +1,11 @@
 """Runs a vLLM engine in a child process. It reads commands as JSON lines from stdin, writes an
 answer to each to stdout, and logs to stderr.
 
-The first line has the arguments of `LLM`, and may have: environment: environment variables to set.
-config_overrides: values by path in vLLM's config, set after vLLM has completed the config. quantum:
-the number of tokens for which a resident request reserves room ahead. despite_vllm: uses hotkv even
-for models whose KV vLLM does not allow to reuse.
+The first line has the arguments of `LLM`, and may have:
+environment: environment variables to set.
+config_overrides: values by path in vLLM's config, set after vLLM has completed the config.
+quantum: the number of tokens for which a resident request reserves room ahead.
+despite_vllm: uses hotkv even for models whose KV vLLM does not allow to reuse.
 
 A command has `op`, the name of one of OPERATIONS, and its arguments.
 """
@@ -84,8 +85,11 @@ def prompt_of(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Returns a prompt in vLLM's form. `request` has either `tokens` or `embeds`; the other keys
     are optional:
 
-    tokens: token ids. embeds: seed and length of random prompt embeddings. salt: vLLM's cache salt.
-    images: a seed for each image. uuids: the images' uuids.
+    tokens: token ids.
+    embeds: seed and length of random prompt embeddings.
+    salt: vLLM's cache salt.
+    images: a seed for each image.
+    uuids: the images' uuids.
     """
     if "embeds" in request:
         import torch

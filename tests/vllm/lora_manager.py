@@ -20,7 +20,8 @@ class Manager:
     """A fake of vLLM's LoRA manager of a worker.
 
     files: each adapter's content, a number, by path. The manager reads it when a request needs the
-    adapter. capacity: the number of adapters that stay loaded.
+    adapter.
+    capacity: the number of adapters that stay loaded.
     """
 
     def __init__(self, files: dict[str, int], capacity: int = 2) -> None:
