@@ -1,4 +1,5 @@
-"""The live ledger over a real core, without a daemon: bounds of its memory, and files that can't be
+"""Tests of `LiveLedger`, which counts a server's hits, misses and saved time, over a real cache
+core but without a server process: limits of its memory, and files that are damaged or can't be
 written."""
 
 import logging
@@ -68,7 +69,8 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
 
 
 def test_hits_of_a_fresh_engine_save_by_the_speed_of_the_one_before() -> None:
-    """A fresh engine has computed no prompt yet, so it can't say how much time its hit saves."""
+    """A new engine reports a hit before it has measured its prefill speed. The ledger must compute
+    the saved time from the speed of an earlier engine in the same key space."""
     world = World()
     world.session.prefill_tokens_per_s = 160.0
     world.ledger.report(world.session, RequestReport(HASHES, 65, 0, 0, 0.0, NO_RETENTION))
@@ -174,7 +176,9 @@ def test_a_call_that_was_cancelled_is_left_out() -> None:
 
 
 def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forecast keeps no blocks of a request with a retention, and none on a node with tiers."""
+    """The ledger's forecast simulates a larger cache. Like the server, it may keep older blocks
+    instead of a request's new blocks, but not if the request sets a retention (such as a priority),
+    or if the node has tiers below host memory."""
     world, seen = World(), list[bool]()
     monkeypatch.setattr(
         world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)
@@ -211,7 +215,8 @@ def test_more_memory_gains_no_hits_that_a_tier_has_anyway() -> None:
 
 
 def test_what_is_exported_begins_with_the_server(tmp_path: Path) -> None:
-    """The ledger continues after a restart, but the counters exported to Prometheus begin at 0."""
+    """After a restart the ledger's totals continue from its file, but the counters that the server
+    exports to Prometheus begin at 0."""
     world = World(tmp_path)
     for number in range(MAX_ACCOUNTS + 3):
         world.session = world.open(f"engine-{number}")

@@ -1,5 +1,5 @@
-"""Health watches every loop and thread: in a server with every option, each lasting task and each
-thread belongs to a part that Health knows."""
+"""Starts a server with tiers, events and TCP. Every thread and every long-lived asyncio task must
+be watched by `Health`, which reports parts of the server that hang or die."""
 
 import contextlib
 import json
@@ -37,8 +37,8 @@ OF_THREADS = {
     "hotkv-sums": "",
     "Thread-1 (_poll_wrapper)": "",
 }
-"""The part of Health that watches each kind of thread, by the start of its name. Empty: the loop's
-own thread, pools, and gRPC's poller, whose work is watched elsewhere."""
+"""The name of the part of `Health` that watches a thread, by the start of the thread's name. Empty:
+the event loop's thread, pools, and gRPC's poller, whose work is watched elsewhere."""
 
 
 def told(server: Server, file: Path) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def told(server: Server, file: Path) -> dict[str, Any]:
 
 
 def strangers(content: dict[str, Any]) -> list[str]:
-    """Returns tasks of the server that Health does not know."""
+    """Returns the names of the server's asyncio tasks that `Health` does not watch."""
     return [
         one["name"]
         for one in content["tasks"]

@@ -1,5 +1,6 @@
-"""Every metric has a HELP text, and every text a metric; names follow Prometheus's rules.
-docs/told.md names each topic with its filters and fields."""
+"""Checks that every Prometheus metric has a HELP text and every HELP text a metric, and that
+promtool accepts their names. Checks that docs/told.md lists each topic (a report that operators
+request by name, such as `tiers`) with its filters and fields."""
 
 import asyncio
 import re
@@ -36,7 +37,7 @@ ROW = re.compile(r"^\| `(\w+)` \|(.*?)\|(.*)\|$", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def metrics() -> dict[str, Metric]:
-    """Returns metrics by the names of their texts."""
+    """Returns the server's metrics by the keys of their HELP texts: names without `hotkv_`."""
     return {
         one.name.removeprefix("hotkv_") + "_total" * (one.type == "counter"): one
         for one in families().values()
@@ -44,7 +45,7 @@ def metrics() -> dict[str, Metric]:
 
 
 def lint(metrics: list[Metric]) -> str:
-    """Returns the complaints of `promtool check metrics`; "" if there are none."""
+    """Returns what `promtool check metrics` prints about these metrics: "" if it finds no fault."""
     registry = CollectorRegistry()
     registry.register(type("Fixed", (Collector,), {"collect": lambda self: metrics})())
     command = [str(program("promtool")), "check", "metrics"]
@@ -55,7 +56,8 @@ def lint(metrics: list[Metric]) -> str:
 
 
 def test_promtool_finds_no_fault(metrics: dict[str, Metric]) -> None:
-    """Checks the connector's metrics too, without the colon of vLLM's prefix."""
+    """Runs promtool on the metrics of the server and of the vLLM connector. The connector's names
+    begin with `vllm_` here, as promtool rejects the colon of `vllm:`."""
     engines: list[Metric] = [
         CounterMetricFamily(f"vllm_hotkv_{exported(name)}", text, 1.0)
         for name, text in COUNTERS.items()

@@ -1,4 +1,5 @@
-"""Blocks named on the command line by the first digits of their hashes, and `evict --dry-run`."""
+"""Tests of `hotkv explain` and `hotkv evict` with blocks that are named by the first digits of
+their hashes, and of `hotkv evict --dry-run`."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +24,7 @@ BLOCK_BYTES = 2 * 4096
 
 @pytest.fixture
 def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> tuple[Server, PagedEngine]:
-    """Returns a server with four blocks, and its engine."""
+    """Returns a server with four blocks, and the engine that stored them."""
     one = engine(own_server.target, model_names=["tiny"])
     store(one, HASHES)
     return own_server, one
@@ -31,7 +32,7 @@ def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> tuple[Ser
 
 @pytest.fixture
 def run(stocked: tuple[Server, PagedEngine], capsys: pytest.CaptureFixture[str]) -> Run:
-    """Returns a function that runs commands against that server."""
+    """Returns a function that runs `hotkv` commands against the server of the fixture `stocked`."""
     return runner(capsys, stocked[0].target)
 
 
@@ -102,7 +103,8 @@ def test_a_whole_hash_is_found_in_a_key_space_that_is_not_listed(
     engine: Callable[..., PagedEngine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lists only the first of two key spaces, as a server does that has very many."""
+    """Stores a block in two key spaces. The server lists only the first, as a server with very many
+    key spaces does. A full hash must find the block in both."""
     target, tell = stocked[0].target, AdminClient.tell
     other = engine(target, model="other", windows=(0, 32))
     runs = [BlockRun(group, HASHES[:1], block_ids(1)) for group in (0, 1)]

@@ -1,5 +1,5 @@
-"""Every view shows an engine and a model by the names that people gave them: their ids are for
-`--json`."""
+"""Tests of the names that engines send for themselves and for their models. The text output of
+commands and the log show names instead of ids; JSON output has both."""
 
 import contextlib
 import io
@@ -45,7 +45,8 @@ def connect(server: Server, name: str = ENGINE, **settings: str) -> PagedEngine:
 
 
 def use(engine: PagedEngine) -> str:
-    """Stores a prompt and reports it; returns the hash of its first block."""
+    """Stores the blocks of a prompt, and reports the prompt as a request. Returns the hash of the
+    first block in hexadecimal."""
     blocks = hashes(3)
     store(engine, blocks)
     engine.session.report_requests([RequestReport(blocks, 50, 0, 0, 0.0)], 0.0)
@@ -55,7 +56,7 @@ def use(engine: PagedEngine) -> str:
 
 @pytest.fixture
 def running(place: Place) -> Iterator[tuple[Server, str]]:
-    """Yields a server with an engine that has names, and the hash of a block of it."""
+    """Yields a server, and the hash of a block that an engine with a name has stored."""
     server = place.start(*HTTP)
     place.engine = connect(server)
     yield server, use(place.engine)
@@ -93,7 +94,8 @@ def test_json_and_the_page_have_names_and_ids(running: tuple[Server, str]) -> No
 
 
 def test_engines_of_one_name_are_told_apart_and_names_outlive_all(place: Place) -> None:
-    """The third engine's client sends no names."""
+    """Connects two engines with the same name, and a third engine without a name. The second must
+    be shown with `#2` after its name, the third by its id, also after a restart of the server."""
     server = place.start()
     with contextlib.ExitStack() as stack:
         for number, (name, model) in enumerate(((ENGINE, ARCHITECTURE),) * 2 + (("", "old"),)):
@@ -109,7 +111,7 @@ def test_engines_of_one_name_are_told_apart_and_names_outlive_all(place: Place) 
     assert MODEL in said and "old" in said
 
 
-# The book of names
+# The class `Names`
 
 SPACE = KeySpace(
     ARCHITECTURE, "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16

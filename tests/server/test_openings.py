@@ -1,5 +1,6 @@
-"""A session is open only when its key space has been written to the state file. Other sessions wait
-for the same write. A client that leaves before leaves no state behind."""
+"""Tests of opening a session: it waits for the write of its key space to the server's state file.
+Sessions that open at the same time share a write. A client that disconnects during the wait leaves
+no session."""
 
 import asyncio
 import contextlib
@@ -32,7 +33,8 @@ KIND = Representation(0, "rot2u", 1, (100,))
 
 
 class Disk:
-    """Delays writes of the state until `go`; they fail if `error` is set."""
+    """A fake disk for the server's state file. Writes wait until `go` is set, and fail if `error`
+    is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -56,7 +58,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @contextlib.asynccontextmanager
 async def node_in(folder: Path, disk: Disk, *, waits: bool = False) -> AsyncIterator[Node]:
-    """Yields a node with all capabilities. `waits`: the disk writes nothing before `disk.go`."""
+    """Yields a node in this process with all its capabilities (optional parts, such as events).
+    `waits`: writes of the state file wait until the test sets `disk.go`."""
     if not waits:
         disk.go.set()
     async with live_node(folder) as node:
@@ -64,14 +67,15 @@ async def node_in(folder: Path, disk: Disk, *, waits: bool = False) -> AsyncIter
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits for the condition, and for work that the loop has begun by then."""
+    """Waits until the condition is true, and then lets the event loop run three more rounds."""
     await eventually(condition)
     for _ in range(3):
         await asyncio.sleep(0)
 
 
 def written(folder: Path) -> list[str]:
-    """Returns the models in the state, each with its number of kinds of representations."""
+    """Returns a string for each key space in the state file, such as "m 1": its model, and its
+    number of representations (kinds of block summaries for sparse attention)."""
     return [
         f"{known.key_space.model} {len(known.representations)}"
         for known in read_state(folder / "arena" / "state.json").key_spaces
@@ -137,8 +141,8 @@ async def leave_blocks(node: Node, space: KeySpace) -> None:
 async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
     tmp_path: Path, disk: Disk
 ) -> None:
-    """Opens more key spaces than a tenant may have. The oldest must be forgotten although it has
-    blocks, and a reader of events must be told."""
+    """Opens more key spaces than a tenant may have. The oldest unused key space must be removed
+    from the state file although it has blocks, and a reader of events must get its clear event."""
     async with node_in(tmp_path, disk) as node:
         node.core.catalog.max_of_tenant = 2
         spaces = [replace(SPACE, model=name) for name in "mnop"]
@@ -154,7 +158,7 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
             told = [item.event for item in (await feed.get(100))[0]]
         cleared = [event for event in told if isinstance(event, KeySpaceCleared)]
         assert [event.key_space_id for event in cleared] == [1, 2, 1, 3]
-        # On a busy machine the removed blocks are told of too, after their key space is cleared.
+        # On a busy machine, events of the removed blocks follow the clear of their key space.
         assert told[-1] is cleared[-1]
         node.core.check_invariants()
 
@@ -162,8 +166,9 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
 async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opens three sessions at once, which forget the same old key spaces. Blocks of the oldest are
-    pinned, as by a tier that hangs. The bound allows two new sessions; the third is refused."""
+    """Opens three sessions at once, each of which needs the server to forget an old key space.
+    Blocks of the oldest are pinned, as by a tier that hangs. The tenant may have two sessions, so
+    the third must be refused."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     async with node_in(tmp_path, disk) as node:
         node.core.catalog.max_of_tenant = 3
@@ -184,8 +189,9 @@ async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
 async def test_no_more_open_than_may_although_they_wait_together(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opens three sessions at once, of which two may open. The refused session must forget no key
-    space; another tenant's session does not count."""
+    """Opens three sessions of a tenant that may have two. All three wait until old key spaces are
+    forgotten; then the third must be refused. A fourth must be refused without forgetting a key
+    space. A session of another tenant does not count."""
     async with node_in(tmp_path, disk) as node:
         await node.sessions.open("e", "tool", SPACE, "test")
         go, forgets = asyncio.Event(), list[object]()
@@ -224,8 +230,9 @@ async def test_the_timer_forgets_what_was_left_long_ago(
 
 
 async def test_a_capability_that_raises_hides_no_event_from_the_others(tmp_path: Path) -> None:
-    """Lets a capability raise at each event. The other capability must get the event; if opening
-    raises, neither the session nor its new key space is left."""
+    """Adds two capabilities (optional parts of the server) to a node, of which one raises at each
+    event. The other must get every event. If opening a session raises, neither the session nor its
+    new key space may remain."""
     async with live_node(tmp_path) as node:
         broken, heard = Mock(spec=Capability), Mock(spec=Capability)
         node.capabilities += [broken, heard]

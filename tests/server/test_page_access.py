@@ -1,4 +1,5 @@
-"""Access to the status page, by settings and by the request."""
+"""Tests of `PageAccess`, which decides from the settings and from a request's host and token
+whether the status page is shown."""
 
 import hashlib
 import os

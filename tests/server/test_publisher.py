@@ -1,4 +1,5 @@
-"""The publisher by itself: full queues, replay, and meaningless requests."""
+"""Tests of `ZmqPublisher`, which publishes KV events over ZMQ in vLLM's format, without a server:
+full queues, replay of earlier messages, and malformed requests for replay."""
 
 import contextlib
 import os
@@ -48,7 +49,7 @@ KEY_SPACE = make_key_space("one", 4096, 4096)
 
 
 class Reader:
-    """Reads a publisher's socket."""
+    """A subscriber to a publisher's ZMQ socket."""
 
     def __init__(self, folder: Path) -> None:
         self.context = zmq.Context()
@@ -64,7 +65,8 @@ class Reader:
         )
 
     def wait_subscribed(self, publisher: ZmqPublisher) -> int:
-        """Returns the last sequence number received, once messages come through."""
+        """Publishes events until the subscription works and messages arrive. Returns the sequence
+        number of the last message."""
         for _ in range(200):
             publisher.publish(1.0, [KeySpaceCleared(1)])
             if self.sub.poll(50):
@@ -145,8 +147,9 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
 def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full(
     publisher: ZmqPublisher, reader: Reader
 ) -> None:
-    """Flushes one key space of a topic: readers must get the removal of its blocks. A clear must
-    then reach them, also with a full queue."""
+    """Flushes one of the two key spaces of a topic: readers must get an event that removes only its
+    blocks. Then clears the topic twice, the second time while the publisher's queue is full:
+    readers must get both clear events."""
     last = reader.wait_subscribed(publisher) + 1
     publisher.add_key_space(2, KEY_SPACE)
     publisher.publish(1.0, [KeySpaceCleared(2, (replace(removed([7]), key_space_id=2),))])
@@ -220,8 +223,9 @@ def test_readers_that_take_no_answer_and_long_requests_cost_little(
 def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
     publisher: ZmqPublisher, reader: Reader, tmp_path: Path
 ) -> None:
-    """Events queued before the topic's end are still sent; its messages kept for replay are
-    dropped. If the topic returns, its sequence numbers go on growing."""
+    """Removes the only key space of a topic. Events that were queued before are still sent, but
+    messages kept for replay are dropped. If the topic returns, its sequence numbers must continue
+    to grow."""
     last = reader.wait_subscribed(publisher)
     assert abs(last / 1e6 - time.time()) < 60, "numbers grow over a restart"
     publisher.publish(1.0, [stored([1])])
@@ -268,8 +272,8 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
 def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_state(
     reader: Reader, tmp_path: Path
 ) -> None:
-    """Replays from a message of an ended topic, whose messages are dropped. They may have removed
-    blocks, so the reader must get a clear and the present state."""
+    """Requests a replay from a message of an ended topic, which the publisher no longer has. The
+    message may have removed blocks, so the reader must get a clear event and the present state."""
     publisher = publishing(tmp_path, per_endpoint=True, state=lambda: iter([stored([1])]))
     last = reader.wait_subscribed(publisher)
     publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
@@ -350,8 +354,9 @@ def test_a_reader_whose_messages_are_gone_gets_the_present_state(
 def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their_share(
     sent: list[tuple[int, int]],
 ) -> None:
-    """Sends messages to four topics. Clients choose models and so topics; without shares, one topic
-    could take the whole limit."""
+    """Publishes messages in four topics. The messages kept for replay must stay within a common
+    limit in bytes, and a topic within its share of the limit must lose no message to other
+    topics."""
     publisher = object.__new__(ZmqPublisher)
     topics = {str(n): _Topic(str(n).encode()) for n in range(4)}
     publisher.__dict__.update(_kept={}, _buffer_bytes=MIB, _buffer_steps=1000, _sent_bytes=0)
@@ -376,8 +381,9 @@ def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their
 def test_events_that_come_soon_share_a_message_and_a_bad_one_costs_only_itself(
     publisher: ZmqPublisher, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Publishes events while the publisher's thread pauses to gather more. They must share a
-    message, but a message is bounded in size."""
+    """Publishes events while the publisher's thread waits for more events. These events must share
+    a ZMQ message, up to a message's size limit. An event that can't be encoded must be dropped
+    alone."""
     last, pauses = reader.wait_subscribed(publisher), list[float]()
     monkeypatch.setattr(publisher_module, "MESSAGE_BYTES", 4096)
     large = stored(list(range(4096 // 32 - 1)))
@@ -466,8 +472,8 @@ def test_endpoints_are_bound_where_vllm_binds_them(endpoint: str) -> None:
 def test_a_store_is_told_as_its_unbroken_runs(
     results: list[BlockResult], depth: int, has_tokens: bool, has_keys: bool
 ) -> None:
-    """Checks that the events of a store name each stored block once, with its tokens, keys, parent
-    and depth."""
+    """Converts the result of a store into events. They must name each newly stored block once, with
+    its tokens, keys, parent and depth. An unbroken run of stored blocks must be one event."""
     n = len(results)
     run = Run(0, words_of(range(n)), words_of([99])[0] if depth else None, depth)
     tokens = np.arange(16 * n, dtype=np.int32) if has_tokens else np.zeros(0, np.int32)

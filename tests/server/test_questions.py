@@ -1,4 +1,5 @@
-"""Routers ask for the cached blocks of a prompt, as Dynamo's router asks a shared cache."""
+"""Tests of the HTTP call `check_blocks`, by which a router asks the server which blocks of a prompt
+are cached. The call has the format that Dynamo's router uses."""
 
 import asyncio
 import contextlib
@@ -33,12 +34,13 @@ from tests.support.waiting import wait_for
 from tests.tiers.nodes import SharedNode
 
 TOKENS = list(range(100, 228))
-"""Eight blocks."""
+"""The tokens of a prompt of eight blocks."""
 DYNAMO_HASHES = [
     xxhash.xxh3_64_intdigest(np.array(TOKENS[at : at + 16], "<u4").tobytes(), 1337)
     for at in range(0, 128, 16)
 ]
-"""`compute_block_hash_for_seq(TOKENS, 16)` of Dynamo 1.6.1 begins with 10823191264391160519."""
+"""The hashes of TOKENS as Dynamo computes them. `compute_block_hash_for_seq(TOKENS, 16)` of Dynamo
+1.6.1 begins with 10823191264391160519."""
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +54,8 @@ def server() -> Iterator[Server]:
 
 
 def ask(server: Server, body: Any, query: str = "?model=m") -> tuple[int, Any]:
-    """Asks which blocks of a prompt are cached. Returns the status, and the ranges of blocks found
-    or the text of the refusal. Without a body it is a GET."""
+    """Sends `check_blocks` for a prompt, as a GET request if `body` is None. Returns the HTTP
+    status, and the ranges of cached blocks or the text of the error."""
     data = body if isinstance(body, bytes) else json.dumps({"block_hashes": body}).encode()
     url = f"http://127.0.0.1:{http_port(server)}/api/v1/check_blocks{query}"
     request = urllib.request.Request(url, None if body is None else data)
@@ -138,8 +140,8 @@ RUNS = st.lists(
 def test_blocks_whose_prefix_was_stored_are_found(
     runs: list[tuple[int, int, int, str]],
 ) -> None:
-    """Stores parts of two prompts in any order. The prompts differ in their first block only, so
-    only the chain tells them apart. Compares with a list of all stores."""
+    """Stores parts of two prompts in any order. The prompts differ only in their first block. For
+    each prompt, the index must find exactly the blocks whose prefix was stored without a gap."""
     contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
     index = PromptIndex(contents)
     stored: set[tuple[int, int, str]] = set()
@@ -184,7 +186,8 @@ FINGERPRINT = b"k" * 32
 
 
 def prompt_index(num_blocks: int) -> PromptIndex:
-    """Returns an index over contents with the first blocks of TOKENS, each from its own store."""
+    """Returns a `PromptIndex` of the first `num_blocks` blocks of TOKENS. A separate event stored
+    each block."""
     contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
     for at in range(num_blocks):
         tokens = RunContent(np.array(TOKENS[16 * at : 16 * at + 16], np.int32))
@@ -196,8 +199,9 @@ def prompt_index(num_blocks: int) -> PromptIndex:
 def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Asks several times: each question must go on where the last one stopped. Otherwise the first
-    questions after a restart would take all threads for seconds."""
+    """Limits each lookup to reading one more stored block into the index. Each lookup must continue
+    where the last one stopped; otherwise the first lookups after a restart would occupy all threads
+    for seconds."""
     monkeypatch.setattr(questions, "UPDATE_S", 0.0)
     index = prompt_index(4)
 
@@ -233,7 +237,8 @@ def test_a_salted_block_is_not_found() -> None:
 
 @contextlib.asynccontextmanager
 async def answering() -> AsyncIterator[tuple[SharedNode, Callable[[], Awaitable[Any]]]]:
-    """Yields a node over a shared tier, and a function that asks for its two blocks."""
+    """Yields a node over a shared tier, and a function that asks the node which of two blocks are
+    cached."""
     one = SharedNode(MemoryStore(places=False), 10.0)
     events = EventsCapability(one, EventSettings())  # type: ignore[arg-type]
     events._settings = EventSettings(answers=True)

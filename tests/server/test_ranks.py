@@ -1,5 +1,5 @@
-"""Ranks of an engine that store and load together: the real server and `FakeServer` give the same
-answers."""
+"""Tests of the ranks of one engine, which store and load their shards of the same blocks. The real
+server and `FakeServer` must give the same answers."""
 
 import os
 import uuid
@@ -20,7 +20,7 @@ NO_SPACE, IN_FLIGHT = BlockResult.NO_SPACE, BlockResult.IN_FLIGHT
 
 
 class Rank:
-    """A rank of an engine with two shards, over a real server or a fake."""
+    """A rank of an engine with two ranks, connected to a real server or a `FakeServer`."""
 
     def __init__(self, server: Any, name: str, shard: int) -> None:
         is_fake = isinstance(server, FakeServer)
@@ -41,8 +41,8 @@ class Rank:
         return [BlockResult(value) for value in result.results[0].tolist()]
 
     def load(self, lease_id: str, *runs: tuple[list[int], int]) -> TransferStatus:
-        """Loads each run: the blocks at these positions of the lease, to the engine's blocks from
-        this id on."""
+        """Loads blocks of a lease. Each run is a list of positions in the lease, and the engine's
+        block id that receives the first of these blocks. The next ids receive the next blocks."""
         loads = [
             LoadRun(0, np.array(positions, np.int32), block_ids(len(positions), first))
             for positions, first in runs
@@ -68,7 +68,8 @@ Open = Callable[[int], Rank]
 
 @pytest.fixture(params=["fake", "real"])
 def rank(request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Yields a function that opens the rank of an engine with a given shard."""
+    """Yields a function that connects the rank with the given shard. All ranks belong to one
+    engine."""
     server: FakeServer | Server = (
         FakeServer() if request.param == "fake" else request.getfixturevalue("server")
     )
@@ -172,8 +173,9 @@ def test_a_flush_between_two_ranks_leaves_nothing(rank: Open) -> None:
 
 @pytest.mark.parametrize("survivor", [0, 1])
 def test_a_rank_that_goes_leaves_no_half_blocks(rank: Open, survivor: int) -> None:
-    """Closes the session of a rank that has written its part of two blocks. The part must be
-    dropped: the blocks are ready only once it is written again."""
+    """Closes the session of a rank that has written its shard of two blocks. The server must drop
+    this shard: the blocks become ready only after a new session of the rank has written it
+    again."""
     gone, stays = rank(1 - survivor), rank(survivor)
     blocks = hashes(2)
     assert gone.store("w", blocks) == [WRITTEN] * 2

@@ -1,4 +1,5 @@
-"""`hotkv record`: a trace from a live server, which the simulator reads, and its summary."""
+"""Tests of `hotkv record`, which writes the requests of a running server to a trace file for the
+cache simulator, and prints a summary."""
 
 import json
 import re
@@ -114,7 +115,8 @@ def test_a_stream_that_nobody_reads_any_more_is_cancelled() -> None:
 def test_equal_ids_are_equal_prefixes(
     prompts: list[list[int]], per_block: int, extra_tokens: int, ages: list[float]
 ) -> None:
-    """Two blocks have the same id exactly when all hash blocks up to their end are equal."""
+    """In a recorded trace, two blocks have the same id exactly if their prompts are equal up to the
+    end of these blocks."""
     tracer = TraceWriter(8, 16, 16 * per_block - extra_tokens, 100.0)
     assert tracer.block_tokens == 16 * per_block
     seen: dict[tuple[int, ...], int] = {}
@@ -137,8 +139,8 @@ def test_equal_ids_are_equal_prefixes(
 
 
 class Told:
-    """Stands in for an admin client of a server with `num_spaces` key spaces. It loses one of three
-    requests."""
+    """A fake admin client of a server with `num_spaces` key spaces. Its stream delivers three
+    requests, and reports a fourth as lost."""
 
     def __init__(self, num_spaces: int, pause_s: float = 0.0) -> None:
         self.num_spaces, self.pause_s, self.seconds = num_spaces, pause_s, 0.0

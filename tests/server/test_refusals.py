@@ -1,6 +1,6 @@
-"""Bad input over the wire: a table of field, bad value, reason and words. Each row spoils a field
-of a valid message. The answer has the row's reason and words, the server's state stays, and the
-session goes on."""
+"""Tests of invalid requests over gRPC. `ROWS` lists fields with an invalid value and the expected
+error. The server must refuse each such request with the expected reason and words, keep its state,
+and go on with the session."""
 
 import contextlib
 import importlib
@@ -88,11 +88,11 @@ def ints(*values: int) -> bytes:
 
 
 class Row(NamedTuple):
-    """A field, a bad value, and the refusal.
+    """A test case: a field, an invalid value, and the expected error.
 
-    path: the field in `ConnectRequest`.
-    value: a list of dicts is added to the field.
-    words: part of the answer's message.
+    path: path of the field in `ConnectRequest`.
+    value: replaces the field's value. A list of dicts is appended instead, None clears the field.
+    words: text that the error's message must contain.
     """
 
     path: str
@@ -106,14 +106,16 @@ class Row(NamedTuple):
 
 @dataclass
 class World:
-    """An engine with `blocks` stored and leased as "mine", and the sequences "s" and "plain"."""
+    """An engine that has stored `blocks` and leased them as "mine". It has two sequences for sparse
+    decode: the server selects blocks for "s", but not for "plain"."""
 
     server: Server
     engine: RepresentationEngine
     blocks: list[bytes]
 
     def sound(self, kind: str) -> Request:
-        """Returns a message that the server would serve."""
+        """Returns a valid request. `kind`: name of a field of `ConnectRequest`, such as
+        `lookup`."""
         packed, new = b"".join(self.blocks), os.urandom(32)
         list_of = cache_pb2.GroupHashes(hashes=packed)
         load = cache_pb2.LoadRun(lease_positions=ints(0), block_ids=ints(20))
@@ -160,8 +162,8 @@ class World:
 
 
 def spoiled(request: Request, path: str, value: Any) -> Request:
-    """Sets a field: None clears it, a list replaces a list of numbers or texts, and a list of dicts
-    or messages is appended."""
+    """Sets the field at `path` of the request, and returns the request. None clears the field, a
+    list of dicts is appended to it, and any other value replaces the field's value."""
     target: Any = request
     *parents, name = re.findall(r"\w+", path)
     for parent in parents:
@@ -343,12 +345,12 @@ ROWS = [
     Row(f"{HANDLES}[0].cuda_ipc.handle", b"\x01e" + bytes(20), LAYOUT, "has 22 bytes, not 64"),
     Row(f"{HANDLES}[0].cuda_ipc.handle", b"\x01c" + bytes(64), LAYOUT, "cudaIpcGetMemHandle"),
 ]
-"""Values that contradict a limit of their field, or another field."""
+"""Test cases whose value is beyond a limit of the field, or contradicts another field."""
 
 
 def of_limits() -> Iterator[Row]:
-    """Yields values that the fields' types alone forbid: ids of 257 characters, hashes of 33 bytes,
-    packed numbers of 3 bytes, lists of hashes that are too long."""
+    """Yields test cases for the limits that all fields of a type share, with ids of 257 characters,
+    hashes of 33 bytes, and packed numbers of 3 bytes."""
     for kind in ("acquire_lease", "reserve_blocks", "load", "store", "create_sequence"):
         for field in Request.DESCRIPTOR.fields_by_name[kind].message_type.fields:
             if field.name.endswith("_id") and field.name != "session_id":
@@ -526,8 +528,8 @@ def test_an_answer_too_large_for_a_message_is_refused(server: Server) -> None:
 
 
 async def test_an_answer_about_a_topic_is_bounded_in_bytes(tmp_path: Path) -> None:
-    """Answers with a name of characters of two bytes. The name is within the bound in characters,
-    but not in bytes, so it must be refused."""
+    """Answers the admin call `Tell` with a text that is within the size limit in characters, but
+    not in bytes. The server must refuse the call."""
 
     class Talks(Capability):
         def topics(self) -> Mapping[str, Topic]:
@@ -555,7 +557,8 @@ Open = Callable[..., RawSession]
 
 @pytest.fixture
 def raw(server: Server) -> Iterator[Open]:
-    """Yields a function that opens sessions by hand; closes them at the end."""
+    """Yields a function that opens sessions with messages made by hand (`RawSession`). Closes the
+    sessions at the end."""
     with grpc.insecure_channel(server.target) as channel, contextlib.ExitStack() as stack:
 
         def make(kinds: tuple[Representation, ...] = (), *more: GroupSpec) -> RawSession:
@@ -628,8 +631,8 @@ def test_nonsense_to_other_services_is_refused(server: Server, method: str, kind
 
 
 def test_no_module_keeps_an_exception() -> None:
-    """Checks that no module has an exception as a variable: one that is raised again keeps the
-    frames of each earlier raise."""
+    """Checks that no module has an exception object as a global variable. If such an object is
+    raised twice, it keeps the stack frames of both raises in memory."""
     packages = (hotkv_proto, hotkv_client, hotkv_server, hotkv_sparse)
     names = [
         module.name

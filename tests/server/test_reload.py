@@ -1,5 +1,5 @@
-"""SIGHUP on a real server, at any moment: settings change at once, need a restart, or are refused.
-Also the audit log and JSON lines of the same server."""
+"""Tests of SIGHUP on a real server, also while it starts or shuts down: changed settings apply at
+once, need a restart, or are refused. Also tests the audit log and the log in JSON."""
 
 import contextlib
 import hashlib
@@ -45,7 +45,7 @@ del sys.argv[at : at + 2]
 from hotkv_server.cli import main
 sys.exit(main())
 """
-"""Sets the arena's size in the file."""
+"""Runs the server without the flag `--arena.bytes`, so that the file sets the size."""
 SLOW_TO_OPEN = """
 import asyncio, sys
 from hotkv_server.node.sessions import Sessions
@@ -63,11 +63,12 @@ from hotkv_server.cli import main
 sys.exit(main())
 """
 BLOCK_BYTES = 2 * 4096
-"""Bytes of a block of PagedEngine."""
+"""Bytes of a block of `PagedEngine`."""
 
 
 class Reloading:
-    """A server with a configuration file that tests change. Its log and its audit log are JSON."""
+    """A server with a configuration file that tests change. Its log and its audit log are in
+    JSON."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,17 +93,17 @@ class Reloading:
         self.server = Server(folder, "16MiB", *flags)
 
     def write(self) -> None:
-        """Writes the present settings as TOML."""
+        """Writes `self.top` and `self.security` to the server's configuration file."""
         self.path.write_text(file_of(**self.top, security=self.security))
 
     def logged(self, *words: str) -> int:
-        """Returns the number of lines of the log that have all these words."""
+        """Returns the number of log lines that contain all these words."""
         lines = self.server.log.read_text().splitlines()
         return sum(all(word in line for word in words) for line in lines)
 
     def reload(self, *words: str) -> None:
-        """Writes the settings, sends SIGHUP, and waits for a new line of the log that has all these
-        words."""
+        """Writes the configuration file, sends SIGHUP, and waits for a new line in the server's log
+        that contains all these words."""
         self.write()
         before = self.logged(*words)
         os.kill(self.server.pid, signal.SIGHUP)
@@ -135,14 +136,14 @@ def tenant(name: str, **more: Any) -> dict[str, Any]:
 
 
 def toml(value: Any) -> str:
-    """Returns a value as TOML, a dict as an inline table."""
+    """Returns the value in TOML syntax. A dict becomes an inline table."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + "}"
     return f"[{', '.join(map(toml, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
 def file_of(**settings: Any) -> str:
-    """Returns the text of a configuration file."""
+    """Returns the text of a configuration file with these settings."""
     return "\n".join(f"{key} = {toml(value)}" for key, value in settings.items())
 
 
@@ -153,7 +154,8 @@ def configured(
     """Runs a server with a configuration file. Yields the file, the server, and a function that
     waits for words in the server's log.
 
-    code: a Python program that runs the server.
+    text: content of the configuration file.
+    code: a Python program that runs the server, instead of the usual command.
     """
     with runtime_folder(64 << 20) as folder:
         config = folder / "hotkv.toml"
@@ -175,8 +177,8 @@ def running() -> Iterator[Reloading]:
 
 
 def test_tenants_come_and_go_and_others_go_on(running: Reloading) -> None:
-    """Removes a tenant, and takes from another the right to map the block table. The sessions of
-    both must end."""
+    """Reloads settings that remove one tenant and revoke another tenant's right to map the block
+    table. The sessions of both must end; the session of a third tenant must continue."""
     seer = tenant("seer", table="mapped")
     running.security["tenants"] = [tenant("alpha"), tenant("beta"), seer]
     running.reload("settings reloaded", "security.tenants")
@@ -261,8 +263,9 @@ def test_the_rest_is_taken_up_if_tenants_or_tls_need_a_restart(running: Reloadin
 
 
 def test_a_reload_that_fails_has_changed_nothing_and_systemd_is_told(tmp_path: Path) -> None:
-    """Reloads guarantees that fit only the new arena size, which needs a restart, but not the
-    running arena. The reload must change nothing."""
+    """Reloads a larger arena size, which needs a restart, and a tenant's guarantee (memory reserved
+    for it) that exceeds the running arena. The reload must fail and change nothing. systemd must be
+    notified that the server is ready again."""
 
     def text(arena: str, guarantee: str, timeout_s: int) -> str:
         shared = {"tenants": [tenant("alpha", guaranteed_bytes=guarantee)]}
@@ -282,8 +285,8 @@ def test_a_reload_that_fails_has_changed_nothing_and_systemd_is_told(tmp_path: P
 
 @contextlib.contextmanager
 def notified(path: Path) -> Iterator[Callable[[], list[str]]]:
-    """Stands for a service manager at NOTIFY_SOCKET. Yields a function that returns the states
-    received so far."""
+    """Listens at NOTIFY_SOCKET in place of systemd. Yields a function that returns the received
+    states (`RELOADING=1` and `READY=1`) so far."""
     words: list[str] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear, pytest.MonkeyPatch.context() as m:
         ear.bind(str(path))
@@ -318,8 +321,8 @@ def test_streams_have_request_ids(running: Reloading) -> None:
 
 @pytest.mark.long
 def test_a_session_that_is_being_opened_ends_with_its_tenant() -> None:
-    """Removes a tenant while its session is still opening, because the write of its key space takes
-    long. The session must end."""
+    """Removes a tenant by a reload while the tenant's session is opening, which takes three seconds
+    here. The session must be refused."""
 
     def text(*names: str) -> str:
         return file_of(security={"tenants": [tenant(name) for name in names]})
@@ -373,8 +376,9 @@ def test_admins_tokens_and_certificates_are_replaced(running: Reloading) -> None
 
 
 def test_calls_that_change_something_are_audited(running: Reloading) -> None:
-    """Checks the lines of calls by a command, by a caller with a wrong token, and by callers that
-    name the request's id. No line has a hash or a token."""
+    """Evicts blocks by a command and by calls with request ids, and drains with a wrong token. Each
+    of these calls must have a line in the audit log. No line may contain a block hash or a
+    token."""
     running.security["audit"] = "changes"
     running.reload("settings reloaded")
     before, target = len(running.audited()), running.server.target
@@ -446,8 +450,8 @@ sys.exit(main())
 
 
 def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
-    """Sends SIGHUP during the start, after the server has read its settings. It must reload them
-    once it is ready, as an operator signals only once."""
+    """Changes the configuration file and sends SIGHUP while the server starts, after it has read
+    the file. The server must reload the file once it is ready."""
     with configured("drain_timeout_s = 6", CHANGED_AT_THE_START) as (_, server, says):
         says("reloaded changed=drain_timeout_s")
         assert server.log.read_text().count("settings reloaded") == 1

@@ -1,4 +1,6 @@
-"""Reports of scheduled requests, and retention: blocks that they touch or keep, and refusals."""
+"""Tests of the reports that engines send on scheduled requests: which blocks a report marks as
+used, which blocks it pins if the request has a retention (a priority, time to live or pin), and
+which reports are refused."""
 
 import time
 from collections.abc import Callable
@@ -21,15 +23,16 @@ Make = Callable[..., GroupsEngine]
 
 
 def listed(server: Server, one: GroupsEngine, field: str) -> dict[tuple[int, bytes], float]:
-    """Returns a field of the model's blocks, by group and hash."""
+    """Returns a field of each block of the engine's model, by group and hash, from the admin
+    API."""
     with AdminClient(server.target) as admin:
         rows = admin.blocks(number_of(admin, one.key_space.model), 1000)["blocks"]
     return {(b["group_index"], bytes.fromhex(b["block_hash"])): float(b[field]) for b in rows}
 
 
 def touched(server: Server, one: GroupsEngine, report: RequestReport) -> set[tuple[int, bytes]]:
-    """Reports a request, and returns the blocks that the report touches: their last use is later
-    than that of a block stored right before."""
+    """Reports a request. Returns the blocks that the report marked as used: their last use is later
+    than that of a block stored just before the report."""
     mark = hashes(1)
     one.store(BlockRun(0, mark, block_ids(1)))
     # Longer than a policy's time step, so that the times of use differ.
@@ -78,8 +81,9 @@ def test_stores_and_reservations_carry_their_retention(server: Server, groups_en
 
 
 async def test_a_capability_that_breaks_hides_no_end_from_the_others() -> None:
-    """A capability raises at each event. The other must hear of the end of every request and load,
-    also of those in a message whose report raises."""
+    """Two capabilities (optional parts of the server) receive events, and one raises at each event.
+    The other must still learn of the end of every request and load, even if a report in the same
+    message raises."""
     well, broken = Mock(), Mock()
     for event in (broken.request_ended, broken.load_ended, broken.request_scheduled):
         event.side_effect = ZeroDivisionError

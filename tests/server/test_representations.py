@@ -1,5 +1,6 @@
-"""Representations through a real server: an engine stores them with blocks, another loads them, and
-they are removed with the blocks."""
+"""Tests of representations (compact summaries of blocks' keys that score the blocks against
+queries) on a real server: one engine stores them with blocks, another loads them, and the server
+removes them with the blocks."""
 
 import contextlib
 import os
@@ -25,19 +26,21 @@ from tests.server.support import block_ids, hashes, number_of
 
 
 class Engine(RepresentationEngine):
-    """An engine with KV and representations, whose calls name the groups of both."""
+    """An engine that stores, looks up and loads KV blocks (group 0) and their representations
+    (group `self.group`)."""
 
     def store_runs(self, *runs: tuple[int, list[bytes]]) -> list[set[int]]:
-        """Stores runs of (group, hashes) in a new transfer, each from block id 0 on. Returns the
-        results of each run."""
+        """Stores runs of (group, hashes) in one transfer, each run from the engine's blocks 0, 1
+        and so on. Returns the set of results of each run."""
         name = os.urandom(8).hex()
         made = [BlockRun(group, blocks, block_ids(len(blocks))) for group, blocks in runs]
         done = self.session.store(name, name, made, 20).result(60)
         return [set(run.tolist()) for run in done.results]
 
     def found(self, blocks: list[bytes]) -> tuple[list[bool], list[bool]]:
-        """Returns which blocks and which representations a lookup finds. Checks that the block
-        table and a lease agree with the lookup."""
+        """Looks blocks up. Returns two masks: which blocks were found, and for which blocks a
+        representation was found. Checks that the shared block table and a lease give the same
+        masks."""
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
         looked_up = [mask.tolist() for mask in self.session.lookup(lists).result(60)]
         probes = [self.session.probe(group, blocks) for group in (0, self.group)]
@@ -49,7 +52,7 @@ class Engine(RepresentationEngine):
         return looked_up[0], looked_up[1]
 
     def load(self, blocks: list[bytes], first: int) -> TransferStatus:
-        """Loads blocks with their representations to block ids from `first` on."""
+        """Loads blocks and their representations into the engine's block ids from `first` on."""
         name, count = os.urandom(8).hex(), len(blocks)
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
         assert all(mask.all() for mask in self.session.acquire(name, lists).result(60).pinned)
@@ -65,7 +68,8 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def sparse(server: Server) -> Iterator[Make]:
-    """Yields a function that makes connected engines of the same model; closes them at the end."""
+    """Yields a function that connects engines of one model with representations. Closes the engines
+    at the end."""
     model = os.urandom(8).hex()
     with contextlib.ExitStack() as stack:
 

@@ -1,5 +1,6 @@
-"""Residencies over a real server: the promises to a reader of the arena, also while servers are
-killed, and the figures for operators."""
+"""Tests of residencies (requests whose KV an engine reads in the server's memory) on a real server:
+their blocks must not change under a reader, also while servers are killed. Also tests their figures
+for operators."""
 
 import os
 import signal
@@ -38,7 +39,7 @@ TIMEOUT_S = 20
 
 
 class Reader:
-    """A residency, and the expected bytes of its blocks by slot offset."""
+    """A reader of a residency's blocks in the arena. It knows the expected bytes by slot offset."""
 
     def __init__(self, session: Session, name: str, num_blocks: int) -> None:
         arena = session.arena()
@@ -53,7 +54,7 @@ class Reader:
 
     def check(self) -> bool:
         """Compares the bytes of every block, and then asks the arena whether the residency still
-        holds. Returns True if it holds; then all bytes must be right."""
+        holds. Returns True if it holds; fails if it holds but bytes have changed."""
         is_as_stored = all(
             np.array_equal(self.arena.memory[offset : offset + SLOT_BYTES], pages)
             for offset, pages in self.expected.items()
@@ -64,7 +65,8 @@ class Reader:
 
 
 class Writer:
-    """Stores new blocks all the time, even if the server dies. Use in a `with` block."""
+    """An engine that stores new blocks all the time in a thread, also after its server was killed
+    and replaced. Use it in a `with` block."""
 
     def __init__(self, target: str) -> None:
         self.engine = PagedEngine(
@@ -93,13 +95,15 @@ class Writer:
                 time.sleep(0.01)
 
     def fill(self, num_bytes: int) -> None:
-        """Waits until the arena was written four times over."""
+        """Waits until the writer has stored four times `num_bytes` more: enough to evict all
+        unpinned blocks from an arena of `num_bytes`."""
         enough = self.num_stored + 4 * num_bytes // SLOT_BYTES
         wait_for(lambda: self.num_stored > enough, within_s=120)
 
 
 def store_to(engine: PagedEngine, blocks: list[bytes], residency_id: str = "") -> list[int]:
-    """Stores the engine's first blocks. Returns the results."""
+    """Stores the engine's first blocks under these hashes, in the residency if `residency_id` names
+    one. Returns the result of each block."""
     name, run = os.urandom(8).hex(), BlockRun(0, blocks, block_ids(len(blocks)), depth=0)
     options = StoreOptions(residency_id=residency_id)
     done = engine.session.store(name, name, [run], TIMEOUT_S, options).result(TIMEOUT_S)
@@ -107,7 +111,8 @@ def store_to(engine: PagedEngine, blocks: list[bytes], residency_id: str = "") -
 
 
 def resident(place: Place, count: int = 40, name: str = "r") -> tuple[Reader, list[bytes]]:
-    """Returns a reader of `count` blocks that were stored into its residency, and their hashes."""
+    """Opens a residency and stores `count` blocks in it. Returns a reader of these blocks, and
+    their hashes."""
     engine = place.engine or place.connect()
     reader, blocks = Reader(engine.session, name, count), hashes(count)
     assert set(store_to(engine, blocks, name)) == {BlockResult.STORED}
@@ -159,7 +164,8 @@ def test_an_open_residency_grows_or_stays_as_it_was(place: Place) -> None:
     with AdminClient(server.target) as admin:
 
         def stays_at(reserved: int, asked: int) -> Reason:
-            """Asks for a larger residency, which must be refused. Returns the reason."""
+            """Asks for `asked` blocks for the residency "r". The server must refuse, list the
+            refusal, and keep the `reserved` blocks. Returns the reason of the refusal."""
             error = refused(session.open_residency("r", {0: asked}))
             told = admin.residencies()
             assert [one["residency_id"] for one in told["refusals"]] == ["r"]

@@ -1,4 +1,5 @@
-"""After a clean stop or a kill a server serves exactly the acknowledged blocks, byte for byte."""
+"""Tests of servers that restart after a clean stop or a kill: they must serve exactly the blocks
+whose store was acknowledged, byte for byte."""
 
 import signal
 
@@ -66,7 +67,9 @@ def test_bytes_that_changed_are_found_at_start_or_at_the_first_load(place: Place
 
 
 def test_bytes_that_change_are_found_in_the_background(place: Place) -> None:
-    """Changed blocks are not loaded under an older lease either."""
+    """Changes the bytes of a block in the arena while the server checks the arena in the
+    background. The server must evict the block. A load of it must fail, even under a lease that was
+    acquired before the change."""
     evicted: list[Evicted] = []
     place.start(*FULL, "--integrity.scrub-bytes-per-s", "1GiB")
     engine, blocks = place.connect(evicted.append), hashes(30)

@@ -1,4 +1,5 @@
-"""Routers that can't be run here find hotkv's events by their topics."""
+"""Tests that KV events are published under topics that llm-d parses. llm-d itself can't be run
+here."""
 
 from contextlib import ExitStack, closing
 
@@ -13,9 +14,9 @@ from tests.server.support import FULL, GroupsEngine, hashes
 
 
 def test_llm_d_credits_the_pods_of_a_node_under_the_names_of_requests() -> None:
-    """llm-d reads the second part of a topic as the holder of the blocks, and the third as the
-    model that requests name. `node:` stands for all pods of a node (llm-d-router#2586). Two engines
-    serve the same weights under different names: each name's topic must have all events."""
+    """Two engines serve the same weights under different model names. The topic of each name must
+    have all events. llm-d parses a topic as `kv@HOLDER@MODEL`; the holder `node:one` stands for all
+    pods of a node (llm-d-router#2586)."""
     blocks, flags = hashes(4), ("--arena.slab-bytes", "64KiB", "--events.node", "one")
     with ExitStack() as stack:
         folder = stack.enter_context(runtime_folder(128 << 20))

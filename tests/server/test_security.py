@@ -1,5 +1,5 @@
-"""Access on a real server with tenants, TLS and admins: every refusal has a canonical code and is
-logged."""
+"""Tests of access control on a real server with tenants, TLS and admins. Each refusal must have a
+canonical gRPC code and a line in the server's log."""
 
 import contextlib
 import json
@@ -126,8 +126,8 @@ def test_a_tenant_has_so_many_sessions(guarded: Guarded, engine: Make) -> None:
 
 
 def test_a_tenant_can_not_probe_another(guarded: Guarded, engine: Make) -> None:
-    """Names leases and key spaces of another tenant. They must be refused in the same words as
-    leases and key spaces that do not exist."""
+    """Sends ids of leases and key spaces of another tenant. The server must refuse them with the
+    same words as ids that do not exist."""
     one, other = (engine(tenant, engine_id="shared-name") for tenant in ("alpha", "blind"))
     blocks = store(one)
     asked, run = [GroupHashes(0, blocks)], [LoadRun(0, block_ids(1), block_ids(1))]
@@ -185,7 +185,7 @@ def test_eviction_notices_go_to_the_tenant_alone(guarded: Guarded, engine: Make)
 
 @contextlib.contextmanager
 def bare_session(guarded: Guarded, key_space: KeySpace) -> Iterator[str]:
-    """Yields the id of a session that links no memory by itself."""
+    """Yields the id of a session that has registered no memory and mapped no block table."""
     config = SessionConfig(guarded.target, "bare", Role.TOOL, key_space, use_table=False)
     with contextlib.closing(Session(config)) as bare:
         bare.start()
@@ -194,7 +194,9 @@ def bare_session(guarded: Guarded, key_space: KeySpace) -> Iterator[str]:
 
 
 def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[bytes, list[int]]:
-    """Returns the answer to a link by hand, and the received descriptors."""
+    """Sends a session's link request by hand, with the descriptors `fds`, on the Unix socket where
+    clients and server exchange file descriptors. Returns the server's answer, and the descriptors
+    that came with it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.connect(str(descriptor_socket(guarded.target)))
         packet = _wire.link_request(session_id, list(fds))
@@ -204,7 +206,8 @@ def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[byte
 
 
 def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engine: Make) -> None:
-    """Tenants do not learn the places of blocks."""
+    """A tenant with the right to map the block table gets a read-only descriptor of it; another
+    tenant gets none. No tenant gets the arena, or the offsets of blocks in it."""
     one, other = engine("alpha"), engine("blind")
     blocks, own = store(one), store(other)
     assert one.session.arena() is None
@@ -228,8 +231,8 @@ def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engi
 
 @pytest.mark.skipif(MINE != 0, reason="only root may become another user")
 def test_a_link_needs_the_same_proof(guarded: Guarded, engine: Make) -> None:
-    """Sends another user's session id on the descriptor socket, as after a leak. The server must
-    refuse it, and send no descriptors."""
+    """Sends the id of another user's session, as if the id had leaked, on the Unix socket where
+    clients get file descriptors. The server must refuse it and send no descriptors."""
     one = engine("alpha")
     assert one.session._connection is not None
     code = (
@@ -306,8 +309,8 @@ def test_admins_over_tcp_prove_it(guarded: Guarded) -> None:
 
 
 def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Make) -> None:
-    """Sends a flood of stores. The server must refuse the excess with a canonical code; the session
-    and another session go on."""
+    """Sends 3,000 stores at once in one session. The server may refuse some as OVERLOADED.
+    Afterwards this session and another must be able to store."""
     one, neighbour = engine("alpha", num_blocks=512, page_bytes=65536), engine("blind")
     run = BlockRun(0, hashes(400), block_ids(400))
     futures = [one.session.store(f"f{i}", f"f{i}", [run], 60) for i in range(3000)]
@@ -370,7 +373,7 @@ def test_a_server_refuses_to_start_where_others_could_interfere() -> None:
 
 
 def over_tcp(guarded: Guarded, tenant: str, credentials: Credentials) -> None:
-    """Opens a session over TCP and looks up a block."""
+    """Opens a session over TCP and looks up a block. The session must not map the block table."""
     engine = PagedEngine(guarded.tcp, tenant=tenant)
     space, role = engine.key_space, Role.SCHEDULER
     config = SessionConfig(guarded.tcp, "remote", role, space, credentials=credentials)
@@ -447,8 +450,8 @@ def test_tcp_shows_no_more_than_it_must(guarded: Guarded) -> None:
 
 @pytest.mark.long
 def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
-    """The server names bad files once and keeps the old certificates. Good files count from the
-    next connection on."""
+    """Replaces the TLS files of a running server. If a file is invalid, the server must log this
+    once and keep the old certificates. It must use valid files from the next connection on."""
     files = [guarded.folder / name for name in ("server.pem", "server.key", "clients.pem")]
     kept = [file.read_bytes() for file in files]
     try:
@@ -476,7 +479,8 @@ def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
 
 
 def test_a_token_proves_a_tenant_without_tls_and_the_admin_socket_may_lie_elsewhere() -> None:
-    """Serves TCP without TLS, as an operator may choose behind a proxy that speaks TLS."""
+    """Serves TCP without TLS, as behind a proxy that terminates TLS. A client proves its tenant by
+    a token. The admin API must be on the configured socket only."""
     tenants = json.dumps([{"name": "gamma", "token_sha256": [sha256(TOKEN)]}])
     with runtime_folder(64 << 20) as folder:
         (folder / "token").write_text(TOKEN)

@@ -1,4 +1,5 @@
-"""Health, reflection and channelz of a server, and the cost of importing its client."""
+"""Tests of the server's gRPC services for health, reflection and channelz. Also tests that the
+client imports no heavy modules, and which memory of unused libraries the server frees."""
 
 import mmap
 import subprocess
@@ -74,7 +75,8 @@ def test_only_whole_copies_of_unused_libraries_are_given_back() -> None:
 
 
 def test_a_client_that_is_closed_says_so(server: Server) -> None:
-    """Without this error, gRPC would end the process."""
+    """A closed client must raise ValueError when it is used. Without this error, gRPC would end the
+    process."""
     with AdminClient(server.target) as admin, HintClient(server.target) as hints:
         pass
     for use in (admin.info, lambda: next(admin.events()), hints.outcomes):

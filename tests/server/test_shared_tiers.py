@@ -1,5 +1,6 @@
-"""Two daemons that share a real store: engines of both load the same blocks byte for byte, a flush
-on either daemon counts on both, and a store that is away costs only hits."""
+"""Tests of two servers that share a tier (Valkey or S3). Engines of both load the same blocks byte
+for byte, and a flush on one server removes the blocks on both. While the shared store is away, both
+servers work with fewer hits."""
 
 import contextlib
 import signal
@@ -106,8 +107,9 @@ def test_a_server_without_its_valkey_starts_and_serves(nodes: Nodes, tmp_path: P
 def test_a_flush_that_the_store_missed_outlives_the_server(
     nodes: Nodes, valkey: Valkey, how: str
 ) -> None:
-    """Kills a server that has flushed while the store was away. The next server must flush the
-    store; a stopped store then receives the flush twice, once from each server."""
+    """Flushes on a server while the shared store is away, and kills the server. The next server
+    must flush the store once the store is back. A store that was only paused receives the flush
+    twice, once from each server."""
     flags = flags_of(valkey)
     a, b = (one.start_sharing(*flags) for one in nodes)
     chain, kept = hashes(CHAIN), hashes(CHAIN)

@@ -1,4 +1,5 @@
-"""Long work on the event loop: other calls are served between its parts."""
+"""Tests of long work on the server's event loop: it is divided into parts, and other calls are
+served between two parts."""
 
 import asyncio
 from dataclasses import replace
@@ -31,8 +32,8 @@ KEY_SPACE = make_key_space("sliced", SLOT_ALIGN, SLOT_ALIGN)
 async def test_while_a_key_space_is_flushed_others_store_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, restores: bool
 ) -> None:
-    """Stores blocks between the parts of a flush. A router that follows the events must know
-    exactly which blocks are ready."""
+    """Looks blocks up between the parts of a flush and, if `restores`, stores a block again. A
+    reader of the events must know afterwards exactly which blocks are ready."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(core_module, "BLOCKS", 1)
 
@@ -86,8 +87,9 @@ async def test_while_a_key_space_is_flushed_others_store_in_it(
 async def test_a_tenant_above_its_bound_loses_blocks_turn_by_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lowers a tenant's bound. Each turn must continue the last turn's pass; blocks that become
-    evictable are evicted in a later pass."""
+    """Lowers a tenant's limit below its usage. Blocks must be evicted in parts, and each part must
+    continue where the last one stopped. Leased blocks must be evicted after their release, in a
+    later pass."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(space_module, "EVICTED_PER_PART", 2)
     monkeypatch.setattr(removals, "KEEPING_S", 0.0)

@@ -1,5 +1,6 @@
-"""Sparse decode through a real server: sequences, selections over stored representations, reports,
-figures."""
+"""Tests of sparse decode on a real server. An engine creates a sequence (a request's list of
+blocks), for which the server selects the blocks to attend to, by representations (compact summaries
+of blocks' keys)."""
 
 import os
 import re
@@ -208,8 +209,9 @@ def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Ser
 
 
 def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Place) -> None:
-    """Selects every sixth of a second under a lease of a second, which must stay. Then lets the
-    lease expire and takes another."""
+    """Selects blocks of a sequence every 0.16 s. The selections must extend the sequence's lease of
+    one second. Then lets the lease expire: the next append to the sequence must acquire a new
+    lease."""
     engine = sparse_engine(target=place.start("--leases.ttl-s", "1").target)
     session, blocks, query = engine.session, hashes(30), queries(1)[0]
     engine.store(blocks)
@@ -233,8 +235,8 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Pl
 
 
 def is_taken_anew(engine: RepresentationEngine, stream: Any, num_blocks: int, covered: int) -> None:
-    """Checks that the sequence's lease has ended, and that an append leases the remaining
-    blocks."""
+    """Checks that the lease of the sequence "s" has ended, and that an append acquires a new lease
+    on its first `covered` blocks."""
     query = queries(1)[0]
     error = refused(lambda: stream.select("s", 2, query, num_blocks * BLOCK_TOKENS))
     assert error.reason is Reason.UNKNOWN_LEASE and "append" in error.message
@@ -335,14 +337,14 @@ def test_a_selection_of_a_closed_session_is_refused(sparse_engine: Make) -> None
 
 
 def select_over(call: object) -> None:
-    """Selects over a stream that is the call `call`."""
+    """Makes a selection on a stream. `call`: stands in for the gRPC call of the stream."""
     stream = Selects(Mock(SelectBlocks=lambda _: call), "s")
     stream.select("s", 0, queries(1)[0], BLOCK_TOKENS, LOG_MASS)
 
 
 def test_an_interrupted_selection_ends_its_stream() -> None:
-    """Interrupts a selection that waits for its answer. The stream must end, or the next selection
-    would get this answer."""
+    """Interrupts a selection while it waits for its answer. The stream must be cancelled; otherwise
+    the next selection would receive this answer."""
     call = MagicMock(__next__=Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         select_over(call)

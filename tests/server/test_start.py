@@ -1,5 +1,5 @@
-"""Starts as an operator sees them: `--check` and a start name mistakes before they create any file.
-A failed start leaves no file behind."""
+"""Tests of the server's start. `--check` and a start must name mistakes in the settings before they
+create a file. A failed start must leave no files behind."""
 
 import asyncio
 import os
@@ -34,8 +34,9 @@ def started(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a server that should refuse to start. Returns the ended process.
 
-    check: runs it with `--check`.
-    before: a command that runs the program; without one the server is forked.
+    check: runs the server with `--check`.
+    before: a command that runs the server's command, such as `env`. If it is empty, the server is
+        forked from this process.
     """
     arguments = ["run", "--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
     arguments += [*ARENA, *flags, *(["--check"] if check else [])]
@@ -47,20 +48,22 @@ def started(
 
 
 def left_in(folder: Path) -> set[str]:
-    """Returns all files except the directory of the sockets and its lock."""
+    """Returns the paths of all files and folders in `folder`, except the server's runtime directory
+    and its lock."""
     found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     return found - {"run", "run/lock"}
 
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """Yields a port that is in use."""
+    """Yields a TCP port that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as one:
         yield one.getsockname()[1]
 
 
 def mistakes(folder: Path, elsewhere: Path, port: int) -> dict[str, list[str]]:
-    """Returns flags of starts that fail, each under a pattern of the expected message."""
+    """Returns the flags of mistakes with which a start must fail, by a pattern of the expected
+    message."""
     certificate, key = Authority(elsewhere, "authority").issue("server")
     key.chmod(0o644)
     (elsewhere / "zmq.py").write_text("raise ImportError('as if it were not there', name='zmq')\n")
@@ -132,8 +135,8 @@ def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
 def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_there(
     folder: Path, taken: int
 ) -> None:
-    """Starts with addresses in use. The start fails late, since the server binds addresses after it
-    has made the arena; it must remove its own files, and keep older ones."""
+    """Starts servers with addresses that are in use. A server binds addresses after it has made the
+    arena, so a failed start must remove its own files. Files of an earlier server must stay."""
     events = ("--events.endpoint", f"tcp://*:{taken}")
     port = str(free_port())
     tcp = ("--tcp-address", f"127.0.0.1:{port}", "--security.tcp-insecure", "true")
@@ -163,7 +166,8 @@ def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_th
 
 
 def test_a_start_whose_end_fails_too_leaves_nothing(folder: Path) -> None:
-    """Starts with a port for two listeners; closing the node then raises."""
+    """Starts a server with one port for two listeners, which fails; closing the node then raises an
+    injected error. The server must leave no files behind."""
     port, point = free_port(), "hotkv_server.node.node:Node.close"
     command = [*faults.command("break", point, "refuse", folder), *ARENA, "--http.port", str(port)]
     command += ["--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
@@ -181,8 +185,8 @@ def program_or_skip(name: str) -> str:
 
 
 def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
-    """Starts on a file system of 8 MiB, mounted in a mount namespace of its own. The message must
-    name the missing room."""
+    """Starts a server whose arena is on a file system of 8 MiB, mounted in a separate mount
+    namespace. The message must say how much space the arena needs."""
     command = 'mount -t tmpfs -o size=8m,mode=700 tmpfs "$0" && exec "$@"'
     mount = (program_or_skip("unshare"), "--mount", "/bin/sh", "-c", command, str(folder / "arena"))
     (folder / "arena").mkdir(mode=0o700)
@@ -194,8 +198,9 @@ def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
 
 
 def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
-    """Starts with directories that it may not write. If the tests run as root, the server has no
-    capabilities, so that file modes restrict it."""
+    """Starts a server with directories that it may not write. The message must name the setting. If
+    the tests run as root, the server runs without Linux capabilities, so that file modes restrict
+    it."""
     drop: tuple[str, ...] = ()
     if os.geteuid() == 0:
         drop = (program_or_skip("setpriv"), "--inh-caps=-all", "--bounding-set=-all")
@@ -217,8 +222,8 @@ def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
 
 
 def test_without_huge_pages_it_goes_on_and_says_so(tmp_path: Path) -> None:
-    """Puts the arena on a disk, whose file system has no huge pages for shared writable
-    mappings."""
+    """Puts the arena on a disk, whose file system has no huge pages for shared mappings. The server
+    must become ready, and log a warning about slower copies."""
     with Server(tmp_path, "16MiB", "--arena.slab-bytes", "64KiB") as server:
         server.wait_ready()
         if server.counter("arena_huge_page_bytes"):
@@ -260,7 +265,8 @@ def test_a_typo_is_one_line_that_says_what_was_meant(
 
 
 def test_variables_of_others_are_none_of_the_servers() -> None:
-    """Kubernetes sets variables like these for a service named hotkv."""
+    """The server must ignore these variables, although they begin with HOTKV_. Kubernetes sets some
+    of them for a service named hotkv."""
     others = ("HOTKV_PORT", "HOTKV_PORT_9433_TCP_ADDR", "HOTKV_SERVICE_HOST", "HOTKV_TARGET")
     others += ("HOTKV_HTTP_PORT", "HOTKV_ARENA_SERVICE_PORT", "HOTKV_VENV", "HOTKV_ARENA__BYTES")
     assert sources.wrong_variables(Settings, dict.fromkeys(others, "1")) == []
@@ -335,8 +341,9 @@ def test_help_lists_every_setting_with_its_default() -> None:
 
 
 def test_a_container_ends_at_sigterm_while_its_server_starts(folder: Path) -> None:
-    """Sends SIGTERM to the first process of a container. The kernel ignores it there unless the
-    process handles it, which it must do from its start."""
+    """Sends SIGTERM to a server that starts as the first process of a container. The kernel ignores
+    signals to this process if it has no handler, so the server needs a handler from its start
+    on."""
     alone = ["unshare", "--pid", "--fork", "--kill-child"]
     if os.geteuid() or subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("namespaces of processes need root and unshare")

@@ -1,5 +1,6 @@
-"""The status page in Debian's Chromium shows the API's figures under live traffic. It is readable
-at both widths, dark and light, works by keyboard, and shows when the server is gone."""
+"""Tests of the status page in Chromium. The page must show the figures of the server's API while
+engines store and load. It must be readable on wide and narrow screens, dark and light, work by
+keyboard, and show when the server is gone."""
 
 import contextlib
 import threading
@@ -33,19 +34,19 @@ class Watched:
     url: str
     wrong: list[str] = field(default_factory=list)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Answers of /api/v1/status, by their time."""
+    """Answers of /api/v1/status that the page received, by their `unix_time_ms`."""
 
     def until(self, expression: str) -> None:
-        """Waits until an expression is true. Playwright's own wait needs `eval` in the page, which
-        its policy forbids."""
+        """Waits until a JavaScript expression is true in the page. Playwright's own wait would need
+        `eval`, which the page's Content-Security-Policy forbids."""
         deadline_s = time.monotonic() + TIMEOUT_MS / 1000
         while not self.page.evaluate(expression):
             assert time.monotonic() < deadline_s, f"never came about: {expression}"
             self.page.wait_for_timeout(50)
 
     def gather(self, beyond: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the figures shown at a time later than `beyond`, and the answer that they come
-        from."""
+        """Waits until the page shows figures whose time is later than `beyond`. Returns these
+        figures, and the API's answer that they come from."""
         self.until(f"Number(document.body.dataset.shown) > {beyond}")
         found = self.page.evaluate("probe.gather()")
         while found["shown"] not in self.answers:
@@ -79,7 +80,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Visit]:
-    """Yields a function that opens a page, each in a new browser context."""
+    """Yields a function that opens a server's status page, each time in a new browser context."""
     with contextlib.ExitStack() as stack:
 
         def go(server: Server, viewport: Any = WIDE, scheme: str = "light") -> Watched:
@@ -112,7 +113,8 @@ def visit(browser: Any) -> Iterator[Visit]:
 
 @pytest.fixture(scope="module")
 def traffic(server: Server) -> Iterator[None]:
-    """Runs two engines that store and load. One has names that look like markup."""
+    """Runs two engines that store and load all the time. The names of one engine and its model look
+    like HTML."""
     with contextlib.ExitStack() as stack:
         one = Traffic(server.target, "llama-8b", "engine-a", num_blocks=256)
         stack.callback(one.close)
@@ -301,8 +303,9 @@ def test_it_says_when_the_server_is_gone(visit: Visit) -> None:
 def test_tokens_are_entered_once_and_no_answer_closes_their_form(
     visit: Visit, tmp_path: Path
 ) -> None:
-    """Enters tokens in the page's form. A refresh must not close the form, nor an answer that was
-    under way when it opened."""
+    """Enters access tokens in the page's form. The page must keep the token over a reload. An open
+    form must stay open at the next refresh, and when an answer arrives that was requested before
+    the form opened."""
     viewers = tmp_path / "token"
     viewers.touch(0o600)
     viewers.write_text(TOKEN)

@@ -1,5 +1,6 @@
-"""/api/v1/status has the figures of `hotkv status` and `hotkv savings`, restricts access, and
-refuses odd requests. The page itself is in test_status_browser.py."""
+"""Tests of the status page's API: /api/v1/status and /api/v1/savings have the figures of `hotkv
+status` and `hotkv savings`, restrict access, and refuse odd requests. test_status_browser.py tests
+the page itself."""
 
 import asyncio
 import base64
@@ -64,7 +65,7 @@ def traffic(server: Server) -> Iterator[Callable[..., Traffic]]:
 
 
 def settled(server: Server) -> dict[str, Any]:
-    """Returns the status after a new survey."""
+    """Waits until the server has made a new survey (a count of its blocks). Returns the status."""
     status_of(server)
     time.sleep(survey.FRESH_S)
     wait_for(lambda: status_of(server)["survey_age_s"] == 0.0)
@@ -126,8 +127,8 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
     )
 
     def is_told() -> bool:
-        """Returns True once the answer includes all traffic. It may be older while the node
-        rests."""
+        """Returns True once /api/v1/savings shows the same figures as the status. Its answers are
+        cached, so they may be older at first."""
         told = get(http_port(server), "/api/v1/savings?since_s=3600").figures
         return bool((hour["total"], hour["rows"]) == (told["total"], told["rows"]))
 
@@ -273,8 +274,9 @@ async def test_however_many_ask_the_node_is_asked_once_at_a_time(
 
 
 async def test_however_many_ask_for_savings_the_node_rests() -> None:
-    """Asks for the savings of several time windows all the time. The node must rest between its
-    reads, and an answer is at most as old as the other windows' reads take."""
+    """Requests the savings of several time windows without pause, on a made-up clock. The server
+    must spend less than 6 % of its time on them. The answer about the last hour may be at most a
+    second old."""
     spent_s, now_s, ages = 0.0, 1000.0, list[int]()
 
     async def read(since_s: float, has_names: bool) -> dict[str, Any]:
@@ -392,8 +394,8 @@ def test_odd_requests(server: Server, path: str, method: str, status: int) -> No
 
 @dataclasses.dataclass(frozen=True)
 class Far:
-    """A server with two tenants that listens beyond this machine, and the files of its token and
-    settings."""
+    """A server with two tenants whose status page can be reached from other machines, with the
+    files of its token and its settings."""
 
     server: Server
     token: Path
@@ -506,7 +508,8 @@ async def test_the_body_of_a_client_that_may_not_ask_is_not_kept(
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 async def test_without_a_token_nothing_is_shown_beyond_this_machine(node: Node, host: str) -> None:
-    """`::` includes the addresses of IPv4: probes come by either."""
+    """Serves HTTP on all addresses, without a token. The page and its API must be refused; the
+    health check must work. `::` accepts IPv4 connections too."""
     if host == "::" and not socket.has_dualstack_ipv6():
         pytest.skip("no such addresses here")
     http = HttpServer(host, 0, node)

@@ -1,5 +1,6 @@
-"""KV events of a server with a disk: readers of the ZMQ endpoint and of the gRPC feed learn the
-tiers of blocks. A reader without tiers gets events of host memory only."""
+"""Tests of the KV events of a server with a disk. Readers of the ZMQ endpoint and of the gRPC
+stream must learn which tiers have a block. A gRPC reader that does not ask for tiers must get only
+events of host memory."""
 
 from collections.abc import Iterator
 
@@ -16,8 +17,9 @@ __all__ = ["place"]
 
 
 def test_readers_learn_in_which_medium_blocks_lie(place: Tiered) -> None:
-    """Blocks of a chain are stored, written to the disk, evicted and loaded again. The events must
-    place each block in both media, never twice in one."""
+    """Stores blocks, which are written to the disk, then evicts them from host memory and loads
+    them again. By the events, each block must be in host memory and on the disk at the end. No
+    event may store a block in a medium that already has it."""
     place.start_tiered("--events.endpoint", f"ipc://{place.folder}/events")
     engine = place.connect()
     assert place.server is not None
@@ -61,7 +63,8 @@ def test_readers_learn_in_which_medium_blocks_lie(place: Tiered) -> None:
 
 
 def _until_last_cleared(stream: Iterator[tuple[list[dict[str, object]], int]]):  # type: ignore[no-untyped-def]
-    """Yields answers of a stream up to the first clear after blocks were stored."""
+    """Yields the answers of an event stream until blocks were stored and a clear event has
+    followed."""
     has_blocks = False
     for items, lost in stream:
         assert not lost

@@ -1,5 +1,6 @@
-"""A disk below the arena: evicted blocks return from it byte for byte, also after a kill. Faults of
-the disk cost hits, never bytes."""
+"""Tests of a disk tier below host memory. Blocks evicted from host memory must return from the disk
+byte for byte, also after a kill. Faults of the disk may cost hits, but must never lead to wrong
+bytes."""
 
 import argparse
 import json
@@ -36,7 +37,8 @@ ARENA_SLOTS = (16 << 20) // SLOT_BYTES
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Tiered]:
-    """Yields a place whose disk has a budget. Each test uses its own blocks."""
+    """Yields a server with an engine, and with a disk that has a budget of bytes to write per day.
+    The module's tests share it, each with different blocks."""
     with tiered() as made:
         made.start_tiered("--tiers.disk.write-gb-per-day", "1e5")
         made.connect()
@@ -99,7 +101,8 @@ def test_the_disk_outlives_the_server_and_the_arena(place: Tiered, how: signal.S
 
 @pytest.mark.long
 def test_what_was_written_today_counts_after_a_restart(place: Tiered) -> None:
-    """Bytes written today count against the budget after a kill and after a reset of the cache."""
+    """Writes blocks to a disk with a daily budget of bytes. The written bytes must still count
+    against the budget after a kill of the server, and after a reset of the cache."""
     budget = ("--tiers.disk.write-gb-per-day", "100000")
     place.command = faults.command("hurry")
     place.start_tiered(*budget)
@@ -181,7 +184,9 @@ def test_a_disk_of_another_server_is_refused(shared: Tiered) -> None:
 
 
 def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered) -> None:
-    """Loses host memory, and the pages of the disk's records that were not synced."""
+    """Simulates a power loss after a flush: deletes the arena, and replaces the disk's records by
+    those of before the flush. The next server must not find a flushed block. Blocks stored after
+    the flush must survive the next power loss."""
     disk = place.folder / "disk"
     place.start_tiered()
     engine, blocks, kept = place.connect(), hashes(20), hashes(4)
@@ -203,7 +208,7 @@ def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered)
 
 
 def values(count: int, seed: int) -> np.ndarray:
-    """Returns bytes [layer, block, byte] like those of real models."""
+    """Returns bytes [layer, block, byte] that compress like the keys and values of real models."""
     made: np.ndarray = keys_and_values(LAYERS * count * PAGE_BYTES, seed)
     return made.reshape(LAYERS, count, PAGE_BYTES)
 
@@ -215,7 +220,9 @@ def values(count: int, seed: int) -> np.ndarray:
 def test_a_disk_encodes_blocks_or_not_and_its_next_server_reads_both(
     place: Tiered, first: str, then: str
 ) -> None:
-    """Blocks that can't be encoded are written as they are."""
+    """Writes blocks to a disk with compression on or off, and restarts the server with the other
+    setting. The server must read all blocks. Blocks that can't be compressed must be written
+    unchanged."""
     size = {"auto": room_bytes(SLOT_BYTES), "off": SLOT_BYTES}
     place.start_tiered("--tiers.disk.compress", first)
     place.connect()

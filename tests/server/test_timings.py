@@ -1,5 +1,5 @@
-"""Metrics of calls, transfers, the event loop and the ledger, as Prometheus reads them from a real
-server."""
+"""Tests of the metrics of calls, transfers, the event loop and the ledger (which counts hits and
+saved time), as a real server exports them to Prometheus."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ SLOT_BYTES = LAYERS * PAGE_BYTES
 
 
 def read(port: int) -> dict[str, float]:
-    """Returns all samples, by name and labels."""
+    """Returns the values of the server's metrics at /metrics, by name with labels."""
     lines = get(port, "/metrics").text.splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("hotkv_"))
     return {name: float(value) for name, value in pairs}
@@ -98,8 +98,8 @@ def test_transfers_that_fail_are_counted_and_not_timed(folder: Path) -> None:
 
 
 def test_counters_of_the_ledger_never_fall(place: Place) -> None:
-    """Takes the savings of a failed load back. No counter may fall: Prometheus would take that for
-    a restart of the counter at 0."""
+    """Reports a hit, and then that its load has failed, so that the ledger subtracts the hit and
+    its saved time. No exported counter may fall: Prometheus would take this for a restart at 0."""
     port = http_port(place.start())
     session = place.connect().session
     report = RequestReport(hashes(4), 70, 0, 48, 0.0, saved_s=2.0, report_id=1)
@@ -124,8 +124,9 @@ DELAYS_S = st.lists(st.sampled_from([0.0, 0.004, 0.006, 0.3, 7.0]), max_size=40)
 def test_a_delay_counts_as_often_as_it_was_measured_for(
     delays: list[float], seconds: int, is_refused: bool
 ) -> None:
-    """Compares with a model, on a made-up clock. After a tick without delay, the next tick comes
-    later and counts more. `is_refused`: the system refuses the thread of faulthandler."""
+    """Compares `LoopLag`, which measures the delays of the event loop's timer, with a model on a
+    made-up clock. After a tick without delay, the next tick comes later and must count as more
+    samples. `is_refused`: the system refuses to start faulthandler's thread."""
     now_s, timers, armed_s = 100.0, list[tuple[float, Any]](), list[float]()
     samples, num_ticks = [0.0], 1
 

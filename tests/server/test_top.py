@@ -1,4 +1,5 @@
-"""`hotkv top` against a real server: its figures, its lines, its screen and keys."""
+"""Tests of `hotkv top` against a real server: its figures, its output as lines, its screen and its
+keys."""
 
 import contextlib
 import dataclasses
@@ -50,7 +51,8 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def readings(server: Server) -> Iterator[tuple[Reading, Reading]]:
-    """Yields readings before and after a prompt on each of two engines. The second never hits."""
+    """Yields two readings of the server's counters: before and after a prompt on each of two
+    engines. The prompt of the first engine hits, that of the second does not."""
     with contextlib.ExitStack() as stack:
         engines = [Traffic(server.target, name, f"{name}-engine") for name in ("alpha", "beta")]
         layer = {"selects": 4, "swap_bytes": SWAPPED_BYTES}
@@ -106,7 +108,8 @@ def test_a_first_reading_and_one_of_another_process_have_no_rates(
 
 
 def test_a_reading_is_of_the_time_of_its_answer() -> None:
-    """A late answer must not look like a restart."""
+    """The time of a reading is that of the server's answer, not of the request. With the time of
+    the request, a late answer would look like a restart of the server."""
     client, answered_s = MagicMock(), list[float]()
     client.info.side_effect = lambda: answered_s.append(time.monotonic())
     assert read(client).at_s >= answered_s[0]
@@ -150,7 +153,7 @@ def test_into_a_pipe_come_lines_and_json(server: Server) -> None:
 
 
 class Terminal:
-    """`hotkv top` on a pseudo-terminal."""
+    """A process of `hotkv top` on a pseudo-terminal, and the content of its screen."""
 
     def __init__(
         self,
@@ -172,7 +175,7 @@ class Terminal:
         os.write(self._fd, sent.encode())
 
     def shows(self, text: str) -> bool:
-        """Returns True if the text is on the screen, after reading all output."""
+        """Reads all output that is available. Returns True if the text is then on the screen."""
         while select.select([self._fd], [], [], 0.05)[0]:
             try:
                 self._stream.feed(os.read(self._fd, 1 << 16))
@@ -184,7 +187,8 @@ class Terminal:
         wait_for(lambda: all(map(self.shows, texts)), str(texts))
 
     def takes_keys(self) -> bool:
-        """Returns True once the terminal does not echo, so that keys arrive at once."""
+        """Returns True once the process has turned the terminal's echo off. From then on it reads
+        each key at once."""
         return not termios.tcgetattr(self._fd)[3] & termios.ECHO
 
     def ended(self) -> bool:
@@ -223,14 +227,17 @@ def test_the_screen_and_its_keys(server: Server) -> None:
 
 @pytest.mark.usefixtures("readings")
 def test_a_terminal_without_a_cursor_shows_lines(server: Server) -> None:
-    """Uses a terminal of type `dumb`, as the log of a build or an editor's shell has it."""
+    """Runs `hotkv top` on a terminal of type `dumb`, such as an editor's shell or a build log. It
+    must print its figures and end at Ctrl-C."""
     terminal = Terminal(server, "--count", "0", term="dumb")
     terminal.wait("hotkv-server", "alpha")
     terminal.end("\x03")
 
 
 def test_the_screen_goes_on_while_its_server_hangs_dies_and_comes_back() -> None:
-    """The screen's `--timeout-s` is longer than the test's deadlines."""
+    """Suspends, kills and restarts the server under `hotkv top`. The screen must react to keys
+    while the server hangs, even with a timeout of 300 s for answers. It must show when the server
+    has died, and when the next server is ready."""
     with runtime_folder(64 << 20) as folder:
         with Server(folder, "16MiB", *SLABS) as first:
             first.wait_ready()
@@ -299,7 +306,8 @@ def test_every_engine_can_be_scrolled_to(
 
 
 def busy(readings: tuple[Reading, Reading]) -> Figures:
-    """Returns figures of the greatest width, of a model with one engine and a model with two."""
+    """Returns figures whose numbers are as wide as they can be, with a model of one engine and a
+    model of two engines."""
     figures = figures_of(None, readings[1])
     most = {
         "prompt_tokens_per_s": 9_999_999.0, "hit_ratio": 1.0, "recent_hit_ratio": 1.0,

@@ -1,5 +1,5 @@
-"""Traces of a real server, in a collector that is there, away, full or slow; and no traces without
-the setting."""
+"""Tests of the server's OpenTelemetry traces, with a collector that works, is away, refuses spans
+or is slow. Also tests a server without the setting for traces."""
 
 import asyncio
 import logging
@@ -60,7 +60,7 @@ def collector() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="module")
 def traced(collector: OtlpReceiver) -> Iterator[Server]:
-    """Yields a server with a disk, whose spans go to the collector."""
+    """Yields a server with a disk tier that exports its spans to the collector."""
     with runtime_folder(256 << 20) as folder:
         flags = ("--tracing.endpoint", collector.url, "--arena.slab-bytes", "256KiB")
         disk = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
@@ -70,7 +70,8 @@ def traced(collector: OtlpReceiver) -> Iterator[Server]:
 
 
 class Request:
-    """Calls of a traced request; its spans are found by the trace's id."""
+    """An engine and a trace id. The engine's calls belong to the trace, so their spans are found by
+    its id."""
 
     def __init__(self, target: str) -> None:
         name, shape = os.urandom(8).hex(), {"layers": LAYERS, "page_bytes": PAGE_BYTES}
@@ -96,7 +97,8 @@ class Request:
         self.session.release(name)
 
     def spans(self, collector: OtlpReceiver, *names: str) -> dict[str, ReceivedSpan]:
-        """Returns the trace's spans by name, once all of these names have come."""
+        """Waits until the collector has a span of each of these names. Returns the trace's spans by
+        name."""
 
         def mine(spans: list[ReceivedSpan]) -> dict[str, ReceivedSpan]:
             return {one.name: one for one in spans if one.trace_id == self.trace_id}
@@ -114,8 +116,9 @@ def request_(traced: Server) -> Iterator[Request]:
 def test_a_request_is_seen_from_its_lookup_to_the_disk(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
-    """Checks the spans of a request's calls. A transfer's span has its wait and its copy as
-    children. No span has a hash or a client's name."""
+    """Stores, looks up, leases and loads blocks in one trace, and checks the spans down to the
+    write to the disk. The span of a store must have its wait and its copy as children. No span may
+    have a block hash or a client's name."""
     blocks, parent = hashes(8), request_.traceparent
     request_.store(blocks, parent)
     assert request_.session.lookup([GroupHashes(0, [*blocks, *hashes(2)])], parent).result(60)
@@ -183,7 +186,8 @@ def names_in(collector: OtlpReceiver, request: Request) -> list[str]:
 def test_a_call_that_fails_says_why_and_nothing_that_was_sent(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
-    """Unary calls are traced too."""
+    """Loads under an unknown lease. The span must have the reason of the failure, but not the
+    lease's id. A unary gRPC call must have a span too."""
     ids, parent = np.arange(1, dtype=np.int32), request_.traceparent
     with pytest.raises(HotKVError, match="unknown"):
         runs = [LoadRun(0, ids, ids)]
@@ -320,7 +324,8 @@ class GrpcCollector(trace_service_pb2_grpc.TraceServiceServicer):
 def test_the_environment_may_name_the_collector(
     sink: Callable[[str], Traces], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An endpoint whose URL has a path is used as it is; otherwise `/v1/traces` follows."""
+    """Configures the collector by the variables OTEL_EXPORTER_OTLP_*. An endpoint whose URL has a
+    path must be used unchanged; otherwise `/v1/traces` must be appended."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
     with OtlpReceiver() as one:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", one.url)
@@ -347,7 +352,7 @@ def test_the_environment_may_name_the_collector(
     server.stop(0)
 
 
-# ------------------------------------------------------------------------------------ books
+# ------------------------------------------------------------------------------------ spans
 
 
 def test_blocks_of_traced_stores_are_remembered_within_a_bound(
@@ -363,8 +368,8 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     }
 
     def written(hashes: np.ndarray) -> dict[str, int]:
-        """Records the write of blocks to the disk. Returns the number of blocks in each span, by
-        the name of the store that had the blocks."""
+        """Begins and ends the spans for a write of these blocks to the disk. Returns the number of
+        blocks in each span, by the name of the store that is the span's parent."""
         before = len(recorded.spans())
         for span in books.begin_writes(hashes, "disk"):
             span.end()
@@ -432,7 +437,8 @@ print([name for name in sys.modules if name.startswith(("opentelemetry", "hotkv_
 
 
 def test_without_the_setting_calls_are_those_of_the_module() -> None:
-    """Without the setting, OpenTelemetry is not imported either."""
+    """Without the setting `tracing.endpoint`, the server must use the untraced calls of
+    `wire.calls`, and must not import OpenTelemetry."""
     off = TracingCapability(None)
     assert not any(off.counters().values())
     node: Any = SimpleNamespace(capabilities=[off])
@@ -484,7 +490,8 @@ def test_headers_come_from_a_private_file(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_server_serves_and_stops_without_its_collector(hangs: bool) -> None:
-    """The collector does not listen, or does not answer."""
+    """Runs a server whose trace collector does not listen, or never answers (`hangs`). The server
+    must still store blocks, and stop."""
     with runtime_folder(64 << 20) as folder, socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1] if hangs else 1
         flags = ("--tracing.endpoint", f"http://127.0.0.1:{port}", "--tracing.sample-ratio", "1")

@@ -1,4 +1,5 @@
-"""Stores and loads through a real server, byte for byte."""
+"""Tests of stores and loads, on a real server and on a node in this process. Loaded bytes must
+equal the stored bytes."""
 
 import asyncio
 import itertools
@@ -57,8 +58,8 @@ def test_bytes_move_between_engines_and_are_stored_once(engine: Make) -> None:
 
 
 def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: Make) -> None:
-    """Each block answered `stored` is ready afterwards or was named in a notice. A block that is
-    evicted before the answer is answered as aborted."""
+    """Stores 100 MiB at once in an arena of 16 MiB. Each block that was answered as stored must be
+    found afterwards, or an eviction notice must have named it."""
     told: list[Evicted] = []
     one = engine(own_server.target, on_evicted=told.append, num_blocks=64)
     lists = [hashes(64) for _ in range(200)]  # 100 MiB into 16 MiB
@@ -147,7 +148,8 @@ def test_blocks_move_by_unary_calls_too(server: Server, engine: Make) -> None:
 async def test_a_transfer_that_cannot_be_planned_or_submitted_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A validated transfer cannot fail this way; the test injects the failure."""
+    """Injects an error into the planning of a store's copies, or into their submission. The failed
+    store must leave no lease, transfer or job behind, and the next store must succeed."""
     async with live_node(tmp_path) as node:
         session = await worker(node)
         run, at = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
@@ -199,8 +201,8 @@ async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
 async def test_the_event_loop_does_not_wait_while_engine_memory_is_freed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Closes a session. A thread must free its memory, as the kernel takes some 0.3 s for each GiB
-    of a dead engine. Its leases end before."""
+    """Closes a session. Its leases must end first; then a thread must free the engine's memory.
+    Freeing it on the event loop would block other calls for some 0.3 s per GiB."""
     async with live_node(tmp_path) as node:
         session, blocks, close = await worker(node), hashes(1), SessionMemory.close
         assert await store_in(node, session, blocks) == [BlockResult.STORED]
@@ -250,7 +252,8 @@ async def test_a_store_that_breaks_a_capability_by_its_evictions_ends(
 
 
 async def test_what_is_evicted_before_the_answer_is_not_answered_as_there(tmp_path: Path) -> None:
-    """The block's eviction notice comes before the answer."""
+    """Stores a block that is already present, and evicts it before the store is answered. The
+    answer must say that the block was aborted, as its eviction notice was sent before."""
     async with live_node(tmp_path) as node:
         session, sent = await worker(node, 2), list[session_pb2.ConnectResponse]()
         old, new = hashes(2)
@@ -269,8 +272,8 @@ async def test_what_is_evicted_before_the_answer_is_not_answered_as_there(tmp_pa
 async def test_a_load_that_cannot_be_verified_fails_and_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
 ) -> None:
-    """Closes the session during its load, whose verification may fail (`broken`). The close must
-    wait for the load's end."""
+    """Closes a session during its load. The close must wait for the load. The load must end as
+    failed if the method named by `broken` raises, and as cancelled otherwise."""
     async with live_node(tmp_path, config={"check_stride": 1}) as node:
         session, blocks, at = await worker(node), hashes(1), [np.zeros(1, np.int64)]
         assert await store_in(node, session, blocks) == [BlockResult.STORED]

@@ -1,5 +1,5 @@
-"""The three sentences at the head of `hotkv status` follow from its figures, and are those of the
-API."""
+"""Tests of the three sentences at the head of `hotkv status` (is it working, does it pay, what
+limits it). They must follow from the server's figures, and equal those of the API."""
 
 import copy
 import json
@@ -45,8 +45,8 @@ def test_each_reason_of_a_miss_has_a_sentence() -> None:
 
 
 def said(**changes: Any) -> list[str]:
-    """Returns the sentences after changes to the figures. A figure is named by its path, such as
-    `loop__lag_p99_s`."""
+    """Returns the three sentences about FIGURES after these changes. The name of a change is the
+    path of a figure, such as `loop__lag_p99_s`."""
     figures = copy.deepcopy(FIGURES)
     for path, value in changes.items():
         *way, last = path.split("__")
@@ -58,7 +58,7 @@ def said(**changes: Any) -> list[str]:
 
 
 def said_of_hour(**changes: Any) -> list[str]:
-    """Returns the sentences after changes to figures of the last hour's savings."""
+    """Returns the three sentences about FIGURES after these changes to the last hour's savings."""
     return said(**{f"savings__hour__{path}": value for path, value in changes.items()})
 
 

@@ -1,5 +1,5 @@
-"""A new node fetches the hottest blocks of another node before traffic arrives: by files of block
-names and by prompts, over a Valkey that both share."""
+"""Tests of warm starts. Before it gets traffic, a new node fetches blocks that another node uses,
+from a Valkey that both nodes share. An exported file, or prompts, name these blocks."""
 
 import contextlib
 import json
@@ -43,7 +43,8 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
 
 @pytest.fixture
 def nodes(valkey: Valkey) -> Iterator[tuple[SharingNode, SharingNode]]:
-    """Yields a node with an engine, and a new node without an engine."""
+    """Yields two nodes that share a Valkey: a node with an engine, and a new node without an
+    engine."""
     flags = ("--tiers.valkey.address", f"unix:{valkey.path}", *PATIENT)
     with node() as a, node() as b:
         a.start_sharing(*flags)
@@ -73,8 +74,9 @@ def space_of(one: SharingNode) -> dict[str, Any]:
 def test_a_new_node_fetches_what_its_sibling_uses(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:
-    """Exports block names from a node and imports them on a new node. A watcher of the new node's
-    events must learn of the blocks before an engine connects."""
+    """Exports the names of a node's hottest blocks to a file, and imports the file on a new node,
+    which fetches these blocks. The new node's event stream must show the blocks before an engine
+    has connected to it."""
     (a, b), file = nodes, tmp_path / "blocks"
     cold, hot = hashes(CHAIN), hashes(CHAIN)
     a.fill(cold)
@@ -168,7 +170,8 @@ def test_files_without_end_are_not_read_whole(
 
 
 def test_no_device_and_no_link_is_replaced_by_a_file(tmp_path: Path) -> None:
-    """Otherwise `hotkv export /dev/stdout`, run by root, would replace the device."""
+    """`hotkv export` must refuse to replace a pipe or a device, such as /dev/stdout. It must write
+    to the target of a symbolic link and keep the link."""
     client = Mock(export_blocks=lambda *_: iter([{"hash_byte_count": 8}]))
     os.mkfifo(pipe := tmp_path / "pipe")
     with pytest.raises(ValueError, match="is no file: name a file to write"):

@@ -1,5 +1,6 @@
-"""A capability can be deleted: without its folder and its lines of registration the server starts,
-serves, and keeps every other promise."""
+"""Tests that each capability (optional part of the server, such as residency) can be deleted.
+Without its folder and the lines that register it, the server must start, serve, and pass the tests
+that don't need it."""
 
 import os
 import re
@@ -18,13 +19,13 @@ CAPABILITIES = tuple(module.__name__.split(".")[1] for module in capabilities.CA
 QUICK = tuple(f"tests/server/test_{name}.py" for name in ("transfers", "flush", "ranks", "fence"))
 SHORT = "tests/server/test_transfers.py::test_bytes_move_between_engines_and_are_stored_once"
 SLOW = tuple(f"tests/server/test_{name}.py" for name in ("life", "restart"))
-"""Tests of a daemon that name no capability."""
+"""QUICK, SHORT and SLOW are tests of a server that need no capability."""
 LINES = re.compile(r"    (\w+),|from hotkv_server\.(\w+) import capability as \w+")
 
 
 def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """Copies the server without these capabilities into `folder`. Returns the environment to import
-    it."""
+    """Copies the server into `folder`, without the capabilities `names`. Returns the environment
+    variables for processes that import the copy."""
     server = folder / "hotkv_server"
     # Copies compiled kernels too, which are valid while the files' times stay the same.
     shutil.copytree(ROOT / "server" / "hotkv_server", server)
@@ -43,11 +44,13 @@ def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 
 SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
-"""Before Python 3.11 the working directory comes first; it has no packages of hotkv."""
+"""Flag that keeps the working directory out of the import path. Python before 3.11 has no such
+flag; the working directory has no packages of hotkv."""
 
 
 def run(command: tuple[str, ...], environment: dict[str, str]) -> str:
-    """Runs a command with the copy. Returns its output. Raises AssertionError if it fails."""
+    """Runs a Python module that imports the copied server. Returns its output. Raises
+    AssertionError if it fails."""
 
     def python(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

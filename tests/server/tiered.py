@@ -1,4 +1,4 @@
-"""A server with tiers of host memory and disk, and an engine."""
+"""A test harness: servers with a disk tier below host memory, and an engine."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,11 +14,13 @@ from tests.support.waiting import wait_for
 PAGE_BYTES, LAYERS, NUM_BLOCKS = 64 << 10, 2, 160
 SLOT_BYTES = PAGE_BYTES * LAYERS
 CHAIN = 30
-"""Fewer blocks than a lease may pin before its load: a quarter of the arena."""
+"""Number of blocks of a prompt. A lease may pin more blocks before its load: a quarter of the
+arena."""
 
 
 class Tiered(Place):
-    """A place whose servers have a disk of 64 MiB."""
+    """A `Place` (a folder for successive servers, and an engine) whose servers have a disk tier of
+    64 MiB by default."""
 
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
@@ -27,7 +29,8 @@ class Tiered(Place):
         self.start("--tiers.disk.path", str(folder), "--tiers.disk.bytes", disk, *PATIENT, *flags)
 
     def fill(self, blocks: list[bytes], content: np.ndarray | None = None) -> np.ndarray:
-        """Stores blocks and waits until the disk has them and their records."""
+        """Stores blocks, and waits until the blocks and their records are on the disk. Returns the
+        blocks' bytes."""
         before = self.counter("tier_demoted_blocks_total")
         content = self.put(blocks, content)
         wait_for(lambda: self.counter("tier_demoted_blocks_total") == before + len(blocks))
@@ -35,13 +38,13 @@ class Tiered(Place):
         return content
 
     def forget(self) -> None:
-        """Evicts all blocks from host memory; the disk keeps them."""
+        """Evicts all blocks from host memory. They stay on the disk."""
         assert self.server is not None
         with AdminClient(self.server.target) as admin:
             admin.evict(everything=True)
 
     def lose_arena(self) -> None:
-        """Deletes the arena, as a reboot does. The server must have ended."""
+        """Deletes the arena's files, as a reboot does. The server must have ended before."""
         for path in (self.folder / "arena").iterdir():
             path.unlink()
 

@@ -1,4 +1,5 @@
-"""Reports of ranks: joining two reports, and empty reports."""
+"""Tests how the reports of several ranks (`HotKVWorkerMetadata`, from workers to the scheduler
+side) are joined into one report."""
 
 import copy
 import dataclasses
@@ -57,7 +58,7 @@ EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
 
 NAMES, RANKS = st.sampled_from("ab"), st.integers(0, 2)
 WHOLE = st.integers(0, 9).map(float)
-"""Sums of whole numbers are the same in any order."""
+"""Whole numbers, because their floating-point sums are the same in any order."""
 
 
 def positions() -> st.SearchStrategy[Any]:
@@ -104,7 +105,8 @@ SUMMED = {"stores", "counters", "settled_loads", "handshakes", "sparse"}
 
 
 def plain(value: Any) -> Any:
-    """Returns the value in a form that `==` compares, arrays too."""
+    """Returns the value in a form that `==` can compare: arrays become lists with their dtype,
+    dataclasses become dicts."""
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.tolist()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,5 +1,5 @@
-"""Real vLLM with tiny models of real architectures. Compares the logprobs of an engine that loads
-from hotkv with those of the engine that stored; in float32 they agree to the last digits."""
+"""Runs real vLLM with tiny models of real architectures. Compares the logprobs of an engine that
+loads KV from hotkv with those of the engine that stored it."""
 
 import random
 from typing import Any
@@ -36,8 +36,8 @@ GATED = ALIGN | {"dtype": "bfloat16", "max_model_len": 4096}
 
 @pytest.mark.long
 def test_wrong_kv_would_be_seen(start: Starter) -> None:
-    """The control of this file: a different token far back moves the logprobs by more than any
-    tolerance here."""
+    """Checks that this file's comparisons can fail: a changed token in the middle of a prompt must
+    move the logprobs by more than any tolerance here."""
     one = start("gemma3")
     (prompt,) = prompts(9, (500,))
     other = [*prompt[:300], 5, *prompt[301:]]
@@ -101,8 +101,9 @@ def test_warm_is_as_good_as_cold(
 def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(
     start: Starter, interval: int
 ) -> None:
-    """Runs a conversation: each prompt extends the previous prompt, and each turn must hit up to
-    where the last turn's prompt ended."""
+    """Runs a conversation on a model with recurrent states; each prompt extends the previous
+    prompt. Each turn must hit up to the last full block of the previous turn's prompt, for each
+    setting of `state_interval_tokens`."""
     dice = random.Random(4)
     settings = ALIGN | {"max_num_batched_tokens": 64, "max_num_seqs": 2}
     settings |= {"prefix_cache_retention_interval": 32}

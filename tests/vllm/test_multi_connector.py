@@ -1,5 +1,6 @@
-"""hotkv as first and as second connector in vLLM's MultiConnector, with vLLM's real scheduler and
-the model of the harness. `tests/pairs` runs random traffic in both orders."""
+"""Runs hotkv as the first and as the second connector in vLLM's MultiConnector, with vLLM's real
+scheduler and the simulated model of the test harness. `tests/pairs` runs random traffic in both
+orders."""
 
 import copy
 import importlib.util
@@ -37,8 +38,9 @@ def plan() -> Iterator[Plan]:
 def test_beside_one_that_checks_its_handshake(
     engine: Make, server: FakeServer, ours_first: bool
 ) -> None:
-    """Both connectors get their handshakes. The very first request stores, a later request hits,
-    and a failed load is computed."""
+    """Runs hotkv beside a connector that checks its handshake. Each connector must receive its own
+    handshake. hotkv stores from the first request on, serves hits to a second engine, and
+    recomputes the prompt if a load fails."""
     within = beside("CheckingConnector", ours_first=ours_first)
     one, other = engine(within=within), engine(within=within)
     assert children(one.connector)[1].seen == {(0, 0): CheckedHandshake(0)}
@@ -59,7 +61,8 @@ def test_beside_one_that_checks_its_handshake(
 def test_a_hit_counts_only_if_it_is_loaded_from_hotkv(
     engine: Make, plan: Plan, ours_first: bool
 ) -> None:
-    """If both connectors have a prompt, the first serves it."""
+    """Both connectors have a prompt, and vLLM uses the first connector in the list. hotkv counts
+    hit tokens only if it is the first."""
     one = engine(within=beside("LoadingConnector", ours_first=ours_first))
     expected = one.fill(PROMPT)
     one.drop_local()
@@ -90,8 +93,8 @@ def _config(*names: str) -> Any:
 
 
 def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
-    """Checks which connectors may come before hotkv. hotkv moves a CPU engine's KV cache when it
-    registers it, so NIXL would read at the old address."""
+    """Checks which connectors may be listed before hotkv. hotkv moves a CPU engine's KV cache when
+    it registers the cache, so NIXL, if listed first, would read at the old address."""
     inner = _config("ExampleConnector", "HotKVConnector", "Behind")
     outer = _config("NixlConnector", "MultiConnector", "Behind")
     assert checks.earlier_connectors(()) == ()
@@ -109,8 +112,9 @@ def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
 def test_a_rank_that_never_answers(
     engine: Make, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first requests wait for a while, then the engine runs without hotkv. When the rank
-    answers at last, hotkv turns on, unless the rank has no key space."""
+    """A rank sends no handshake. The first request waits for a while, then the engine computes it
+    without hotkv. When the handshake arrives, hotkv turns on, unless the handshake has no key
+    space."""
     one = engine(within=beside("LoadingConnector", ours_first=True))
     worker, scheduler = children(one.worker)[0]._worker, children(one.connector)[0]._scheduler
     answer = worker.handshake
@@ -134,8 +138,8 @@ def test_a_rank_that_never_answers(
 
 
 def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MultiConnector looks up the connector of each statistic by name, and VLLM_PLUGINS may leave
-    hotkv's plugin out."""
+    """MultiConnector looks up a connector's class by name. Importing `hotkv_vllm.connector` must
+    register the name, because VLLM_PLUGINS may exclude hotkv's plugin."""
     monkeypatch.delitem(KVConnectorFactory._registry, "HotKVConnector", raising=False)
     spec = importlib.util.find_spec("hotkv_vllm.connector")
     assert spec is not None and spec.loader is not None
@@ -147,7 +151,8 @@ def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -
 def test_layouts_do_not_conflict(
     engine: Make, monkeypatch: pytest.MonkeyPatch, ours_first: bool
 ) -> None:
-    """The layout that the other connector asks for is used; if it asks for none, hotkv's."""
+    """MultiConnector uses the KV cache layout that the other connector requires. If the other
+    connector requires none, MultiConnector uses hotkv's layout."""
     monkeypatch.setattr(checks, "preferred_layout", lambda _: "BLHNC")
     config = copy.copy(engine().vllm_config)
     assert HotKVConnector.get_required_kvcache_layout(config) == "BLHNC"
@@ -164,8 +169,9 @@ def test_layouts_do_not_conflict(
 def test_asynchronous_load_of_another(
     engine: Make, server: FakeServer, plan: Plan, ending: str
 ) -> None:
-    """vLLM counts tokens that another connector loads asynchronously as computed from the start.
-    hotkv must not store them before they are loaded, nor count the load's failures."""
+    """vLLM counts tokens that another connector loads asynchronously as computed as soon as the
+    load starts. hotkv must not store their blocks before the load ends, and must not count the
+    load's failure as its own."""
     one, other = (engine(within=beside("LoadingConnector", ours_first=False)) for _ in range(2))
     expected = other.generate("alone", PROMPT, 4)[0]
     server.blocks.clear()
@@ -198,8 +204,9 @@ def test_synchronous_load_of_another(
     fails: bool,
     pipelined: bool,
 ) -> None:
-    """A failure of the load is known only after the step that used its blocks. hotkv stores the
-    step's blocks after that, and never if the load failed."""
+    """Another connector loads blocks within a step. If this load fails, vLLM learns it only after
+    the step has used the blocks. hotkv must store the step's blocks only after the load's result is
+    known, and never if the load failed."""
     within = beside("LoadingConnector", ours_first=False)
     one, other = (engine(within=within, pipelined=pipelined) for _ in range(2))
     expected = other.generate("alone", PROMPT, 40)[0]

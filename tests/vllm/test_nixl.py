@@ -1,5 +1,5 @@
-"""Prefill and decode on two engines that transfer KV with NIXL. hotkv is in the same
-MultiConnector."""
+"""Disaggregated prefill with two real engines that transfer KV with NIXL. hotkv runs beside NIXL in
+the same MultiConnector."""
 
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ def beside_nixl(engines: Engines, model: Path, target: str) -> EngineProcess:
 
 
 def test_a_prefill_that_nixl_hands_over(daemon: Daemon, engines: Engines, tmp_path: Path) -> None:
-    """Each engine has its own server. The decoder's server is empty, so NIXL brings the prompt's
-    blocks. hotkv stores them, and the next request with this prompt hits."""
+    """The prefill engine and the decode engine use separate hotkv servers. The decode engine
+    receives the prompt's blocks through NIXL. hotkv stores these blocks, and the next request with
+    this prompt hits."""
     model = write_model(tmp_path / "model")
     batch = prompts(1, (333,))
     with own_daemon() as far:

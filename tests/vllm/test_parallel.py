@@ -1,6 +1,6 @@
-"""Real engines with several ranks: tensor, pipeline and data parallel, each rank a process, with
-the same daemon. Weights come from a file, so that ranks hold shards of the same model and a shard
-in the wrong place shows."""
+"""Runs real engines with tensor, pipeline or data parallelism against one hotkv daemon; each rank
+is a process. Except for deepseek, the ranks load weights from a file, so an answer changes if a
+shard of KV is stored in the wrong place."""
 
 import os
 import signal
@@ -29,7 +29,8 @@ Start = Callable[..., EngineProcess]
 
 @pytest.fixture
 def start_ranks(start: Starter) -> Start:
-    """Starts engines of the same model; `shape`: changes to the model's config."""
+    """Returns a function that starts an engine with several ranks. `shape`: changes to the model's
+    config."""
 
     def make(kind: str, *, shape: dict[str, Any] | None = None, **settings: Any) -> EngineProcess:
         settings = {"kv_cache_memory_bytes": 32 << 20, "driver": "parallel_driver.py"} | settings
@@ -44,15 +45,15 @@ def start_ranks(start: Starter) -> Start:
 
 
 def blocks_of(batch: list[list[int]], new_tokens: int) -> int:
-    """Returns the number of full blocks of prompts and answers. An answer's last token has no
-    KV."""
+    """Returns the number of full blocks that the prompts and their answers fill. The last token of
+    an answer does not count, because it has no KV."""
     return sum((len(prompt) + new_tokens - 1) // 32 for prompt in batch)
 
 
 def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> None:
-    """Kills the last rank, then the rest of the engine. In a pipeline, first waits until the first
-    stage has stored its shard of the prompt's blocks. Returns when the server has released the
-    engine's sessions and reservations."""
+    """Kills the engine's last rank, then the rest of the engine, and waits until the server has
+    released the engine's sessions and reservations. If the engine is a pipeline, first stops the
+    last stage and waits until the first stage has stored its shard of the prompt's blocks."""
 
     def counters() -> dict[str, float]:
         counted: dict[str, float] = daemon.admin("info")["counters"]
@@ -118,8 +119,9 @@ def test_warm_is_as_good_as_cold_until_a_rank_is_killed(
 def test_of_ranks_with_the_same_kv_the_first_one_writes(
     shared_daemon: Daemon, start_ranks: Start
 ) -> None:
-    """With latent attention a slot has a single shard, which both ranks load. On CPUs a hit changes
-    the answer (vLLM allows such hits with AMX only), so the test compares two hits."""
+    """With latent attention (MLA) both ranks hold the same KV. Only the first rank stores it, as
+    the slot's single shard, and both ranks load it. On CPUs a hit changes the answer, so the test
+    compares a hit in hotkv with a hit in vLLM's own cache."""
     # float32 would not do: kernels for AMX require bfloat16.
     settings = {"dtype": "bfloat16", "block_size": None, "enable_prefix_caching": True}
     is_forbidden = not torch.cpu._is_amx_tile_supported()
@@ -141,7 +143,8 @@ def test_of_ranks_with_the_same_kv_the_first_one_writes(
 def test_a_data_parallel_engine_hits_what_its_sibling_stored(
     shared_daemon: Daemon, start_ranks: Start
 ) -> None:
-    """Two engines, each with its own id and sessions, share a key space."""
+    """Starts two data-parallel engines, each with its own engine id and sessions. They share a key
+    space, so the second engine hits all blocks that the first has stored."""
     batch = prompts(9, LENGTHS)
     both = start_ranks("llama", driver="dp_driver.py", data_parallel_size=2)
     cold = both.ask("generate", prompts=batch, max_tokens=14, rank=0)

@@ -1,5 +1,5 @@
-"""Compares the scheduler's waits for the server's answers with those of a plain model, on a
-simulated clock."""
+"""Tests of `Patience`, which limits how long a scheduler step waits for the server's answers.
+Compares its waits with those of a simple model, on a simulated clock."""
 
 from concurrent.futures import Future
 from typing import Any
@@ -12,15 +12,16 @@ from hotkv_vllm.scheduler.hits import ANSWER_PATIENCE_S, MOST_PASSED_BY, Patienc
 from tests.vllm.parts import TOKENS, Parts, request
 
 SHARES = st.sampled_from([0.0, 0.1, 0.4, 0.6, 1.0, 1.5, 30.0])
-"""Times until an answer comes, as shares of the time that a step may wait."""
+"""Times until the server answers, as multiples of the time that a step may wait."""
 
 
 WAKING_S = 1e-6
-"""Time that each wait takes longer than its answer."""
+"""Wake-up delay: each simulated wait takes this much longer than it should."""
 
 
 class Server:
-    """A simulated clock, and answers that each come a known time after the call."""
+    """A fake server with a simulated clock. Each of its answers comes a given time after the
+    call."""
 
     def __init__(self) -> None:
         self.clock_s = 100.0

@@ -1,4 +1,5 @@
-"""A request that reaches the decoding engine before another engine has computed its prompt."""
+"""Tests of `PrefillWait`: a request reaches the decode engine before another engine has computed
+its prompt, so the decode engine waits for the blocks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from tests.vllm.parts import TOKENS, Parts, request
 
 BLOCKS = 6
 PROMPT_TOKENS = (BLOCKS + 1) * TOKENS
-"""A hit does not cover the last block, in which the last token is."""
+"""The last block contains the prompt's last token, so a hit does not cover it."""
 STEP_S = 0.002
 
 
@@ -47,8 +48,10 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     remote: Any,
     fetches: bool,
 ) -> None:
-    """Blocks become ready at `come_s`, and the server leaves at `leaves_s`. Time advances by engine
-    steps. `fetches`: another connector is asked to fetch the blocks."""
+    """Lets a request wait for its prompt's blocks. Block by block the blocks become ready at
+    `come_s`; the server disconnects at `leaves_s`. The wait must end within about `prefill_s`, the
+    time to compute the prompt. `fetches`: the request names another engine to fetch the blocks
+    from, so it must not wait."""
     parts = Parts(lookup_timeout_s=9.0)
     parts.server.table = has_table
     speed: Any = SimpleNamespace(seconds=lambda start, stop: prefill_s)
@@ -90,8 +93,9 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
 def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    """A `kv_consumer` waits. A `kv_both` engine computes at once, unless the router says that
-    another engine computes the prompt (`do_remote_prefill`)."""
+    """An engine of role `kv_consumer` waits for the prompt's blocks and hits them. A `kv_both`
+    engine computes at once, unless the router says that another engine computes the prompt
+    (`do_remote_prefill`)."""
     tokens = prompt(1, 200)
     first = engine()
     second = engine(within=lambda ours: ours | {"kv_role": role})

@@ -1,4 +1,5 @@
-"""Ranks of an engine agree: all reach the same decision, in any order and with any failure."""
+"""Tests that all ranks of an engine reach the same decision: all use the same key space, or none
+uses hotkv. The ranks exchange notes (`RankNote`) in any order, and some ranks fail."""
 
 import threading
 from collections.abc import Callable
@@ -32,8 +33,9 @@ def space(sizes: list[int], names: list[tuple[str, ...]], stage: int) -> KeySpac
 
 
 def notes_of(stages: list[list[int]], tp_size: int, replicas: int) -> list[RankNote]:
-    """Returns the note (`RankNote`) of every rank. `stages`: for each pipeline stage, the number of
-    layers of each group; a layer has 8 bytes in each rank."""
+    """Returns the note (`RankNote`, a rank's description of its KV memory) of every rank. `stages`:
+    for each pipeline stage, the number of layers of each group; a layer has 8 bytes in each
+    rank."""
     notes = []
     for stage, layers in enumerate(stages):
         names = [
@@ -107,8 +109,8 @@ def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(
 
 
 def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPlace]) -> None:
-    """Checks that each shard has one writing rank, and the size of that rank's part. A rank that
-    does not write uses the shard of the last writer before it."""
+    """Checks the slot layout on which the ranks agreed. Each shard is written by one rank and has
+    that rank's size. A rank that does not write uses the shard of the last writer before it."""
     writers = [note for note in notes if note.place.is_writer]
     assert found.num_shards == len(writers) <= ranks.MAX_SHARDS
     shard = -1
@@ -135,8 +137,9 @@ def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None
 
 
 def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[int, str]:
-    """Runs these ranks at once over the same key-value store; the other ranks of `num_ranks` never
-    come. Returns each rank's decision."""
+    """Lets these ranks exchange their notes (`RankNote`) concurrently over one key-value store. If
+    `num_ranks` is larger, the remaining ranks never post a note. Returns the decision of each rank
+    that ran: a key space's fingerprint, or why hotkv is off."""
     store, came_to = HashStore(), {}
 
     def rank(note: RankNote) -> None:
@@ -207,8 +210,9 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
 def test_a_rank_that_missed_a_note_tells_the_others_after_a_sleep(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the sleep the rank posts that it missed a note, because the ranks that got all notes
-    wait for its next note."""
+    """A rank misses another rank's note, then the engine sleeps and wakes. In the exchange after
+    the sleep, the rank must post a note that says so, because the ranks that got all notes wait for
+    its next note."""
     told: list[RankNote] = []
 
     def agree(note: RankNote, num_ranks: int, engine_id: str) -> Any:

@@ -1,5 +1,5 @@
-"""How vLLM joins several ranks' outputs and handshakes, and how the scheduler uses them: real
-workers, vLLM's own aggregator."""
+"""Tests how vLLM joins the outputs and handshakes of several ranks, and how hotkv's scheduler side
+uses them. The workers are real, and so is vLLM's aggregator."""
 
 import functools
 import random
@@ -34,7 +34,8 @@ def ranked(make: Any) -> Ranked:
 
 
 def settle(server: FakeServer, kind: str, rank: int) -> int:
-    """Answers the held calls of this kind and rank. The names of transfers end with the rank."""
+    """Makes the fake server answer the calls of this kind and rank that it holds back; returns
+    their number. A transfer's name ends with its rank."""
     mine = [one for one in server.held if one[0] == kind and one[1].endswith(f"-k{rank}")]
     later = [one for one in server.held if one not in mine]
     server.held = mine
@@ -44,7 +45,7 @@ def settle(server: FakeServer, kind: str, rank: int) -> int:
 
 
 def outputs_of(one: RankedEngine) -> list[KVConnectorOutput]:
-    """Returns a list to which the aggregator's outputs are added."""
+    """Returns a list to which each later output of vLLM's aggregator is appended."""
     given: list[KVConnectorOutput] = []
     aggregate = one.aggregator.aggregate
 
@@ -97,7 +98,8 @@ def test_ranks_that_share_out_the_tokens_of_a_block(make: Any, model: Any) -> No
 def test_ranks_that_lag_at_random(
     ranked: Ranked, server: FakeServer, model: Any, stages: bool
 ) -> None:
-    """Loads and stores end at different times in each rank, or fail in a single rank."""
+    """Runs random requests on engines with two ranks. Loads and stores end at different times in
+    each rank, or fail in a single rank. All answers must be right, and no lease may remain."""
     dice = random.Random(f"{model.__name__}{stages}")
     blocks = 48 if model is hybrid_model else 20
     engines = [
@@ -177,7 +179,9 @@ def test_at_a_wake_up_a_rank_that_has_turned_off_tells_the_others_which_wait_for
 
 
 def test_handshakes_of_a_pipelines_stages(ranked: Ranked, warnings: list[str]) -> None:
-    """Passes handshakes as vLLM does: in any order, without ranks that gave no handshake."""
+    """Passes the handshakes of three pipeline stages to the scheduler side, in any order. hotkv
+    must be off, with a warning, if a handshake is missing, has no key space or contradicts
+    another."""
     one = ranked(num_ranks=3, stages=True)
     handshakes = one.handshakes()
     assert [handshake.rank for handshake in handshakes.values()] == [0, 1, 2]

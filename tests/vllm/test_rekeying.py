@@ -1,5 +1,5 @@
-"""Scheduler and ranks agree on a key space after weights have changed, for any order of steps,
-writes and lost reports."""
+"""Tests of rekeying: after weights have changed, the scheduler side and the ranks agree on a new
+key space. They must agree for any order of steps, writes and lost reports."""
 
 import contextlib
 import threading
@@ -29,7 +29,8 @@ PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
 
 
 class Machine(RuleBasedStateMachine):
-    """All ranks run each step with the scheduler's orders. Their reports reach the scheduler at the
+    """A hypothesis state machine that writes weights between an engine's steps. In each step all
+    ranks execute the scheduler's orders (`Rekeying`). Their reports reach the scheduler at the
     step's end, or are lost."""
 
     @initialize(
@@ -39,7 +40,9 @@ class Machine(RuleBasedStateMachine):
         late=st.booleans(),
     )
     def start(self, num_ranks: int, unseen: bool, in_doubt: bool, late: bool = False) -> None:
-        """late: steps run before the ranks' handshakes."""
+        """Creates the scheduler and the ranks. `unseen`: no rank notices writes. `in_doubt`: a
+        rank's weights may differ from the model's files. `late`: steps have run before the ranks'
+        handshakes."""
         self.now_s = 0.0
         self.watches = [FakeWatch() for _ in range(num_ranks)]
         self.unseen, self.in_doubt = unseen, in_doubt
@@ -133,7 +136,8 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.reported(reports, self.now_s)
 
     def use(self) -> None:
-        """Checks that all ranks store KV of the same weights, unless a rank holds stores back."""
+        """Checks that all ranks store under one identity, and that this identity stands for a
+        single set of weights. Checks nothing while a rank holds stores back."""
         if self.scheduler.under_way or any(rank.held for rank in self.ranks):
             return
         assert {rank.identity for rank in self.ranks} == {self.scheduler.identity}
@@ -221,8 +225,8 @@ def test_requests_wait_once_however_often_the_ranks_are_asked() -> None:
 
 
 def refuse_threads(server: Any, monkeypatch: pytest.MonkeyPatch, *roles: Role) -> list[Role]:
-    """Makes the next sessions of these roles fail, because the system refuses a thread. Returns the
-    roles whose sessions have not failed so far."""
+    """Makes the next session of each of these roles fail, because the system refuses a thread.
+    Returns a list of the roles whose failure is still to come."""
     refused = list(roles)
 
     def opened(config: Any, *more: Any) -> Any:
@@ -246,7 +250,9 @@ def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(
 
 
 def test_weights_that_change_in_a_pause_before_the_ranks_say_hello(updated: Any) -> None:
-    """In a MultiConnector the ranks send their handshakes (say hello) with the first step."""
+    """In a MultiConnector the ranks send their handshakes with the first step. One engine's weights
+    change while it is paused before that step. A second engine with the original weights must not
+    hit the first engine's blocks."""
     one, two = updated(within=beside("LoadingConnector", ours_first=True)), updated()
     with pausing():
         one.connector.reset_cache()
@@ -274,8 +280,9 @@ def test_media_that_were_encoded_before_the_ranks_say_hello_are_of_weights_in_do
 def test_engines_with_other_weights_never_meet(
     updated: Any, server: Any, monkeypatch: Any, model: Any, pipelined: bool, told: str
 ) -> None:
-    """Both engines have computed the prompt before the change. The harness fails at the first KV
-    value of other weights."""
+    """Two engines share a prompt's blocks, then one of them loads other weights. It must miss the
+    old blocks, and share its new blocks with a third engine that loads the same weights. The
+    harness fails at the first KV value of other weights."""
     one, two, three = (updated(specs=model(), pipelined=pipelined) for _ in range(3))
     one.fill(PROMPT)
     assert two.hit(PROMPT) == 192
@@ -338,8 +345,9 @@ def test_a_reset_by_itself_costs_no_sharing(updated: Any) -> None:
 def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_memory(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's files may have been replaced while it was loaded. A key space from these files
-    could name weights that the engine does not have."""
+    """Two engines may have loaded a model whose files were replaced meanwhile, so the files may not
+    describe their weights. These engines must share blocks with each other, but not with an engine
+    that is sure of its files."""
     sure = updated()
     sure.fill(PROMPT)
     monkeypatch.setattr(model_weights, "weights_may_be_older", lambda _: True)
@@ -358,8 +366,8 @@ def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_mem
 
 
 def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> None:
-    """Covers stores that read old blocks, loads under way and running requests: no old KV is stored
-    under the new key, and no new KV under the old key."""
+    """Changes the weights during stores, loads and running requests. No KV of the old weights may
+    be stored under the new key space, and no new KV under the old key space."""
     one, two = updated(blocks=40), updated()
     two.fill(PROMPT)
     server.hold = {"store", "load"}
@@ -381,8 +389,8 @@ def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> No
 
 
 def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(updated: Any) -> None:
-    """After new weights, vLLM keeps its own cache unless it is asked to reset it, and continues
-    running requests."""
+    """After a change of weights, vLLM keeps its own prefix cache until it is reset, and continues
+    running requests. hotkv must not store that KV under the key space of the new weights."""
     one = updated()
     one._check = lambda *_: None
     one.generate("a", PROMPT, 4)
@@ -404,8 +412,8 @@ def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encoding
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writes weights after a reset in a pause (`pauses` True), after a reset without a pause
-    (False), or while the engine runs (None). Media are shared again only after a reset in a
-    pause."""
+    (False), or while the engine runs (None). Requests with media may share blocks again only after
+    a reset in a pause, in which vLLM drops its encodings of media."""
     one = updated()
     one._check = lambda *_: None
     sharing = one.connector._scheduler.sharing
@@ -440,8 +448,9 @@ def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encoding
 def test_weights_that_are_others_for_a_step_and_then_the_first_again(
     updated: Any, pipelined: bool, told: str, in_decode: bool
 ) -> None:
-    """When the ranks check, the weights are the first again. But blocks computed in between have KV
-    of other weights, or build on it. The harness fails at the first KV value of other weights."""
+    """The weights change for one step, then the original weights return before the ranks check
+    them. Blocks computed meanwhile, or from such blocks, must not be shared. The harness fails at
+    the first KV value of other weights."""
     one = updated(max_tokens_per_step=40, pipelined=pipelined, blocks=128, max_model_len=2048)
     one._check = lambda *_: None
     original = {name: value.clone() for name, value in one.model.state_dict().items()}

@@ -1,5 +1,5 @@
-"""Reports of the connector to the server: hits in the engine's own cache, how long to keep a
-request's blocks, token ids."""
+"""Tests the connector's reports to the server: a request's hits in the engine's own prefix cache,
+its retention hints (priority, time to live, pin), and the token ids of stored blocks."""
 
 from typing import Any
 
@@ -47,7 +47,8 @@ def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -
 def test_hints_go_with_the_report_and_with_every_store(
     engine: Any, server: Any, pipelined: bool
 ) -> None:
-    """Includes stores of blocks that fill while decoding, and of the last block."""
+    """One of two requests has the hints priority, time to live and pin. The hints must arrive with
+    that request's report and with all its stores, including blocks that fill during decode."""
     one = engine(pipelined=pipelined, max_tokens_per_step=1024)
     hints = {"hotkv.priority": 3, "hotkv.ttl_s": 60, "hotkv.pin": True}
     transfer = {"do_remote_decode": True, "remote_host": "x", **hints}
@@ -71,7 +72,8 @@ def test_hints_go_with_the_report_and_with_every_store(
 def test_stores_carry_exactly_the_tokens_of_their_blocks(
     engine: Any, server: Any, model: Any
 ) -> None:
-    """Window groups have holes, and groups have blocks of different sizes."""
+    """Stores a request of a hybrid model, in which window groups skip blocks and groups have
+    different block sizes. The token ids in each store must be those of the stored blocks."""
     server.wants_token_ids = True
     one = engine(specs=model(), max_tokens_per_step=96)
     tokens = prompt(1, 420)
@@ -94,7 +96,8 @@ def test_stores_carry_exactly_the_tokens_of_their_blocks(
 def test_stores_say_what_else_is_hashed_if_tokens_are_wanted(
     engine: Any, server: Any, wanted: bool
 ) -> None:
-    """A salt is hashed into the first block only."""
+    """Stores a request with a cache salt. If the server wants token ids, the first block's store
+    also names the salt, which vLLM hashes into the first block only."""
     server.wants_token_ids = wanted
     one = engine(specs=hybrid_model())
     one.add("salted", PROMPT, 2, cache_salt="mine")

@@ -1,5 +1,5 @@
-"""vLLM's reset of external caches: earlier blocks are never found afterwards, and no store under
-way brings them back."""
+"""Tests vLLM's reset of external caches: no lookup after the reset finds earlier blocks, and no
+store in flight stores them again."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def under_way(one: Engine) -> bool:
 
 @pytest.fixture
 def filled(engine: Any) -> Any:
-    """Makes an engine that has stored all of PROMPT's blocks."""
+    """Returns a function that starts an engine which has stored all of PROMPT's blocks."""
 
     def make(**settings: Any) -> Engine:
         one: Engine = engine(**settings)
@@ -70,8 +70,8 @@ def test_reset_without_an_answer_is_not_a_success(
 def test_a_reset_that_failed_is_made_good_later(
     filled: Any, server: Any, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """If the server is absent, the reset succeeds, because loads wait until the flush has been
-    sent. If the server refuses the flush, the reset fails, and the flush is repeated."""
+    """If the server is absent, the reset succeeds: hotkv sends the flush before it loads again. If
+    the server refuses the flush, the reset fails, and hotkv repeats the flush."""
     monkeypatch.setattr(reset, "RETRY_S", 0.0)
     one = filled()
     if trouble == "absent":
@@ -91,8 +91,9 @@ def test_a_reset_that_failed_is_made_good_later(
 def test_a_request_that_goes_on_over_a_reset(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """If vLLM kept its own cache, the request stops storing, because it builds on KV from before
-    the reset. A request that hits vLLM's cache stores nothing either."""
+    """Resets the external cache while a request runs. If vLLM keeps its own cache, this request and
+    a later request that hits vLLM's cache must store nothing, because their KV builds on KV from
+    before the reset."""
     one, is_computed_anew = engine(), how == "computed anew"
     one.add("a", prompt(1, 100), 60)
     one.steps(5)

@@ -1,5 +1,6 @@
-"""Contexts beyond device memory in real vLLM on CPU, with a real server. Tokens equal those of
-sparse decode with all blocks on the device. Prefix hits load only a few blocks."""
+"""Tests residency in real vLLM on CPU with a real server: a request's context is larger than the
+device's block pool and lies in the server's host memory. The tokens must equal those of sparse
+decode with all blocks on the device."""
 
 import pytest
 
@@ -33,8 +34,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_tokens_are_those_of_a_device_that_holds_everything(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Two requests take turns in prefill and decode; together they are three times as long as the
-    pool."""
+    """Runs two requests whose contexts together are about twice as long as the device's block pool.
+    Their tokens must equal those of an engine whose device holds all blocks."""
     one = start(
         RESIDENT,
         target=daemon.start().target,
@@ -51,8 +52,9 @@ def test_tokens_are_those_of_a_device_that_holds_everything(
 def test_a_prefix_hit_moves_next_to_nothing(
     start: Start, daemon: Daemon, references: References
 ) -> None:
-    """Loads sinks and recent window and copies representations; the other blocks stay in host
-    memory."""
+    """Hits 4,000 tokens with residency. The engine loads only the first and the latest blocks, and
+    copies the other blocks' representations (compact summaries of their keys). The other blocks
+    stay in host memory."""
     target = daemon.start().target
     first, second = (
         start(RESIDENT, target=target, num_gpu_blocks_override=POOL_BLOCKS) for _ in range(2)
@@ -82,8 +84,9 @@ def test_a_prefix_hit_moves_next_to_nothing(
 def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     start: Start, daemon: Daemon, is_resident: bool
 ) -> None:
-    """Covers prompts of one token or with a last chunk of one token, hits that leave one token, and
-    preempted requests, in steps that also decode."""
+    """In every step the requests for which attention selects blocks must be those that the
+    scheduler counts as inexact. Covers prompts and last chunks of one token, hits that leave one
+    token, and preempted requests."""
     one = start(
         RESIDENT if is_resident else SPARSE,
         target=daemon.start().target,
@@ -107,8 +110,9 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
 def test_requests_that_may_become_long_run_at_once_and_all_finish(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Four requests have 28 blocks each and may grow to 62; the arena can pin 98. They begin
-    together. When the arena is full, all are held until the last gives up its room."""
+    """Four requests start together and may grow to 62 blocks each, but the server can pin only 98
+    blocks. When these are used up, all requests pause until the last request releases its blocks.
+    All must end with the right tokens."""
     daemon.flags = ["--residency.share", "0.1"]
     params = {"max_tokens": 1300, "min_tokens": 200, "stop_token_ids": [*range(3, VOCAB, 4)]}
     requests = [{"tokens": tokens} for tokens in prompts(5, 660, 665, 670, 675)]
@@ -131,8 +135,9 @@ def test_requests_that_may_become_long_run_at_once_and_all_finish(
 def test_a_context_that_fits_its_hot_slots_is_not_staged_in_decode(
     start: Start, daemon: Daemon, references: References
 ) -> None:
-    """A context of 1,500 tokens in hot sets of 2,048: decode steps find all blocks in hot slots,
-    which the first step has filled."""
+    """Answers a prompt of 1,500 tokens, whose blocks all fit the request's hot slots (device blocks
+    for old blocks). Decode must use no staging area: answers of 1 and of 30 tokens stage equally
+    many pages."""
     one = start(EXACT, target=daemon.start().target, num_gpu_blocks_override=2 * EXACT_POOL)
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(6, 1500)
@@ -141,7 +146,8 @@ def test_a_context_that_fits_its_hot_slots_is_not_staged_in_decode(
     staged, pulled = [], []
 
     def totals() -> dict[str, float]:
-        """Returns the counters, including the last request's, which come with a later step."""
+        """Returns the engine's counters. Runs a short request first, because a request's last
+        counters arrive with a later step."""
         one.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
         found: dict[str, float] = one.ask("stats")["totals"]
         return found

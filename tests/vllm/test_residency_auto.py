@@ -1,6 +1,7 @@
-"""Contexts that stay on the device while it has room (`"residency": "auto"`), in real vLLM on CPU
-with a real server. Tokens equal those of sparse decode with all blocks on the device, at whatever
-step a request moves, and after any fault of the server."""
+"""Tests `"residency": "auto"` in real vLLM on CPU with a real server: a request's context stays on
+the device until the pool is full, then moves to host memory. The tokens must equal those of sparse
+decode with all blocks on the device, at whatever step a request moves, and after any fault of the
+server."""
 
 import pytest
 
@@ -24,7 +25,8 @@ __all__ = ["references", "start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 POOL = POOL_BLOCKS + 41
-"""Blocks: 3,328 tokens. A request that has moved holds 41 of them, with asynchronous scheduling."""
+"""Number of device blocks, for 3,328 tokens. With asynchronous scheduling, a request that has moved
+to host memory holds 41 of them."""
 EXACT_AUTO = EXACT | {"residency": "auto"}
 TROUBLES = {"failed_residencies", "lost_residencies", "hook_errors", "failed_loads"}
 
@@ -37,7 +39,8 @@ def grown(one: EngineProcess, before: dict[str, float], *names: str) -> list[flo
 def test_requests_move_once_the_pool_is_full_and_one_that_fits_never(
     start: Start, daemon: Daemon, references: References
 ) -> None:
-    """Runs two requests, together of 145 blocks, in a pool of 104 blocks; then one of 60 blocks."""
+    """Runs two requests of 145 blocks together, in a pool of 104 blocks: a request must move to
+    host memory. Then runs a request that fits the pool, which must not move."""
     one = start(AUTO, target=daemon.start().target, num_gpu_blocks_override=POOL)
     one.ask("wait", connected=True, timeout_s=60.0)
     batch, alone = prompts(1, 2503, 1901), prompts(2, 1900)
@@ -57,8 +60,9 @@ def test_requests_move_once_the_pool_is_full_and_one_that_fits_never(
 def test_moves_at_any_step_change_no_token(
     start: Start, shared_daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Moves in prefill and in decode, after every third step, then more rarely. The hot set covers
-    the contexts, so tokens are those of dense attention."""
+    """Moves requests to host memory after every third step, then after more steps, in prefill and
+    in decode; later loses the moved bytes. Decode attends to the whole context here, so the tokens
+    must be those of dense attention."""
     one = start(
         EXACT_AUTO,
         target=shared_daemon.target,
@@ -110,8 +114,8 @@ def test_a_hit_is_loaded_whole_if_there_is_room(
 def test_a_server_is_killed_while_requests_are_whole(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """The requests go on without it. Once it is back, their blocks are stored, and they can
-    move."""
+    """Kills the server while a request's blocks are all on the device; the request must finish.
+    After the restart, requests store their blocks again and can move to host memory."""
     one = start(
         AUTO,
         target=daemon.start().target,

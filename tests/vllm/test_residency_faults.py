@@ -1,5 +1,6 @@
-"""Faults while contexts are larger than device memory: tokens are right whatever happens to the
-server. A request goes on, is recomputed, or ends with an error."""
+"""Faults of the server in real vLLM, while requests' contexts are larger than device memory and lie
+in the server. Tokens must be right after any fault: a request continues, is recomputed, or ends
+with an error."""
 
 import time
 from typing import Any
@@ -30,7 +31,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def begun(
     start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, **more: Any
 ) -> EngineProcess:
-    """Returns an engine that has begun to answer `batch`."""
+    """Starts the server and an engine with residency, and makes the engine begin to answer `batch`.
+    Returns the engine. `pace_s`: the shortest duration of a step."""
     one = start(RESIDENT, target=daemon.start().target, num_gpu_blocks_override=POOL_BLOCKS, **more)
     one.ask("wait", connected=True, timeout_s=60.0)
     one.ask("pace", seconds=pace_s)
@@ -47,7 +49,9 @@ def begun(
 def test_a_server_is_killed_and_comes_back(
     start: Start, daemon: Daemon, references: References, blocks: int, is_async: bool
 ) -> None:
-    """The engine reads on in the memory that it maps, and its blocks are pinned again."""
+    """Kills and restarts the server while a request's context is in its memory. The engine still
+    reads the memory, which it has mapped, and the new server pins the blocks again. The tokens must
+    be right."""
     batch = prompts(11, 2000)
     one = begun(start, daemon, batch, 0.05, async_scheduling=is_async)
     until_stored(daemon, blocks)
@@ -60,8 +64,9 @@ def test_a_server_is_killed_and_comes_back(
 
 @pytest.mark.long
 def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
-    """Decoding goes on while the device has room for blocks that can't be stored; then the request
-    ends with an error, and the engine serves others."""
+    """Kills the server during a long request. Decode continues while the device has room for blocks
+    that can't be stored, then the request ends with an error. The engine must still answer a short
+    request."""
     settings = {"residency_timeout_s": 3.0}
     one = begun(start, daemon, prompts(12, 4000), 0.02, connector_settings=settings)
     until_stored(daemon, 30)
@@ -77,8 +82,8 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
 def test_bytes_are_lost_again_and_again(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Loses bytes in prefill and in decode: the step's tokens are dropped, and the requests
-    recomputed."""
+    """Loses bytes in host memory several times, in prefill and in decode. Each time the step's
+    tokens are dropped and the requests recomputed, so the tokens must be right."""
     one = start(
         EXACT,
         target=daemon.start().target,
@@ -102,7 +107,8 @@ def test_bytes_are_lost_again_and_again(
 def test_requests_are_preempted_and_resume(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Five requests are admitted; the pool has room for two."""
+    """Admits five requests to a device with room for two. vLLM preempts requests, and all must
+    resume and end with the right tokens."""
     one = start(
         EXACT,
         target=daemon.start().target,

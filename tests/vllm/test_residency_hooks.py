@@ -1,5 +1,6 @@
-"""Every function behind contexts beyond device memory breaks once, in a real engine with a real
-server: a request's tokens are right, or it ends with an error, and the engine serves the next."""
+"""Injects exceptions into functions of residency, one function at a time, in a real engine with a
+real server. Afterwards a request's tokens must be right, or the request must end with an error, and
+the engine must answer the next request."""
 
 import random
 import re
@@ -13,9 +14,9 @@ from tests.vllm.sparse_runs import References
 __all__ = ["references", "start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOKENS = 6
-"""Tokens of each answer: the first prompt's begins another block."""
+"""Number of tokens of each answer. The first prompt's answer begins another block."""
 EVERY = 6
-"""Each form of the test breaks one of this many functions."""
+"""Each case of the test breaks every sixth function."""
 MODULES = [
     "compat.residency",
     "residency.calls",
@@ -33,7 +34,8 @@ MODULES = [
     "sparse.rank",
 ]
 CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec", "_blocks"}
-"""Classes that vLLM calls itself, outside the connector's hooks, and a function that they call."""
+"""Classes that vLLM calls directly, outside the connector's hooks, and a function that these
+classes call."""
 
 
 @pytest.mark.long
@@ -54,9 +56,9 @@ def test_whatever_breaks_no_token_is_wrong(
     first: int,
     moves: int,
 ) -> None:
-    """Breaks a function at its first call, or (`later`) at its first call after some number of
-    steps. Each case breaks every sixth function, beginning with function number `first`.
-    `moves`: requests begin on the device, and move after so many steps."""
+    """Breaks every sixth function, from number `first` on: the function raises at its first call,
+    or (`later`) at its first call after a random number of steps. `moves`: requests begin on the
+    device, and are moved to host memory every so many steps. 0: requests begin in host memory."""
     one = start(
         EXACT | ({"residency": "auto"} if moves else {}),
         target=shared_daemon.target,

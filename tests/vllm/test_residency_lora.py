@@ -1,6 +1,7 @@
-"""Contexts beyond device memory of requests with LoRA adapters, in real vLLM on CPU with a real
-server: adapters that engines share, and an adapter that is left out of sharing. Tokens equal those
-of an engine without a server whose device holds everything."""
+"""Tests residency (contexts in host memory) with LoRA adapters, in real vLLM on CPU with a real
+server. Covers adapters whose blocks engines share, and an adapter that is not shared because its
+files have changed. The tokens must equal those of an engine whose device holds the whole
+context."""
 
 import functools
 from collections.abc import Iterator
@@ -25,11 +26,13 @@ from tests.vllm.sparse_runs import begin
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 3001
-"""Tokens: 1.5 times as many as the pool has. The answer begins another block."""
+"""Tokens of a prompt: 1.5 times as many as the device's pool holds. The answer begins another
+block."""
 
 
 class Two(NamedTuple):
-    """`one` keeps contexts in the server's memory, `reference` on its device."""
+    """Two engines: `one` keeps contexts in the server's memory, `reference` keeps them on its
+    device."""
 
     one: EngineProcess
     reference: EngineProcess
@@ -80,8 +83,9 @@ def test_a_context_of_an_adapter_lives_in_host_memory_and_is_hit(two: Two) -> No
 
 
 def test_an_adapter_that_is_left_out_of_sharing_still_outgrows_the_device(two: Two) -> None:
-    """The adapter's files were changed while the engine ran, so its requests have no keys that
-    engines share. They still run, and their old blocks leave the device."""
+    """Changes an adapter's files while the engine runs, so its requests have no block keys that
+    engines share. These requests must still move their old blocks to host memory, and give the
+    right tokens without hits."""
     path = write_adapter(two.folder / "live", 6)
     short, long = prompts(2, 40, LENGTH)
     ask(two.one, short, path)

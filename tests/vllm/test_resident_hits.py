@@ -1,5 +1,5 @@
-"""Requests that live in host memory: which may begin, and which blocks of their hits are leased and
-loaded. No engine; the server is a double."""
+"""Tests the scheduler side of residency without an engine, with a fake server: which requests may
+begin whose context lives in host memory, and which blocks of their hits are leased and loaded."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +15,8 @@ from tests.vllm.parts import TOKENS, Parts, request
 __all__ = ["desk"]
 
 LEFT_OUT = range(1, 3)
-"""Of a hit of four blocks, a resident engine loads the first and last. These stay behind."""
+"""The blocks of a hit of four blocks that stay in host memory. The engine loads only the first and
+the last block."""
 
 
 def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> None:
@@ -34,8 +35,9 @@ def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> 
 
 @pytest.mark.parametrize("is_named", [True, False])
 def test_a_failed_load_hides_only_blocks_that_it_loaded(is_named: bool) -> None:
-    """`is_named`: False while the ranks check the request's adapter again, so that its blocks have
-    no names to hide."""
+    """A load of the first and the last block of a hit fails. Later lookups must miss these two
+    blocks, but not the blocks between them. `is_named`: False while the ranks check the request's
+    adapter again; then its blocks have no keys, and no block is hidden."""
     parts = Parts(left_out=LEFT_OUT)
     state = granted(parts)
     assert parts.load(state, 4 * TOKENS, [[1, 0, 0, 4]])
@@ -69,7 +71,7 @@ def test_behind_a_local_hit_less_is_left_out() -> None:
 
 
 class SmallPool:
-    """Stands for a device that is too small for any whole request."""
+    """A fake device pool that is too small for any request's whole context."""
 
     spec = object()
 
@@ -108,7 +110,8 @@ def test_what_outgrows_the_device_ends_with_an_error_where_nobody_keeps_it(
 def test_a_request_that_was_preempted_between_steps_begins_in_the_step_after_next(
     desk: Any,
 ) -> None:
-    """The next step reports the preemption to the scheduler side's records and to the workers."""
+    """A request that was preempted between two steps must not begin in the next step, because that
+    step first reports the preemption to the scheduler side's records and to the workers."""
     one = desk()
     first = request("a", 20)
     one.arrive(first)
@@ -121,8 +124,8 @@ def test_a_request_that_was_preempted_between_steps_begins_in_the_step_after_nex
 
 
 def test_a_session_with_streamed_input_ends_with_an_error(desk: Any) -> None:
-    """vLLM does not ask the connector about later input. So it would wait for ever for a session
-    that has outgrown the device."""
+    """A request with streamed input outgrows the device and must end with an error. vLLM does not
+    ask the connector about later input, so the request would wait for ever."""
     one = desk()
     first = request("a", 20)
     first.resumable = True
@@ -142,7 +145,8 @@ def test_a_broken_hook_of_a_resident_engine_ends_its_request(desk: Any) -> None:
 
 
 def test_the_last_block_of_what_outgrows_the_device_is_not_stored(desk: Any) -> None:
-    """The steps in flight may not have read the right blocks."""
+    """Ends a request that has outgrown the device. Its last block must not be stored, because steps
+    in flight may not have read the right blocks."""
     one = desk()
     first = request("a", 32, computed=32)
     one.arrive(first)

@@ -1,4 +1,5 @@
-"""A resident engine's checks before it starts, and the limits of blocks that its requests hold."""
+"""Tests hotkv's block manager and KV cache spec for residency (`ResidentManager`, `ResidentSpec`):
+the checks before an engine starts, and the number of device blocks that a request holds."""
 
 import itertools
 from dataclasses import replace
@@ -27,7 +28,8 @@ from tests.vllm.specs import full_spec
 
 
 def test_specs_of_other_kinds_do_not_merge() -> None:
-    """vLLM's own spec accepts subclasses, and merges them into full attention."""
+    """Merging a `ResidentSpec` with a plain FullAttentionSpec must fail. vLLM's own merge would
+    accept the subclass and return full attention."""
     plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
     one = spec_of("host")
     with pytest.raises(AssertionError):
@@ -38,8 +40,8 @@ def test_specs_of_other_kinds_do_not_merge() -> None:
 def test_an_engine_in_which_hotkv_is_off_has_vllms_spec(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM then refuses a pool that is too small. With hotkv's spec it would accept requests that
-    it can never finish."""
+    """If hotkv is off, the engine must keep vLLM's spec, with which vLLM refuses a pool that is too
+    small. With hotkv's spec, vLLM would accept requests that it can never finish."""
     plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
     extra: dict[str, bool] = {}
     vllm_config = SimpleNamespace(
@@ -57,8 +59,9 @@ def test_an_engine_in_which_hotkv_is_off_has_vllms_spec(
 
 @pytest.mark.parametrize("residency", ["host", "auto"])
 def test_an_engine_that_can_not_have_residency_hears_why(residency: str) -> None:
-    """Such an engine is refused with the reason. For example, long requests of an engine that
-    stores nothing would fill the device and wait for ever."""
+    """Checks an engine whose settings do not allow residency: it must not start, and the error
+    gives the reason. For example, in an engine that stores nothing, long requests would fill the
+    device and wait for ever."""
 
     def check(is_producer: bool = True, num_blocks: int = 28, **more: Any) -> None:
         transfer = SimpleNamespace(is_kv_producer=is_producer, kv_role="kv_consumer")
@@ -112,8 +115,9 @@ def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
 
 
 def test_what_a_request_holds_on_the_device_follows_from_the_settings() -> None:
-    """A request holds a sink, a window (its blocks, those of two steps in flight, and a begun
-    block), and hot slots for two sets of six blocks."""
+    """Computes the device blocks of a request with residency: one block of sinks, a recent window
+    of one block, the 2 + 2 blocks of two steps in flight, one begun block, and hot slots for two
+    selections of 6 blocks."""
     spec = spec_of("host")
     assert (spec.whole_blocks, spec.hot_blocks) == (1 + (1 + 2 + 2) + 1, 2 * 6 + SPARE_SLOTS)
     assert replace(spec, sparse_from_tokens=9 * TOKENS).whole_blocks == 9 + 1

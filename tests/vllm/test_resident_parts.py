@@ -1,5 +1,5 @@
-"""Parts of a resident worker: copies of pages by address, and rows of representations that outlive
-the device's blocks."""
+"""Tests parts of `ResidentWorker`, the worker side of residency: `PageCopier` copies pages by
+address, and `KeptRows` keeps the representations of blocks that have left the device."""
 
 import threading
 
@@ -110,8 +110,9 @@ def resident_worker() -> ResidentWorker:
 
 
 def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() -> None:
-    """Only the step's sparse rows tell the worker that the request has ended, because the scheduler
-    side's new `ResidentRequests` do not know it."""
+    """The worker must forget a request that ends just before the key space changes. Only the step's
+    `SparseRows` name this request, because the scheduler side's new `ResidentRequests` do not know
+    it."""
     worker = resident_worker()
     worker.begin_resident(ResidentStep((ResidentRow("a", 7, 3, True, 0),)))
     worker.begin_step(SparseRows(ended=("a",)))
@@ -119,8 +120,9 @@ def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() ->
 
 
 def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
-    """The worker has reported that the request is lost. The message that preempts it never comes,
-    but a row without freed blocks shows that the request begins anew."""
+    """The worker has reported a request as lost (its bytes in host memory are gone), but the
+    message that preempts the request never arrives. A later step lists the request without freed
+    blocks, so it begins again and must not count as lost."""
     worker = resident_worker()
     rows = ResidentRow("a", 7, 3, True, 5), ResidentRow("b", 6, 4, True, 0)
     worker.begin_resident(ResidentStep(rows))
@@ -131,8 +133,9 @@ def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
 
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -> None:
-    """A lost request is reported by its first block. When a step that was planned before the report
-    runs, that block may be another request's."""
+    """The worker reports a lost request by the id of its first block. A step that was planned
+    before this report must not cause a second report, because another request may have got the
+    block."""
     worker = resident_worker()
     step = ResidentStep((ResidentRow("a", 7, 3, True, 5),))
     worker.begin_resident(step)
@@ -161,8 +164,8 @@ def test_rows_that_no_message_names_are_lost_if_they_need_blocks_of_the_arena() 
 def test_representations_of_blocks_in_the_arena_are_read_there_or_built(
     monkeypatch: pytest.MonkeyPatch, missing: list[int]
 ) -> None:
-    """The layer's pages and representations stand for slots of the arena. Blocks in `missing` have
-    no representation there."""
+    """The worker reads the representations of blocks from the arena, and builds those of the blocks
+    in `missing` from their pages. The layer's own pages stand for slots of the arena."""
     monkeypatch.setattr(resident_worker_module, "BUILD_PAGES", 2)
     worker, positions = resident_worker(), np.arange(2, 6)
     (layer,) = worker.layers.values()

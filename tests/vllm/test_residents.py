@@ -1,5 +1,6 @@
-"""Requests that live in host memory, with vLLM's real pool and a double of the server: workers can
-read every block that left the device, room is reserved once, and every request ends."""
+"""Tests of `ResidentRequests`, the scheduler side of requests whose context lives in host memory,
+with vLLM's real block pool and a fake server. Workers can read every block that has left the
+device, no request reserves room twice, and every request ends."""
 
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,9 +22,10 @@ from tests.vllm.resident_engine import LONGEST, POOL, STEP_S, TIMEOUT_S, Residen
 
 CALLS = ["open_residency", "extend_residency"]
 SMALL_POOL = 40
-"""Blocks: fewer than the longest context needs as a whole."""
+"""Number of device blocks, fewer than the longest context has."""
 QUANTUM_BLOCKS = 4
-"""Small, so that contexts of the machine outgrow their room several times."""
+"""Number of blocks by which a request's reserved room grows. Small, so that contexts outgrow their
+room several times."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -97,8 +99,8 @@ ASKED = st.tuples(
 
 
 class Residents(RuleBasedStateMachine):
-    """Requests of all lengths come, run and are aborted, while the server stores late, has little
-    room, hangs, dies, and comes back with or without its blocks."""
+    """A hypothesis state machine. Requests of all lengths arrive, run and are aborted, while the
+    server stores late, has little room, hangs, dies, and comes back with or without its blocks."""
 
     @initialize(
         residency=st.sampled_from(["host", "auto"]),
@@ -123,7 +125,7 @@ class Residents(RuleBasedStateMachine):
 
     @property
     def resident(self) -> list[str]:
-        """Returns the running requests that have blocks in the server."""
+        """Returns the ids of the running requests that have blocks in the server."""
         return [
             one.request_id
             for one in self.engine.running
@@ -174,7 +176,8 @@ class Residents(RuleBasedStateMachine):
 
     @rule()
     def resets_the_cache(self) -> None:
-        """After the reset, a request without blocks on the device keeps none in the server."""
+        """Resets each request that has blocks in the server. Afterwards a request without blocks on
+        the device must have no pinned blocks in the server."""
         for name, one in self.engine.requests.items():
             if self.engine.books.is_resident(name):
                 self.engine.books.reset(name)
@@ -208,7 +211,8 @@ class Residents(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.server.residencies.open)
     @rule(data=st.data())
     def server_closes_a_residency(self, data: st.DataObject) -> None:
-        """Closes a residency; other requests may have its room when it is opened again."""
+        """Makes the server close the residency of a request. When it is opened again, other
+        requests may have its room."""
         residencies = self.engine.server.residencies.open
         engine_id, residency_id = data.draw(st.sampled_from(sorted(residencies)))
         del residencies[engine_id, residency_id]
@@ -257,7 +261,8 @@ class Residents(RuleBasedStateMachine):
             assert {name for _, name in told} <= known
 
     def teardown(self) -> None:
-        """Ends all requests, with a server that works or with a server that never comes back."""
+        """Ends all requests, either with a working server or with a server that never comes back.
+        Then all device blocks must be free."""
         if not hasattr(self, "engine"):
             return
         engine = self.engine
@@ -314,7 +319,8 @@ def test_a_hit_begins_as_a_whole_if_there_is_room_and_else_as_if_moved() -> None
 def test_a_request_that_outgrows_the_pool_waits_for_its_room_in_the_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another request has reserved all the room that the server can give."""
+    """A request outgrows the device's pool while another request has reserved all of the server's
+    room. It must be preempted, wait in vLLM's queue, and finish later."""
     engine = ResidentEngine("auto", most_blocks=48, pool=SMALL_POOL)
     monkeypatch.setattr(resident_requests, "QUANTUM_TOKENS", LONGEST * TOKENS)
     engine.scheduler.max_num_active_reqs = 1
@@ -326,8 +332,8 @@ def test_a_request_that_outgrows_the_pool_waits_for_its_room_in_the_queue(
 
 
 def test_without_a_server_requests_are_preempted_as_in_vllm_and_end() -> None:
-    """A later request that just fits the pool ends well too. Another one that outgrows the pool
-    ends with an error."""
+    """Runs requests without a server in a small pool. Requests that fit the pool finish, after
+    preemptions as in vLLM alone. A request that outgrows the pool ends with an error."""
     engine = ResidentEngine(pool=SMALL_POOL)
     engine.die(empty=True)
     for family in "abc":
@@ -343,7 +349,8 @@ def test_without_a_server_requests_are_preempted_as_in_vllm_and_end() -> None:
 
 
 def test_what_waits_begins_once_a_running_request_has_moved() -> None:
-    """The new request needs fewer blocks than the running request frees."""
+    """A waiting request finds too few free device blocks. A running request moves to host memory,
+    which frees enough blocks, and the waiting request begins in the same step."""
     engine = ResidentEngine()
     first = engine.arrive(700, 30)
     engine.run(25)
@@ -362,7 +369,9 @@ def test_what_waits_begins_once_a_running_request_has_moved() -> None:
 
 
 def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
-    """`max_num_active_seqs` may be less than `max_num_seqs`."""
+    """vLLM may limit active requests (`max_num_active_seqs`) to fewer than `max_num_seqs`. A
+    running request must not move to host memory for a waiting request that this limit holds
+    back."""
     engine = ResidentEngine("auto")
     engine.scheduler.max_num_active_reqs = 1
     engine.arrive(600, 100)
@@ -372,9 +381,9 @@ def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
 
 
 def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
-    """Two requests fill the server's room, so both are held. A lost request would not be held: vLLM
-    preempts it when its turn comes. The last one gives up its room, and goes on when the first has
-    ended."""
+    """Two requests fill the server's room, so both pause. Once no step of the last request is in
+    flight, the last request releases its room; it continues when the first has ended. A request
+    whose bytes are lost does not pause, because vLLM must schedule it to preempt it."""
     engine = ResidentEngine("host", most_blocks=60)
     first, second = (engine.arrive(400, 200, family) for family in "ab")
     # A step in flight of the last request still reads the arena.
@@ -399,7 +408,8 @@ def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
 
 
 def test_a_preempted_request_uses_no_block_of_before_a_reset() -> None:
-    """The server has pinned blocks whose offsets the engine does not know yet."""
+    """The server has pinned blocks of a request whose offsets the engine does not know yet. After a
+    preemption and a reset, the request must use none of these blocks."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(1)
@@ -410,8 +420,9 @@ def test_a_preempted_request_uses_no_block_of_before_a_reset() -> None:
 
 
 def test_blocks_stored_before_a_preemption_do_not_stop_blocks_of_other_names() -> None:
-    """The server still pins blocks from before the preemption, which the engine does not know of,
-    and vLLM loads no hit. The request must still end well."""
+    """A request is preempted, and its next blocks get other keys because KV on the device has
+    become inexact. The server still pins blocks from before the preemption, which the engine does
+    not know, and vLLM loads no hit. The request must still finish."""
     engine = ResidentEngine("host")
     engine._hit = lambda one: 0  # type: ignore[method-assign]
     engine.arrive(400, 200)
@@ -441,7 +452,8 @@ def test_an_answer_of_before_a_restart_says_nothing_about_the_new_residency() ->
 
 
 def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
-    """vLLM takes ids from the header X-Request-Id."""
+    """Request ids may be any text, because vLLM takes them from the header X-Request-Id. Residency
+    ids that are made from long, odd or empty request ids must be valid and unique."""
     books = ResidentEngine("host").books
     for request_id in ("r" * 300, "a\u00a0b\n", ""):
         first, second = (books._new_id(request_id) for _ in range(2))
@@ -449,8 +461,9 @@ def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
 
 
 def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_given() -> None:
-    """While the request waits, losing its blocks does not make it lost: vLLM preempts only running
-    requests, and admits waiting requests that hold blocks first. Once it runs, it is preempted."""
+    """Reports the loss of a request's blocks while the request waits for its load. This must not
+    make the request lost, because vLLM preempts only running requests. The same report must preempt
+    the request once it runs."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(60)
@@ -469,7 +482,8 @@ def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_give
 
 @pytest.mark.parametrize("exact_blocks", [400 // TOKENS, LONGEST])
 def test_a_request_that_is_preempted_between_steps_resumes_with_a_hit(exact_blocks: int) -> None:
-    """The server still holds the blocks that the hit did not load."""
+    """Preempts a request between two steps. It must resume with a hit in the server, and the blocks
+    that the hit does not load stay there."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 200, exact_blocks=exact_blocks)
     engine.run(60)
@@ -482,8 +496,9 @@ def test_a_request_that_is_preempted_between_steps_resumes_with_a_hit(exact_bloc
 
 
 def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
-    """The reset must not count the request as lost. vLLM would wait for ever for a lost request
-    that has loaded its hit and waits to run."""
+    """Resets the cache while a request's blocks are all on the device. The request must not count
+    as lost: vLLM would wait for ever for a lost request that has loaded its hit and waits to
+    run."""
     engine = ResidentEngine("auto")
     name = engine.arrive(400, 20)
     engine.run(5, stores=False)
@@ -498,8 +513,9 @@ def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
 
 @pytest.mark.parametrize(("is_asked", "dies"), [(False, False), (True, False), (True, True)])
 def test_a_request_that_waits_during_a_reset_hits_afterwards(is_asked: bool, dies: bool) -> None:
-    """`is_asked`: the call that pins the hit's blocks is in flight. `dies`: there is a new
-    connection instead of a reset."""
+    """A request waits to begin while the cache is reset; afterwards it must begin with a hit.
+    `is_asked`: the call that pins the hit's blocks is in flight. `dies`: the server's connection
+    breaks and returns instead of a reset."""
     engine = ResidentEngine("host")
     engine.arrive(640, 1)
     engine.run(25)
@@ -533,8 +549,8 @@ def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> No
 
 @pytest.mark.parametrize("passed_s", [STEP_S, 60.0])
 def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -> None:
-    """The request ends after `TIMEOUT_S` in which the server takes no block. A slow step counts as
-    at most a second."""
+    """A request ends with an error after `TIMEOUT_S` in which the server stores none of its blocks.
+    A slow step counts as at most one second."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     engine.excused.add(name)
@@ -583,7 +599,8 @@ def test_a_store_whose_report_is_lost_costs_half_the_patience_of_its_request() -
 
 
 def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:
-    """A token between two losses resets the count."""
+    """A request ends with an error after `MAX_LOSSES` losses of its bytes in a row. A token between
+    two losses resets the count."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     engine.excused.add(name)
@@ -600,7 +617,8 @@ def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:
 
 @pytest.mark.parametrize("length", [2, 7])
 def test_an_answer_about_other_blocks_than_were_asked_for_keeps_none(length: int) -> None:
-    """A block that counts as kept leaves the device, so the answer must match the question."""
+    """The server's answer names another number of blocks than the engine asked to pin. The engine
+    must count no block as kept in the server, because kept blocks leave the device."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     places = np.arange(length, dtype=np.int64)
@@ -654,7 +672,9 @@ def test_a_connection_that_breaks_again_during_the_comparison_loses_no_block() -
 def test_an_empty_server_costs_only_what_is_not_on_the_device(
     residency: str, waits: bool, num_lost: int
 ) -> None:
-    """`waits`: vLLM has preempted the request."""
+    """The server restarts with an empty arena. With residency "host" the request is lost and
+    recomputed; with "auto" all its blocks are on the device, and it continues. `waits`: vLLM has
+    preempted the request before."""
     engine = ResidentEngine(residency)
     engine.arrive(400, 300)
     engine.run(20)

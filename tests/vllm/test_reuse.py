@@ -1,7 +1,9 @@
-"""hotkv refuses reuse that vLLM itself forbids, and allows reuse that only the user turned off.
+"""Tests `reuse.why_forbidden`: hotkv is off if vLLM itself forbids prefix caching, and stays on if
+only the user has turned vLLM's prefix caching off.
 
-Tables compare hotkv's answer with vLLM's own. Engines show that a model without prefix caching in
-vLLM gives the same answers with hotkv configured, and stays alive.
+The first tests compare hotkv's decision with vLLM's own for many configurations. The last tests run
+real engines: a model for which vLLM forbids prefix caching must give the same answers with hotkv
+configured.
 """
 
 import itertools
@@ -85,7 +87,8 @@ class Model(ModelConfig):
 
 
 def vllms_flag(model: Model, asked: bool | None) -> bool:
-    """Returns vLLM's `enable_prefix_caching` for the user's value; None for no value."""
+    """Returns the `enable_prefix_caching` that vLLM derives from the user's value `asked`. None:
+    the user gave no value."""
     arguments = object.__new__(EngineArgs)
     arguments.enable_prefix_caching, arguments.enable_chunked_prefill = asked, None
     arguments._set_default_chunked_prefill_and_prefix_caching_args(model)
@@ -101,8 +104,8 @@ def engine(
     backend: str = "",
     experts: bool = False,
 ) -> tuple[Any, Any]:
-    """Returns the parts of an engine's two configs that hotkv reads. `caches` and `chunks`: vLLM's
-    flags for prefix caching and chunked prefill."""
+    """Returns stand-ins for an engine's vLLM config and KV cache config, with the parts that hotkv
+    reads. `caches` and `chunks`: vLLM's flags for prefix caching and chunked prefill."""
     layer = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
     return SimpleNamespace(
         model_config=model or SimpleNamespace(is_prefix_caching_supported=True, use_mla=False),
@@ -119,10 +122,11 @@ def engine(
 
 
 def answers_as_vllm(model: Model) -> None:
-    """Compares hotkv's answer with vLLM's own for every value that the user may give.
+    """Checks that hotkv allows reuse for this model exactly if vLLM does, for every value of
+    `enable_prefix_caching` that the user may give.
 
-    A user who asks for prefix caching against vLLM's default gets it; vLLM warns of a crash for
-    models that pool, and hotkv stays off.
+    If a user asks for prefix caching against vLLM's default, vLLM turns it on. For models that
+    pool, vLLM then warns of a crash, and hotkv must stay off.
     """
     is_supported = vllms_flag(model, None)
     for asked in (None, False, True):
@@ -136,7 +140,8 @@ POOLINGS = [None, *itertools.product(SEQ_POOLING_TYPES, TOK_POOLING_TYPES)]
 
 
 def test_every_kind_of_model_and_pooling_is_answered_as_by_vllm() -> None:
-    """Tries all answers of vLLM's model registry, each with all poolings and HF configs."""
+    """Compares hotkv's decision with vLLM's for all combinations of attention type, pooling type
+    and model config that vLLM's decision depends on."""
     found: set[bool] = set()
     for attention, default, is_free, is_hybrid in itertools.product(
         get_args(AttnTypeStr), SEQ_POOLING_TYPES, (False, True), (False, True)
@@ -251,8 +256,8 @@ def write_prefix_lm(folder: Path) -> Path:
 
 
 def answers_the_same_beside_a_known_prefix(engine: EngineProcess) -> bool:
-    """Returns True if two prompts get the same answer alone and after prompts with the same
-    beginning."""
+    """Returns True if two prompts get the same answers when asked alone and after other prompts
+    with the same first 260 tokens, and never hit."""
     for seed in (51, 61):
         known = requests(seed, (300,))[0]["tokens"]
         asked = known[:260] + requests(seed + 1, (240,))[0]["tokens"]
@@ -270,14 +275,16 @@ def answers_the_same_beside_a_known_prefix(engine: EngineProcess) -> bool:
 def test_a_prefix_lm_answers_the_same_whatever_others_have_asked(
     start: Starter, tmp_path: Path
 ) -> None:
-    """Its prompt's KV depends on all of the prompt, so no prefix of it can be shared."""
+    """Runs a prefix LM, in which the KV of each prompt token depends on the whole prompt, so that
+    prompts can't share a prefix. hotkv must be off, and other prompts must not change an answer."""
     engine = start(write_prefix_lm(tmp_path / "model"))
     assert answers_the_same_beside_a_known_prefix(engine)
     assert f"hotkv is off: {FORBIDDEN}" in engine.log()
 
 
 def test_a_vector_for_each_token_reads_no_cache(start: Starter, tmp_path: Path) -> None:
-    """In vLLM only requests of this kind skip the cache, so hotkv stays on for the others."""
+    """Requests a vector for each token (`token_embed`) twice. vLLM computes such requests without
+    cache hits, but allows hits for other requests, so hotkv stays on."""
     model = write_tokenizer(write_model(tmp_path / "model"))
     engine = start(model, runner="pooling", convert="embed", pooler_config={"task": "token_embed"})
     batch = requests(37)

@@ -1,5 +1,6 @@
-"""Blocks that runner V2 writes before it notifies the connector's worker side. The scheduler
-revokes their stores, so that later bytes are not stored."""
+"""Tests the revocation of stores with vLLM's runner V2, which zeroes blocks before it notifies the
+connector's worker side. The scheduler side revokes the stores of these blocks, so that the server
+does not keep the zeroed bytes."""
 
 import os
 import random
@@ -39,9 +40,9 @@ def test_which_engines_need_it() -> None:
 
 
 class Words(RuleBasedStateMachine):
-    """Stores of two ranks. Each rank has a fence: a page of memory by which the scheduler revokes
-    its stores. A rank may send a store late or never; the server may answer after the scheduler has
-    ended the store."""
+    """A hypothesis state machine of stores by two ranks. Each rank has a fence: a page of shared
+    memory in which the scheduler revokes a store by setting the store's word. A rank may send a
+    store late or never. The server may answer after the scheduler has ended the store."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,8 +130,9 @@ def test_where_the_scheduler_can_not_reach_a_fence_hotkv_is_off(
 def test_fences_that_ranks_have_named_are_used(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler uses the ranks' fences whatever its own config says. If vLLM does not zero a
-    model's blocks, no fence is needed."""
+    """The scheduler side uses a fence (a page by which it revokes stores) exactly if the ranks'
+    handshakes name one. If vLLM does not zero a model's blocks, the ranks have no fence, and stores
+    have no word in it."""
     one = engine(v2=True, specs=mixed_model())
     scheduler, handshake = one.connector._scheduler, one.worker.get_handshake_metadata()
     monkeypatch.setattr(checks, "writes_before_it_tells", lambda *_: False)
@@ -149,8 +151,9 @@ def test_fences_that_ranks_have_named_are_used(
 def test_random_lag(
     engine: Any, server: Any, device: ToldDevice, kind: OrderKind, pipelined: bool
 ) -> None:
-    """Zeroes blocks while they are stored. The server may end its copies after the device has
-    zeroed a step's blocks and before the worker gets the step's metadata."""
+    """Runs random requests in few blocks, so that vLLM zeroes blocks while they are stored. The
+    server may end its copies after the device has zeroed a step's blocks and before the worker gets
+    the step's metadata."""
     chance = random.Random(f"{kind}{pipelined}")
     server.order_kind = kind
     settings = {"blocks": 44, "specs": mixed_model(), "max_tokens_per_step": 128}
@@ -190,8 +193,9 @@ def test_a_step_whose_planning_broke_takes_all_back(
 
 
 def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store waits for the device, so the server copies blocks that are zeroed by then. The
-    store must be revoked."""
+    """Begins a store with a real server. The store waits for the device, which zeroes the blocks
+    before the server copies them. The scheduler must revoke the store, so that a second engine
+    misses."""
     device, at = ToldDevice(), (daemon.start(), tmp_path, monkeypatch)
     one = engine_at(*at, v2=True, device=device, specs=mixed_model())
     assert worker_of(one).rank.session.order_kind is OrderKind.FLAGS

@@ -1,5 +1,6 @@
-"""The scheduler side's small records, each alone: loads of other connectors, blocks about to be
-written, hidden keys."""
+"""Tests small classes of the scheduler side, each alone: `OtherLoads` (loads by other connectors),
+`WrittenBlocks` (device blocks that a step writes) and `HiddenKeys` (block keys that lookups must
+miss)."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,10 @@ PLANNED = st.tuples(st.booleans(), st.integers(0, 2), OUTCOMES, st.booleans())
 def test_blocks_that_another_connectors_load_may_lack_are_not_stored(
     steps: list[tuple[bool, int, str, bool]], behind: int
 ) -> None:
-    """Each step admits a request, which runs `delay` steps later and may end in the next step. A
-    step's report arrives `behind` steps later, unless the report or the step's plan is lost."""
+    """Runs random steps beside a connector whose loads may fail. A request's blocks must not be
+    stored while such a load may have failed. Each step admits a request, which runs `delay` steps
+    later. A step's report arrives `behind` steps later, unless the report or the step's plan is
+    lost."""
     others, numbers = OtherLoads(), dict[int, int]()
     # Steps: in which each request first ran, that are open, and whose requests are not trusted.
     due, ran_in, are_open, bad = dict[str, int](), dict[str, int](), set[int](), set[int]()
@@ -68,8 +71,9 @@ def asks(name: str, computed: int = 0) -> Any:
 def test_blocks_behind_what_a_request_hit_are_new_to_it(
     matched: int, computed: int, num_hit: int
 ) -> None:
-    """`matched`: tokens of a local hit. `computed`: tokens of a finished load. All blocks of a
-    group of states count as new."""
+    """Allocates a request's blocks. Those after its hit count as written. `matched`: tokens of a
+    hit in vLLM's own cache. `computed`: tokens of a finished load. In a group of recurrent states,
+    all blocks count as written."""
     written = WrittenBlocks([16, 0])
     written.matched("a", matched)
     written.allocated(asks("a", computed), blocks([1, 2, 3], [NULL_BLOCK, 11, 12]))

@@ -1,5 +1,5 @@
-"""Interactions of the connector's parts: a second start of the scheduler's side, weights, sleep,
-fences, broken hooks."""
+"""Tests how parts of the connector work together: a scheduler side that connects again, changed
+weights, revoked stores, and hooks that raise."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,13 +14,15 @@ PROMPT = prompt(1, 200)
 
 
 def connect_again(one: Engine) -> None:
-    """Connects the scheduler's side again, as after a sleep that has changed a rank's handshake."""
+    """Connects the scheduler side again with a changed handshake, as after a sleep that has changed
+    a rank's handshake."""
     told = replace(one.worker.get_handshake_metadata(), sparse_layers=((0, 0),))
     one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
 
 
 def test_original_weights_after_a_second_start_are_not_those_before(updated: Any) -> None:
-    """The engine then shares with an engine that never had other weights, in a new key space."""
+    """One engine's weights change, its scheduler side connects again, then the original weights
+    return. The engine must share blocks with an engine that never had other weights."""
     one, two = updated(), updated()
     load(one, 7)
     one.fill(PROMPT)
@@ -36,7 +38,8 @@ def test_original_weights_after_a_second_start_are_not_those_before(updated: Any
 def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
     engine: Any, server: Any
 ) -> None:
-    """Loads from before the second start are cancelled."""
+    """Connects the scheduler side again during stores and a load. The load must be cancelled, and
+    the reports of the old stores must not end the new stores."""
     engine().generate("before", PROMPT, 1)
     one = engine()
     server.hold = {"store", "load"}
@@ -73,7 +76,8 @@ def test_a_word_that_a_session_waits_for_is_not_given_out_by_another_owner() -> 
 def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_key(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old session is still open when the new session fails. Another thread then closes it."""
+    """Changes the weights, and makes the rank's new session fail while the old session is still
+    open. (Another thread closes the old session later.) Nothing may be stored under the old key."""
     one, two = updated(), updated()
     one.fill(PROMPT)
     worker, closing = one.worker._worker, []

@@ -1,4 +1,5 @@
-"""Settings, identities, memory export, and reasons to turn hotkv off: before any request."""
+"""Tests the connector's settings, its start, the reasons that turn hotkv off, and its statistics
+and cost per step."""
 
 import json
 import os
@@ -82,7 +83,9 @@ def test_settings_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_of_arguments_with_dots() -> None:
-    """vLLM makes an object of `--kv-transfer-config.kv_connector_extra_config.hotkv.load`."""
+    """vLLM turns arguments with dots, such as
+    `--kv-transfer-config.kv_connector_extra_config.hotkv.load`, into nested objects. The connector
+    must read its settings from such objects too."""
     given = {"hotkv": {"load": "always", "sparse": {"sparse_topk": 0.5}}, "hotkv.tenant": "a"}
     config = ConnectorConfig.from_extra_config(given)
     assert (config.load, config.tenant) == ("always", "a")
@@ -115,8 +118,8 @@ def test_a_wrong_setting_is_an_error_at_construction(engine: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed:FutureWarning")
 def test_kernels_are_loaded_before_the_first_request(engine: Any) -> None:
-    """Afterwards vLLM must still be able to start another engine in the process. (On a CPU, an
-    engine's start reads all attributes of all modules.)"""
+    """Starting an engine must load hotkv's compiled kernels. vLLM must still be able to start
+    another engine in the process, which on a CPU reads all attributes of all modules."""
     pytest.importorskip("numba")
     engine()
     assert "hotkv_proto.kernels" in sys.modules
@@ -178,7 +181,8 @@ def test_stats_add_up_and_reach_prometheus(engine: Any) -> None:
 
 
 def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
-    """Counts the calls of a decode step with many requests that neither hit nor fill a block."""
+    """Counts the calls of hotkv's functions in decode steps with 60 requests that neither hit nor
+    fill a block. A step may take two calls per request."""
     one = engine(blocks=512, max_num_seqs=64, max_tokens_per_step=2048)
     for index in range(60):
         one.add(f"r{index}", prompt(index, 33), 25)

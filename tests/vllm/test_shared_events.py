@@ -1,5 +1,5 @@
-"""Engines report the shared cache's blocks as their own, so that a router knows which blocks each
-can load."""
+"""Tests `SharedEvents`, by which an engine publishes KV events for the shared cache's blocks as for
+its own blocks. So a router knows which blocks each engine can load."""
 
 import itertools
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ Lying = tuple[int, Medium, str, int]
 
 
 class Wire:
-    """Stands for a session. Its calls return the answers of the server's event reader."""
+    """A fake session. Its calls return the answers of the server's event reader."""
 
     def __init__(self, hub: EventHub, state: Any) -> None:
         self.connected = self.has_events = True
@@ -64,10 +64,11 @@ class Wire:
 
 
 class Telling(RuleBasedStateMachine):
-    """An engine that reports the server's blocks as its own (`SharedEvents`).
+    """A hypothesis state machine of an engine that publishes KV events for the server's blocks
+    (`SharedEvents`). In the end a router's index must equal the server's blocks.
 
     cached: the server's blocks.
-    index: a router's index of blocks, from the engine's events.
+    index: a router's index of blocks, built from the engine's events.
     """
 
     @initialize()
@@ -135,12 +136,13 @@ class Telling(RuleBasedStateMachine):
             self.session.is_failing = True
 
     def change_unheard(self) -> None:
-        """Removes half of the blocks without an event."""
+        """Removes half of the server's blocks without publishing an event."""
         self.cached = dict.fromkeys(list(self.cached)[::2])
 
     @rule(lacking=st.sampled_from(["connected", "has_events"]))
     def be_alone(self, lacking: str) -> None:
-        """For a long time no events come: the server is away, or restarted without events."""
+        """Runs the engine for a long time without events, because the server is away or has
+        restarted without events. The router's index must then be empty."""
         if self.session is not None and self.session.connected:
             self.store(0, [1], (Medium.CPU, ""))
             self.settle()
@@ -214,8 +216,9 @@ def server() -> Iterator[Server]:
 def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
     server: Server, tmp_path: Path
 ) -> None:
-    """Two real engines: the first engine's stores count for both, and so do removed blocks. A late
-    router of the second engine learns of them from the replay."""
+    """Runs two real engines with Dynamo's indexer as the router. A block that either engine stored
+    counts for both engines, and a flush removes it for both. A router that starts late learns of
+    the blocks from the replay."""
     model = write_model(tmp_path / "model", "llama")
     ports = free_ports(4)
     workers = [
@@ -238,8 +241,8 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
     others = itertools.cycle(range(1, 400))
 
     def step(engine: EngineProcess) -> None:
-        """Runs some steps of the engine, with a prompt too short for a block. An illegal
-        instruction ends vLLM 0.32 on CPUs with AMX if its first prompt has one or two tokens."""
+        """Runs some steps of the engine with a prompt of 8 tokens, too short to fill a block. (With
+        one or two tokens, vLLM 0.32 ends with an illegal instruction on CPUs with AMX.)"""
         engine.ask("generate", prompts=[[next(others)] * 8], max_tokens=6)
 
     def prompt(first: int) -> list[int]:
@@ -251,7 +254,8 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
         with closing(Indexer(tmp_path / "indexer.log", BLOCK_TOKENS, *workers)) as indexer:
 
             def credited(tokens: list[int], worker: int, expected: int) -> bool:
-                """Queries an engine that has no such blocks on its device."""
+                """Returns True if the router counts `expected` of these tokens as cached for this
+                engine, which does not have their blocks on its device."""
                 step(engines[worker - 1])
                 return indexer.credits(tokens, worker)[0] == expected
 

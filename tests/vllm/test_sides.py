@@ -1,4 +1,5 @@
-"""The stand-in for a side that does not exist: its answers fit every call of the connector."""
+"""Tests `NoSide`, the stand-in for a scheduler or worker side of the connector that does not exist.
+Its answers must have the types that the connector's calls expect."""
 
 import inspect
 import re

@@ -1,5 +1,6 @@
-"""Pauses and sleep: the engine empties its own cache and the shared cache stays, whatever is under
-way. vLLM's `EngineCore` pauses and resets the harness's scheduler (`engine_core`)."""
+"""Tests vLLM's pause and sleep: the engine empties its own cache, and the server's blocks stay,
+whatever transfers are in flight. vLLM's real `EngineCore` pauses and resets the scheduler of the
+test harness."""
 
 import os
 from typing import Any
@@ -47,7 +48,8 @@ def test_a_pause_keeps_the_shared_cache(engine: Any, server: Any, model: Any, wa
 
 
 def test_kept_requests_go_on_and_their_blocks_are_shared(engine: Any, server: Any) -> None:
-    """Mode "keep": vLLM recomputes them after the sleep."""
+    """Sleeps in mode "keep" during a request, which vLLM recomputes after the wake-up. The answer
+    must be right, and the request's blocks must be stored."""
     one = engine()
     core = Core(one)
     one.add("a", PROMPT, 60)
@@ -119,7 +121,8 @@ UNDER_WAY = {
 
 
 def begin(one: Any, server: Any, what: str) -> None:
-    """Makes an engine begin `what` (a load, a store, ...) for a request "a"."""
+    """Makes the engine begin `what` (a load, a store, ...) for a request "a", and makes the server
+    hold back or delay its end."""
     server.ack_cancels = what != "a hung load"
     if what.endswith("tail"):
         one.add("a", prompt(3, 60), 5)
@@ -162,8 +165,9 @@ def begin(one: Any, server: Any, what: str) -> None:
 def test_what_is_under_way_brings_nothing_wrong(
     engine: Any, server: Any, what: str, event: str, num_stored: int
 ) -> None:
-    """Checks answers and both caches. `num_stored`: blocks of the request that are found after its
-    end."""
+    """Resets the cache, or lets the engine sleep and wake, while `what` is in flight. Then checks
+    answers, both caches, and that nothing stays in flight. `num_stored`: the request's blocks that
+    the server has in the end."""
     if what.split()[-1] in ("load", "lease"):
         engine().generate("before", PROMPT, 4)
     one = engine(**UNDER_WAY[what])
@@ -221,7 +225,9 @@ def test_what_is_under_way_brings_nothing_wrong(
 
 
 def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> None:
-    """After the wake-up the ranks are in doubt about their weights, but they keep their session."""
+    """Resets the cache while the server is absent, so a flush is still to be sent. The engine then
+    sleeps and wakes in the same session, and checks its weights. The flush must reach the server
+    when it returns."""
     one = updated()
     session = one.connector._scheduler.cache.session
     one.fill(PROMPT)
@@ -242,8 +248,9 @@ def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, is_reset: bool
 ) -> None:
     """vLLM 0.33 may call `update_state_after_alloc` some steps after it admitted a load
-    (`Scheduler.deferred_loads`), or never. `is_reset`: a reset's hook broke, so the load's lease
-    still pins blocks from before the reset."""
+    (`Scheduler.deferred_loads`), or never. Meanwhile the load's blocks must not be stored.
+    `is_reset`: a reset's hook broke, so the load's lease still pins blocks from before the
+    reset."""
     answer = engine().fill(PROMPT)
     one, late = engine(), list[Any]()
     kept = dict(server.blocks)

@@ -1,5 +1,5 @@
-"""Sparse decode in real vLLM on CPU: exact if the budget covers the context, bounded if not, and
-dense after a failure."""
+"""Tests sparse decode in real vLLM on CPU. Answers are exact if the budget covers the context;
+otherwise the attended blocks stay within the budget. After a failure, attention is dense."""
 
 from typing import Any
 
@@ -36,8 +36,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_a_covering_budget_is_exact_in_mixed_batches(
     start: Start, dense: References, sparse: dict[str, Any]
 ) -> None:
-    """Prompts of six lengths in chunks of 128 tokens: some decode, some above and some below the
-    threshold, while others prefill."""
+    """Runs prompts of six lengths in chunks of 128 tokens. So some requests decode, sparsely or
+    (short contexts) densely, while others prefill. The tokens must be those of dense attention."""
     settings = {"max_num_batched_tokens": 128, "max_num_seqs": 6}
     one = start(sparse, **settings)
     batch = prompts(1, LENGTHS)
@@ -57,8 +57,9 @@ def test_a_covering_budget_is_exact_in_mixed_batches(
 
 @pytest.mark.long
 def test_local_prefix_hits_and_preemption(start: Start, dense: References) -> None:
-    """The device has too few blocks for two long prompts and their answers: a request is preempted,
-    and resumes in other blocks."""
+    """Runs two long prompts on a device that has too few blocks for both and their answers. vLLM
+    preempts a request, which resumes in other blocks. The tokens must be those of dense
+    attention."""
     settings = {
         "num_gpu_blocks_override": 61,
         "max_num_seqs": 2,
@@ -95,7 +96,8 @@ def test_layers_with_windows_stay_dense(
     lengths: tuple[int, ...],
     noise: float,
 ) -> None:
-    """Runs models with sliding windows. The second one's softmax has learned sinks."""
+    """Runs two models with sliding windows; the second model's softmax has learned sinks. Only the
+    layers without windows may decode sparsely."""
     one = start(HALF | {"max_correction_blocks": 3}, **settings)
     one.ask("rewrite_always")
     batch = prompts(6, lengths)
@@ -148,8 +150,9 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
 def test_a_hit_brings_representations_and_nothing_is_built_again(
     start: Start, daemon: Daemon
 ) -> None:
-    """The second engine loads the representations with the blocks, and selects as the first does.
-    An engine with another version of representations shares only blocks."""
+    """A second engine loads blocks with their representations (compact summaries of their keys),
+    and answers as the first engine does. An engine with another format of representations shares
+    only the blocks."""
     target = daemon.start().target
     batch = prompts(4, (700, 1100))
     num_hit = sum((length - 1) // BLOCK_TOKENS for length in (700, 1100))

@@ -1,4 +1,6 @@
-"""The differences between kinds of representations, and whether centres fit a model."""
+"""Tests how engines describe the representations (compact summaries of a block's keys) that they
+share. Representations of another format, layers or centre (a layer's mean keys) must have another
+description. Also tests that a centre must fit the model."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Layers that calibrate themselves from the first prompt that they see: when, from which tokens,
-and the blocks that their rows attend to before and after."""
+"""Tests layers that calibrate their representations (compact summaries of a block's keys) from the
+first prompt: when, from which tokens, and to which blocks requests attend before and after."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -46,7 +46,8 @@ CONFIG = SparseConfig(
 
 
 def batch_of(rows: list[tuple[int, int]]) -> Batch:
-    """Returns a batch. A row has the number of context tokens, and how many of them are queries."""
+    """Returns a `Batch` with a row per request. `rows`: for each request, the number of context
+    tokens, and how many of these tokens are queries."""
     starts = np.concatenate([[0], np.cumsum([queries for _, queries in rows])]).astype(np.int32)
     lengths = np.array([context for context, _ in rows], np.int32)
     none = np.zeros((len(rows), 1), np.int32)
@@ -115,7 +116,8 @@ def test_all_but_the_first_tokens_of_contexts_count(
 
 
 def shown(engine: Engine, count: int) -> None:
-    """Shows both layers `count` tokens of a prompt, similar to those in their pages."""
+    """Passes `count` tokens of a prompt to both layers' calibration. Their keys are similar to the
+    keys in the layers' pages."""
     dice = np.random.default_rng(5)
     queries = dice.standard_normal((count, QUERIES, 64)).astype(np.float32)
     keys = dice.standard_normal((count, HEADS, 64)).astype(np.float32)
@@ -156,7 +158,8 @@ def test_rows_attend_to_everything_until_their_layer_is_calibrated() -> None:
 
 
 def test_the_blocks_that_matter_are_found() -> None:
-    """Finds a block that only the query's match would select."""
+    """Decodes with a query that matches the keys of a single block. A calibrated layer must select
+    this block."""
     engine = self_calibrating()
     shown(engine, FIRST_TOKENS + ENOUGH_TOKENS)
     table, layer = engine.table("a"), engine.layers[0]
@@ -170,8 +173,9 @@ def test_the_blocks_that_matter_are_found() -> None:
 
 
 def test_what_was_built_without_axes_is_forgotten() -> None:
-    """A layer with two formats of representations has one centre. So calibrating it changes the
-    meaning of rot2u bytes too, and all representations must be built anew."""
+    """Calibrates a layer with two formats of representations, rot2u and mix2. Both use the layer's
+    centre (mean key), so calibration also changes the meaning of rot2u bytes. All representations
+    must be built again."""
     cache = Cache(BLOCKS, 64, torch.bfloat16)
     layer = cache.layer(("rot2u", "mix2"))
     pool = BlockReprManager({5: layer.shape}, {5: layer.keys_of})
@@ -233,7 +237,8 @@ def test_the_axes_of_a_file_are_part_of_a_kind() -> None:
 def test_an_engine_calibrates_itself_and_is_exact_where_budgets_cover(
     start: Start, dense: References, sparse: dict[str, Any]
 ) -> None:
-    """Prompts, in chunks of 128 tokens, are together long enough to calibrate. They run twice."""
+    """Runs prompts twice, in chunks of 128 tokens. Together they are long enough to calibrate the
+    layers. The budget covers the contexts, so the tokens must be those of dense attention."""
     run = {"max_num_batched_tokens": 128, "max_num_seqs": 6, "enable_prefix_caching": False}
     one = start(sparse | {"scorer": "mix2"}, **run)
     batch = prompts(4, LENGTHS)
@@ -257,7 +262,8 @@ def test_an_engine_without_kernels_decodes_densely(monkeypatch: pytest.MonkeyPat
 
 
 def rotary(head_size: int, theta: float, **more: Any) -> SimpleNamespace:
-    """Returns a module like vLLM's rotary embedding: a row per position, cosines before sines."""
+    """Returns a stand-in for vLLM's rotary embedding module. Its table has a row per position, with
+    cosines before sines."""
     angles = np.arange(4)[:, None] * theta ** -np.arange(0, 1, 2 / head_size)
     table = torch.from_numpy(np.concatenate([np.cos(angles), np.sin(angles)], axis=1))
     given = {"head_size": head_size, "is_neox_style": True, "cos_sin_cache": table} | more

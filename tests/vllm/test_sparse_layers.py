@@ -1,4 +1,5 @@
-"""The engines, layers and centres that sparse decode accepts, and its messages for others."""
+"""Tests which engines, layers and centres (a model's mean keys, from a file) sparse decode accepts,
+and the messages with which it refuses others."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,7 +28,8 @@ def engine(
     encodes: bool = False,
     **parallel: int,
 ) -> Any:
-    """Returns the parts of a vLLM config that the checks read."""
+    """Returns a stand-in for a vLLM config, with the attributes that the checks of sparse decode
+    read."""
     sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "tensor_parallel_size")
     return SimpleNamespace(
         parallel_config=SimpleNamespace(use_ubatching=False, **dict.fromkeys(sizes, 1) | parallel),
@@ -46,8 +48,8 @@ def engine(
 
 
 def groups(*specs: Any, replicas: int = 1) -> Any:
-    """Returns the parts of a KV cache config that the checks read: a group for each spec, with two
-    layers."""
+    """Returns a stand-in for a KV cache config, with the attributes that the checks of sparse
+    decode read: a group of two layers for each spec."""
     return SimpleNamespace(
         kv_cache_groups=[
             SimpleNamespace(
@@ -157,7 +159,8 @@ def test_centres_of_another_model_are_refused(of: Centres, message: str) -> None
 
 
 def plain(**changes: Any) -> Any:
-    """Returns the attributes of a vLLM layer that `full_attention_layers` reads."""
+    """Returns a stand-in for a vLLM layer of full attention, with the attributes that
+    `full_attention_layers` reads."""
     impl = {
         "attn_type": "decoder",
         "kv_sharing_target_layer_name": None,

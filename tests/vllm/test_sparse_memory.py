@@ -1,5 +1,6 @@
-"""Compares the engine's messages to the server about sparse decode (sequences, reports) with a
-naive model. No engine runs."""
+"""Compares the engine's messages to the server about sparse decode with a naive model: the
+sequences of `SparseSequences` (block hashes of requests that decode sparsely), and reports of the
+blocks that were selected. No engine runs."""
 
 import itertools
 from collections.abc import Sequence
@@ -33,8 +34,8 @@ GROUPS = (SparseGroup(0, BLOCK),)
 
 @dataclass(eq=False)
 class Request:
-    """The attributes of vLLM's request that hotkv reads. Contexts of a family are prefixes of each
-    other."""
+    """A stand-in for vLLM's request, with the attributes that hotkv reads. Contexts of a family are
+    prefixes of each other."""
 
     request_id: str
     family: int
@@ -76,7 +77,8 @@ class Side:
         return self.requests[name]
 
     def step(self, *names: str) -> tuple[str, ...]:
-        """Runs a step. `names`: requests with a sparse row; each gains a token."""
+        """Runs a step. `names`: requests that decode sparsely in it; each gains a token. Returns
+        the ids of the ended requests whose last selections the workers must report."""
         self.now_s += 0.01
         states = {
             name: RequestState(request, StoreState([0], 0))
@@ -92,7 +94,7 @@ class Side:
         del self.requests[name]
 
     def known(self) -> dict[str, list[bytes]]:
-        """Returns the server's sequences."""
+        """Returns the server's sequences: for each sequence id, the block hashes."""
         return {name: hashes for (_, name), (_, _, hashes) in self.server.sequences.items()}
 
     def reports(self) -> list[tuple[dict[str, Any], dict[int, dict[str, float]]]]:
@@ -103,7 +105,8 @@ class Side:
 
 
 class SparseMemoryMachine(RuleBasedStateMachine):
-    """Requests come, decode and end while the server answers late, dies, and comes back."""
+    """A hypothesis state machine of `SparseSequences`: requests arrive, decode sparsely and end,
+    while the server answers late, dies, and comes back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +119,7 @@ class SparseMemoryMachine(RuleBasedStateMachine):
         self.num_ended = 0
         self.selects = 0
         self.steady = False
-        """The last event was a step with a server that answers at once."""
+        """True if the last event was a step with a server that answers at once."""
 
     @property
     def server(self) -> FakeServer:
@@ -155,7 +158,8 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def report(self) -> None:
-        """Reports a step as the workers do: for every request that the step's message named."""
+        """Reports the blocks that a step has selected, as the workers do: for all requests that
+        have decoded, and for the ended requests whose last selections the workers must report."""
         live = [name for name in self.side.requests if name in self.decoded]
         ended = frozenset(self.named)
         memory, stream = self.side.memory, self.side.streams.number
@@ -192,7 +196,8 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def wait(self) -> None:
-        """Waits until sequences whose last selections never come have ended."""
+        """Waits for `ENDING_S`. Then the sequences of ended requests must be deleted even if the
+        workers never report their last selections."""
         self.side.now_s += memory_module.ENDING_S
         self.named += self.side.step()
         assert not self.side.memory._ending
@@ -200,7 +205,7 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 200))
     def hang(self, steps: int) -> None:
-        """Hangs the server while a request decodes."""
+        """Lets a request decode while the server answers no calls about sequences."""
         self.server.hold = set(SEQUENCE_CALLS)
         able = [name for name, one in self.side.requests.items() if one.num_tokens >= MIN_TOKENS]
         for _ in range(steps):
@@ -321,8 +326,9 @@ def test_too_many_requests_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("second_tokens", [BLOCK, 2 * BLOCK])
 def test_each_group_has_a_sequence_of_its_own(second_tokens: int) -> None:
-    """If the groups' blocks differ in size, selections are not sent, because positions are
-    ambiguous."""
+    """A request has a sequence in the server for each KV cache group. If the groups' blocks differ
+    in size, the engine reports no selections, because a position would mean different tokens in
+    each group."""
     side = Side((SparseGroup(0, BLOCK), SparseGroup(1, second_tokens)))
     side.arrive("a", 1, 20)
     side.step()

@@ -1,5 +1,6 @@
-"""The loop of vLLM's RFC #37263, as written there, with real copies: attention reads hot slots
-only, and host memory is an array or a residency of a real hotkv-server."""
+"""Runs the decode loop of vLLM's RFC #37263 (sparse attention with KV offloading) with real copies.
+Attention reads only hot slots (blocks of device memory). Host memory is an array, or a request's
+pinned blocks in a real hotkv-server (`ResidencyPages`)."""
 
 import itertools
 import os
@@ -37,8 +38,8 @@ CONFIG = SparseConfig(sparse_topk=256, sink_tokens=16, recent_tokens=32, max_cor
 
 
 def keys_of(pages: np.ndarray) -> np.ndarray:
-    """Returns the keys of pages. A page is float32 [tokens, KV heads, 2 * head size]: keys,
-    values."""
+    """Returns the keys of pages. A page is float32 [tokens, KV heads, 2 * head size], with a
+    token's key before its value."""
     return np.ascontiguousarray(pages.view(np.float32).reshape(-1, T, H, 2 * D)[..., :D])
 
 
@@ -51,8 +52,8 @@ def plain_attention(query: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 class Model:
-    """Sequences of random tokens in two layers, and the RFC's loop. `residency`: holds the pages in
-    place of an array in host memory."""
+    """A simulated model with two layers and random tokens, which decodes with the RFC's loop.
+    `residency`: holds the pages, in place of an array in host memory."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Model:
         return [f"{name}-{block}".encode().ljust(32) for block in range(count)]
 
     def prefill(self, name: str, num_blocks: int) -> None:
-        """Computes and stores whole blocks."""
+        """Makes a sequence of `num_blocks` random blocks, and stores the blocks in host memory."""
         tokens = self.rng.standard_normal((4, num_blocks * T, H, 2 * D)).astype(np.float32)
         if self.residency is not None:
             self.residency.open(name, num_blocks + 10)
@@ -102,7 +103,8 @@ class Model:
         self.handler.begin(name)
 
     def reserve(self, name: str, first: int, count: int) -> np.ndarray:
-        """Returns host blocks of the sequence from `first` on."""
+        """Reserves host blocks for the sequence's blocks from `first` on, and returns the host
+        blocks."""
         hashes = self.hashes(name, first + count)[first:]
         blocks = self.manager.prepare_store(hashes)
         if self.residency is not None:
@@ -110,7 +112,8 @@ class Model:
         return blocks
 
     def step(self, name: str) -> None:
-        """Runs the RFC's loop for a token in every layer."""
+        """Decodes one token of the sequence: runs the RFC's loop in every layer, and checks each
+        layer."""
         seq_len = self.tokens[name].shape[1] + 1
         num_complete = (seq_len - 1) // T
         fresh = self.rng.standard_normal((4, 1, H, 2 * D)).astype(np.float32)
@@ -146,8 +149,8 @@ class Model:
         self.manager.complete_store(stored, success=True)
 
     def check(self, name: str, layer: int, query: np.ndarray, metadata: DecodeMetadata) -> None:
-        """Checks that every attended slot holds a whole block of this sequence, and the last slot
-        its partial block."""
+        """Checks that each attended hot slot holds a whole block of this sequence, and that the
+        last slot holds the sequence's partial block."""
         pages = (
             self.hot[layer, metadata.block_table]
             .view(np.float32)
@@ -212,14 +215,16 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def engine(server: Server) -> Iterator[PagedEngine]:
-    """Yields an engine with its own server, and memory for 64 blocks that it stores."""
+    """Yields a fake engine that is connected to the server and has memory for 64 blocks."""
     one = PagedEngine(server.target, layers=len(LAYERS), num_blocks=64, page_bytes=PAGE)
     yield one.connect()
     one.close()
 
 
 def test_the_loop_of_the_rfc_over_a_residency(engine: PagedEngine) -> None:
-    """Old blocks are only in the server's arena and in hot slots."""
+    """Runs the RFC's loop with host memory in a real server. The server's arena and the hot slots
+    are the only places of old blocks. Once the server no longer pins the blocks, reads must
+    fail."""
     residency = ResidencyPages(engine.session, engine.kv, LAYERS)
     model = Model(CONFIG, 32, residency=residency)
     loop(model)

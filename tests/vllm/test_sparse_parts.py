@@ -1,5 +1,6 @@
-"""The parts of sparse decode in the engine, each alone: vLLM's own attention kernel over rewritten
-rows, hot sets, names of rows, pools."""
+"""Tests parts of sparse decode in the engine, each alone: vLLM's attention kernel over rewritten
+block tables, hot sets, the scheduler's choice of the requests that decode sparsely, vLLM's plugin,
+and settings."""
 
 import copy
 from collections.abc import Sequence
@@ -52,7 +53,8 @@ def test_keys_are_read_back_from_vllms_pages(dtype: torch.dtype, head_size: int)
 
 @pytest.mark.parametrize(("run", "pair"), [(32, 1), (16, 1), (16, 2), (32, 4), (32, 64)])
 def test_packings_of_other_processors(run: int, pair: int) -> None:
-    """Compares a view with the positions of single values."""
+    """Packs random keys as attention kernels of other processors do. The keys must be read back
+    unchanged, by runs of tokens and by the positions of single values."""
     keys = torch.randn((5, HEADS, BLOCK, 64))
     split = keys.view(5, HEADS, BLOCK // run, run, 64 // pair, pair)
     pages = torch.zeros((5, HEADS, BLOCK, 128))
@@ -115,7 +117,8 @@ def metadata(
 
 
 class Chosen(SparseWorker):
-    """Attends to the blocks in `chosen`, by layer and request; None: to all blocks."""
+    """A `SparseWorker` that attends to the blocks in `chosen`, given by layer and request. None
+    stands for all blocks."""
 
     chosen: dict[tuple[str, str], list[int] | None]
 
@@ -127,7 +130,8 @@ class Chosen(SparseWorker):
 def forward(
     config: VllmConfig, worker: SparseWorker, cache: Cache, layer: SparseLayer, given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns random queries, and the output of vLLM's kernel for them."""
+    """Runs vLLM's kernel with random queries through hotkv's `HotAttentionImpl`. Returns the
+    queries and the kernel's output."""
     with set_current_vllm_config(config):
         one = HotAttentionImpl(QUERIES, HEAD_SIZE, HEAD_SIZE**-0.5, HEADS, None, None, "auto")
     one.attach(worker, layer)
@@ -142,7 +146,8 @@ def forward(
 def attention(
     cache: Cache, query: torch.Tensor, table: list[int], positions: Sequence[int], length: int
 ) -> torch.Tensor:
-    """Computes plain attention of a query [query heads, head size] over blocks of a context."""
+    """Computes plain attention of a query [query heads, head size] over the blocks of a context at
+    `positions`."""
     tokens = [
         table[p] * BLOCK + t for p in positions for t in range(BLOCK) if p * BLOCK + t < length
     ]
@@ -156,8 +161,9 @@ def attention(
 def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
     vllm_config: VllmConfig,
 ) -> None:
-    """Runs a batch of a long decode that begins a block, a prefill chunk, a short decode, a long
-    decode with a full last block, and a row that the scheduler has not named."""
+    """Runs a batch in which two long decodes attend to chosen blocks only. The other rows must
+    attend to their whole contexts: a prefill chunk, a short decode, and a row that the scheduler
+    has not named."""
     cache = Cache(40, HEAD_SIZE, torch.float32)
     layer = cache.layer()
     worker = Chosen(SparseConfig(min_context_tokens=256), [layer])
@@ -192,8 +198,9 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
 
 
 def test_layers_of_a_step_share_tables_and_each_attends_to_its_own(vllm_config: VllmConfig) -> None:
-    """Runs four layers of a group in turn. The layers choose different numbers of blocks, then the
-    same number of other blocks, then leave one row dense, then both rows."""
+    """Runs four layers of a group in turn, which rewrite the same block tables. The layers choose
+    different numbers of blocks, then other blocks, then all blocks for one of the two requests,
+    then for both. Each layer must attend to its own choice."""
     caches = [Cache(24, HEAD_SIZE, torch.float32, seed) for seed in range(4)]
     layers = [replace(cache.layer(), name=f"layer{n}", index=n) for n, cache in enumerate(caches)]
     worker = Chosen(SparseConfig(min_context_tokens=256), layers)
@@ -265,8 +272,10 @@ def test_a_sequence_attends_to_what_it_must_and_moves_no_more_than_it_may(
     start: int,
     gaps: list[int],
 ) -> None:
-    """Contexts grow by a token, jump (dense steps between), or shrink (a request that is
-    recomputed)."""
+    """Decodes with random queries while the context grows by a token, jumps (as after dense steps),
+    or shrinks (as a request that is recomputed). Each step must attend to the first and latest
+    blocks. After the first step, it may load at most `max_correction_blocks` blocks besides
+    prefetched blocks."""
     config = SparseConfig(
         sparse_topk=topk,
         adaptive_p=adaptive,
@@ -354,8 +363,9 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
 
 
 def test_a_step_is_decided_once() -> None:
-    """Two connectors of an engine ask about the same step. One counts the sparse rows and the other
-    has the workers, so both must get the same answer."""
+    """Two connectors of an engine ask which requests of a step decode sparsely. Both must get the
+    same answer, even if a request has changed in between: one connector counts these requests, the
+    other has the workers."""
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)])
     one = SimpleNamespace(request_id="a", num_prompt_tokens=50, num_computed_tokens=96)
     names.arrived(one)
@@ -372,8 +382,10 @@ def test_a_step_is_decided_once() -> None:
 def test_on_cuda_only_what_a_graph_cannot_attend_to_is_sparse_against_the_rule(
     replays_decode: bool, beside: int
 ) -> None:
-    """`beside`: number of tokens of another row in the step. If it is 1, the step may be replayed
-    from a graph."""
+    """On CUDA, only resident requests (their old blocks may be in host memory only) decode
+    sparsely. If a step may be replayed from a CUDA graph, requests with such blocks attend sparsely
+    even for a prompt's last token or a short context. `beside`: number of tokens of another
+    request; 1 allows a replay."""
     away, resident = {"prompt", "short", "answer"}, {"prompt", "short", "answer", "here"}
     limits = ResidentOnly(resident.__contains__, away.__contains__, replays_decode)
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)], limits)

@@ -1,5 +1,6 @@
-"""The pool of representations, which the device holds in addition to the pages: stores read the
-right representations from it, and only loads and builds write to it."""
+"""Tests the pool of representations (compact summaries of blocks' keys) that an engine holds beside
+its KV pages. Stores must read the right representations from the pool, and only loads and builds
+may write to it."""
 
 import mmap
 import random
@@ -43,11 +44,11 @@ __all__ = ["toy"]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Blocks of two groups (layers 1 and 2; layer 5) are written, built, stored and loaded in any
-    order that an engine may use.
+    """A hypothesis state machine in which blocks of two groups (layers 1 and 2; layer 5) are
+    written, built, stored and loaded in any order that an engine may use.
 
-    A step that writes a block first ends the stores that read it. The model knows the pages, and
-    the bytes that each store has to read.
+    A step that writes a block first ends the stores that read it. The machine records the pages,
+    and the bytes that each store has to read.
     """
 
     def __init__(self) -> None:
@@ -87,8 +88,8 @@ class PoolMachine(RuleBasedStateMachine):
         return self.dice.standard_normal((count, TOKENS, HEADS, SIZE)).astype(np.float32)
 
     def _slot(self, kind: int, block: int) -> list[tuple[int, int]]:
-        """Returns, in order, offset and length of each run of engine memory that a block's slot
-        holds."""
+        """Returns the runs of engine memory that a block's slot holds, in order, each as offset and
+        length."""
         (runs,) = self.layout.copy_runs(
             kind, self.pool.kinds[kind], np.array([block]), np.array([0])
         )
@@ -111,8 +112,8 @@ class PoolMachine(RuleBasedStateMachine):
         return sorted(blocks - self.loading)
 
     def _fence(self, blocks: list[int]) -> None:
-        """Ends stores that read one of these blocks before the step goes on, as the scheduler
-        does."""
+        """Ends the stores that read one of these blocks, as the scheduler does before a step writes
+        the blocks."""
         for store in [store for store in self.stores if set(store[1]) & set(blocks)]:
             self._end(store)
         self.worker.will_write(np.array(blocks, np.int32))
@@ -126,7 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(blocks=st.sets(st.integers(0, BLOCKS - 1), max_size=4))
     def write(self, blocks: set[int]) -> None:
-        """Writes blocks like prefill, decode, or another connector's load."""
+        """Writes random keys to blocks, as prefill, decode, or another connector's load does."""
         chosen = self._idle(blocks)
         self._fence(chosen)
         for layer in FORMATS:
@@ -166,8 +167,9 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading)
     @rule(well=st.booleans(), kind=st.integers(0, 1), alone=st.booleans())
     def loaded(self, well: bool, kind: int, alone: bool) -> None:
-        """Ends a load. It writes pages and rows. If it fails, or loads blocks without
-        representations, the rows stay as they were."""
+        """Ends a load, which writes pages and representations. If the load fails, or the server has
+        no representations (`alone`), the blocks' representations contain random bytes and do not
+        count as built."""
         chosen, self.loading = sorted(self.loading), set()
         for layer in FORMATS:
             self.pages[layer][chosen] = self._keys(len(chosen))
@@ -212,7 +214,8 @@ TestPool.settings = settings(max_examples=40, stateful_step_count=30, deadline=N
 
 
 def loaded(one: Any) -> tuple[float, float]:
-    """Returns the numbers of loaded and built representations."""
+    """Returns how many representations the engine has loaded and how many it has built. Runs two
+    short requests first, because counters arrive with later steps."""
     one.generate("tick", prompt(99, 3))
     one.generate("tock", prompt(99, 3))
     return one.counters.get("sparse_loaded_blocks", 0), one.counters.get("sparse_built_blocks", 0)
@@ -238,8 +241,9 @@ def test_they_go_with_blocks_and_come_with_hits(
 
 
 def test_blocks_that_have_none_gain_one(engine: Any, server: Any, toy: Toy) -> None:
-    """An engine without sparse decode stores blocks without representations. An engine with sparse
-    decode hits them, in hotkv's cache or its own, and stores their representations."""
+    """An engine without sparse decode stores blocks without representations. Then an engine with
+    sparse decode hits these blocks in the server, later in its own cache. It must build their
+    representations and store them."""
     engine().generate("a", prompt(1, 200), 4)
     one = sparse_engine(engine)
     assert pairs(server, one) == 0
@@ -313,8 +317,9 @@ def test_memory_that_cannot_be_shared_stays_private(
 def test_random_requests_and_faults(
     engine: Any, server: Any, toy: Toy, pipelined: bool, model: Any
 ) -> None:
-    """Preemptions, aborts, late and failing transfers, blocks and representations that are lost:
-    rows match their pages at every step, and the server's blocks match their representations."""
+    """Runs random requests with preemptions, aborts, late and failing transfers, and lost blocks
+    and representations. At every step, the engine's representations must match its pages, and those
+    in the server their blocks."""
     dice = random.Random(0)
     extra = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002}
     one = sparse_engine(

@@ -1,4 +1,5 @@
-"""The worker of sparse decode without an engine: pages, counters, layers that break."""
+"""Tests `SparseWorker`, the worker side of sparse decode, without an engine: how it reads keys from
+pages, its counters, and layers that raise exceptions."""
 
 import logging
 from collections.abc import Callable

@@ -1,5 +1,6 @@
-"""Compares the staging area with a model that copies every page anew: whatever is asked next, a
-copy made ahead is only used if it is of the same page."""
+"""Tests `PageStaging`, the staging area in which the pages of a batch lie side by side for one call
+of attention. Compares it with a model that copies every page anew. A copy that was made ahead may
+only be used for the same page."""
 
 import threading
 from types import SimpleNamespace

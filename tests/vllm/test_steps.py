@@ -1,5 +1,5 @@
-"""The parts of a step of vLLM's scheduler that hotkv reads: the blocks that the step may overwrite,
-and the values that are hashed with a block's tokens."""
+"""Tests how hotkv reads a step of vLLM's scheduler: the blocks that the step may overwrite, block
+tables, the values that are hashed with a block's tokens, and chunks of vLLM's offloading."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from tests.vllm.tiny import BLOCK_TOKENS
 
 TOKENS = 16
 GROUPS = (TOKENS, 2 * TOKENS, 0)
-"""Tokens per block of each group; 0: a group with states."""
+"""Tokens per block of each group; 0: a group of recurrent states."""
 
 
 def fresh(
@@ -32,9 +32,10 @@ def fresh(
 ) -> set[int]:
     """Returns the blocks that a step overwrites.
 
-    new, cached: computed tokens and block ids of each request.
-    resumed: which of `cached` were preempted.
-    copies: from block, to block.
+    new, cached: for each new or running request, its computed tokens and block ids.
+    resumed: indices in `cached` of the requests that were preempted.
+    copies: pairs of a source block and a target block.
+    zeroed: the blocks that vLLM zeroes.
     """
     told: Any = SimpleNamespace(
         scheduled_new_reqs=[
@@ -146,7 +147,8 @@ def test_a_table_that_is_read_in_place_reads_as_a_list(
 def test_a_decode_step_reads_as_many_block_ids_however_long_the_context(
     engine: Any, monkeypatch: pytest.MonkeyPatch, watching: bool
 ) -> None:
-    """Counts the block ids that hotkv reads from vLLM in each decode step.
+    """Counts the block ids that hotkv reads from vLLM in each decode step. The number must not grow
+    with the context.
 
     watching: True marks all blocks on the device as inexact, so that hotkv also keeps track of the
         inexact blocks.
@@ -199,8 +201,9 @@ def test_chunks_of_windows_have_each_block_in_its_place(
 def without_holes(
     window: int, ids: list[int], first: int = 0, aligned_chunks: int = 1, ended: bool = False
 ) -> list[int]:
-    """Returns a request's block ids after `steps.leave_out_holes`. Chunks have four blocks; the
-    chunks before number `first` are stored already."""
+    """Returns a request's block ids after `steps.leave_out_holes`, which sets ids to 0 so that
+    vLLM's offloading stores no chunk that lacks a needed block. Chunks have four blocks; chunks
+    before number `first` are stored already. `ended`: the request has ended."""
     group = SimpleNamespace(
         kv_cache_spec=replace(window_spec(), sliding_window=window),
         tokens_per_block=BLOCK_TOKENS,
@@ -224,7 +227,8 @@ def without_holes(
 
 
 def test_chunks_that_vllm_stores_at_a_requests_end_have_no_holes() -> None:
-    """At a request's end vLLM considers the chunks behind its last possible hit once more."""
+    """At a request's end vLLM considers the chunks after the last possible hit once more. Then
+    blocks must be left out of these chunks too, if a needed block is missing."""
     ids, rest = [1, 0, 3, 4, 5, 0, 7, 8], [9, 10, 11, 12]
     for aligned_chunks, ended, stored in (
         (2, False, ids),

@@ -1,5 +1,6 @@
-"""The planner alone, over requests that are only names and hashes: the blocks that it stores after
-a step, the stores that a step waits for, and the results of stores."""
+"""Tests the scheduler side's store planner alone, with requests that have only names and hashes:
+the blocks that it stores after a step, the stores that a step waits for, and the results of
+stores."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +78,7 @@ def test_tokens_whose_kv_the_next_step_may_change_are_not_stored() -> None:
 
 
 class AllResident:
-    """The server must hold every block of every request."""
+    """A stand-in for `ResidentRequests`: the server must hold every block of every request."""
 
     def is_resident(self, request_id: str) -> bool:
         return True
@@ -110,10 +111,10 @@ class AllResident:
 def test_an_answer_takes_few_stores_and_no_block_is_left_out(
     specs: list[GroupSpec], kind: str, prompt: int, chunk: int, answer: int
 ) -> None:
-    """Blocks of an answer wait until several can be stored at once. Three kinds of blocks never
-    wait: blocks of a prompt, of a resident request, and of a model whose requests lose blocks
-    during decode. With a drafter, a block of an answer is complete only
-    when the token after it is known."""
+    """Plans the stores of a prompt and its answer; every full block must be stored once. Blocks of
+    an answer wait until several can be stored at once. Blocks of a resident request, and of a model
+    whose requests lose blocks during decode, never wait. With a drafter, a block of an answer is
+    complete only when the token after it is known."""
     residencies = AllResident() if kind == "resident" else None
     parts = Parts(specs, drafts=[0] if kind == "draft" else [], residencies=residencies)
     tables = [list(range(1, 40)), list(range(41, 80))]
@@ -225,7 +226,8 @@ def test_a_state_is_stored_under_the_hash_of_the_block_that_ends_at_its_boundary
 
 
 def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
-    """Stores in flight may have four blocks (`max_inflight_store_mib`)."""
+    """Limits the stores in flight to four blocks (`max_inflight_store_mib`). Further blocks wait
+    for a later step. If their request ends first, they are dropped."""
     parts = Parts(max_inflight_store_mib=1)
     _, jobs = planned(parts, "a", 4)
     assert len(jobs) == 1 and parts.planner.in_flight.num_bytes == 4 * BLOCK_BYTES
@@ -279,7 +281,9 @@ def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
 def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
-    """Reports travel with steps, so the report is missing while the engine is idle."""
+    """No rank reports the end of a store. After `UNREPORTED_S` of steps, the step's message must
+    list the store once more, and the planner forgets it. A long pause between two steps counts as
+    at most `MOST_STEP_S`, because only steps carry reports."""
     now_s = [100.0]
     monkeypatch.setattr(stores_in_flight.time, "monotonic", lambda: now_s[0])
     parts = Parts()
@@ -329,7 +333,8 @@ def test_a_block_is_stored_if_every_rank_has_stored_its_shard(
 
 
 def test_a_store_has_no_more_runs_than_the_server_accepts() -> None:
-    """Portions the blocks of a step in which very many requests each complete a block."""
+    """Many requests each complete a block in the same step. Their blocks must be divided into
+    stores with at most as many runs as the server accepts."""
     runs = [BlockRun(0, [b"%032d" % n], np.array([n], np.int32)) for n in range(3 * MAX_LISTS)]
     parts = portions(runs)
     assert [run for part in parts for run in part] == runs

@@ -1,5 +1,5 @@
-"""Random requests, aborts, preemptions and server faults in any order: KV is right, every request
-is answered, and no state is left behind."""
+"""Runs random requests, aborts, preemptions and faults of the server in any order. Stored and
+loaded KV must be right, every request must be answered, and no state may be left behind."""
 
 import random
 from typing import Any
@@ -15,7 +15,8 @@ CALLS = ["store", "load", "acquire", "lookup", "flush"]
 
 
 def change(dice: random.Random, server: Any, one: Engine) -> None:
-    """Changes the server or the engine's own cache at random."""
+    """Changes the fake server at random (it holds back or fails calls, dies, loses blocks), or
+    resets the engine's own cache."""
     roll = dice.random()
     if roll < 0.10:
         server.hold = set(dice.sample(CALLS, dice.choice([0, 0, 1, 2])))
@@ -48,12 +49,13 @@ WAYS: dict[str, dict[str, bool]] = {
 
 MODELS = (full_model, mixed_model, states_and_windows_model, *HYBRIDS[1:])
 BY_RPC = dict(zip(MODELS, ["sync", "async", "v2", "sync", "async", "async", "v2"], strict=True))
-"""Forms of lookups by RPC that together run every line that all such forms run."""
+"""For each model, the way of scheduling with which lookups by RPC are tested under the mark `long`.
+Together, these cases run every line that all cases run."""
 
 
 def marks(model: Any, way: str, table: bool) -> list[pytest.MarkDecorator]:
-    """Returns the marks of a case. Everyday runs have no mark: with a block table, all models with
-    asynchronous scheduling, and `full_model` in each way."""
+    """Returns the pytest marks of a case. A case without a mark runs every day: with a block table,
+    all models with asynchronous scheduling, and `full_model` in each way."""
     if table:
         return [] if way == "async" or model is full_model else [pytest.mark.long]
     return [pytest.mark.long if BY_RPC[model] == way else pytest.mark.campaign]
@@ -82,8 +84,9 @@ def test_random_faults(
     way: dict[str, bool],
     table: bool,
 ) -> None:
-    """The engine gives up at once a load that the server does not end. The server may write the
-    load's blocks later."""
+    """Runs random requests on two engines while the server fails at random. An engine gives up at
+    once a load that the server does not end, and the server may write the load's blocks later. All
+    answers and all stored blocks must be right."""
     monkeypatch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
     dice = random.Random(0)
     server.table = table

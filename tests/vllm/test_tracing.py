@@ -1,5 +1,5 @@
-"""Spans of the connector: their attributes, the server's spans below them, and that all are in the
-trace of vLLM's span."""
+"""Tests the connector's trace spans: their attributes, and that they lie in the trace of vLLM's
+span, with the server's spans below them."""
 
 import sys
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def ask(one: Any, name: str, tokens: list[int] = PROMPT, headers: Any = HEADERS)
 
 
 def flushed(one: Any, collector: OtlpReceiver) -> dict[str, ReceivedSpan]:
-    """Returns the last span of each name, once the engine has exported all."""
+    """Makes the engine export all its spans. Returns the last span of each name."""
     one.connector._scheduler.requests._traces.flush()
     return {span.name: span for span in collector.spans}
 
@@ -82,7 +82,9 @@ def test_a_request_that_stores_and_one_that_loads(traced: Any, collector: OtlpRe
 def test_requests_of_one_step_have_stores_of_their_own_if_traced(
     engine: Any, collector: OtlpReceiver
 ) -> None:
-    """Covers stores whose blocks are sent only with the next step."""
+    """Runs two traced requests and one untraced request in the same steps. Each traced request must
+    have its own stores, and so its own spans of stores, even if its blocks are sent only with the
+    next step."""
     one = engine(extra={"tracing": collector.url}, pipelined=True)
     other = f"00-{0x123:032x}-{1:016x}-01"
     one.add("a", prompt(1, 60), 5, trace_headers=HEADERS)
@@ -124,8 +126,8 @@ def test_a_load_that_fails_and_one_that_is_cancelled_say_so(
 def test_a_request_that_goes_on_without_hotkv_has_its_span(
     engine: Any, traced: Any, collector: OtlpReceiver, how: str
 ) -> None:
-    """Checks that the request's span is exported, with the error LEFT. Without it the server's
-    spans would have no parent."""
+    """hotkv turns off or breaks while a request runs. The request's span must be exported with the
+    error LEFT, because without it the server's spans would have no parent."""
     engine().generate("cold", PROMPT, 2)
     one = traced()
     one.add("a", PROMPT, 4, trace_headers=HEADERS)

@@ -1,5 +1,6 @@
-"""The traps of vLLM's connector API, a test for each: real scheduler and cache manager, a double of
-the cache, faults on demand. `test_stress` has failures and aborts in any order."""
+"""Tests the traps of vLLM's connector API, one by one. vLLM's scheduler and cache manager are real;
+the server is a fake that fails on demand. `test_stress` combines failures and aborts in any
+order."""
 
 import logging
 from collections.abc import Iterator
@@ -32,7 +33,8 @@ def test_an_engine_of_either_runner_hits_what_another_one_stored(engine: Any, v2
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_layouts_share_exactly_where_pages_are_equal(engine: Any, layout: KVCacheLayout) -> None:
-    """Engines share if the bytes inside a page have the same order; outer strides do not matter."""
+    """Stores with an engine of each KV cache layout. An engine of the default layout must hit
+    exactly if the bytes inside a page have the same order; outer strides do not matter."""
     engine(layout=layout).fill(PROMPT)
     assert engine(layout=layout).hit(PROMPT) == USABLE
     if (equal := SHARES_WITH_LBHNC.get(layout.name)) is not None:
@@ -43,7 +45,9 @@ def test_layouts_share_exactly_where_pages_are_equal(engine: Any, layout: KVCach
 def test_a_block_is_stored_with_the_step_that_fills_it(
     engine: Any, server: Any, pipelined: bool
 ) -> None:
-    """With asynchronous scheduling, the scheduler knows a block's last token a step later."""
+    """Each step of a prefill fills a block and must store it. The block that an answer completes
+    must be stored too, although with asynchronous scheduling the scheduler learns its last token a
+    step later."""
     one = engine(max_tokens_per_step=BLOCK_TOKENS, pipelined=pipelined)
     one.add("a", prompt(1, 200), 1)
     stored = []
@@ -63,8 +67,9 @@ def test_a_block_is_stored_with_the_step_that_fills_it(
 def test_ready_blocks_are_not_stored_again(
     engine: Any, server: Any, table: bool, num_again: int
 ) -> None:
-    """Without the server's block table, the engine knows that loaded blocks are ready, but not that
-    its hits on the device are. It stores the latter again."""
+    """Runs prompts whose blocks the server already has. With the block table, none is stored again.
+    Without the table, the engine knows that loaded blocks are ready, but stores the blocks that it
+    hits on the device again."""
     engine().fill(PROMPT)
     server.calls.clear()
     server.table = table
@@ -100,8 +105,8 @@ def test_a_hit_that_is_not_taken_leaves_no_lease(engine: Any, server: Any, how: 
 def test_keys_of_failed_loads_are_offered_again(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """vLLM gets hits of these keys again: after a minute in an engine that stores nothing, and soon
-    if a session was lost."""
+    """Lookups miss the keys of a failed load for a while. Then vLLM must get hits of these keys
+    again: after a minute in an engine that stores nothing, and soon if a session was lost."""
     monkeypatch.setattr(hits, "HIDDEN_FOR_S", 1e-6)
     engine().fill(PROMPT)
     role = "kv_consumer" if why == "stores nothing" else "kv_both"
@@ -174,7 +179,7 @@ def test_a_request_that_waited_while_the_server_restarted_hits(engine: Any, serv
 
 
 def leased(engine: Any, server: Any) -> Engine:
-    """Returns an engine whose request "b" has got a lease and waits for its load."""
+    """Returns an engine whose request "b" has acquired a lease and waits for its load."""
     one: Engine = engine()
     one.fill(PROMPT)
     one.drop_local()
@@ -206,7 +211,8 @@ def test_a_state_whose_block_was_given_away_is_not_stored(
     names = [[], ["a"]]
 
     def offered() -> Any:
-        """Offers the prompt's first state in step 2, in a block that now has the next state."""
+        """Offers the prompt's first state for storing in step 2, when its block already holds the
+        next state."""
         step = names.pop(0) if names else ()
         return {name: [(1, manager.get_block_ids(name)[1][1], BLOCK_TOKENS)] for name in step}
 
@@ -217,8 +223,9 @@ def test_a_state_whose_block_was_given_away_is_not_stored(
 
 
 class RingEngine(Engine):
-    """An engine whose second group has one block for each request: a ring buffer of its last
-    tokens, which prefix caching can't use. Every step writes to the rings of its requests."""
+    """An engine whose second KV cache group has one block per request: a ring buffer of the
+    request's last tokens, which prefix caching can't use. Every step writes to the ring buffers of
+    its requests."""
 
     def _attention_groups(self) -> Iterator[tuple[int, Any]]:
         yield next(super()._attention_groups())
@@ -259,7 +266,9 @@ def test_random_hash_seed_turns_sharing_off(
 def test_failed_loads_do_not_block_each_other_for_memory(
     engine: Any, server: Any, settle_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`LoadRoom` does not help if another connector fills the device."""
+    """Two loads fail on a device that is too small for both requests. Both requests must finish.
+    `LoadRoom`, which limits loads, is disabled, because it does not help if another connector fills
+    the device."""
     monkeypatch.setattr(LoadRoom, "has_room", lambda room, request: True)
     long_prompts = {"a": prompt(1, 306), "b": prompt(2, 297)}
     answers = {
@@ -286,7 +295,8 @@ def test_failed_loads_do_not_block_each_other_for_memory(
 def test_a_failed_load_costs_no_request_whatever_the_policy(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
-    """vLLM's default is "fail"; hotkv sets "recompute" in its place and logs it."""
+    """Sets vLLM's `kv_load_failure_policy` to its default, "fail". hotkv must set "recompute" in
+    its place and log it, so that a request whose load fails is computed."""
     said: list[str] = []
     monkeypatch.setattr(link.logger, "info", lambda text, *parts: said.append(text % parts))
     policy = {"kv_load_failure_policy": "fail"}
@@ -303,8 +313,9 @@ def test_a_failed_load_costs_no_request_whatever_the_policy(
 def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
     engine: Any, server: Any, model: Any
 ) -> None:
-    """The policy may be out of hotkv's reach; see
-    `test_multi_connector.test_policy_out_of_reach_is_said`."""
+    """vLLM ends a request with an error because its load failed, if hotkv can't change the policy
+    (`test_multi_connector.test_policy_out_of_reach_is_said`). No blocks, leases or state of the
+    request may remain."""
     first, one = engine(specs=model()), engine(specs=model())
     first.generate("a", PROMPT, 4)
     one.scheduler.recompute_kv_load_failures = False
@@ -328,7 +339,8 @@ def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
 def test_a_step_of_very_many_blocks_is_stored_in_parts(
     monkeypatch: Any, engine: Any, server: Any, model: Any, v2: bool
 ) -> None:
-    """Includes two requests in a step, and a chain of blocks too long for one store."""
+    """Limits a store to three blocks. The blocks of two requests in a step, and a chain of blocks
+    too long for one store, must all be stored, in several stores."""
     monkeypatch.setattr(stores, "STORE_BLOCKS", 3)
     first, second = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
     first.add("a", PROMPT, 2)

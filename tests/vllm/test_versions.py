@@ -1,7 +1,8 @@
-"""An engine with a vLLM that hotkv was not tested with: hotkv is on if all uses of vLLM's API check
-out. It is off, naming the use, if a use is gone, renamed, or has another signature.
+"""Tests the check of a vLLM version that hotkv was not tested with. hotkv is on if all uses of
+vLLM's API check out. It is off, naming the use, if a use is gone, renamed, or has another
+signature.
 
-The test breaks each use of the shipped list in turn, in the text of the file that defines it.
+The tests break uses of the shipped list one at a time, in the text of the file that defines them.
 Sources of releases come from `make check`; without them only the installed vLLM is tested.
 """
 
@@ -32,7 +33,7 @@ DOORS = sorted(LIST.doors)
 
 
 def sources_of(version: str) -> Readable:
-    """Returns a release's sources that were fetched before, or skips the test."""
+    """Returns the sources of a vLLM release that were fetched before, or skips the test."""
     if version == "installed":
         return installed()
     if not (CACHE / f"vllm-{version}").exists():
@@ -42,8 +43,8 @@ def sources_of(version: str) -> Readable:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Caches parsed texts as long as they are used, and turns garbage collection off, which would
-    walk their trees."""
+    """Caches parsed texts while they are used, and turns garbage collection off, because it would
+    walk the parsed trees."""
     monkeypatch.setattr(definitions.ast, "parse", functools.lru_cache(400)(ast.parse))
     gc.disable()
     yield
@@ -59,8 +60,8 @@ def path_of(source: Readable, module: str) -> str:
 
 
 def renamed(source: Readable, names: Names, module: str, name: str) -> Changed:
-    """Renames a name everywhere in the module that it is imported from, or a member in all classes
-    that its class inherits it from."""
+    """Returns the sources with a name renamed everywhere in the module that it is imported from. A
+    member of a class is renamed in all classes from which its class inherits it."""
     first, _, member = name.partition(".")
     found = names.find(f"{module}.{first}")
     assert found is not None
@@ -90,7 +91,7 @@ def definition(names: Names, module: str, name: str) -> Found | None:
 
 
 def with_node(source: Readable, found: Found, new: Any) -> Changed:
-    """Replaces a definition; decorators stay."""
+    """Returns the sources with the definition `found` replaced by `new`. Its decorators stay."""
     node: Any = found.node
     path = path_of(source, found.module)
     lines = (source.read(path) or "").splitlines(keepends=True)
@@ -103,7 +104,7 @@ def with_node(source: Readable, found: Found, new: Any) -> Changed:
 def broken(
     source: Readable, names: Names, module: str, name: str, form: Form
 ) -> Iterator[tuple[str, Changed]]:
-    """Yields changes to a use: their name, and the changed sources."""
+    """Yields changes that break a use of vLLM's API: a description, and the changed sources."""
     found = definition(names, module, name)
     yield "renamed", renamed(source, names, module, name)
     assert found is not None
@@ -148,7 +149,8 @@ USES = {
     for module, entries in door.items()
     for name, forms in entries.items()
 }
-"""The uses to compare. A use that both connectors list with the same forms is compared once."""
+"""The uses of vLLM's API to compare. A use that both connectors list with the same forms is
+compared once."""
 
 
 def compared(source: Readable, some: Uses) -> list[str]:
@@ -164,7 +166,8 @@ def compared(source: Readable, some: Uses) -> list[str]:
     ],
 )
 def test_each_use_that_is_broken_is_named(of: str, every: int, quick: None) -> None:
-    """Breaks the first of every `every` uses."""
+    """Breaks one in `every` uses of vLLM's API, in each way of `broken`. The check must name the
+    use."""
     source = Once(sources_of(of))
     names = Names(source, is_whole=True)
     num_broken, wrong = 0, []
@@ -238,8 +241,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_the_layout_of_a_file_changes_nothing(layout: str) -> None:
-    """To save time, the check splits a file by its lines. It searches again for definitions that
-    this misses."""
+    """Changes the layout of a source file but not its code; the check must give the same result. To
+    save time, the check splits a file by its lines, and searches again for definitions that it
+    misses this way."""
     text = LAYOUTS[layout](installed().read(SPECS) or "")
     ast.parse(text)
     changed = Changed(installed(), {SPECS: text})

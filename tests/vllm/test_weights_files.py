@@ -1,5 +1,5 @@
-"""Identity of weights by their files: the differences that it sees, and whether the files may be
-newer than the loaded weights."""
+"""Tests the identity that hotkv derives from the files of a model's weights: the differences that
+it sees, and whether the files may be newer than the loaded weights."""
 
 import json
 import os
@@ -25,7 +25,7 @@ PLAIN = {"trust_remote_code": False, "code_revision": None, "multimodal_config":
 
 
 def safetensors(path: Path, **tensors: np.ndarray) -> Path:
-    """Writes arrays of bytes; returns the path."""
+    """Writes a safetensors file with these arrays of bytes; returns its path."""
     header: dict[str, Any] = {}
     at = 0
     for name, data in tensors.items():
@@ -99,7 +99,8 @@ def test_slices_of_a_tensor_are_sampled_as_long_as_they_are_few() -> None:
 
 
 def test_what_changed_since_a_moment(tmp_path: Path) -> None:
-    """Covers files changed in place, files moved to the place, and links with a new target."""
+    """`changed_since` must notice files that were changed in place, files that were moved into the
+    folder, and links with a new target."""
     one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
     for file in (one, two):
         file.parent.mkdir()
@@ -203,7 +204,8 @@ def test_weights_beside_the_models_own_count(tmp_path: Path, where: str) -> None
 
 
 def test_every_way_of_loading_weights_that_vllm_has_was_reviewed() -> None:
-    """A new way of loading may take weights from elsewhere than the model's files."""
+    """Fails if vLLM gains a way of loading weights. A new way may read weights from elsewhere than
+    the model's files, so somebody must review it."""
     elsewhere = {"dummy", "ipc_cache", "modelexpress", "tensorizer"}
     assert set(get_args(model_loader.LoadFormats)) == model_weights.FROM_FILES | elsewhere
     models = Path(*models_of_vllm.__path__)

@@ -1,5 +1,5 @@
-"""Weights that change in place: changes that are noticed at once, and the identity of their
-content."""
+"""Tests `WeightsWatch`, which notices writes to a model's weights in memory and computes a digest
+of their content."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +68,9 @@ def test_an_update_of_one_element_in_fifty_shows_in_a_large_tensor(
 
 @pytest.mark.parametrize("skipped", [0, 1, 2, 4])
 def test_one_element_of_a_large_tensor_shows_when_weights_were_written(skipped: int) -> None:
-    """`skipped`: offset of the tensor in its memory, in bytes."""
+    """Changes single bytes of a large tensor, and pairs of bytes whose changes cancel in a sum.
+    After a noticed write (`touched`) the digest must show each change. `skipped`: offset of the
+    tensor in its memory, in bytes."""
     model = torch.nn.Module()
     raw = torch.zeros(3_000_007 + skipped, dtype=torch.uint8)[skipped:]
     model.register_buffer("large", raw)
@@ -118,7 +120,7 @@ def test_writing_through_the_worker_is_noticed_also_when_it_fails(name: str) -> 
 
 
 class Runner:
-    """The attributes of vLLM's runner that hotkv reads."""
+    """A stand-in for vLLM's model runner, with the attributes that hotkv reads."""
 
     def __init__(self) -> None:
         self.vllm_config, self.model = None, Model()
@@ -156,7 +158,8 @@ def test_the_worker_that_registers_its_caches_is_found_with_its_models() -> None
 
 
 class Packed(torch.nn.Module):
-    """A model as in vLLM's CPU engines, which pack a layer's weight and leave it empty."""
+    """A model with a packed layer, as in vLLM's CPU engines: the packed weight is in a kernel's
+    memory, and the layer's own weight is empty."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -174,7 +177,8 @@ class Packed(torch.nn.Module):
 
 
 class Quantized(Packed):
-    """Packs quantized weights as vLLM's `ZentorchWNA16LinearKernel` does, under other names."""
+    """A model whose quantized weights are packed as by vLLM's `ZentorchWNA16LinearKernel`, under
+    other names."""
 
     def pack(self) -> None:
         self.linear.weight_packed, packed = self.linear.weight, self.linear.weight.clone()
@@ -184,8 +188,8 @@ class Quantized(Packed):
 
 
 class Wrapped(Packed):
-    """Keeps MXFP4 experts as vLLM does on GPUs: in tensors of Triton's kernels, not in parameters
-    of torch."""
+    """A model that keeps MXFP4 experts as vLLM does on GPUs: in tensors of Triton's kernels, not in
+    parameters of torch."""
 
     def pack(self) -> None:
         self.linear.w13_weight = SimpleNamespace(storage=self.linear.weight.data)
@@ -208,7 +212,9 @@ def test_new_weights_that_can_not_be_read_have_a_digest_of_their_own(kind: type[
 def test_packed_weights_keep_their_digest_in_a_sleep_that_does_not_pack_them_again(
     kind: type[Packed],
 ) -> None:
-    """vLLM's CPU engines ignore `sleep` and `wake_up`."""
+    """Wakes an engine up without a write to its weights, as vLLM's CPU engines do. A `Packed` model
+    must keep its digest. A `Quantized` model gets another digest, because its weights may have been
+    packed again."""
     model, worker = kind(0), SimpleNamespace(wake_up=lambda: None)
     watch = WeightsWatch([model], [worker])
     worker.wake_up()
@@ -220,7 +226,8 @@ def test_packed_weights_keep_their_digest_in_a_sleep_that_does_not_pack_them_aga
 
 
 class Quantized8(torch.Tensor):
-    """A tensor without memory of its own, like torchao's: its elements are in other tensors."""
+    """A tensor subclass without memory of its own, like torchao's: its elements are in two other
+    tensors."""
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Any:

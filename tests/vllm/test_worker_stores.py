@@ -1,5 +1,6 @@
-"""Stores of a rank: from the hook that begins them to the report of their end, the revocation of
-stores whose blocks a step overwrites, and a rank's preparation of transfers."""
+"""Tests the stores of a rank's worker side: from the hook that begins a store to the report of its
+end, the revocation of stores whose blocks a step overwrites, and what a rank prepares for
+transfers."""
 
 from typing import Any
 
@@ -63,7 +64,8 @@ def test_a_store_behind_a_mark_is_sent_later_or_taken_back_without_the_server(ri
 
 
 class NotedWaits:
-    """Stands for `_all_done`: records the time limit of each wait, and does not wait."""
+    """A stand-in for `_all_done`, which waits for stores: it records each wait's time limit, and
+    does not wait."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plain, self.waits = rank_stores._all_done, list[float]()

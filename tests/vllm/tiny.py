@@ -1,5 +1,5 @@
-"""Models so small that engines start in seconds: random weights from a fixed seed, token ids in and
-out."""
+"""Configurations of tiny models with random weights from a fixed seed, so that engines start in
+seconds. Prompts and answers are token ids."""
 
 import json
 from pathlib import Path
@@ -178,7 +178,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_model(folder: Path, kind: str = "llama") -> Path:
-    """Writes the config.json of a model of MODELS atomically, since engines may be reading an
+    """Writes the config.json of a model of MODELS atomically, because engines may be reading an
     earlier file. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / "config.json.new"
@@ -202,7 +202,7 @@ def transfer_config(**extra: Any) -> dict[str, Any]:
 
 
 def engine_args(model: Path, *, blocks: int = 512, **more: Any) -> dict[str, Any]:
-    """Returns the arguments of `LLM` / `EngineArgs` for the tiny model."""
+    """Returns the arguments of vLLM's `LLM` or `EngineArgs` for the tiny model in this folder."""
     value_bytes = 4 if more.get("dtype") == "float32" else 2
     page_bytes = 2 * BLOCK_TOKENS * 2 * 32 * 2 * value_bytes
     return {

@@ -1,5 +1,5 @@
-"""A tokenizer for models without one: a token for each byte, and pairs of letters for the rest of
-the vocabulary."""
+"""Writes a tokenizer for models without one. It has a token for each byte, and pairs of letters for
+the rest of the vocabulary."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,8 @@ CHAT_TEMPLATE = f"{{% for message in messages %}}{MESSAGE}{{% endfor %}}assistan
 
 
 def write_tokenizer(folder: Path, extra_special: tuple[str, ...] = ()) -> Path:
-    """Writes tokenizer.json and its settings; `extra_special` are the last tokens of the
-    vocabulary. Returns the folder."""
+    """Writes tokenizer.json and its settings to the folder, and returns the folder.
+    `extra_special`: special tokens at the end of the vocabulary."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = (a + b for a in ascii_letters for b in ascii_letters)
     tokens = [*SPECIAL, *letters]

@@ -12,8 +12,8 @@ SIZE = 56
 
 
 def write_vision_model(folder: Path) -> Path:
-    """Writes config, image processor and tokenizer; returns the folder. An IMAGE_TOKEN in a prompt
-    stands for a picture."""
+    """Writes the config, image processor and tokenizer of the model; returns the folder. An
+    IMAGE_TOKEN in a prompt stands for a picture."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(
         folder, ("<end_of_utterance>", "<fake_token_around_image>", "<global-img>", "<image>")

@@ -1,5 +1,5 @@
-"""The harness with models that read a whole prompt at once: pooling, and attention that is not
-causal."""
+"""Engines of the test harness for models that read a whole prompt at once: pooling models, and
+models whose attention is not causal."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +12,11 @@ from tests.vllm.harness import Engine
 
 
 class Pooling(Engine):
-    """Answers each prompt with a vector, which is the value of its last token. `vectors`: by
-    request, as vLLM returns them."""
+    """An engine that answers each prompt with a vector, which contains the value of the prompt's
+    last token.
+
+    vectors: the answers, by request id.
+    """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         self.vectors: dict[str, float] = {}
@@ -40,10 +43,10 @@ class Pooling(Engine):
 
 
 class NonCausal(Engine):
-    """Every token of a prompt sees the whole prompt. So the KV of a common prefix differs between
-    two prompts.
+    """An engine in which every token of a prompt attends to the whole prompt. So the KV of a common
+    prefix differs between two prompts.
 
-    Sets what vLLM's `EngineCore` sets for such a model.
+    Turns prefix caching and chunked prefill off, as vLLM's `EngineCore` does for such a model.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:

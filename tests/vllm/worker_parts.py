@@ -1,5 +1,5 @@
-"""The worker side of a rank without an engine. The test decides when its session answers, how far
-the device has run its queue, and the time."""
+"""Runs the worker side of a rank without an engine. A test decides when the fake session answers,
+how far the fake device has run its queue, and the time."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -23,9 +23,9 @@ FAILED = b""
 
 
 class Session:
-    """Stands for the rank's session.
+    """A fake of the rank's session with the server; the test answers its transfers.
 
-    answers: the future of each transfer, by its name.
+    answers: the future of each transfer, by the transfer's name.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Session:
 
 
 class Device:
-    """A device whose marks pass when `is_there` is set."""
+    """A fake device. The marks in its queue count as reached while `is_there` is True."""
 
     uuid, stream = bytes(16), 1
 
@@ -94,14 +94,14 @@ class Device:
 
 
 class AtOnce:
-    """Stands for a thread, and has ended when it has started."""
+    """A stand-in for a thread that runs its target within `start`."""
 
     def __init__(self, *, target: Any, **_: Any) -> None:
         self.start = target
 
 
 class Rig:
-    """A worker side with a session.
+    """A worker side (`HotKVWorker`) with a fake session and a fake device.
 
     now_s: the time, which the test sets.
     """
@@ -133,7 +133,7 @@ class Rig:
         self.opened.append(self.rank.session)
 
     def step(self, **meta: Any) -> None:
-        """Calls all hooks of a step."""
+        """Runs a step: calls all hooks of the worker side with this metadata."""
         told = HotKVMetadata(**meta)
         self.worker.before_step(told)
         self.worker.start_loads(told)
@@ -165,7 +165,8 @@ REPRESENTED = BlockRun(1, [b"h"], ids([5]))
 
 
 class Sparse:
-    """Stands for the sparse worker whose representations are shared."""
+    """A stand-in for the worker of sparse decode, which shares its representations (compact
+    summaries of blocks' keys) with the server."""
 
     def __init__(self) -> None:
         self.built: list[Any] = []
