@@ -1,4 +1,5 @@
-"""The checks that compare the connector with vLLM's sources report changes of a new version."""
+"""Tests the checks that compare hotkv's use of vLLM with vLLM's sources. The sources are changed as
+a new version of vLLM might change them; the checks must report each change."""
 
 from tests.vllm.changed_sources import Replaced
 from tools import check_vllm_api, check_vllm_reuse
