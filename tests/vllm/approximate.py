@@ -30,7 +30,7 @@ def without_layers(monkeypatch: Any) -> None:
 
 
 class Approximate(Engine):
-    """A harness engine that changes the values of a row by `INEXACT` if the step's metadata lists
+    """A simulated engine that changes the values of a row by `INEXACT` if the step's metadata lists
     the row as sparse, or if the row reads values that were changed like this.
 
     num_sparse_rows: the number of sparse rows so far.

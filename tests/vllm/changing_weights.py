@@ -1,4 +1,4 @@
-"""Helpers that change the weights of running harness engines (`harness.Engine`). With
+"""Helpers that change the weights of running simulated engines (`harness.Engine`). With
 `show_weights`, each KV value depends on the weights that computed it."""
 
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 
 def may_load(monkeypatch: Any) -> None:
-    """Adds the method `load_weights`, which hotkv watches, to the model class of harness
+    """Adds the method `load_weights`, which hotkv watches, to the model class of simulated
     engines."""
     monkeypatch.setattr(
         torch.nn.Linear, "load_weights", torch.nn.Module.load_state_dict, raising=False
@@ -27,7 +27,7 @@ def load(engine: Any, seed: int, *, quietly: bool = False) -> None:
 
 
 def weights_of(engine: Any) -> int:
-    """Returns the number by which the engine's weights change each value."""
+    """Returns the number by which the engine's weights change each KV value."""
     return int(engine.model.weight.abs().sum() * 1000) & 0x7FF
 
 
@@ -38,7 +38,8 @@ def show_weights(engine: Any) -> None:
 
 
 class FakeWatch:
-    """A double of `WeightsWatch` whose weights are a number."""
+    """A fake of `WeightsWatch`, which notices changes of an engine's weights. Here the weights are
+    a single number."""
 
     def __init__(self) -> None:
         self.weights = 0

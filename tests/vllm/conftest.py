@@ -75,7 +75,7 @@ def engines(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def server() -> Any:
-    """Returns a fake hotkv server, which all harness engines of the test share."""
+    """Returns a fake hotkv server, which all simulated engines of the test share."""
     from hotkv_client.testing import FakeServer
 
     return FakeServer()
@@ -109,7 +109,7 @@ def engine(make: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def updated(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Returns a function that makes harness engines whose model has `load_weights`. The loaded
+    """Returns a function that makes simulated engines whose model has `load_weights`. The loaded
     weights change every KV value."""
     import torch
 

@@ -171,7 +171,7 @@ class Request:
 
 
 class Engine:
-    """A CUDA engine without a device.
+    """A simulated CUDA engine, whose kernels run on the CPU.
 
     is_v2: attention metadata is built before the connector receives the step's message.
     replays_decode: steps with one new token per row may be replayed from CUDA graphs. Such steps

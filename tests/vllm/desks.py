@@ -28,7 +28,7 @@ LONG = 4 * TOKENS + 5
 
 
 class Memory:
-    """A fake of the scheduler side's sparse memory that records its calls."""
+    """A fake of `SparseSequences` that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []

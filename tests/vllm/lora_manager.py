@@ -54,7 +54,7 @@ class Manager:
 
 
 def with_adapters(one: Any, files: dict[str, int], capacity: int = 2) -> Manager:
-    """Gives each rank of a harness engine a `Manager`, so that the content of a request's adapter
+    """Gives each rank of a simulated engine a `Manager`, so that the content of a request's adapter
     changes its KV. Returns the first rank's manager."""
     managers = []
     for rank, worker in enumerate(one.each_worker()):

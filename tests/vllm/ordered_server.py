@@ -18,7 +18,8 @@ class RealServer:
 
 
 def engine_at(daemon: Daemon, folder: Path, monkeypatch: Any, **settings: Any) -> Engine:
-    """Makes a harness engine at a real server. Engines with the same `folder` share a key space."""
+    """Makes a simulated engine at a real server. Engines with the same `folder` share a key
+    space."""
     server: Any = RealServer(daemon.target)
     extra = {
         "target": daemon.target,

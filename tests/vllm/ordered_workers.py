@@ -1,5 +1,5 @@
-"""Helpers for harness engines whose transfers wait for marks: points in the fake device's queue of
-work."""
+"""Helpers for simulated engines whose transfers wait for marks: points in the fake device's queue
+of work."""
 
 import random
 from collections.abc import Sequence

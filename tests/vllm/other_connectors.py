@@ -168,7 +168,7 @@ class LoadingConnector(_Connector):
 
 def loads_into(one: Any) -> Callable[[str, Sequence[list[int]], int], None]:
     """Returns a function for `Plan.fill` that writes the KV values which the model of `one`, a
-    harness engine, would write."""
+    simulated engine, would write."""
 
     def fill(name: str, tables: Sequence[list[int]], tokens: int) -> None:
         request = one.requests[name]

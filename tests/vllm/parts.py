@@ -1,5 +1,5 @@
-"""Parts of the connector's scheduler side, tested with a fake server and without an engine.
-Requests have only names and hashes, and the test sets the time."""
+"""Builds parts of the connector's scheduler side for unit tests, with a fake server and without an
+engine. Requests have only names and hashes, and the test sets the time."""
 
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace

@@ -44,7 +44,7 @@ class Rank:
 
 
 class RankedEngine(Engine):
-    """A harness engine of several ranks. Between steps, `worker` and `tensors` are those of the
+    """A simulated engine of several ranks. Between steps, `worker` and `tensors` are those of the
     first rank.
 
     num_ranks: the number of tensor-parallel ranks or, with `stages`, of pipeline stages.
@@ -134,7 +134,7 @@ class RankedEngine(Engine):
 
 
 class ContextRankedEngine(RankedEngine):
-    """A harness engine of two ranks with decode context parallelism. In a group whose spec has
+    """A simulated engine of two ranks with decode context parallelism. In a group whose spec has
     `dcp_sharded`, each rank holds every second token."""
 
     def __init__(self, server: FakeServer, folder: Any, monkeypatch: Any, **settings: Any) -> None:

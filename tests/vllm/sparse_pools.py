@@ -47,9 +47,9 @@ def sparse_layer(
 
 
 class Toy:
-    """A replacement for `rank.install` that gives the arithmetic model of the test harness layers
-    for sparse decode. The key of a token is the first half of the values that the model writes for
-    the token."""
+    """Layers for sparse decode in the arithmetic model of the test harness. The method `install`
+    replaces `rank.install`. The key of a token is the first half of the values that the model
+    writes for the token."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers

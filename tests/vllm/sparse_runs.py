@@ -66,9 +66,9 @@ def start(engines: Engines, tmp_path: Path) -> Start:
 
 
 class References:
-    """Gives the expected answers: they come from engines without a hotkv server, whose devices hold
-    every block. An engine starts at the first question with its settings. A repeated question gets
-    the recorded answer.
+    """A cache of expected answers, which engines give that have no hotkv server and hold every
+    block on the device. An engine starts at the first question with its settings. A repeated
+    question gets the recorded answer.
 
     begin: starts an engine with the settings in its arguments.
     """

@@ -34,7 +34,7 @@ def speculating(monkeypatch: Any, folder: Path) -> dict[str, Any]:
 
 
 class SpeculatingEngine(Engine):
-    """A harness engine with a drafter. `drafts` counts draft tokens, `rejected` the rejected
+    """A simulated engine with a drafter. `drafts` counts draft tokens, `rejected` the rejected
     ones."""
 
     drafts = 0

@@ -44,7 +44,8 @@ def adapters(num_ranks: int = 1) -> tuple[Adapters, list[str]]:
 
 
 def answer(all_of: Adapters, *identities: str) -> None:
-    """Answers every open question for all ranks."""
+    """Answers every open question of the scheduler side about an adapter, with one identity per
+    rank."""
     for number, _ in all_of.take_work(0.0).asked:
         for rank, identity in enumerate(identities):
             all_of.reported(AdapterReport({number: {rank: identity}}))
@@ -198,9 +199,9 @@ class Pair:
         self.live.append(arrive(self.all, lora(number, *ADAPTERS[place])))
 
     def run(self, place: int) -> None:
-        """Plans and computes a step of a request with the adapter content that the LoRA manager
-        has. Checks the KV that the step would store, if the scheduler has keys for it and the
-        worker does not refuse."""
+        """Runs a step of a request: the scheduler side plans it, and the worker computes it with
+        the adapter content that the LoRA manager has. If hotkv may store the step's blocks, checks
+        that they come from one content only."""
         if not self.live:
             return
         request = self.live[place % len(self.live)]

@@ -52,8 +52,8 @@ def test_a_request_whose_end_breaks_before_the_handshakes_is_not_taken_up_with_t
 
 @pytest.mark.parametrize("has_media", [True, False])
 def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has_media: bool) -> None:
-    """vLLM's block hashes cover a counter in place of the content of such media. So a request with
-    them must not look up, load or store blocks."""
+    """vLLM may identify a request's images by a counter instead of their content, so that its block
+    hashes say nothing about the content. Such a request must not look up, load or store blocks."""
     one = desk(counts_media=True)
     one.parts.put("a", range(4))
     asks = request("a", LONG)
@@ -181,8 +181,7 @@ def test_a_trial_that_loads_nothing_costs_no_later_trial(desk: Any, how: str) ->
 
 
 class Rows(Memory):
-    """A fake of `RowNames` that records its calls. Unlike that of `Memory`, its `ended` needs no
-    time."""
+    """A fake of `RowNames` that records its calls. Its `ended` is called without the time."""
 
     def ended(self, request_id: str, now_s: float = 0.0) -> None:
         super().ended(request_id, now_s)

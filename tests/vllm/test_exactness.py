@@ -25,7 +25,7 @@ from tests.vllm.tiny import BLOCK_TOKENS
 
 @pytest.fixture
 def approximate(make: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns a function that makes harness engines with sparse decode."""
+    """Returns a function that makes simulated engines with sparse decode."""
     without_layers(monkeypatch)
     return functools.partial(make, Approximate, extra=SPARSE)
 
@@ -94,8 +94,9 @@ def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_k
 def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     server: Any, engine: Any
 ) -> None:
-    """An engine has two connectors of hotkv, as in vLLM's MultiConnector, and only the other one
-    decodes sparsely. The dense connector must store only the blocks of the prompt."""
+    """In an engine with two hotkv connectors, as in vLLM's MultiConnector, the other connector
+    announces that it decodes sparsely. The dense connector must store only the blocks of the
+    prompt."""
     one = engine()
     names = RowNames(SparseConfig(**SPARSE["sparse"]), ((0, BLOCK_TOKENS),))
     announce(str(one.vllm_config.kv_transfer_config.engine_id), names)

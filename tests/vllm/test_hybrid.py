@@ -119,8 +119,8 @@ def test_window_blocks_between_boundaries_are_counted(engine: Any) -> None:
 def test_a_drafters_hit_knows_the_token_behind_it(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any, table: bool
 ) -> None:
-    """A drafter's KV of a block's last token depends on the next token. So a hit must end one block
-    before the prompts differ, or before their end."""
+    """A drafter's KV of a block's last token depends on the token after it. So the last block that
+    matches is computed again, and a hit ends before that block."""
     monkeypatch.setattr(kv_groups, "draft_groups", lambda *_: frozenset({0}))
     server.table = table
     one = engine(specs=model())

@@ -1,5 +1,5 @@
-"""Tests real vLLM engines with LoRA adapters. An engine must find KV of an adapter by the adapter's
-content, whatever its name, and never use KV of another adapter.
+"""Tests real vLLM engines with LoRA adapters. An engine reuses the KV that another engine has
+computed with an adapter only if the adapter has the same name, path and bytes in both.
 
 The weights of the model and of the adapters are random but large, so that KV of another adapter
 changes the log probabilities. Each engine keeps only one adapter in memory: the next one evicts it.
