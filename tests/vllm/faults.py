@@ -30,7 +30,8 @@ EDGE = {
     "HotKVWorkerMetadata.count",
     "HotKVStats.add",
 }
-"""Functions of `Edge` itself (besides the fallbacks), which counts exceptions and reads clocks."""
+"""Functions of `HookEdge`, and those that count its exceptions and read clocks. `functions` leaves
+them out."""
 
 
 class Told(RuntimeError):
