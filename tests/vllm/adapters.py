@@ -1,4 +1,4 @@
-"""A LoRA adapter on disk."""
+"""Helpers that write a LoRA adapter for the tiny llama to disk and build its LoRARequest."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,9 @@ LORA = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1}
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
-    """Writes a LoRA adapter of the tiny llama's attention in PEFT's layout and returns its path.
-    Files are replaced as `save_pretrained` would."""
+    """Writes a random LoRA adapter for the attention of the tiny llama, in PEFT's file layout.
+    Replaces the files of an older adapter in `folder`, as `save_pretrained` does. Returns `folder`.
+    """
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     hidden, kv = COMMON["hidden_size"], COMMON["num_key_value_heads"] * COMMON["head_dim"]
@@ -46,7 +47,7 @@ _numbers: dict[Path, int] = {}
 
 
 def adapter(path: Path) -> dict[str, Any]:
-    """Returns the fields of the LoRARequest for an adapter's folder."""
+    """Returns the fields of the LoRARequest for the adapter in the folder `path`."""
     return {
         "lora_name": path.name,
         "lora_int_id": _numbers.setdefault(path, len(_numbers) + 1),

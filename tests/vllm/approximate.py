@@ -1,8 +1,9 @@
-"""The harness with a model that attends sparsely. A row that decodes sparsely, or that reads
-inexact KV, writes values other than the exact values.
+"""The test harness (`harness.Engine`) with a fake model that attends sparsely. If a request's row
+decodes sparsely or reads inexact KV, the model writes values that differ from the exact values by
+`INEXACT`.
 
-The model has no layers for sparse decode; the engine only says that it decodes sparsely (`SPARSE`,
-`without_layers`). Any value that is neither exact nor `INEXACT` fails at once.
+The model has no layers for sparse decode: the engine only announces that it decodes sparsely
+(`SPARSE`, `without_layers`). If the model reads any other wrong value, the test fails at once.
 """
 
 from typing import Any
@@ -19,7 +20,8 @@ INEXACT = 0x2A5A
 
 
 def without_layers(monkeypatch: Any) -> None:
-    """Lets engines start that ask for sparse decode, although they have no layers for it."""
+    """Lets an engine start with the setting for sparse decode although its model has no layers for
+    it."""
 
     def install(*_: Any) -> Any:
         raise Unsupported("the harness has no layers that could decode sparsely")
@@ -28,8 +30,11 @@ def without_layers(monkeypatch: Any) -> None:
 
 
 class Approximate(Engine):
-    """Changes the values of a row by `INEXACT` if the step's metadata calls the row sparse, or if
-    the row reads such values. `num_sparse_rows` counts the sparse rows so far."""
+    """A simulated engine that changes the values of a row by `INEXACT` if the step's metadata lists
+    the row as sparse, or if the row reads values that were changed like this.
+
+    num_sparse_rows: the number of sparse rows so far.
+    """
 
     sparse_rows: frozenset[str] = frozenset()
     num_sparse_rows = 0
@@ -67,4 +72,4 @@ class Approximate(Engine):
         return found
 
     def _check(self, name: str, computed: int) -> None:
-        """Does nothing, because `_write` checks the values."""
+        """Does nothing, because `_write` checks the values that a row reads."""

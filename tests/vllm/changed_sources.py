@@ -1,4 +1,4 @@
-"""vLLM's sources as a later version might have them."""
+"""Fakes of vLLM's source files as a later version of vLLM might have them."""
 
 import functools
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from typing import Any
 
 
 class Replaced:
-    """vLLM's sources with some texts replaced. Each row of `changes` begins with file, old text and
-    new text; the rest of the row is ignored."""
+    """vLLM's source files with some texts replaced. Each row of `changes` begins with a file, an
+    old text and a new text; the rest of the row is ignored."""
 
     name = "a later vLLM"
 
@@ -25,7 +25,8 @@ class Replaced:
 
 
 class Changed:
-    """vLLM's sources in which the given files have other texts; None removes a file."""
+    """vLLM's source files, some of them with other content. `texts` maps a file to its new content;
+    None removes the file."""
 
     def __init__(self, source: Any, texts: dict[str, str | None]) -> None:
         self._source, self._texts = source, texts
@@ -35,7 +36,7 @@ class Changed:
 
 
 class Once:
-    """Sources that read each file only once."""
+    """A wrapper of source files that reads each file only once and caches its text."""
 
     def __init__(self, source: Any) -> None:
         self.read = functools.cache(source.read)

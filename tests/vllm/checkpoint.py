@@ -1,5 +1,5 @@
-"""Weights of a tiny model in a file, so that ranks load shards of the same model. The values are as
-large as those of `random_weights`."""
+"""Writes the weights of a tiny model to a file, from which tensor-parallel ranks load their shards.
+The weights are as large as those of `random_weights`, so that wrong KV changes the output."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 
 def write_weights(folder: Path, *, seed: int = 1, **changes: Any) -> Path:
-    """Writes model.safetensors for the config.json in `folder`, whose architecture transformers
-    must know. `changes` are written to that config first. Returns the folder."""
+    """Writes model.safetensors for the config.json in `folder`. `changes` are written to the
+    config.json first. transformers must know the architecture. Returns `folder`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     described = json.loads((folder / "config.json").read_text()) | changes

@@ -1,5 +1,5 @@
-"""Walks vLLM's config classes as this version has them: every field of every object below
-`VllmConfig`, with other values for it. Fields of later vLLM versions are covered too."""
+"""Walks all config objects below vLLM's `VllmConfig`, and proposes another value for each field. It
+reads the fields from the installed vLLM, so it includes fields that a later version adds."""
 
 import dataclasses
 import enum
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def config_objects(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields path and object of `config` and of every config object below it."""
+    """Yields the path and the object for `config` and for every config object below it."""
     yield path, config
     for field in dataclasses.fields(config):
         value = getattr(config, field.name, None)
@@ -19,8 +19,8 @@ def config_objects(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def other_values(kind: type, name: str, value: Any) -> list[Any]:
-    """Returns other values that a field of this declared type may have; an empty list if none can
-    be made."""
+    """Returns values that differ from `value` and that the field `name` of the config class `kind`
+    accepts by its declared type; an empty list if none can be made."""
     found = []
     for hint in _choices(typing.get_type_hints(kind).get(name, Any)):
         if hint is bool:

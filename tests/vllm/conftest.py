@@ -1,4 +1,5 @@
-"""Fixtures for tests of the vLLM connector. If vLLM is not installed, the folder is skipped."""
+"""Fixtures for tests of the vLLM connector. If vLLM is not installed, pytest collects no tests in
+this folder."""
 
 import functools
 import importlib.util
@@ -14,7 +15,8 @@ if importlib.util.find_spec("vllm") is None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Makes the process that forks engines import vLLM while the first tests run."""
+    """Starts the process that forks vLLM engines (`nursery`) if a collected test needs it, so that
+    the process imports vLLM while the first tests run."""
     names = {"engines", "start"}
     needed = any(names & set(getattr(item, "fixturenames", ())) for item in session.items)
     if needed and not session.config.option.collectonly:
@@ -32,7 +34,7 @@ def _models_are_inspected_here() -> None:
 
 @pytest.fixture
 def daemon() -> Iterator[Any]:
-    """Yields a hotkv-server for the test (`processes.Daemon`) that is not started yet."""
+    """Yields a hotkv-server (`processes.Daemon`) for one test. The test has to start it."""
     from tests.vllm.processes import own_daemon
 
     with own_daemon() as one:
@@ -41,8 +43,8 @@ def daemon() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shared_daemon() -> Iterator[Any]:
-    """Yields a running hotkv-server for the tests of a file. Each test sets its own
-    `weights_identity`, so that it has its own key space."""
+    """Yields a running hotkv-server for all tests of a file. Each test uses another
+    `weights_identity`, so that the tests share no key space and no blocks."""
     from tests.vllm.processes import own_daemon
 
     with own_daemon() as one:
@@ -51,7 +53,8 @@ def shared_daemon() -> Iterator[Any]:
 
 @pytest.fixture
 def start(shared_daemon: Any, tmp_path: Path) -> Iterator[Any]:
-    """Starts engines of the file's server, in key spaces of the test (`feature_runs.Starter`)."""
+    """Yields a function that starts engines at the file's `shared_daemon`, in key spaces of this
+    test (`feature_runs.Starter`). Stops the engines after the test."""
     from tests.vllm.feature_runs import Starter
 
     starter = Starter(shared_daemon, tmp_path)
@@ -61,7 +64,8 @@ def start(shared_daemon: Any, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Any]:
-    """Starts vLLM engines as processes (`processes.Engines`); stops them at the end."""
+    """Yields a factory for vLLM engine processes (`processes.Engines`). Stops the engines after the
+    test."""
     from tests.vllm.processes import Engines
 
     made = Engines(tmp_path)
@@ -71,7 +75,7 @@ def engines(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def server() -> Any:
-    """Returns the server double of the harness's engines."""
+    """Returns a fake hotkv server, which all simulated engines of the test share."""
     from hotkv_client.testing import FakeServer
 
     return FakeServer()
@@ -81,7 +85,8 @@ def server() -> Any:
 def make(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Any]]:
-    """Makes engines of a class of the harness that share `server`; shuts them down."""
+    """Yields a function that makes an engine of a given harness class, such as `harness.Engine`, at
+    the fake `server`. Shuts the engines down after the test."""
     made: list[Any] = []
 
     def make(kind: Any, **settings: Any) -> Any:
@@ -95,7 +100,8 @@ def make(
 
 @pytest.fixture
 def engine(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes engines of the harness that share `server`; shuts them down."""
+    """Returns a function that makes engines (`harness.Engine`) at the fake `server`. The engines
+    are shut down after the test."""
     from tests.vllm.harness import Engine
 
     return functools.partial(make, Engine)
@@ -103,7 +109,8 @@ def engine(make: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def updated(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Makes engines whose model has `load_weights`; the loaded weights change every KV value."""
+    """Returns a function that makes simulated engines whose model has `load_weights`. The loaded
+    weights change every KV value."""
     import torch
 
     from tests.vllm.changing_weights import may_load, show_weights
@@ -121,8 +128,9 @@ def updated(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Call
 
 @pytest.fixture
 def device(server: Any) -> Any:
-    """Returns a device whose marks the server's double checks. Fails the test if an event is
-    recorded again while a transfer waits for it."""
+    """Returns a fake device, whose marks the fake `server` checks: a transfer waits until the
+    device has passed its mark. Fails the test if an event is recorded again while a transfer waits
+    for it."""
     from hotkv_proto.order import OrderKind
     from tests.vllm.device import ToldDevice
 
@@ -141,7 +149,8 @@ def device(server: Any) -> Any:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Makes worker sides that have a session and no engine (`worker_parts.Rig`)."""
+    """Returns a function that makes the connector's worker side with a session but without an
+    engine (`worker_parts.Rig`)."""
     from tests.vllm.worker_parts import Rig
 
     return lambda **settings: Rig(monkeypatch, **settings)
@@ -149,7 +158,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list to which hotkv's warnings are added as they are logged."""
+    """Returns a list that receives the text of each warning that hotkv logs during the test."""
     from hotkv_vllm import link
 
     said: list[str] = []

@@ -1,10 +1,10 @@
-"""Runs a CUDA engine's steps on the CPU. vLLM's metadata builder and attention class are real, and
-so is hotkv's code on them. `tests.device.cuda_on_cpu` runs the kernels of `hotkv_sparse.cuda`; a
-loop stands for FlashAttention. The connector's own code decides which rows attend sparsely, and
-counts exact tokens.
+"""A test harness that runs the steps of a CUDA engine on the CPU. vLLM's metadata builder and
+attention class are real, and so is hotkv's code that extends them. `tests.device.cuda_on_cpu` runs
+the kernels of `hotkv_sparse.cuda`; a Python loop replaces FlashAttention. The connector's real code
+decides which rows attend sparsely, and counts each request's exact tokens.
 
-Keys, values and queries are random numbers, so the expected attention is known. A freed page is NaN
-until it is written again.
+Keys, values and queries are random numbers that the test knows, so it can compute the expected
+attention. A freed page is filled with NaN until it is written again.
 """
 
 import mmap
@@ -79,7 +79,8 @@ def attention(
     scheduler_metadata: Any,
     **_: Any,
 ) -> None:
-    """Computes attention like FlashAttention, over pages [pages, tokens, KV heads, head size]."""
+    """Computes causal attention over pages [pages, tokens, KV heads, head size], in place of
+    FlashAttention."""
     assert causal and scheduler_metadata is None
     for row, (begin, end) in enumerate(
         zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)
@@ -97,8 +98,11 @@ def attention(
 def exact(
     queries: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, before: int
 ) -> np.ndarray:
-    """Returns the causal attention of `queries` [n, query heads, head size]; `before` tokens of the
-    context precede the first query. keys, values: [tokens, KV heads, head size]."""
+    """Returns the exact causal attention of `queries` [n, query heads, head size].
+
+    keys, values: [tokens, KV heads, head size].
+    before: the number of context tokens that precede the first query.
+    """
     group = queries.shape[1] // keys.shape[1]
     scores = np.einsum("nqd,tqd->nqt", queries, np.repeat(keys, group, axis=1)) * scale
     at = before + np.arange(len(queries))
@@ -109,8 +113,8 @@ def exact(
 
 
 def caches(vllm_config: VllmConfig, spec: KVCacheSpec, num_pages: int) -> dict[str, torch.Tensor]:
-    """Returns each layer's pages, all NaN, in the layout that the connector asks for on CUDA, as
-    vLLM lays them out."""
+    """Returns each layer's KV pages, filled with NaN, in the layout that the connector requests on
+    CUDA. vLLM's own code lays them out."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(current_platform, "is_cuda", lambda: True)
         wanted = HotKVConnector.get_required_kvcache_layout(vllm_config)
@@ -132,9 +136,11 @@ def caches(vllm_config: VllmConfig, spec: KVCacheSpec, num_pages: int) -> dict[s
 
 @dataclass(eq=False)
 class Request:
-    """kv: [layers, 2 (keys, values), tokens, KV heads, head size], the expected values.
-    slots: the arena slots of its blocks.
-    approximate: the first token whose attention left out a block.
+    """A request of the CUDA harness.
+
+    kv: [layers, 2 (keys, values), tokens, KV heads, head size], the expected values.
+    slots: the arena slots of the request's blocks.
+    approximate: the first token that was computed while attention left out a block.
     """
 
     name: str
@@ -165,10 +171,11 @@ class Request:
 
 
 class Engine:
-    """A CUDA engine without a device.
+    """A simulated CUDA engine, whose kernels run on the CPU.
 
     is_v2: attention metadata is built before the connector receives the step's message.
-    replays_decode: steps of one token a row may be replayed from CUDA graphs. They stage no blocks.
+    replays_decode: steps with one new token per row may be replayed from CUDA graphs. Such steps
+    must copy no blocks to the staging area.
     """
 
     def __init__(
@@ -265,8 +272,8 @@ class Engine:
         return self.taken[-1]
 
     def hit(self, one: Request, tokens: int) -> None:
-        """Gives a request a prefix hit of `tokens`: all its blocks are in the arena, and only sinks
-        and the recent window are on the device too."""
+        """Gives a request a prefix hit of `tokens` tokens. All its blocks are in the arena; the
+        device has only the sinks (first blocks) and the recent window."""
         count = tokens // BLOCK_TOKENS
         for block in range(count):
             self.store(one, block)
@@ -310,8 +317,8 @@ class Engine:
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self, plan: dict[str, int], *, padding: int = 0, checks: bool = True) -> None:
-        """Runs a step of these requests with the given numbers of new tokens; rows keep their
-        order."""
+        """Runs a step of the planned requests: `plan` has the number of new tokens by request. The
+        rows keep the order of `plan`."""
         rows = [(self.requests[name], count) for name, count in plan.items()]
         told = [self.tell(one, count) for one, count in rows]
         step = ResidentStep(tuple(told), tuple(self.preempted))
@@ -340,8 +347,8 @@ class Engine:
             self.after(one)
 
     def decide(self, rows: list[tuple[Request, int]]) -> SparseRows:
-        """Returns the scheduler's part of a step: which rows attend sparsely, and which tokens are
-        exact."""
+        """Does the scheduler's part of a step: updates the counts of exact tokens, and returns the
+        rows that attend sparsely."""
         is_here = {one.name: self.is_here(one) for one, _ in rows}
         tables = {
             one.name: ([p if is_here[one.name](i) else 0 for i, p in enumerate(one.table)],)
@@ -374,7 +381,8 @@ class Engine:
         return sparse
 
     def preempt(self, name: str) -> None:
-        """Ends a request and begins it anew; its answer so far is computed like a prompt."""
+        """Preempts a request: its blocks are freed, and its prompt and answer so far have to be
+        computed again."""
         one = self.requests[name]
         self.give_back(self.pages_of(one))
         self.preempted.append(name)
@@ -468,8 +476,9 @@ class Engine:
     def check(
         self, layer: int, row: int, one: Request, count: int, query: Any, output: Any
     ) -> None:
-        """Checks a row's attention output. A sparse row must attend to blocks of its own context,
-        including all always-kept blocks; any other row must attend to its whole context."""
+        """Checks a row's attention output. A sparse row must attend only to blocks of its own
+        context, including the sinks and the recent window; any other row must attend to its whole
+        context."""
         context = one.context + count
         keys, values = one.kv[layer]
         tokens = np.arange(context)
@@ -493,7 +502,7 @@ class Engine:
 
     def check_scores(self, layer: int, row: int, one: Request, query: np.ndarray) -> None:
         """Checks that the blocks' scores correlate with the logarithm of their exact attention
-        mass, and that the mass of the always-kept blocks is exact."""
+        mass, and that the attention mass of the sinks and the recent window is exact."""
         work = self.worker._work
         first, last, *_, context = work.plan[row, :6].tolist()
         if last - first < 8:
@@ -513,7 +522,8 @@ class Engine:
         assert np.corrcoef(found.reshape(-1), expected.reshape(-1))[0, 1] > 0.7
 
     def check_own_attention(self, layer: int, row: int, query: Any, keys: np.ndarray) -> None:
-        """Checks the attention of hotkv's own kernel over the hot set; its values are the keys."""
+        """Checks the attention that hotkv's own kernel computes over the hot set. The test passes
+        the keys as values too."""
         selector = self.worker.layers[NAMES[layer]].selector
         asked = torch.zeros((self.worker._work.num_rows, QUERIES, SIZE))
         asked[row] = query
@@ -523,8 +533,8 @@ class Engine:
         np.testing.assert_allclose(found[row].numpy(), expected[0], rtol=2e-4, atol=2e-5)
 
     def blocks_of(self, layer: int, row: int, one: Request) -> list[int]:
-        """Returns the blocks of the request's context in the row's block table, recognized by their
-        bytes."""
+        """Returns the blocks of the request's context that the row's block table lists. They are
+        recognized by the bytes of their pages."""
         length, table = int(self.worker.lengths[row]), self.worker.table[row]
         pages = table[: -(-length // BLOCK_TOKENS)].tolist()
         cache, found = self.caches[NAMES[layer]], []
@@ -540,7 +550,8 @@ class Engine:
         return found
 
     def after(self, one: Request) -> None:
-        """Stores complete blocks in the server, and frees those older than the recent window."""
+        """Ends a step for a request: stores its complete blocks in the arena, and frees the device
+        blocks that are older than the recent window."""
         complete = one.context // BLOCK_TOKENS
         for block in range(one.kept, complete):
             self.store(one, block)

@@ -1,4 +1,5 @@
-"""`Desk`: the scheduler side's `Admission` of requests, over a double of the server."""
+"""`Desk`, a test harness for `Admission`, the part of the connector's scheduler side that follows
+requests from arrival to end. The hotkv server is a fake."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ LONG = 4 * TOKENS + 5
 
 
 class Memory:
-    """Stands for the sparse memory and records its calls."""
+    """A fake of `SparseSequences` that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []
@@ -40,7 +41,7 @@ class Memory:
 
 
 class Desk:
-    """An `Admission` with `Parts`.
+    """An `Admission` built on `parts.Parts`, with a fake server and without an engine.
 
     now_s: the time, which the test sets.
     """
@@ -126,14 +127,15 @@ class Desk:
         return one
 
     def tails(self) -> list[list[int]]:
-        """Plans a step without requests. Returns the block ids, by run, that it stores for ended
-        requests."""
+        """Plans a step without requests. Returns, for each run of blocks that the step stores for
+        requests that have ended, the block ids."""
         jobs, _ = self.parts.planner.plan([], lambda _: None, {}, lambda: ())
         return [run.block_ids.tolist() for job in jobs for run in job.runs]
 
 
 def blocks(*groups: Sequence[int]) -> Any:
-    """Returns a `KVCacheBlocks` as vLLM passes it."""
+    """Returns a double of `KVCacheBlocks`, as vLLM passes it to the connector, with these block ids
+    by group."""
     return SimpleNamespace(
         get_block_ids=lambda: tuple(list(ids) for ids in groups),
         blocks=tuple([SimpleNamespace(block_id=block) for block in ids] for ids in groups),
@@ -152,7 +154,8 @@ def ended(one: Desk, asks: Any, table: Sequence[int] = (1, 2, 3, 4, 5)) -> list[
 
 
 def granted(parts: Parts, name: str = "a", blocks: int = 4, computed: int = 0) -> Any:
-    """Returns the state of a new request whose hit of `blocks` blocks has a lease."""
+    """Returns the state of a new request that hits `blocks` blocks. The server has granted a lease
+    on them; the load has not begun."""
     parts.put(name, range(blocks))
     state = parts.state(request(name, LONG))
     assert parts.hit(state, computed) == blocks * TOKENS - computed

@@ -1,5 +1,5 @@
-"""A device that works on demand: a single queue, which the test runs, has its kernels, its events
-and its writes to words (32-bit marks in memory)."""
+"""A fake CUDA device that makes progress only when the test says so. A single queue holds its
+kernels, its events, and its writes to words (32-bit marks in memory)."""
 
 import ctypes
 import mmap
@@ -16,7 +16,8 @@ from hotkv_vllm.worker.device_order import WORDS_HANDLE
 
 
 class ToldEvent:
-    """An event: a point in the device's queue."""
+    """A fake CUDA event: it has passed once the device's queue has run up to the point at which it
+    was recorded."""
 
     def __init__(self, device: "ToldDevice", number: int) -> None:
         self.device, self.number, self.point = device, number, 0
@@ -29,7 +30,8 @@ class ToldEvent:
 
 
 class ToldWords:
-    """32-bit words in a file, which stands for device memory."""
+    """32-bit words in a shared file, which stands for device memory. The device writes them in the
+    order of its queue."""
 
     def __init__(self, device: "ToldDevice", count: int) -> None:
         self._device = device
@@ -47,10 +49,10 @@ class ToldWords:
 
 
 class ToldDevice:
-    """Stands for `CudaDevice`.
+    """A fake `CudaDevice`, whose queued work runs when the test calls `run`.
 
-    given, done: how many pieces of work were queued, and how many have run.
-    on_record: is called with an event before it is recorded.
+    given, done: the number of pieces of work that were queued, and that have run.
+    on_record: called with an event before the event is recorded.
     """
 
     uuid = bytes(range(16))
@@ -69,7 +71,7 @@ class ToldDevice:
         self.given += 1
 
     def run(self, count: int = 1 << 30) -> None:
-        """Runs the next pieces of work in the queue."""
+        """Runs the next `count` pieces of work in the queue; by default all of them."""
         self.run_to(self.done + count)
 
     def run_to(self, point: int) -> None:
@@ -97,7 +99,8 @@ class ToldDevice:
         return self.words
 
     def has_passed(self, after: After) -> bool:
-        """Returns True if the mark has passed, as the server would find out."""
+        """Returns True if the device has passed the mark for which a transfer waits. The fake
+        server calls it."""
         if after.kind is OrderKind.EVENTS:
             return self.events[after.mark.index].query()
         assert self.words is not None

@@ -1,6 +1,7 @@
-"""Two data-parallel engines behind a front end, driven by JSON lines like `engine_driver`. `rank`
-of `generate` selects the engine that answers. Engines and their ranks are forked, and nothing is
-compiled."""
+"""Runs two data-parallel vLLM engines behind one front end in a child process. It reads JSON
+commands from stdin like `engine_driver`; the argument `rank` of `generate` selects the engine that
+answers. Engines and their ranks are forked instead of spawned, and nothing is compiled, to save
+time."""
 
 import asyncio
 import json

@@ -1,6 +1,6 @@
-"""Runs pause, sleep and reset of vLLM's own `EngineCore` on an engine of the harness.
+"""Runs pause, sleep and reset of vLLM's own `EngineCore` on an engine of the test harness.
 
-`Executor` calls the connector's hooks as vLLM 0.33's GPU workers do (source: `Worker.sleep`,
+`Executor` calls the connector's hooks as the GPU workers of vLLM 0.33 do (sources: `Worker.sleep`,
 `wake_up` and `discard` in `v1/worker/gpu_worker.py`, `EngineCore.wake_up` in `v1/engine/core.py`).
 CPU workers and vLLM 0.32 call no hooks for sleep.
 """
@@ -15,8 +15,8 @@ from tests.vllm.other_connectors import our_connector
 
 
 class Executor:
-    """The workers of an engine. Sleep and wake-up fill the KV memory with garbage, because vLLM's
-    sleep unmaps it and its wake-up maps new memory."""
+    """A fake of vLLM's executor for an engine of the harness. Sleep and wake-up overwrite the KV
+    memory with garbage, because vLLM unmaps the memory at sleep and maps new memory at wake-up."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -54,7 +54,7 @@ class Executor:
 
 
 class Core:
-    """Methods of vLLM's `EngineCore`, with an engine of the harness."""
+    """Methods of vLLM's `EngineCore`, applied to an engine of the harness."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -78,7 +78,8 @@ class Core:
         self.engine.connector.set_xfer_handshake_metadata_pp_aware(self.engine.handshakes())
 
     def _drained(self, mode: str) -> None:
-        """Steps until the engine is idle, as its process does before a reset."""
+        """Runs steps until the engine is idle, as vLLM's engine process does before a reset. With
+        mode "abort", aborts all requests first."""
         if mode == "abort":
             self.engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         while self.engine.queue:

@@ -1,13 +1,13 @@
-"""A vLLM engine as a child process, driven by JSON lines: commands on stdin, an answer to each on
-stdout, logs on stderr.
+"""Runs a vLLM engine in a child process. It reads commands as JSON lines from stdin, writes an
+answer to each to stdout, and logs to stderr.
 
-The first line has the arguments of `LLM`, and:
-environment: variables of the process.
-config_overrides: values by path in vLLM's config, set when it is complete.
-quantum: tokens for which a resident request reserves room ahead.
-despite_vllm: turns hotkv on even if vLLM forbids reuse.
+The first line has the arguments of `LLM`, and may have:
+environment: environment variables to set.
+config_overrides: values by path in vLLM's config, set after vLLM has completed the config.
+quantum: the number of tokens for which a resident request reserves room ahead.
+despite_vllm: uses hotkv even for models whose KV vLLM does not allow to reuse.
 
-A command has `op`, one of OPERATIONS, and its arguments.
+A command has `op`, the name of one of OPERATIONS, and its arguments.
 """
 
 import enum
@@ -61,8 +61,8 @@ def main() -> None:
 
 
 def override(values: dict[str, Any]) -> None:
-    """Sets fields of vLLM's config after vLLM has checked its arguments. A member of an enumeration
-    is given by its name."""
+    """Patches vLLM so that it sets fields of its config after it has checked its arguments.
+    `values` maps paths to values; a member of an enumeration is given by its name."""
     if not values:
         return
     from vllm.engine.arg_utils import EngineArgs
@@ -82,10 +82,11 @@ def override(values: dict[str, Any]) -> None:
 
 
 def prompt_of(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Returns a prompt in vLLM's form. `request` has `tokens` or `embeds`, and may have the rest:
+    """Returns a prompt in vLLM's form. `request` has either `tokens` or `embeds`; the other keys
+    are optional:
 
     tokens: token ids.
-    embeds: seed and length of random embeddings.
+    embeds: seed and length of random prompt embeddings.
     salt: vLLM's cache salt.
     images: a seed for each image.
     uuids: the images' uuids.
@@ -125,8 +126,9 @@ def logprobs(tokens: Any, chosen: Any) -> list[float]:
 
 
 def answer_of(outputs: list[Any]) -> dict[str, Any]:
-    """Returns the parts of vLLM's outputs that tests read. The lists `cached` and `transfer` have
-    an entry for each request, the other lists one for each sample."""
+    """Returns the parts of vLLM's outputs that tests read. The lists `cached` (cached tokens) and
+    `transfer` (`kv_transfer_params`) have one entry per request; the other lists have one per
+    sample."""
     samples = [sample for output in outputs for sample in output.outputs]
     return {
         "tokens": [list(one.token_ids) for one in samples],
@@ -145,8 +147,8 @@ def sample(
     structured: dict[str, Any] | None = None,
     adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Runs requests. `params` go to SamplingParams, `structured` to its StructuredOutputsParams,
-    `adapter` to a LoRARequest."""
+    """Runs requests and returns their answers. `params` go to SamplingParams, `structured` to its
+    StructuredOutputsParams, `adapter` to a LoRARequest."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -177,7 +179,8 @@ def generate(
     salt: str | None = None,
     adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Runs `sample` with token ids. `transfer`: the requests' `kv_transfer_params`."""
+    """Runs prompts of token ids through `sample`. `transfer`: the `kv_transfer_params` of all
+    requests."""
     salted = {} if salt is None else {"salt": salt}
     extra = None if transfer is None else {"kv_transfer_params": transfer}
     requests = [{"tokens": tokens} | salted for tokens in prompts]
@@ -192,8 +195,8 @@ def hinted(
     session: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Runs a request with hints, a session's id and trace headers, which `LLM.generate` does not
-    take."""
+    """Runs a request with KV hints, a session id and trace headers, which `LLM.generate` does not
+    accept. Returns its output tokens."""
     import msgspec
     from vllm import SamplingParams
     from vllm.v1.kv_hints import KvHintsEnvelope
@@ -219,7 +222,8 @@ def embed(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def token_embed(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the number of token vectors of each prompt."""
+    """Runs the pooling task "token_embed". Returns the number of token vectors and of cached tokens
+    for each prompt."""
     prompts = [prompt_of(llm, one) for one in requests]
     outputs = llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
     lengths = [len(one.outputs.data) for one in outputs]
@@ -246,7 +250,7 @@ def add_adapter(llm: Any, adapter: dict[str, Any]) -> dict[str, Any]:
 
 
 def reload(llm: Any, path: str) -> dict[str, Any]:
-    """Loads weights in place, as vLLM's RPC does."""
+    """Loads the weights in `path` into the running model, through vLLM's RPC `reload_weights`."""
     llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
     return {}
 
@@ -277,7 +281,7 @@ def drafted(llm: Any) -> dict[str, Any]:
 
 
 def _ours(connector: Any) -> Any:
-    """Returns hotkv's connector, which may be in a MultiConnector."""
+    """Returns hotkv's connector: `connector` itself, or a part of it if it is a MultiConnector."""
     several = getattr(connector, "sub_connectors", [connector])
     return next(one for one in several if type(one).__name__ == "HotKVConnector")
 
@@ -314,7 +318,8 @@ def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:
 
 
 def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
-    """Stops the process `pid` just before the connector sends its next `call`, load or store."""
+    """Sends SIGSTOP to the process `pid`, the hotkv server, just before the connector sends its
+    next `call` ("load" or "store")."""
     session = _worker_side(llm).rank.session
     original = getattr(session, call)
 

@@ -1,4 +1,4 @@
-"""`engine_driver` with the commands for sparse decode."""
+"""Runs `engine_driver` with the additional commands of `sparse_driver`."""
 
 import engine_driver
 import sparse_driver

@@ -1,7 +1,8 @@
-"""Faults in any function of hotkv, and the list of functions that a connector's hooks call.
+"""Injects exceptions into any function of hotkv, and lists the functions that the connector's hooks
+call (a hook is a connector method that vLLM calls).
 
-A fault replaces the function's code, so it reaches every caller, however the caller got the
-function.
+A fault replaces the function's code object, so it reaches every caller, even one that keeps a
+reference to the function.
 """
 
 import contextlib
@@ -29,15 +30,16 @@ EDGE = {
     "HotKVWorkerMetadata.count",
     "HotKVStats.add",
 }
-"""Functions of `Edge` itself (besides the fallbacks), which counts exceptions and reads clocks."""
+"""Functions of `HookEdge`, and those that count its exceptions and read clocks. `functions` leaves
+them out."""
 
 
 class Told(RuntimeError):
-    """The fault that a broken function raises."""
+    """The exception that a broken function raises."""
 
 
 class _Fault:
-    """The function that is broken now."""
+    """A function that is broken now: its code raises. `strikes` counts how often it has raised."""
 
     def __init__(self, function: FunctionType, only_once: bool) -> None:
         self.function, self.only_once, self.original = function, only_once, function.__code__
@@ -66,7 +68,7 @@ def _broken(*_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def broken(function: FunctionType, *, only_once: bool = False) -> Iterator[_Fault]:
-    """Makes `function` raise within the context, or at its next call only."""
+    """Makes `function` raise `Told` within the context; with `only_once`, only at its next call."""
     fault = _Fault(function, only_once)
     _now.append(fault)
     function.__code__ = _broken.__code__
@@ -78,8 +80,8 @@ def broken(function: FunctionType, *, only_once: bool = False) -> Iterator[_Faul
 
 
 def functions() -> dict[CodeType, FunctionType]:
-    """Returns, by code object, the functions and methods of the connector and of a session's
-    double."""
+    """Returns, by code object, the functions and methods of `hotkv_vllm` and the public methods of
+    `FakeSession`."""
     found: dict[CodeType, FunctionType] = {}
     for _, name, _ in pkgutil.walk_packages(hotkv_vllm.__path__, "hotkv_vllm."):
         if "plugin" in name:
@@ -113,7 +115,8 @@ OWN = sorted(name for name in hooks.FALLBACKS if "." not in name)
 
 
 def called_by_hooks(run: Callable[[], None]) -> dict[str, set[FunctionType]]:
-    """Runs `run`. Returns the functions that each hook has called, itself included."""
+    """Calls `run` under a profiler. Returns, for each hook, the hotkv functions that it has called,
+    including itself."""
     known, stack = functions(), list[str]()
     guarded = {function.__code__: name for name, function in hooks.HOOKS.items()}
     calls: dict[str, set[FunctionType]] = {name: set() for name in OWN}

@@ -1,4 +1,4 @@
-"""Starts engines of one server and compares their answers."""
+"""Starts engine processes at one hotkv server, and runs requests whose answers are compared."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ LENGTHS = (100, 257, 500)
 
 
 class Starter:
-    """Starts engines of one server, each model in its own key space."""
+    """A factory for engine processes at one hotkv server. Each model has its own key space."""
 
     def __init__(self, daemon: Daemon, folder: Path) -> None:
         self.folder, self._daemon = folder, daemon
@@ -26,7 +26,7 @@ class Starter:
         connector: dict[str, Any] | None = None,
         **settings: Any,
     ) -> EngineProcess:
-        """Starts an engine. `model`: its folder, or a kind of model to write."""
+        """Starts an engine. `model`: a model folder, or the kind of tiny model to write first."""
         if isinstance(model, str):
             model = write_model(self.folder / model, model)
         defaults: dict[str, Any] = {
@@ -51,8 +51,9 @@ def requests(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, An
 
 
 def pooled(engine: EngineProcess, operation: str, batch: list[dict[str, Any]]) -> dict[str, Any]:
-    """Runs prompts of LENGTHS on a pooling engine. Returns the answer, once the prompts' blocks are
-    stored. Later requests carry the reports of the stores."""
+    """Runs prompts of LENGTHS on a pooling engine. Then runs short requests, whose steps carry the
+    reports of the stores, until all blocks of the prompts are stored. Returns the answer to the
+    prompts."""
     answer = engine.ask(operation, requests=batch)
 
     def has_stored() -> bool:
@@ -65,6 +66,7 @@ def pooled(engine: EngineProcess, operation: str, batch: list[dict[str, Any]]) -
 
 
 def clean(engine: EngineProcess) -> bool:
-    """Returns True if the connector reports no failure."""
+    """Returns True if the connector has counted no failed load, no exception in a hook, no refused
+    block and no short grant."""
     troubles = {"failed_loads", "hook_errors", "refused_blocks", "short_grants"}
     return not troubles & engine.ask("stats")["totals"].keys()

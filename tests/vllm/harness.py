@@ -1,10 +1,10 @@
-"""vLLM's real scheduler, KV cache manager and allocator with an arithmetic model, so that a step
-takes microseconds.
+"""A test harness: vLLM's real scheduler, KV cache manager and allocator with an arithmetic function
+as the model, so that a step takes microseconds.
 
-The "model" writes for each token a value that depends on all tokens before it. Before each step it
+For each token the model writes a KV value that depends on all tokens up to it. Before each step it
 checks every value that attention would read, so KV that is wrong, late or overwritten fails at
-once. Hooks are called as vLLM's V1 runner calls them, or with `v2=True` through the code of its V2
-runner.
+once. The connector's hooks are called as vLLM's V1 runner calls them; with `v2=True`, the code of
+vLLM's V2 runner calls them.
 
 `Engine(pipelined=True)` schedules a step before the previous step has run, as asynchronous
 scheduling does. With a `device`, a step's reads and writes of KV wait in the device's queue, at the
@@ -64,13 +64,15 @@ _TRANSFER_GROUP: list[Any] = []
 
 
 class V2Config(VllmConfig):
-    """The config of an engine with the V2 runner, which vLLM refuses without Triton."""
+    """The config of an engine with the V2 runner. vLLM refuses to set this option without
+    Triton."""
 
     use_v2_model_runner = property(lambda _: True)
 
 
 class Engine:
-    """An engine with an arithmetic model. A wrong KV value raises AssertionError in `step`."""
+    """A simulated vLLM engine with an arithmetic model. A wrong KV value raises AssertionError in
+    `step`."""
 
     def __init__(
         self,
@@ -89,8 +91,8 @@ class Engine:
         within: Callable[[dict[str, Any]], dict[str, Any]] = lambda ours: ours,
         **more: Any,
     ) -> None:
-        """Builds the engine. `within` turns the connector's `kv_transfer_config` into the engine's,
-        for engines with several connectors."""
+        """Builds the engine. `within` converts the `kv_transfer_config` of hotkv's connector to
+        that of the engine; tests use it to put the connector into a MultiConnector."""
         monkeypatch.setattr(link, "open_session", server.open)
         self.server, self.device, self.layout = server, device, layout
         self.pipelined, self.v2 = pipelined, v2
@@ -183,31 +185,32 @@ class Engine:
         self.shown: dict[str, dict[int, int]] = {}
 
     def get_model(self) -> torch.nn.Module:
-        """Returns the model, as a model runner does. Its weights change no KV value."""
+        """Returns the torch model, as a model runner does. Its weights don't influence KV
+        values."""
         return self.model
 
     def _start_ranks(self) -> None:
         """Does nothing: this engine has only one rank."""
 
     def handshakes(self) -> dict[tuple[int, int], Any]:
-        """Returns the ranks' handshakes by pipeline stage and tensor-parallel rank, as vLLM's
-        `EngineCore` collects them."""
+        """Returns the handshake metadata by pipeline stage and tensor-parallel rank, as vLLM's
+        `EngineCore` collects it."""
         handshake = self.worker.get_handshake_metadata()
         return {} if handshake is None else {(0, 0): handshake}
 
     def each_worker(self) -> Iterator[Any]:
-        """Yields the worker connector of each rank. The loop's body runs as in that rank's
-        process."""
+        """Yields the worker connector of each rank. The body of the caller's loop runs as in that
+        rank's process."""
         yield self.worker
 
     @property
     def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:
-        """Returns each rank's KV tensors, and the number by which the rank changes KV values."""
+        """Returns, for each rank, its KV tensors and the number by which it changes KV values."""
         return [(self.tensors, self.salt)]
 
     def _naming(self, hasher: Callable[[Request], list[Any]]) -> Callable[[Request], list[Any]]:
-        """Wraps the hasher so that `named` records the request and the tokens that each hash stands
-        for."""
+        """Wraps vLLM's block hasher so that `named` records the request and the tokens behind each
+        hash."""
 
         def hashes_of(request: Request) -> list[Any]:
             known, new = len(request.block_hashes), hasher(request)
@@ -237,7 +240,7 @@ class Engine:
         transfer: Any = None,
         **more: Any,
     ) -> Request:
-        """Adds a request. `transfer`: its `kv_transfer_params`."""
+        """Adds a request to the scheduler. `transfer`: its `kv_transfer_params`."""
         extra = None if transfer is None else {"kv_transfer_params": transfer}
         parameters = self._parameters(max_tokens, extra)
         request = Request(name, list(prompt) or None, *parameters, block_hasher=self.hasher, **more)
@@ -293,21 +296,22 @@ class Engine:
     def generate(
         self, name: str, prompt: Sequence[int], max_tokens: int = 1
     ) -> tuple[list[int], int]:
-        """Runs a request. Returns its output tokens and the number of tokens from hotkv."""
+        """Runs a request to its end. Returns its output tokens, and the number of prompt tokens
+        that came from hotkv."""
         self.add(name, prompt, max_tokens)
         self.run()
         return self.outputs[name], self.external.get(name, 0)
 
     def fill(self, prompt_tokens: Sequence[int], max_tokens: int = 4) -> list[int]:
-        """Runs a request, and a short one whose steps report the first one's stores. Returns the
-        first request's answer."""
+        """Runs a request, so that hotkv stores its blocks. Then runs a short second request, whose
+        steps report those stores to the scheduler. Returns the first request's answer."""
         answer, _ = self.generate(f"fills {len(self.requests)}", prompt_tokens, max_tokens)
         self.generate(f"reports {len(self.requests)}", prompt(99, 10), 2)
         return answer
 
     def hit(self, prompt_tokens: Sequence[int], max_tokens: int = 4) -> int:
-        """Runs a request while vLLM's own prefix cache is empty. Returns the number of tokens from
-        hotkv."""
+        """Empties vLLM's own prefix cache and runs a request. Returns the number of its tokens that
+        came from hotkv."""
         self.drop_local()
         answer, hit = self.generate(f"hits {len(self.requests)}", prompt_tokens, max_tokens)
         assert len(answer) == max_tokens
@@ -318,25 +322,25 @@ class Engine:
             self.step()
 
     def shutdown(self) -> None:
-        """Shuts the connector's sides down, the workers first."""
+        """Shuts down the connector's worker sides, then its scheduler side."""
         for worker in self.each_worker():
             worker.shutdown()
         self.connector.shutdown()
 
     def drop_local(self) -> None:
-        """Empties vLLM's own prefix cache."""
+        """Runs all requests to their end, then empties vLLM's own prefix cache."""
         self.run()
         assert self.scheduler.reset_prefix_cache()
 
     def drop_local_if_idle(self) -> None:
-        """Empties vLLM's own prefix cache, unless requests use it."""
+        """Empties vLLM's own prefix cache if the engine has no requests."""
         if not self.scheduler.requests:
             self.drop_local()
 
     # ---------------------------------------------------------------------------------------- model
 
     def _execute(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
-        """Runs a step. Returns its output, and the position that the device's queue must reach
+        """Runs a step. Returns its output, and the position that the fake device's queue must reach
         before the output can be read."""
         self.metas.append(scheduled.kv_connector_metadata)
         return self._run(pickle.loads(pickle.dumps(scheduled)))
@@ -354,8 +358,8 @@ class Engine:
         return ModelRunnerOutput(names, index, [sampled[n] for n in names], kv_connector_output=kv)
 
     def _computed(self, scheduled: Any) -> tuple[dict[str, list[int]], int]:
-        """Runs the model for a step. Returns the sampled tokens, and the position in the device's
-        queue at which the step ends."""
+        """Runs the model for a step. Returns the sampled tokens, and the position in the fake
+        device's queue at which the step ends."""
         if self.before_forward is not None:
             self.before_forward()
         self._take_tokens(scheduled)
@@ -364,9 +368,10 @@ class Engine:
         return sampled, self.device.given if has_work else 0  # type: ignore[union-attr]
 
     def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
-        """Runs a step through vLLM's `KVConnectorModelRunnerMixin`, which calls the worker's hooks.
-        Like the V1 runner, calls the first hook before it (`GPUModelRunner.execute_model`) and,
-        with a drafter, the last hook after it (`sample_tokens`)."""
+        """Runs a step through vLLM's `KVConnectorModelRunnerMixin`, which calls the hooks of the
+        worker connector. Like the V1 runner, calls `handle_preemptions` before it (source:
+        `GPUModelRunner.execute_model`) and, with a drafter, `wait_for_save` after it
+        (`sample_tokens`)."""
         _TRANSFER_GROUP[:] = [self.worker]
         self.worker.handle_preemptions(scheduled.kv_connector_metadata)
         self._zero_blocks(scheduled)
@@ -385,7 +390,7 @@ class Engine:
         return output, sampled, point
 
     def _run_v2(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
-        """Runs a step as the V2 runner does. Source: its `GPUModelRunner.execute_model` and
+        """Runs a step as vLLM's V2 runner does. Source: its `GPUModelRunner.execute_model` and
         `sample_tokens`."""
         assert self.active is not None
         self._zero_blocks(scheduled)
@@ -405,8 +410,8 @@ class Engine:
         return self.active.post_forward(scheduled.finished_req_ids), sampled, point
 
     def _take_tokens(self, scheduled: Any) -> None:
-        """Updates the tokens of resumed requests from the schedule, as vLLM's V1 runner does. V2
-        gets them as new requests."""
+        """Updates the tokens of resumed requests from the schedule, as vLLM's V1 runner does. With
+        the V2 runner, the schedule lists resumed requests as new requests."""
         cached = scheduled.scheduled_cached_reqs
         assert self.v2 or cached.resumed_req_ids <= cached.all_token_ids.keys(), (
             "a resumed request comes without its tokens"
@@ -486,13 +491,15 @@ class Engine:
                 yield group_id, group
 
     def _state_groups(self, name: str) -> Iterator[tuple[list[int], Any]]:
-        """Yields a request's block table in each group of recurrent states, and the group."""
+        """Yields, for each KV cache group of recurrent states, the request's block table and the
+        group."""
         for table, group in zip(self.tables[name], self.kv_config.kv_cache_groups, strict=True):
             if isinstance(group.kv_cache_spec, MambaSpec):
                 yield table, group
 
     def _check_state(self, name: str, computed: int) -> None:
-        """Checks the states that a step begins with. Source: vLLM's `preprocess_mamba`."""
+        """Checks the recurrent states with which a step begins. Source: vLLM's
+        `preprocess_mamba`."""
         for table, group in self._state_groups(name) if computed else ():
             first = (computed - 1) // group.kv_cache_spec.block_size
             block = table[self.states.get(name, (first, computed))[0]]
@@ -502,8 +509,8 @@ class Engine:
                 self._give(functools.partial(self._check_layer, name, computed, layer, *state))
 
     def _write_states(self, name: str, end: int, num_drafts: int) -> None:
-        """Writes the recurrent state at the end of a step without its drafts, and in the next
-        blocks the state after each draft."""
+        """Writes the recurrent states at the end of a step: first the state before the drafts
+        (speculative tokens), then in the following blocks the state after each draft."""
         for table, group in self._state_groups(name):
             at = -(-end // group.kv_cache_spec.block_size) - 1
             self.states[name] = at, end - num_drafts
@@ -557,8 +564,9 @@ class Engine:
         return self.tensors[layer].view(torch.int16).numpy()
 
     def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:
-        """Returns each token's block and offset, and the expected values; fewer values if the last
-        tokens are not known yet."""
+        """Returns, for the tokens from `first` to `end`, their block ids, their offsets in the
+        blocks, and the expected values. If the last tokens are not known yet, there are fewer
+        values."""
         positions = np.arange(first, end)
         table = np.array(self.tables[name][group_id])
         values = self._values_at(name, first, end)
@@ -572,8 +580,8 @@ class Engine:
         return self.values_of(name, self.tokens[name])
 
     def values_of(self, name: str, tokens: Sequence[int]) -> list[int]:
-        """Returns the values of these tokens of a request. A value depends on every input up to it:
-        tokens, the adapter, and images or embeddings in place of tokens."""
+        """Returns the KV values of these tokens of a request. A value depends on every input up to
+        it: tokens, the adapter, and images or embeddings in place of tokens."""
         shown = self.shown.get(name)
         if shown:
             tokens = [shown.get(place, token) for place, token in enumerate(tokens)]
@@ -582,28 +590,28 @@ class Engine:
 
     @property
     def tints(self) -> tuple[int, ...]:
-        """Returns the numbers by which values in the engine's own cache may differ from the exact
+        """Returns the numbers by which values in vLLM's own prefix cache may differ from the exact
         values; 0 is among them."""
         return (0,)
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The meaning of a block hash: the first tokens of an engine's request."""
+    """The meaning of a block hash: the first `num_tokens` tokens of a request of an engine."""
 
     engine: "Engine"
     request: Request
     num_tokens: int
 
     def values(self) -> list[int]:
-        """Returns the values that the model computes for these tokens."""
+        """Returns the KV values that the model computes for these tokens."""
         tokens = self.request.all_token_ids[: self.num_tokens]
         return self.engine.values_of(self.request.request_id, tokens)
 
 
 def media_of(request: Request) -> dict[int, int]:
-    """Returns, by position, the numbers that stand for a request's embeddings or media in place of
-    token ids."""
+    """Returns a number for each prompt position that holds an embedding or a part of an image. The
+    model uses it in place of the token id."""
     if request.prompt_embeds is not None:
         rows = request.prompt_embeds.to(torch.float32).contiguous().numpy()
         return {place: zlib.crc32(row.tobytes()) for place, row in enumerate(rows)}
@@ -616,7 +624,7 @@ def media_of(request: Request) -> dict[int, int]:
 
 
 def next_token(values: Sequence[int]) -> int:
-    """Returns the model's next token after tokens with these values."""
+    """Returns the token that the model samples after tokens with these KV values."""
     return 3 + values[-1] % 1000
 
 
@@ -625,7 +633,7 @@ def _layer(name: str) -> int:
 
 
 def _value(tokens: Sequence[int]) -> list[int]:
-    """Returns a value for each token that depends on all tokens before it."""
+    """Returns the KV value of each token, which depends on all tokens up to it."""
     return list(_values(tuple(tokens)))
 
 
@@ -639,7 +647,8 @@ def _values(tokens: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """Returns a prompt. Prompts with the same seed are prefixes of each other."""
+    """Returns a prompt of `length` token ids. If two prompts have the same seed, the shorter one is
+    a prefix of the longer one."""
     state, tokens = seed * 7919 + 13, []
     for _ in range(length):
         state = (state * 1103515245 + 12345) & 0x7FFFFFFF

@@ -1,5 +1,5 @@
-"""vLLM's HTTP server as a child process. It is started with README's commands, or forked by
-`module_driver` within a second."""
+"""Runs vLLM's HTTP server as a child process. It is either started with the commands of README.md,
+or forked from a process that has already imported vLLM (`nursery`), which takes a second."""
 
 import contextlib
 import json
@@ -24,8 +24,9 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def readme_commands(model: Path) -> tuple[list[str], list[str]]:
-    """Returns the commands of README's chapter on vLLM, with JSON and without, in the form for
-    vLLM's CPU package: the arguments after `python -m`. HOTKV_TARGET names the server."""
+    """Returns the two commands of README.md that start vLLM with hotkv: with JSON and without. They
+    are changed to `python -m` for vLLM's CPU package, and shortened to the arguments after `python
+    -m`. The test passes the hotkv server in HOTKV_TARGET."""
     chapter = README.read_text().partition("## Give it to vLLM")[2].partition("\n## ")[0]
     module = re.search(r"`python -m (\S+ --model MODEL)`", chapter)
     assert module is not None, "README does not say how to start vLLM's CPU package"
@@ -46,8 +47,8 @@ def _for_tests(model: Path, command: list[str]) -> list[str]:
 
 
 class HttpServer:
-    """Runs `python -m` with `command` on a free port. `is_forked`: forks it from the nursery,
-    because a new Python would import vLLM three times."""
+    """A process that runs `python -m` with `command` on a free port. `is_forked`: the process is
+    forked from the nursery, which saves the imports of vLLM."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class HttpServer:
         return answer
 
     def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        """Returns the events of a streamed answer. The last event holds the usage."""
+        """Returns the events of a streamed answer. The last event holds the token usage."""
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         text = self._post(path, {"model": "tiny", **body, **streamed})
         lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
@@ -104,8 +105,8 @@ class HttpServer:
         return [json.loads(line) for line in lines[:-1]]
 
     def metrics(self) -> dict[str, float]:
-        """Returns the samples of vLLM's /metrics by name, and by name and `source` if they have a
-        source."""
+        """Returns the samples of vLLM's /metrics by name. If a sample has a label `source`, its key
+        is the name and the source."""
         found: dict[str, float] = {}
         for line in self.get("/metrics").splitlines():
             if line.startswith("vllm:"):
@@ -122,8 +123,8 @@ class HttpServer:
         return text
 
     def kill(self) -> None:
-        """Kills all processes of vLLM, as a service manager does, because vLLM's engine process
-        would outlive the HTTP server."""
+        """Kills vLLM's HTTP server and all its descendants, as a service manager does. vLLM's
+        engine process would otherwise outlive the HTTP server."""
         members = _family(self.process.pid)
         files = _shared_memory(members)
         for pid in members:
@@ -161,8 +162,8 @@ def _shared_memory(pids: list[int]) -> set[Path]:
 
 
 def _family(pid: int) -> list[int]:
-    """Returns a process and its descendants, without Python's resource trackers, which unlink the
-    shared memory of killed processes."""
+    """Returns the process and its descendants. Leaves out Python's resource trackers, because they
+    have to outlive the killed processes and unlink their shared memory."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         is_tracker = b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()

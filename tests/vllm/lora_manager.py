@@ -1,4 +1,5 @@
-"""A double of vLLM's LoRA manager of a worker, for tests whose models have no adapters."""
+"""A fake of vLLM's LoRA manager of a worker, for engines of the test harness, whose models have no
+adapters."""
 
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -16,8 +17,12 @@ def lora(number: int = 1, name: str = "a", path: str = "/a", **more: Any) -> LoR
 
 
 class Manager:
-    """Stands for vLLM's LoRA manager of a worker. `files` has each adapter's content by path; the
-    manager reads it when an adapter is needed, and keeps `capacity` adapters."""
+    """A fake of vLLM's LoRA manager of a worker.
+
+    files: each adapter's content, a number, by path. The manager reads it when a request needs the
+    adapter.
+    capacity: the number of adapters that stay loaded.
+    """
 
     def __init__(self, files: dict[str, int], capacity: int = 2) -> None:
         self.files = files
@@ -38,7 +43,8 @@ class Manager:
         return set(self.loaded)
 
     def add_adapter(self, request: LoRARequest) -> int:
-        """Returns the content that is used for the adapter."""
+        """Loads the adapter unless it is loaded, and returns the content that the model then
+        uses."""
         if request.lora_int_id not in self.loaded or request.load_inplace:
             self.loaded[request.lora_int_id] = self._load_adapter(request)
         self.loaded.move_to_end(request.lora_int_id)
@@ -48,15 +54,15 @@ class Manager:
 
 
 def with_adapters(one: Any, files: dict[str, int], capacity: int = 2) -> Manager:
-    """Gives each rank of a harness engine adapters whose contents change its KV. Returns the first
-    rank's manager."""
+    """Gives each rank of a simulated engine a `Manager`, so that the content of a request's adapter
+    changes its KV. Returns the first rank's manager."""
     managers = []
     for rank, worker in enumerate(one.each_worker()):
         managers.append(Manager(files, capacity))
         our_connector(worker)._worker.rank.adapters = AdapterWatch(managers[-1], rank)
 
     def content_of(request: LoRARequest) -> int:
-        """Loads the adapter on all ranks."""
+        """Loads the adapter on all ranks, and returns its content."""
         contents = [manager.add_adapter(request) for manager in managers]
         return contents[0]
 

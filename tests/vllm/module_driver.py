@@ -1,8 +1,10 @@
-"""Runs a module as `python -m` would, in a process that has already imported vLLM.
+"""Runs a module as `python -m` would, in a child process forked from one that has already imported
+vLLM.
 
-The first line of standard input has `module`, `arguments` and `environment` (variables to set). The
-module's output goes to the log; its exit status (`status`) is a line on standard output. Engines
-are forked, and nothing is compiled.
+The first line of stdin is JSON with `module`, `arguments` and `environment` (variables to set). The
+module's output goes to the log. At the end, a line on stdout has the module's exit status
+(`status`). vLLM forks its engine processes instead of spawning them, and compiles nothing, to save
+time.
 """
 
 import json

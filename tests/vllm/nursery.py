@@ -1,9 +1,10 @@
-"""Starts engines within a second: a process that has imported vLLM forks a child for each engine.
+"""Starts engine processes within a second: the nursery, a process that has imported vLLM, forks a
+child for each engine.
 
-`nursery()` starts one such process for the whole run, which the workers of xdist share. Children
-die with the nursery, and the nursery ends with its last worker. Imported objects are frozen for the
-garbage collector: each start of vLLM collects several times, and a collection would walk 700,000
-objects.
+`nursery()` starts one such process for the whole test run; all xdist workers share it. The engines
+end when the nursery ends, and the nursery ends with the last xdist worker. The nursery freezes its
+imported objects for the garbage collector, because each start of vLLM collects garbage several
+times and would walk 700,000 objects each time.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ ENVIRONMENT = {
 
 
 class Nursery:
-    """A worker's connection to the process that forks engines."""
+    """A test process's connection to the process that forks engines."""
 
     def __init__(self) -> None:
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
@@ -65,7 +66,8 @@ class Nursery:
                 self._socket.connect(address)
 
     def _start(self, address: str) -> None:
-        """Starts the process. Connections wait in its queue until it has imported vLLM."""
+        """Starts the process that forks engines. Connections wait in its listener's queue until it
+        has imported vLLM."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)
             listener.listen()
@@ -74,8 +76,8 @@ class Nursery:
             self._process = subprocess.Popen(command, pass_fds=[listener.fileno()], env=environment)
 
     def fork(self, driver: str, log: IO[bytes]) -> Any:
-        """Forks an engine that runs `driver`'s main, with `log` for errors. Returns it as a
-        `ForkedServer` with pipes for standard input and output."""
+        """Forks a child that runs the function `main` of the script `driver`, with its stderr in
+        `log`. Returns the child as a `ForkedServer` with pipes for stdin and stdout."""
         from tests.support.daemons import ForkedServer
 
         to_child, stdin = os.pipe()
@@ -91,7 +93,7 @@ class Nursery:
         return child
 
     def status_of(self, pid: int) -> int:
-        """Returns 0: children are never waited for."""
+        """Returns 0 as the exit status of a child, because the nursery ignores exit statuses."""
         return 0
 
     def fork_module(
@@ -101,8 +103,8 @@ class Nursery:
         log: IO[bytes],
         environment: dict[str, str] | None = None,
     ) -> Any:
-        """Runs a module as `python -m` would, with its output in `log`. At its end the child writes
-        its exit status as JSON to standard output."""
+        """Forks a child that runs a module as `python -m` would, with its output in `log`. When the
+        module ends, the child writes its exit status as JSON to stdout."""
         child = self.fork("module_driver.py", log)
         order = {"module": module, "arguments": list(arguments), "environment": environment or {}}
         child.stdin.write(json.dumps(order).encode() + b"\n")
@@ -112,12 +114,14 @@ class Nursery:
 
 @functools.cache
 def nursery() -> Nursery:
-    """Returns the nursery of this run, which lives as long as the tests."""
+    """Returns the test process's connection to the nursery, which forks engines until the tests
+    end."""
     return Nursery()
 
 
 def _become(driver: str, fds: list[int], links: Sequence[socket.socket]) -> None:
-    """Runs the driver's main in the child, as if it had been started as a script."""
+    """Runs the function `main` of the script `driver` in the forked child, as if the child had been
+    started as a script."""
     end_with_the_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for link in links:
@@ -131,9 +135,9 @@ def _become(driver: str, fds: list[int], links: Sequence[socket.socket]) -> None
 
 
 def fork_engines() -> None:
-    """Makes vLLM fork the processes of engines and ranks. Its CPU platform would spawn them, and
-    each would import vLLM again, for twenty seconds. Nothing is compiled: vLLM compiles part of its
-    sampler at the first step even in eager mode."""
+    """Makes vLLM fork the processes of engines and ranks. On CPU, vLLM would spawn them, and each
+    would import vLLM again, for twenty seconds. Turns off compilation too: vLLM compiles a part of
+    its sampler at the first step even in eager mode."""
     import torch
     from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
@@ -145,16 +149,16 @@ def fork_engines() -> None:
 
 
 def inspect_models_here() -> None:
-    """Makes vLLM inspect model classes in this process instead of a new Python that imports
-    vLLM."""
+    """Makes vLLM inspect model classes in this process. By default, vLLM starts a new Python
+    process for this, which imports vLLM again."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def _register_kernels() -> None:
-    """Replaces Triton's kernels by vLLM's CPU kernels once for all children, because vLLM searches
-    every module for each kernel."""
+    """Replaces Triton's kernels by vLLM's CPU kernels once, before any child is forked. vLLM would
+    do it in each engine, and search every module for each kernel."""
     from vllm.platforms import current_platform
 
     with warnings.catch_warnings():
@@ -182,7 +186,7 @@ def _keep_compiled_drafts() -> None:
 
 
 def main() -> None:
-    """Imports vLLM, then forks on request until the tests end."""
+    """Imports vLLM, then forks a child for each request until the last test process disconnects."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     sys.path.insert(0, str(HERE))
     importlib.import_module("hotkv_vllm.connector")
@@ -219,7 +223,8 @@ def main() -> None:
 
 
 def _fork(worker: socket.socket, driver: str, fds: list[int], links: list[socket.socket]) -> None:
-    """Forks an engine for a worker, and answers with its number."""
+    """Forks a child that runs `driver`, and sends its process id to the test process behind
+    `worker`."""
     pid = os.fork()
     if pid == 0:
         status = 1

@@ -1,10 +1,11 @@
-"""An oracle over both caches: each block that can be found holds the values that the model computes
-for the tokens of its hash, whatever happened before.
+"""Checks the content of both caches after a test: every block in the hotkv server and in vLLM's own
+prefix caches must hold the values that the model computes for the tokens of its hash, whatever
+happened before.
 
-It reads all blocks of the `FakeServer`, and all blocks in vLLM's own prefix cache of each engine.
-It maps hashes to tokens by the engines' hashers, so it needs no record of stores, loads, aborts and
-evictions. A test with LoRA adds names to `Engine.named`, because hotkv renames the server's blocks
-of adapters.
+`audit` reads all blocks of the `FakeServer` and of each engine's prefix cache. It maps hashes to
+tokens by the records of the engines' hashers (`Engine.named`), so it needs no record of stores,
+loads, aborts and evictions. A test with LoRA adds hashes to `Engine.named`, because hotkv stores
+the blocks of adapters under other hashes.
 """
 
 import itertools
@@ -27,25 +28,27 @@ from tests.vllm.other_connectors import our_connector
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The number of compared blocks: in the server, and in the engines' own caches."""
+    """The number of blocks that were compared: in the server, and in the engines' own prefix
+    caches."""
 
     num_stored: int
     num_cached: int
 
 
 def audit(server: FakeServer, engines: Sequence[Engine]) -> Audit:
-    """Compares all blocks. AssertionError names the first wrong block. The engines must be idle."""
+    """Compares all blocks of the server and of the engines' own prefix caches with the model's
+    values. Raises AssertionError for the first wrong block. The engines must be idle."""
     return Audit(check_stored(server, engines), sum(check_cached(one) for one in engines))
 
 
 def check_stored(
     server: FakeServer, engines: Sequence[Engine], weights: Sequence[int] = (0,)
 ) -> int:
-    """Compares all blocks of the server with the model's values; skips representations. Returns the
-    number of blocks.
+    """Compares all blocks of the server with the model's values. Skips representations (compact
+    summaries of blocks). Returns the number of compared blocks.
 
-    weights: numbers by which the engines' weights have changed values. All blocks of a key space
-    belong to the same weights.
+    weights: the numbers by which an engine's weights may have changed the values. All blocks of a
+    key space must belong to the same weights.
     """
     named = {block_hash: what for one in engines for block_hash, what in one.named.items()}
     weights_of: dict[bytes, int] = {}
@@ -87,7 +90,7 @@ def check_stored(
 
 def check_cached(one: Engine, weights: int = 0) -> int:
     """Compares all blocks in an engine's own prefix cache with the model's values. Returns the
-    number of blocks."""
+    number of compared blocks."""
     assert not one.queue and not one.scheduler.requests, "the oracle compares what is at rest"
     num_compared = 0
     cached = one.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
@@ -106,7 +109,8 @@ def check_cached(one: Engine, weights: int = 0) -> int:
 
 def _expected(named: Mapping[bytes, Named], block_hash: bytes, block_tokens: int) -> Any:
     """Returns the values, int16 [tokens], of the block with this hash, before a layer changes them.
-    They cover a whole block, or its first tokens if hashes cover fewer tokens than a block."""
+    If hashes cover fewer tokens than a block has, returns the values of the block's first tokens.
+    """
     assert block_hash in named, "a block can be found under a hash that no request has"
     what = named[block_hash]
     first = (what.num_tokens - 1) // block_tokens * block_tokens
@@ -117,7 +121,7 @@ def _compare(rows: Any, expected: Any, layer: str, what: str, tints: Sequence[in
     """Compares a block's values in one layer with the expected values.
 
     rows: the block's values, int16 [KV heads, tokens, values of a token].
-    tints: numbers by which values may differ.
+    tints: the numbers by which values may differ from the expected values.
     """
     differ = rows ^ (expected ^ _layer(layer))[None, :, None]
     wrong = np.flatnonzero(~np.isin(differ, tints).all(axis=(0, 2)))
@@ -125,7 +129,7 @@ def _compare(rows: Any, expected: Any, layer: str, what: str, tints: Sequence[in
 
 
 def answer_of(prompt: Sequence[int], count: int) -> list[int]:
-    """Returns the model's answer to a prompt."""
+    """Returns the `count` tokens with which the model answers a prompt."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(_value(tokens)))
@@ -133,9 +137,10 @@ def answer_of(prompt: Sequence[int], count: int) -> list[int]:
 
 
 def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
-    """Checks that an idle engine holds no request state, transfer or mark.
+    """Checks that an idle engine holds no request state, no transfer and no block: all device
+    blocks are free, and none is quarantined.
 
-    may_count_errors: hooks have raised on purpose.
+    may_count_errors: the test has made hooks raise on purpose.
     """
     assert may_count_errors or "hook_errors" not in one.counters, one.counters
     side = our_connector(one.connector)._scheduler
@@ -160,5 +165,5 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
 
 
 def reports_to(server: FakeServer) -> list[RequestReport]:
-    """Returns the reports of requests that the server has received."""
+    """Returns the request reports (at admission and at the end) that the server has received."""
     return [report for kind, batch in server.calls if kind == "report_requests" for report in batch]

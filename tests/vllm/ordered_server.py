@@ -1,4 +1,4 @@
-"""Engines of the harness at a real server."""
+"""Connects engines of the test harness to a real hotkv server."""
 
 import time
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.vllm.processes import Daemon
 
 
 class RealServer:
-    """Gives the harness a real server."""
+    """A replacement for the harness's fake server: `open` opens sessions with the real server."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -18,7 +18,8 @@ class RealServer:
 
 
 def engine_at(daemon: Daemon, folder: Path, monkeypatch: Any, **settings: Any) -> Engine:
-    """Makes an engine at a real server. Engines of the same folder share a key space."""
+    """Makes a simulated engine at a real server. Engines with the same `folder` share a key
+    space."""
     server: Any = RealServer(daemon.target)
     extra = {
         "target": daemon.target,
@@ -30,7 +31,8 @@ def engine_at(daemon: Daemon, folder: Path, monkeypatch: Any, **settings: Any) -
 
 
 def finish(engine: Engine, timeout_s: float = 60.0) -> None:
-    """Runs steps and the device until the engine is idle and its transfers have ended."""
+    """Runs steps of the engine, and its fake device, until the engine is idle and its transfers
+    have ended."""
     until_s = time.monotonic() + timeout_s
     worker = engine.worker._worker
     number = 0

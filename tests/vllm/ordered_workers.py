@@ -1,4 +1,5 @@
-"""Workers whose transfers wait for marks."""
+"""Helpers for simulated engines whose transfers wait for marks: points in the fake device's queue
+of work."""
 
 import random
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ def worker_of(engine: Any) -> Any:
 
 
 def finish(engine: Any, server: Any, device: ToldDevice) -> None:
-    """Runs steps, the device and the server until the engine is idle."""
+    """Runs the engine's steps, the fake device and the fake server until the engine is idle. Then
+    runs one more request to its end."""
     server.hold = set()
     for _ in range(2000):
         if not engine.scheduler.has_requests() and not engine.queue:
@@ -44,10 +46,11 @@ def lag(
     chance: random.Random,
     kinds: Sequence[OrderKind] = (),
 ) -> None:
-    """Runs requests while the device and the server progress at random, and the server restarts now
-    and then. An engine with few blocks reallocates them while they are stored.
+    """Runs random requests while the device and the server progress at random speed. The server
+    restarts now and then. If the engine has few blocks, it reallocates blocks while they are being
+    stored.
 
-    kinds: the kinds of marks that a restarted server may take; empty: the same kind.
+    kinds: the kinds of marks of which a restarted server may choose one; empty: it keeps its kind.
     """
     prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]
     server.hold = {"load", "store"}

@@ -1,5 +1,5 @@
-"""Connectors that tests put into vLLM's MultiConnector together with hotkv, and helpers for
-them."""
+"""Connectors that tests combine with hotkv's connector in vLLM's MultiConnector, and helpers for
+such combinations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,8 @@ Within = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def beside(name: str, *, ours_first: bool) -> Within:
-    """Returns a function that puts hotkv and a connector of this module into a MultiConnector."""
+    """Returns a function that turns hotkv's `kv_transfer_config` into that of a MultiConnector with
+    hotkv's connector and the connector `name` of this module."""
     other = {
         "kv_connector": name,
         "kv_connector_module_path": "tests.vllm.other_connectors",
@@ -40,25 +41,25 @@ def beside(name: str, *, ours_first: bool) -> Within:
 
 
 def children(connector: MultiConnector) -> tuple[HotKVConnector, Any]:
-    """Returns hotkv's connector, and the other connector."""
+    """Returns the two connectors of a MultiConnector, hotkv's first."""
     one, other = connector.sub_connectors
     return (one, other) if isinstance(one, HotKVConnector) else (other, one)
 
 
 def our_connector(connector: Any) -> HotKVConnector:
-    """Returns hotkv's connector, alone or from a MultiConnector."""
+    """Returns hotkv's connector: `connector` itself, or a part of it if it is a MultiConnector."""
     return children(connector)[0] if isinstance(connector, MultiConnector) else connector
 
 
 def ours(metadata: Any) -> HotKVMetadata:
-    """Returns hotkv's part of a step's metadata."""
+    """Returns hotkv's part of the metadata that the connector sends with a step."""
     parts = getattr(metadata, "metadata", (metadata,))
     return next(part for part in parts if isinstance(part, HotKVMetadata))
 
 
 @dataclass
 class CheckedHandshake(KVConnectorHandshakeMetadata):
-    """The handshake that `CheckingConnector` accepts."""
+    """The handshake metadata that `CheckingConnector` sends and accepts."""
 
     rank: int
 
@@ -68,7 +69,7 @@ class Metadata(KVConnectorMetadata):
 
 
 class _Connector(KVConnectorBase_V1, SupportsHMA):
-    """A connector without hits or loads."""
+    """A connector that never offers hits and never loads or stores."""
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
@@ -86,8 +87,8 @@ class _Connector(KVConnectorBase_V1, SupportsHMA):
 
 
 class CheckingConnector(_Connector):
-    """Has its own handshake and refuses all others, as NIXL's connector does. Asks for NIXL's
-    layout."""
+    """A connector that sends its own handshake metadata and raises ValueError for any other, as
+    NIXL's connector does. It requires the KV layout that NIXL requires."""
 
     seen: dict[tuple[int, int], Any] | None = None
 
@@ -108,8 +109,9 @@ class CheckingConnector(_Connector):
 class Plan:
     """The hits that `LoadingConnector` offers, and how its loads end.
 
-    fill: the function that loads. Its arguments are request id, block ids by group, and number of
-    tokens.
+    tokens: the hit of each request, in tokens.
+    fill: the function that writes a load's KV. Its arguments are request id, block ids by group,
+    and number of tokens.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -126,8 +128,8 @@ PLAN = Plan()
 
 
 class LoadingConnector(_Connector):
-    """Offers the hits of `PLAN`, and loads through `PLAN.fill`. Both sides live in the same
-    process."""
+    """A connector that offers the hits in `PLAN`, and loads them with `PLAN.fill`. Its scheduler
+    side and its worker side share `PLAN`, because both run in the test's process."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         tokens = PLAN.tokens.get(request.request_id, 0) - num_computed_tokens
@@ -165,7 +167,8 @@ class LoadingConnector(_Connector):
 
 
 def loads_into(one: Any) -> Callable[[str, Sequence[list[int]], int], None]:
-    """Returns a load function that writes the values that the model of `one` would write."""
+    """Returns a function for `Plan.fill` that writes the KV values which the model of `one`, a
+    simulated engine, would write."""
 
     def fill(name: str, tables: Sequence[list[int]], tokens: int) -> None:
         request = one.requests[name]

@@ -1,6 +1,9 @@
-"""`engine_driver` for engines of several ranks, with the command `ranks` (process ids of the ranks
-in order). A pipeline is warmed up, which vLLM skips for eager engines on CPU: without it, later
-stages lack the buffers for their input."""
+"""Runs `engine_driver` for engines of several ranks, with an additional command `ranks`, which
+returns the ranks' process ids in order.
+
+Each rank of a pipeline runs a warm-up, which vLLM skips for eager engines on CPU. Without it, later
+stages lack the buffers for their input.
+"""
 
 from typing import Any
 

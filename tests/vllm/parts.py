@@ -1,5 +1,5 @@
-"""The scheduler side's parts with a double of the server, without an engine. Requests are names and
-hashes, and the test sets the time."""
+"""Builds parts of the connector's scheduler side for unit tests, with a fake server and without an
+engine. Requests have only names and hashes, and the test sets the time."""
 
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def block_hash(name: str, number: int) -> bytes:
 
 
 def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 0) -> Any:
-    """Returns a request as vLLM's scheduler has it, with the hashes of its full blocks."""
+    """Returns a double of a request in vLLM's scheduler, with the hashes of its full blocks."""
     num_tokens = prompt_tokens + decoded
     return SimpleNamespace(
         request_id=name,
@@ -56,7 +56,8 @@ def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 
 
 
 class Parts:
-    """A finder of hits and a planner of stores that use the same session.
+    """A `HitFinder` and a `StorePlanner` of the connector's scheduler side that share a session
+    with a fake server.
 
     clock: time in seconds, which the test sets.
     """
@@ -131,8 +132,8 @@ class Parts:
         return float(self.stats.data.get(name, 0))
 
     def put(self, name: str, blocks: Sequence[int], group: int = 0) -> None:
-        """Makes these blocks of a request ready in the server. `group` may stand for
-        representations."""
+        """Makes these blocks of a request ready in the server. `group` is the number of a group, or
+        of a kind of representation."""
         number = self.session.memory.number(group)
         for block in blocks:
             self.server.blocks[self.space, number, block_hash(name, block)] = {}
@@ -149,7 +150,7 @@ class Parts:
         return self.finder.match(state, computed_tokens, self.clock)
 
     def hit(self, state: RequestState, computed_tokens: int = 0) -> int:
-        """Matches until the hit is known. Returns its tokens."""
+        """Asks for a request's hit until the finder knows it. Returns the hit's tokens."""
         for _ in range(5):
             tokens, is_async = self.match(state, computed_tokens)
             if tokens is not None:
@@ -169,7 +170,8 @@ def plan(
     handoffs: Any = None,
     written: Collection[int] = (),
 ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-    """Plans a step. Returns its stores, and the stores that it must wait for.
+    """Plans the stores of a step. Returns the stores, and the ids of earlier stores that the step
+    must wait for.
 
     scheduled: states of requests, each with the number of tokens that the step computes for it.
     tables: block ids by group, the same for all requests.
@@ -182,12 +184,13 @@ def plan(
 
 
 def stored(jobs: Sequence[StoreJob]) -> list[tuple[int, list[int]]]:
-    """Returns group and block ids of each run."""
+    """Returns group and block ids of each run of blocks that the jobs store."""
     return [(run.group_index, run.block_ids.tolist()) for job in jobs for run in job.runs]
 
 
 def report(*results: tuple[int, Sequence[BlockResult]]) -> HotKVWorkerMetadata:
-    """Returns a rank's report of the results of stores."""
+    """Returns a rank's report with the results of its stores: `results` has a store's id and its
+    blocks' results."""
     return HotKVWorkerMetadata(
         {store_id: StoreReport([bytes(blocks)]) for store_id, blocks in results}
     )
@@ -198,14 +201,14 @@ def ids(blocks: Sequence[int]) -> Any:
 
 
 class Clock:
-    """Stands for the clock of hooks; records no times."""
+    """A fake clock for hooks that records no durations."""
 
     def add(self, hook: str, seconds: float) -> None:
         pass
 
 
 def admission(name: str, computed: int, num_tokens: int) -> SimpleNamespace:
-    """Returns a step that admits a request whose block table is 1, 2."""
+    """Returns a scheduler output that admits one request. The request's block table is [1, 2]."""
     new = SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=([1, 2],))
     return SimpleNamespace(
         kv_connector_block_state=SimpleNamespace(

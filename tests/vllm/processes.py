@@ -1,4 +1,4 @@
-"""Real daemons and engines as child processes of a test."""
+"""Runs real hotkv servers and vLLM engines as child processes of a test."""
 
 import contextlib
 import json
@@ -21,8 +21,8 @@ from tests.vllm.tiny import engine_args, transfer_config
 
 
 class Daemon:
-    """A hotkv-server in `folder`, which a restart uses again. `flags`: more settings for the next
-    start."""
+    """A hotkv-server process that keeps its runtime files in `folder`. A restart uses the same
+    folder and arena. `flags`: more settings for the next start."""
 
     def __init__(self, folder: Path, arena: str = "64MiB") -> None:
         self.flags: list[str] = []
@@ -64,7 +64,7 @@ class Daemon:
         shutil.rmtree(self._arena_folder)
 
     def stop(self) -> None:
-        """Sends SIGTERM, as a service manager would, and removes the arena."""
+        """Stops the server with SIGTERM, as a service manager would, and removes its arena."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
@@ -84,8 +84,8 @@ class Daemon:
 
 @contextlib.contextmanager
 def own_daemon() -> Iterator[Daemon]:
-    """Yields a daemon that is not started yet, in a new folder that is removed at the end. The
-    folder's path is short, because the name of a Unix socket has at most 107 bytes."""
+    """Yields a hotkv-server that is not started yet. Stops it at the end and removes its folder.
+    The folder's path is short, because the path of a Unix socket has at most 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
     one = Daemon(folder / "run")
     try:
@@ -96,7 +96,8 @@ def own_daemon() -> Iterator[Daemon]:
 
 
 class EngineProcess:
-    """A vLLM engine, with the connector unless `target` is None."""
+    """A vLLM engine in a child process. It uses hotkv's connector with the server at `target`;
+    None: no connector."""
 
     def __init__(
         self,
@@ -130,8 +131,8 @@ class EngineProcess:
         return self.answer()
 
     def ask_each(self, prompts: list[list[int]], max_tokens: int) -> dict[str, list[Any]]:
-        """Generates the prompts one after another. Batches round bfloat16 differently, which can
-        change a token."""
+        """Generates the prompts one after another and returns all answers. A batch would round
+        bfloat16 differently, which can change a token."""
         answers = [self.ask("generate", prompts=[p], max_tokens=max_tokens) for p in prompts]
         names = ("tokens", "logprobs", "cached")
         return {name: [answer[name][0] for answer in answers] for name in names}
@@ -157,8 +158,8 @@ class EngineProcess:
         self._log.close()
 
     def begin_stop(self) -> None:
-        """Tells the engine to stop, without waiting. An engine that refused to start closes its
-        pipes just before it ends."""
+        """Sends the engine the command to stop, and returns without waiting. Ignores a broken pipe:
+        an engine that refused to start closes its pipes just before it ends."""
         if not self._is_stopping and self.process.poll() is None:
             self._is_stopping = True
             with contextlib.suppress(BrokenPipeError):
@@ -177,8 +178,8 @@ class EngineProcess:
 
 
 class Engines:
-    """The engines of a test or of a file. They start at the same time if a test starts several
-    before it asks any of them. All stop together."""
+    """The engine processes of a test or of a test file. Engines that are started before the first
+    question start in parallel. `stop` stops all engines."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -188,7 +189,8 @@ class Engines:
         return iter(self._made)
 
     def start(self, model: Path, target: str | None, **settings: Any) -> EngineProcess:
-        """Starts an engine with the settings of `EngineProcess`. Its log is in the folder."""
+        """Starts an engine process with the settings of `EngineProcess`. Its log is a file in the
+        folder."""
         log = self._folder / f"engine{len(self._made)}.log"
         self._made.append(EngineProcess(model, log, target, **settings))
         return self._made[-1]

@@ -1,5 +1,6 @@
-"""vLLM load format "random": seeded weights so large that every token of the context shows in the
-logprobs. With vLLM's own "dummy" weights a cache that returns wrong KV would go unseen."""
+"""Registers a load format "random" with vLLM: seeded weights so large that every token of the
+context influences the log probabilities. With vLLM's own format "dummy", a cache that returns wrong
+KV would not be noticed."""
 
 import torch
 from vllm.model_executor.model_loader import register_model_loader
@@ -10,8 +11,8 @@ LOAD_FORMAT = "random"
 
 @register_model_loader(LOAD_FORMAT)
 class RandomModelLoader(BaseModelLoader):
-    """Fills weights at random. Matrices keep the magnitude of their input, and norm weights stay
-    near 1. Equal seeds give equal weights."""
+    """A model loader that fills weights with seeded random numbers, the same in every engine.
+    Matrices preserve the magnitude of their input, and norm weights stay near 1."""
 
     def download_model(self, model_config: object) -> None:
         """Does nothing: random weights need no files."""

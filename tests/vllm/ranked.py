@@ -1,9 +1,10 @@
-"""The harness with several ranks. Each has a worker connector and KV memory; vLLM's
-`KVOutputAggregator` joins their outputs.
+"""The test harness (`harness.Engine`) with several ranks. Each rank has its own worker connector
+and KV memory; vLLM's `KVOutputAggregator` joins the ranks' outputs.
 
-In each step the ranks run one after the other. Each has other KV values, so that a shard in another
-rank's place is noticed. At the start all ranks post equal notes (`RankNote`); `test_ranks` tests
-notes that differ.
+In each step the ranks run one after the other in the test's process. Each rank changes KV values by
+another number, so that a shard in the place of another rank's shard is noticed. When the engine
+starts, all ranks publish equal descriptions of themselves (`RankNote`); `test_ranks` tests
+descriptions that differ.
 """
 
 import copy
@@ -34,7 +35,8 @@ _PROCESS = [0]
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A worker connector, its memory, and the number by which it changes each KV value."""
+    """A rank's worker connector, its KV tensors, and the number by which it changes each KV
+    value."""
 
     worker: Any
     tensors: dict[str, torch.Tensor]
@@ -42,10 +44,11 @@ class Rank:
 
 
 class RankedEngine(Engine):
-    """An engine of several ranks. Between steps `worker` and `tensors` are the first rank's.
+    """A simulated engine of several ranks. Between steps, `worker` and `tensors` are those of the
+    first rank.
 
-    num_ranks: ranks in tensor parallel or, with `stages`, stages of a pipeline.
-    num_stages: pipeline stages of `num_ranks` ranks each.
+    num_ranks: the number of tensor-parallel ranks or, with `stages`, of pipeline stages.
+    num_stages: the number of pipeline stages, each with `num_ranks` ranks.
     """
 
     def __init__(
@@ -131,8 +134,8 @@ class RankedEngine(Engine):
 
 
 class ContextRankedEngine(RankedEngine):
-    """Two ranks with decode context parallelism. In a group whose spec has `dcp_sharded`, each rank
-    holds every second token."""
+    """A simulated engine of two ranks with decode context parallelism. In a group whose spec has
+    `dcp_sharded`, each rank holds every second token."""
 
     def __init__(self, server: FakeServer, folder: Any, monkeypatch: Any, **settings: Any) -> None:
         # vLLM demands more ranks than KV heads.

@@ -1,9 +1,11 @@
-"""The scheduler side of a resident engine without layers. vLLM's pool and block manager and the
-connector's `ResidentRequests` (`books`) are real; the server and the scheduler, which plans as
-vLLM's does, are doubles.
+"""Simulates the scheduler side of an engine with resident requests: requests whose KV stays in host
+memory, with only hot blocks on the device. vLLM's block pool, hotkv's block manager and the
+connector's `ResidentRequests` (attribute `books`) are real. The server and vLLM's scheduler are
+fakes.
 
-An exact block's content follows from its prefix; inexact blocks all differ. The workers are a
-model: they know only the steps' messages, and read each block as soon as it has left the device.
+The content of an exact block follows from its prefix; each inexact block has another content. The
+simulated `Workers` know only the messages of the steps. They read and check each block in host
+memory as soon as the block has left the device.
 """
 
 import itertools
@@ -51,7 +53,7 @@ CONFIG = {
 
 
 def spec_of(residency: str) -> ResidentSpec:
-    """Returns the spec of the engine's layers."""
+    """Returns the KV cache spec of the engine's layers with this setting of `residency`."""
     plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=CHUNK), max_in_flight_tokens=CHUNK
@@ -60,8 +62,8 @@ def spec_of(residency: str) -> ResidentSpec:
 
 
 class Adapters:
-    """Stands for the engine's adapters. `are_known`: requests with an adapter have block names that
-    engines share."""
+    """A fake of the engine's LoRA adapters. `are_known`: a request with an adapter has block hashes
+    that engines can share; otherwise it has none."""
 
     def __init__(self) -> None:
         self.are_known = False
@@ -78,9 +80,12 @@ class Waiting(list[Any]):
 
 
 class Store(NamedTuple):
-    """A store in flight: the names and contents of its blocks, which begin at position `first`.
-    `incarnation` changes when the request is preempted or starts anew, and when blocks on the
-    device become inexact (`distrust`)."""
+    """A store in flight: the hashes (`names`) and contents of its blocks; `first` is the position
+    of the first block in the request.
+
+    incarnation: changes when the request is preempted, when its residency is opened anew, and when
+    blocks on the device become inexact (`distrust`).
+    """
 
     request_id: str
     residency_id: str
@@ -92,7 +97,8 @@ class Store(NamedTuple):
 
 
 class Workers:
-    """The workers' knowledge of each request: its blocks' offsets in host memory, and its pin."""
+    """The knowledge that the workers have of each request: the offsets of its blocks in host
+    memory, and the pin that protects the blocks."""
 
     def __init__(self) -> None:
         self.offsets: dict[str, list[int]] = {}
@@ -103,8 +109,9 @@ class Workers:
         self.pins.pop(name, None)
 
     def hear(self, step: ResidentStep) -> None:
-        """Processes a step's message. A request's blocks arrive in order. They start again from the
-        first if the server lost blocks of a request that is whole on the device."""
+        """Processes the message of a step. The message lists a request's new blocks in order. If
+        the server has lost blocks of a request whose blocks are all on the device, the list starts
+        again with the first block."""
         for name in step.preempted:
             self.end(name)
         for row in step.rows:
@@ -120,11 +127,11 @@ class Workers:
 
 
 class ResidentEngine:
-    """A simulated engine with `residency` "host" or "auto".
+    """A simulated engine with the setting `residency`, "host" or "auto".
 
-    well_since_s: time since which the server has answered and stored at once.
+    well_since_s: the time since which the server has answered and stored without delay.
     excused: requests that may end with an error whatever the server does.
-    contents: the bytes that were stored under each block name.
+    contents: the bytes that were stored under each block hash.
     """
 
     def __init__(
@@ -202,24 +209,28 @@ class ResidentEngine:
         self.preempted: list[str] = []
 
     def _slot(self, shards: Any) -> int:
-        """Returns the slot of a block's bytes, which stays the same while the server has them."""
+        """Returns the arena offset of a block's bytes. The offset stays the same while the server
+        has the bytes."""
         return self._slots.setdefault(shards[0], self._new_slot(shards))
 
     def _pin(self, name: Any, group: int, first: int, hashes: Any, blocks: Any) -> Any:
-        """Pins blocks for a residency. Records if they exceed the room that it has asked for."""
+        """Pins blocks for a residency. Sets `asks_too_much` if the blocks exceed the room that the
+        residency has requested."""
         residency = self.server.residencies.open.get(name)
         self.asks_too_much |= residency is not None and first + len(hashes) > residency.asked[group]
         return self._extend(name, group, first, hashes, blocks)
 
     def _open_residency(self, residency_id: str, num_blocks: Any) -> Any:
-        """Opens a residency, or asks for more room than it has."""
+        """Sends the server the request for a new residency, or for more room in one that is open.
+        Checks that the second kind of request asks for more than before."""
         residents = self.books._residents.values()
         one = next(one for one in residents if one.residency_id == residency_id)
         assert not self.books._reservations.is_open(one) or num_blocks[0] > one.room
         return self._open(residency_id, num_blocks)
 
     def _close_residency(self, residency_id: str) -> None:
-        """Closes a residency after the calls that were sent before, as a stream does."""
+        """Closes a residency after the fake server has processed all earlier calls that open
+        residencies, because a real stream keeps the order of calls."""
         self.server.settle("open_residency")
         self._close(residency_id)
 
@@ -240,8 +251,8 @@ class ResidentEngine:
         """Adds a request and returns its name.
 
         family: requests of the same family have a common prefix.
-        exact_blocks: blocks from this number on are inexact.
-        is_announced: `ResidentRequests` knows the request.
+        exact_blocks: the number of exact blocks; later blocks are inexact.
+        is_announced: `ResidentRequests` is notified of the request.
         """
         name = f"r{next(self.numbers)}"
         one = request(name, min(prompt, LONGEST - 1))
@@ -269,8 +280,8 @@ class ResidentEngine:
         one.block_hashes = [block_hash(one.family, number) for number in range(count)]
 
     def content(self, one: Any, block: int) -> bytes:
-        """Returns the content of a block of the request. Inexact blocks change with each
-        preemption."""
+        """Returns the content of a block of the request. The content of an inexact block changes
+        with each preemption."""
         if block < min(one.exact_blocks, one.distrusted_from):
             of_base = block_hash(one.family, block)
             return of_base if one.lora_request is None else b"keyed" + of_base[:27]
@@ -351,8 +362,8 @@ class ResidentEngine:
         return self.books.residency_of(one.request_id)
 
     def _read(self, step: ResidentStep) -> None:
-        """Reads, as the workers, every block that left the device, except blocks of lost
-        requests."""
+        """Reads, as the workers do, every block of the step's requests that has left the device,
+        and checks its content and its pin."""
         memory = self.server.residencies.arena.memory
         for row in step.rows:
             one, known = self.requests[row.request_id], self.workers.offsets[row.request_id]
@@ -364,11 +375,12 @@ class ResidentEngine:
                     assert pinned.offsets.get((0, block)) == known[block], "the pin lacks it"
 
     def pinned(self, one: Any) -> FakeResidency | None:
-        """Returns the request's open residency in the server."""
+        """Returns the request's open residency in the server, or None."""
         return self.server.residencies.open.get(("engine", self._residency(one)))
 
     def _plan(self) -> dict[str, tuple[Any, int]]:
-        """Returns the requests of a step with their new tokens."""
+        """Plans a step as vLLM's scheduler does. Returns, by name, each planned request and the
+        number of its new tokens."""
         budget, planned, has_preempted = CHUNK, dict[str, tuple[Any, int]](), False
         for one in list(self.running):
             if one.next_decode_eligible_step > self.scheduler.current_step:
@@ -390,7 +402,8 @@ class ResidentEngine:
         return planned
 
     def reset_running(self) -> None:
-        """Preempts all running requests, as vLLM's `reset_prefix_cache` does if asked to."""
+        """Preempts all running requests, as vLLM's `reset_prefix_cache` does with
+        `reset_running_requests`."""
         while self.running:
             self._preempt_request(self.running.pop(), 0.0, drop_stale_output=True)
 
@@ -406,7 +419,8 @@ class ResidentEngine:
         self._preempt_request(last, 0.0, drop_stale_output=True)
 
     def _preempt_request(self, last: Any, _: float, *, drop_stale_output: bool) -> None:
-        """Preempts a request that was removed from the running ones, as vLLM's scheduler does."""
+        """Preempts a request that the caller has removed from `running`, as vLLM's scheduler
+        does."""
         assert drop_stale_output
         self.preempted.append(last.request_id)
         self.scheduler.reset_preempted_req_ids.add(last.request_id)
@@ -437,7 +451,8 @@ class ResidentEngine:
             budget -= new
 
     def _hit(self, one: Any) -> int | None:
-        """Returns the tokens of a hit in the server; None if the request has to wait."""
+        """Returns the number of tokens that a request hits in the server; None if the request has
+        to wait."""
         names = self.parts.groups.hashes(one, 0)
         most = min((one.num_tokens - 1) // TOKENS, one.exact_blocks, len(names))
         count = 0
@@ -452,7 +467,8 @@ class ResidentEngine:
         return (self.parts.space, 0, name) in self.server.blocks
 
     def _allocate(self, one: Any, new: int, external: int = 0, is_first: bool = False) -> bool:
-        """Allocates as `KVCacheManager.allocate_slots` does for a request without a local hit."""
+        """Allocates blocks as `KVCacheManager.allocate_slots` does for a request that has no hit in
+        vLLM's own prefix cache. Returns False if the pool has too few free blocks."""
         manager, done, name = self.manager, one.num_computed_tokens, one.request_id
         total, free = done + external, self.pool.get_num_free_blocks
         if is_first:
@@ -477,7 +493,8 @@ class ResidentEngine:
     # ------------------------------------------------------------------------------- host memory
 
     def begin_store(self, name: str) -> None:
-        """Makes the workers store the computed blocks of a request that were not considered yet."""
+        """Starts a store of the request's computed blocks, except blocks of which an earlier call
+        has started a store."""
         state, one = self.states[name], self.requests[name]
         first, until = state.store.stored_blocks[0], one.num_computed_tokens // TOKENS
         if not self.books.is_resident(name) or first >= until or name in self.manager.lost:
@@ -503,7 +520,11 @@ class ResidentEngine:
         self.stores.append(Store(name, residency_id, number, incarnation, first, names, contents))
 
     def end_stores(self, are_taken: bool = True, are_reported: bool = True) -> None:
-        """Ends all stores. The server has their blocks if it runs and takes them."""
+        """Ends all stores in flight.
+
+        are_taken: the server keeps the blocks, if it runs.
+        are_reported: the scheduler side receives the reports of the stores.
+        """
         stores, self.stores = self.stores, []
         for store in stores:
             for block, content in zip(store.names, store.contents, strict=True):
@@ -517,7 +538,7 @@ class ResidentEngine:
                 self.books.stored(ended)
 
     def _pin_stored(self, store: Store) -> None:
-        """Pins the blocks of a store for the residency that it names, as the server does."""
+        """Pins the stored blocks for the residency that the store names, as the server does."""
         residency = self.server.residencies.open.get(("engine", store.residency_id))
         if residency is None:
             return
@@ -528,7 +549,8 @@ class ResidentEngine:
                 residency.offsets[0, place] = self._slot(shards)
 
     def run(self, steps: int, *, stores: bool = True) -> None:
-        """Runs steps. With `stores`, the server takes all blocks at once."""
+        """Runs steps. With `stores`, stores all computed blocks after each step, and the server
+        keeps them at once."""
         for _ in range(steps):
             self.step()
             if stores:
@@ -539,7 +561,7 @@ class ResidentEngine:
                 self.well_since_s = self.now_s
 
     def distrust(self) -> None:
-        """Makes blocks on the device inexact, except those that the server has."""
+        """Makes all blocks on the device inexact, except blocks that the server has."""
         for name in self.requests:
             if self.books.is_resident(name) and self.device.has_blocks(name):
                 kept = self.books.kept_tokens(name) // TOKENS
@@ -548,7 +570,7 @@ class ResidentEngine:
         self.books.distrust()
 
     def lose(self, names: list[str]) -> None:
-        """Makes the workers report that bytes of these requests are lost."""
+        """Makes the workers report that they have lost bytes of these requests."""
         for name in names:
             self.device.lose(name)
         self.books.lost(names)
@@ -560,7 +582,7 @@ class ResidentEngine:
             self.contents.clear()
 
     def refuse(self, name: str) -> None:
-        """Makes the server refuse a request room from now on."""
+        """Makes the server refuse to reserve room for this request from now on."""
         self.excused.add(name)
         plain = self.server.residencies.add
 

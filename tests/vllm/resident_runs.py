@@ -1,4 +1,5 @@
-"""Engines whose requests are longer than their pool."""
+"""Settings, prompts and fixtures for engines with resident requests, whose context is longer than
+the device's block pool."""
 
 import functools
 import random
@@ -33,7 +34,7 @@ CONTEXT = 8192
 
 
 def until_stored(daemon: Daemon, num_blocks: int) -> None:
-    """Waits until the server has stored that many blocks."""
+    """Waits until the server has stored at least `num_blocks` blocks."""
 
     def are_stored() -> bool:
         return bool(daemon.admin("info")["counters"]["stored_blocks_total"] >= num_blocks)
@@ -58,14 +59,15 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    """Starts engines with `sparse_runs.begin`."""
+    """Returns a function that starts engines with `sparse_runs.begin` and SETTINGS."""
     return functools.partial(begin, engines, tmp_path, **SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
-    """Answers for the tests of a file, by engines that attend to everything, or sparsely as
-    `engine` says."""
+    """Yields the expected answers for the tests of a file. They come from engines that hold all
+    blocks on the device. These engines attend densely, or sparsely if the argument `engine` has
+    sparse settings."""
     folder = tmp_path_factory.mktemp("references")
     engines = Engines(folder)
     yield References(functools.partial(begin, engines, folder, **SETTINGS))

@@ -1,4 +1,5 @@
-"""Helpers for engines that generate: prompts, and the expected answers and counters."""
+"""Helpers for tests that generate with real engines: prompts, and the expected answers, hits and
+counters."""
 
 import random
 from pathlib import Path
@@ -23,7 +24,8 @@ def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 
 def usable(prompt: list[int]) -> int:
-    """Returns the number of tokens of a prompt that a hit can cover."""
+    """Returns the number of a prompt's tokens that a hit can cover: whole blocks, without the last
+    token."""
     return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -32,8 +34,8 @@ def hits(batch: list[list[int]]) -> list[int]:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Returns the largest difference of a chosen token's log probability, up to the first token
-    that differs."""
+    """Returns the largest difference between the log probabilities of two answers' tokens. Of each
+    prompt, compares the tokens up to the first token that differs."""
     worst = 0.0
     for mine, theirs, my_tokens, their_tokens in zip(
         one["logprobs"], other["logprobs"], one["tokens"], other["tokens"], strict=True
@@ -46,13 +48,14 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Returns True if two answers have the same tokens, and log probabilities that differ by noise
-    only."""
+    """Returns True if two answers have the same tokens, and log probabilities that differ at most
+    by NOISE."""
     return bool(one["tokens"] == other["tokens"]) and difference(one, other) <= NOISE
 
 
 def settled(engine: EngineProcess) -> dict[str, float]:
-    """Runs steps until all stores of earlier requests have been reported. Returns the counters."""
+    """Runs short requests until the scheduler has received the reports of all earlier stores.
+    Returns the connector's counters."""
     stats: dict[str, Any] = {}
 
     def is_reported() -> bool:

@@ -1,22 +1,24 @@
-"""`engine_driver` with commands for sparse decode. If the engine has several connectors, the
-commands use the first.
+"""Runs `engine_driver` with additional commands for sparse decode. If the engine has several
+connectors, the commands use the first.
 
-sparse: returns whether it is on, its layers, the tracked sequences and the preempted requests.
-rewrite_always: rewrites rows even if no block is left out.
-break_from_now: the selection raises from then on.
-pool: returns the built blocks of each layer, and how many of them differ from the representation
-that their page gives.
-lose (steps): bytes in host memory are lost after these numbers of steps.
-move (every): every so many steps, moves all running requests off the device that can be moved, even
+sparse: returns whether sparse decode is on, its layers, the number of tracked sequences, and the
+number of preemptions.
+rewrite_always: makes layers rewrite a row's block table even if no block is left out.
+break_from_now: makes the selection of blocks raise in all later steps.
+pool: returns the number of built representations per layer (compact summaries of blocks), and how
+many of them differ from the representation built anew from the block's page.
+lose (steps): reports bytes in host memory as lost after these numbers of steps.
+move (every): every so many steps, moves each running request off the device that can be moved, even
 if the device has room.
-pace (seconds): the least duration of later steps.
-compare_rows: from then on, compares the requests that attention treats as sparse with those that
-the scheduler counts as inexact.
-rows: returns the number of such rows, of their steps, and the steps that differed.
-called (modules, prompts, max_tokens): returns the functions of these modules that the requests
-call, and the number of their steps.
-break_once (name, after_steps, prompts, max_tokens, salt): runs the same requests; one of these
-functions raises at its first call after so many steps.
+pace (seconds): delays each later step by this time.
+compare_rows: from now on, compares the requests for which attention selects blocks with the
+requests that the scheduler counts as inexact.
+rows: returns the number of rows and steps that `compare_rows` has recorded, and the steps with a
+difference.
+called (modules, prompts, max_tokens): runs requests. Returns the functions of these modules that
+they call, and the number of steps.
+break_once (name, after_steps, prompts, max_tokens, salt): runs the same requests; the function
+`name` raises at its first call after so many steps.
 """
 
 import contextlib
@@ -113,8 +115,8 @@ def pace(_: Any, seconds: float) -> dict[str, Any]:
 
 
 def lose(_: Any, steps: list[int]) -> dict[str, Any]:
-    """Makes the bytes that a step has read from host memory count as lost, after each of these
-    numbers of steps in turn."""
+    """Makes the worker report bytes as lost that a step has read from host memory. This happens
+    once for each number in `steps`, after that number of further steps."""
     residents = _worker().residents
     original, left = residents.take_lost, list(steps)
 
@@ -141,7 +143,8 @@ MOVES_EVERY = [0]
 
 
 def move(_: Any, every: int) -> dict[str, Any]:
-    """A later call sets another period."""
+    """From now on, moves running requests off the device in every step whose number is a multiple
+    of `every`. A later call changes the period."""
     from hotkv_vllm.residency.resident_requests import ResidentRequests
 
     has_begun, MOVES_EVERY[:] = MOVES_EVERY[0], [every]
@@ -167,7 +170,8 @@ def move(_: Any, every: int) -> dict[str, Any]:
 
 
 def compare_rows(llm: Any) -> dict[str, Any]:
-    """Records the rows for which attention asks a selection."""
+    """Records, for each later step, the requests that the scheduler counts as inexact and the
+    requests for which attention selects blocks."""
     worker, exactness = _worker(), _scheduler_side(llm).requests._exactness
     taken, counted = exactness.step, []
     select, begin = worker._select, worker.begin_step

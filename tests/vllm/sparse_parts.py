@@ -1,4 +1,4 @@
-"""The KV cache of a layer, and queries."""
+"""The KV cache of one layer for tests of sparse decode, filled by vLLM's own kernel."""
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ QUERIES = HEADS * GROUP
 
 
 class Cache:
-    """One layer's pages, filled by vLLM's own kernel with random keys and values of `num_blocks`
-    blocks."""
+    """The KV pages of one layer. vLLM's own kernel fills them with random keys and values of
+    `num_blocks` blocks."""
 
     def __init__(self, num_blocks: int, head_size: int, dtype: torch.dtype, seed: int = 0) -> None:
         from vllm import _custom_ops as ops

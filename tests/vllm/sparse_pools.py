@@ -1,4 +1,5 @@
-"""A pool of representations, and a toy model whose sparse attention is compared row by row."""
+"""Helpers that compare representations (compact summaries of blocks) with the pages they were built
+from, and a fake model with sparse layers for the test harness."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,13 +25,13 @@ FORMATS = {1: ("rot2u",), 2: ("rot2u", "mean"), 5: ("rot3u",)}
 
 
 def page_bytes(pages: Any, layer: int, block: int) -> bytes:
-    """Returns a block's representations in one layer, built from its page."""
+    """Returns the bytes of a block's representations in one layer, built from the block's page."""
     keys = pages[layer][[block]]
     return b"".join(build(name, keys).tobytes() for name in FORMATS[layer])
 
 
 class Keys:
-    """Stands for `KeyPages`: the pool calls only `keys_of`."""
+    """A fake of `KeyPages` with only the method that the pool calls, `keys_of`."""
 
     page_bytes = 0
 
@@ -41,13 +42,14 @@ class Keys:
 def sparse_layer(
     name: str, index: int, group: int, shape: LayerShape, keys_of: Callable[[Any], Any]
 ) -> SparseLayer:
-    """Returns a layer that reads its keys through `keys_of`."""
+    """Returns a `SparseLayer` that reads its keys through `keys_of`."""
     return SparseLayer(name, index, group, shape, 0.1, Keys(keys_of))  # type: ignore[arg-type]
 
 
 class Toy:
-    """Sparse layers for the harness's arithmetic model: a key is the first half of the values that
-    the model writes for its token."""
+    """Layers for sparse decode in the arithmetic model of the test harness. The method `install`
+    replaces `rank.install`. The key of a token is the first half of the values that the model
+    writes for the token."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -79,8 +81,8 @@ class Toy:
 
 
 def toy_keys(cells: Any) -> Any:
-    """Returns the keys, float32 [blocks, tokens, heads, SIZE], of the harness's values, int16
-    [blocks, heads, tokens, 2 * SIZE]."""
+    """Converts the values in the harness's KV memory, int16 [blocks, heads, tokens, 2 * SIZE], to
+    keys, float32 [blocks, tokens, heads, SIZE]. Returns the keys."""
     return np.ascontiguousarray(cells[..., :SIZE].transpose(0, 2, 1, 3), np.float32)
 
 
@@ -107,8 +109,8 @@ def sparse_engine(
 
 
 def pairs(server: Any, one: Any) -> int:
-    """Compares every representation in the server with one built from its block's bytes. Returns
-    the number of representations."""
+    """Compares every representation in the server with a representation built from the bytes of its
+    block. Returns the number of representations."""
     session = one.worker._worker.rank.session
     space, groups = session.space, len(session.config.key_space.groups)
     found = 0
@@ -134,7 +136,7 @@ def pairs(server: Any, one: Any) -> int:
 
 
 def rows_are_right(one: Any) -> None:
-    """Checks that every row marked as built matches its page."""
+    """Checks that every representation which the worker marks as built matches the block's page."""
     manager = one.worker._worker.sparse.worker.representations
     for layer in one.worker._worker.sparse.worker.layers.values():
         marked = np.flatnonzero(manager.built(layer.index)).astype(np.int32)

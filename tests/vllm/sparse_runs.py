@@ -1,4 +1,5 @@
-"""Engines that attend to a selection of blocks in each step."""
+"""Settings, helpers and fixtures for tests of real engines with sparse decode, which attends to a
+selection of blocks in each step."""
 
 import functools
 import json
@@ -35,8 +36,8 @@ def begin(
     connector_settings: dict[str, Any] | None = None,
     **settings: Any,
 ) -> EngineProcess:
-    """Starts an engine with the connector, and with random weights that are the same in every
-    engine. Its server is absent unless `target` names it."""
+    """Starts an engine with hotkv's connector and with random weights, which are the same in every
+    engine. `target`: the server's address; None: no server runs."""
     layers = {"hf_overrides": {"num_hidden_layers": 4}} if kind == "llama" else {}
     settings = {
         "load_format": "random",
@@ -58,14 +59,16 @@ def begin(
 
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    """Starts engines with `begin` that measure their recall in every fourth step."""
+    """Returns a function that starts engines with `begin`. The engines measure the recall of their
+    selection in every fourth step."""
     measured = {"flush_timeout_s": 5.0, "sparse_recall_steps": 4}
     return functools.partial(begin, engines, tmp_path, connector_settings=measured)
 
 
 class References:
-    """Engines without a server whose devices hold every block. Each starts at its first question. A
-    question that is asked again gets the same answer.
+    """A cache of expected answers, which engines give that have no hotkv server and hold every
+    block on the device. An engine starts at the first question with its settings. A repeated
+    question gets the recorded answer.
 
     begin: starts an engine with the settings in its arguments.
     """
@@ -78,7 +81,8 @@ class References:
     def ask(
         self, operation: str = "generate", *, engine: dict[str, Any] | None = None, **asked: Any
     ) -> dict[str, Any]:
-        """Returns the answer of the engine with these settings; None: without any."""
+        """Returns the answer of the engine with the settings `engine`; None: the default
+        settings."""
         which = json.dumps(engine, default=str)
         if which not in self._made:
             self._made[which] = self._begin(**engine or {})
@@ -90,7 +94,8 @@ class References:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
-    """Answers for the tests of a file, by engines that attend to everything."""
+    """Yields the expected answers for the tests of a file, from engines that attend to the whole
+    context."""
     folder = tmp_path_factory.mktemp("dense")
     engines = Engines(folder)
     yield References(functools.partial(begin, engines, folder, None))
@@ -98,14 +103,15 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
 
 
 def totals(engine: EngineProcess) -> dict[str, float]:
-    """Returns the counters, including the last request's, which come with the steps after it."""
+    """Runs a short request, because counters reach the scheduler in a later step. Returns the
+    connector's counters."""
     engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
     counted: dict[str, float] = engine.ask("stats")["totals"]
     return counted
 
 
 def check_counters(counted: dict[str, float], most_corrections: int) -> None:
-    """Checks counters that hold for any run of sparse decode."""
+    """Checks relations between counters that hold for any run of sparse decode."""
     assert (
         counted["sparse_selects"] > 0
         and "sparse_faults" not in counted

@@ -1,4 +1,4 @@
-"""A worker with a sparse memory, step by step."""
+"""Runs the worker side of sparse decode (`SparseWorker`) step by step, without a vLLM engine."""
 
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ BLOCKS = 40
 
 
 class Engine:
-    """A `SparseWorker` with layers 2 and 7 of a model. A request's context is all blocks of a
-    layer, in an order that differs by request. Each step decodes one token."""
+    """A `SparseWorker` for layers 2 and 7 of a model. The context of a request is all blocks of a
+    layer, in an order that depends on the request. Each step decodes one token per request."""
 
     def __init__(self, config: SparseConfig = CONFIG, recall_steps: int = 0) -> None:
         caches = [Cache(BLOCKS, 64, torch.bfloat16, seed) for seed in range(2)]
@@ -49,8 +49,9 @@ class Engine:
         break_layer: int = -1,
         queries: np.ndarray | None = None,
     ) -> list[Rewrite | None]:
-        """Runs a decode step of requests, which are named by letters. Reports faults to the worker,
-        as the backend does."""
+        """Runs a decode step. Each letter of `request_ids` names a request. Reports exceptions of a
+        layer to the worker, as the attention backend does. Returns each layer's rewritten block
+        table, or None."""
         self.worker.begin_step(
             SparseRows(tuple(self.table(r)[-1] for r in request_ids), tuple(request_ids), ended)
         )

@@ -1,4 +1,4 @@
-"""KV cache specs, by layer, of models that the harness runs."""
+"""The KV cache specs, by layer, of the models that the test harness simulates."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ def window_spec() -> SlidingWindowSpec:
 
 
 def one_group(*layers: KVCacheSpec) -> UniformTypeKVCacheSpecs:
-    """Returns the spec of a group whose layers differ."""
+    """Returns the spec of one KV cache group whose layers have different specs."""
     specs = {f"layer.{at}": one for at, one in enumerate(layers)}
     return UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs)
 
@@ -44,12 +44,14 @@ def full_model() -> dict[str, KVCacheSpec]:
 
 
 def hybrid_model() -> dict[str, KVCacheSpec]:
-    """Returns two full and four sliding-window layers: several groups that share a buffer."""
+    """Returns two layers of full attention and four of sliding-window attention. vLLM puts them
+    into several groups that share a buffer."""
     return {f"layer.{i}": (full_spec() if i % 3 == 0 else window_spec()) for i in range(6)}
 
 
 def mixed_model() -> dict[str, KVCacheSpec]:
-    """Returns the hybrid model in two precisions, so that vLLM zeroes new blocks."""
+    """Returns the layers of `hybrid_model`, with the windows in another dtype, so that vLLM zeroes
+    new blocks."""
     specs = hybrid_model()
     return {
         name: replace(spec, dtype=torch.float16) if isinstance(spec, SlidingWindowSpec) else spec
@@ -58,14 +60,16 @@ def mixed_model() -> dict[str, KVCacheSpec]:
 
 
 def chunked_model() -> dict[str, KVCacheSpec]:
-    """Returns a full layer and three layers that see only their chunk of 96 tokens."""
+    """Returns a layer of full attention, and three layers that attend only within chunks of 96
+    tokens."""
     chunked = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=CHUNK)
     return {f"layer.{i}": (full_spec() if i == 0 else chunked) for i in range(4)}
 
 
 def uneven_model() -> dict[str, KVCacheSpec]:
-    """Returns a model with full-attention blocks of 64 tokens and window blocks of 32, so that hits
-    end at every second window block. The window is narrower than a block."""
+    """Returns a layer of full attention with blocks of 64 tokens, and two sliding-window layers
+    with blocks of 32, so that hits end at every second window block. The window is narrower than a
+    block."""
     full, window = replace(full_spec(), num_kv_heads=1), replace(window_spec(), sliding_window=20)
     return {f"layer.{i}": (full if i == 0 else window) for i in range(3)}
 

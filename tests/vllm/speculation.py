@@ -1,8 +1,9 @@
-"""The harness with drafts. Each decode step also computes drafts, and some of them are rejected.
+"""The test harness (`harness.Engine`) with speculative decoding. Each decode step also computes
+draft tokens, some of which the model rejects.
 
 As in vLLM, an asynchronous scheduler plans a step as if all drafts of the previous step were
-accepted; the worker starts it after the accepted tokens. KV of rejected drafts stays in the blocks
-until the right tokens overwrite it.
+accepted; the worker then starts after the tokens that were really accepted. The KV of rejected
+drafts stays in the blocks until the right tokens overwrite it.
 """
 
 import random
@@ -21,7 +22,7 @@ NUM_DRAFTS = 3
 
 
 def speculating(monkeypatch: Any, folder: Path) -> dict[str, Any]:
-    """Returns the settings of a `SpeculatingEngine`, whose drafter keeps no KV."""
+    """Returns the settings of a `SpeculatingEngine`. Its drafter has no KV."""
     for module in (model_weights, fingerprint):
         monkeypatch.setattr(module, "draft_model", lambda _: None)
     drafter = {
@@ -33,7 +34,8 @@ def speculating(monkeypatch: Any, folder: Path) -> dict[str, Any]:
 
 
 class SpeculatingEngine(Engine):
-    """An engine with a drafter. `drafts` and `rejected` count its tokens."""
+    """A simulated engine with a drafter. `drafts` counts draft tokens, `rejected` the rejected
+    ones."""
 
     drafts = 0
     rejected = 0
@@ -72,8 +74,9 @@ class SpeculatingEngine(Engine):
         return sampled
 
     def _keep_states(self, name: str, num_accepted: int) -> None:
-        """Keeps the state at a block's end that accepted drafts have passed, and continues with the
-        state after the last of them. Source: vLLM's `postprocess_mamba_fused_kernel`."""
+        """Copies the recurrent state at a block's end if accepted drafts have passed that end, and
+        continues with the state after the last accepted draft. Source: vLLM's
+        `postprocess_mamba_fused_kernel`."""
         at, tokens = self.states.get(name, (0, 0))
         for table, group in self._state_groups(name):
             size = group.kv_cache_spec.block_size
@@ -87,7 +90,7 @@ class SpeculatingEngine(Engine):
         return next_token(self.values_of(name, tokens))
 
     def _drafts(self, name: str, tokens: Sequence[int], count: int) -> list[int]:
-        """Returns drafts that are right up to a random position and wrong after it."""
+        """Returns draft tokens that are right up to a random position and wrong after it."""
         dice = random.Random(len(tokens))
         drafts: list[int] = []
         for _ in range(count):

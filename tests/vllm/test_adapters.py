@@ -1,5 +1,6 @@
-"""LoRA adapters by content: which requests may share, how workers report adapters' bytes, and plans
-whose adapter has changed."""
+"""Identifies LoRA adapters by their bytes. Tests how workers compute and report an adapter's
+identity, which requests share blocks, and what happens to planned loads and stores when an
+adapter's bytes change."""
 
 import functools
 import itertools
@@ -33,8 +34,8 @@ HIT = 192
 
 
 def answers(watch: AdapterWatch, **work: Any) -> dict[int, dict[int, str]]:
-    """Gives the worker the scheduler's questions and releases. Returns its answers, by question and
-    rank."""
+    """Passes the worker a step's questions about adapters, and its releases of adapters. Returns
+    the worker's answers, by question and rank."""
     watch.before_step(AdapterWork(**work))
     report = watch.take_report()
     return {} if report is None else report.answers
@@ -168,7 +169,8 @@ def generate(
     tokens: list[int] = PROMPT,
     max_tokens: int = 2,
 ) -> int:
-    """Returns the tokens that came from hotkv; the harness has checked each value that was read."""
+    """Runs a request with this adapter. Returns the number of its tokens that came from hotkv. The
+    harness checks each KV value that the model reads."""
     one.add(name, tokens, max_tokens, lora_request=adapter)
     one.run()
     return int(one.external.get(name, 0))
@@ -248,7 +250,8 @@ def test_what_was_planned_on_old_bytes_is_dropped_when_the_change_is_told(
 
 
 def rewrite_at(count: Iterator[int], step: int, manager: Manager) -> None:
-    """Rewrites and evicts an adapter, once."""
+    """Rewrites an adapter's files and evicts it from the LoRA manager, at call number `step`
+    only."""
     if next(count) == step:
         manager.files["/a"] = 2
         manager.loaded.clear()
@@ -268,9 +271,10 @@ def rewrite_at(count: Iterator[int], step: int, manager: Manager) -> None:
 def test_no_block_of_other_bytes_is_stored_whenever_they_are_loaded(
     engine: Any, pipelined: bool, length: int
 ) -> None:
-    """A request runs all the time, so the scheduler does not ask the workers about its adapter
-    again. Meanwhile the files are rewritten, and a step loads them. Then engines with the old or
-    the new content must read no wrong KV."""
+    """Rewrites an adapter's files while requests use it, so that a later step loads the new bytes.
+    A request with the adapter runs all the time, so the scheduler does not ask the workers about
+    the adapter again. Then engines with the old and with the new bytes run the same prompts, and
+    must read no wrong KV."""
     settings = {"pipelined": pipelined, "blocks": 96}
     fresh = [engine(**settings) for _ in range(2)]
     for content, one in enumerate(fresh, 1):

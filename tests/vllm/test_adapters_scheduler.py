@@ -1,4 +1,5 @@
-"""LoRA adapters on the scheduler side: keys for requests, and requests that may not share."""
+"""LoRA adapters on the connector's scheduler side: the block hashes of requests with an adapter,
+and adapters whose requests may not use the shared cache."""
 
 import hashlib
 import itertools
@@ -29,7 +30,7 @@ _names = itertools.count()
 
 
 class FakeRequest:
-    """The attributes of a request that hotkv reads, with `count` block hashes."""
+    """A request with the attributes that hotkv reads, and `count` block hashes."""
 
     def __init__(self, adapter: LoRARequest | None, count: int = 4) -> None:
         self.request_id = f"r{next(_names)}"
@@ -43,7 +44,8 @@ def adapters(num_ranks: int = 1) -> tuple[Adapters, list[str]]:
 
 
 def answer(all_of: Adapters, *identities: str) -> None:
-    """Answers every open question for all ranks."""
+    """Answers every open question of the scheduler side about an adapter, with one identity per
+    rank."""
     for number, _ in all_of.take_work(0.0).asked:
         for rank, identity in enumerate(identities):
             all_of.reported(AdapterReport({number: {rank: identity}}))
@@ -175,11 +177,12 @@ EVENTS = st.lists(
 
 
 class Pair:
-    """Both sides of an engine. The workers' reports come a step late. `run_on` has the contents
-    that each adapter (name, path) has run on.
+    """The scheduler side and the worker side of an engine, which follow the adapters' bytes. The
+    workers' reports arrive a step late.
 
-    A request that has run may hold KV of all earlier contents of its adapter, because vLLM's own
-    cache does not tell them apart.
+    run_on: the contents that each adapter (name, path) has run with. A request that has run may
+    hold KV of all earlier contents of its adapter, because vLLM's prefix cache does not distinguish
+    them.
     """
 
     def __init__(self) -> None:
@@ -196,8 +199,9 @@ class Pair:
         self.live.append(arrive(self.all, lora(number, *ADAPTERS[place])))
 
     def run(self, place: int) -> None:
-        """Runs a step of a request: planned, computed with the adapter's content in the LoRA
-        manager, then stored unless the worker refuses it."""
+        """Runs a step of a request: the scheduler side plans it, and the worker computes it with
+        the adapter content that the LoRA manager has. If hotkv may store the step's blocks, checks
+        that they come from one content only."""
         if not self.live:
             return
         request = self.live[place % len(self.live)]
@@ -223,16 +227,18 @@ class Pair:
             self.step()
 
     def lose_plan(self) -> None:
-        """Puts the questions to the workers into a step's plan, then drops the plan."""
+        """Puts the questions to the workers into a step's plan, then drops the plan. The scheduler
+        notices the loss."""
         self.all.take_work(self.now_s)
         self.all.give_back()
 
     def lose_step(self) -> None:
-        """Sends a step's questions to the workers, whose hook fails before it reads them."""
+        """Takes the questions for a step from the scheduler, but the workers never receive them."""
         self.all.take_work(self.now_s)
 
     def lose_report(self) -> None:
-        """Drops the workers' report of a step. Later reports repeat only its changes."""
+        """Gives the workers a step's questions, then drops their report. Later reports repeat only
+        the adapters that have changed."""
         self.watch.before_step(self.all.take_work(self.now_s))
         self.watch.take_report()
 
@@ -250,7 +256,8 @@ class Pair:
         self.manager.files[ADAPTERS[place][1]] = content
 
     def reload(self, number: int, content: int) -> None:
-        """Rewrites an adapter's files and evicts it, so that its next step reads the new files."""
+        """Rewrites an adapter's files and evicts the adapter, so that its next step reads the new
+        files."""
         self.rewrite(0, content)
         self.evict(number)
 
@@ -273,8 +280,9 @@ def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> Non
 
 @pytest.mark.parametrize("lost", ["plan", "step", "report"])
 def test_a_question_is_asked_until_it_is_answered(lost: str) -> None:
-    """The scheduler repeats its question about an adapter until the workers' answer comes.
-    Otherwise an adapter whose first step failed would have no keys while requests use it."""
+    """Loses a step's plan, the step itself or its report, and with it a question about an adapter.
+    The scheduler must repeat the question until the workers answer; otherwise requests with this
+    adapter would never use the shared cache."""
     pair = Pair()
     request = arrive(pair.all, lora())
     getattr(pair, f"lose_{lost}")()

@@ -1,5 +1,6 @@
-"""A request's way through the scheduler side, from arrival to end: the questions, loads, stores and
-releases of each hook. The parts are real, the server is a double, and there is no engine."""
+"""Follows requests through the connector's scheduler side, from arrival to end, hook by hook:
+lookups, loads, stores and releases. The parts are real, the server is a fake, and there is no
+engine."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ __all__ = ["desk"]
 
 @pytest.mark.parametrize("patience_s", [LINKS_PATIENCE_S, JOINING_PATIENCE_S])
 def test_a_request_waits_a_moment_for_workers_that_may_answer(desk: Any, patience_s: float) -> None:
-    """The request waits until workers have their sessions again, or for the first handshakes."""
+    """A worker has lost its session, or no worker has sent its first handshake. A request waits for
+    the worker until `patience_s` has passed; then it gets no hit, and computes."""
     one = desk()
     if patience_s == LINKS_PATIENCE_S:
         one.sharing.links.told({0: "gone"}, one.now_s, stream=0)
@@ -50,7 +52,8 @@ def test_a_request_whose_end_breaks_before_the_handshakes_is_not_taken_up_with_t
 
 @pytest.mark.parametrize("has_media", [True, False])
 def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has_media: bool) -> None:
-    """For such media vLLM's hashes cover a counter in place of the content."""
+    """vLLM may identify a request's images by a counter instead of their content, so that its block
+    hashes say nothing about the content. Such a request must not look up, load or store blocks."""
     one = desk(counts_media=True)
     one.parts.put("a", range(4))
     asks = request("a", LONG)
@@ -70,7 +73,7 @@ def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has_media:
 
 
 class WithAdapter:
-    """A request with an adapter. It is compared by identity, like vLLM's requests."""
+    """A request with a LoRA adapter. Like vLLM's requests, it is compared by identity."""
 
     def __init__(self, name: str) -> None:
         vars(self).update(vars(request(name, LONG)))
@@ -144,7 +147,8 @@ def test_an_ended_request_stores_nothing_if_a_worker_is_absent_or_its_load_faile
 
 
 def test_a_preempted_request_stores_again_what_the_server_lacks(desk: Any) -> None:
-    """vLLM reallocated the request's blocks before the server had copied them."""
+    """Stores a request's blocks, and reports the store as aborted because vLLM has reallocated the
+    blocks. When the request is scheduled again, its blocks must be stored again."""
     one = desk()
     one.arrive(asks := request("a", LONG))
     for _ in range(2):
@@ -177,7 +181,7 @@ def test_a_trial_that_loads_nothing_costs_no_later_trial(desk: Any, how: str) ->
 
 
 class Rows(Memory):
-    """Stands for `RowNames`, whose `ended` has no argument for the time."""
+    """A fake of `RowNames` that records its calls. Its `ended` is called without the time."""
 
     def ended(self, request_id: str, now_s: float = 0.0) -> None:
         super().ended(request_id, now_s)
@@ -212,8 +216,8 @@ def test_a_load_whose_hook_broke_is_reported_as_failed_and_never_begun(desk: Any
 def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
     desk: Any, why: str
 ) -> None:
-    """A failed load that stays recorded would make all other requests give up their hits for
-    ever."""
+    """The record of a request's failed load must be deleted when the request ends, even after an
+    exception in a hook. If it remained, all other requests would lose their hits for ever."""
     one = desk()
     asks = request("a", LONG)
     one.arrive(asks)

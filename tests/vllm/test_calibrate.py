@@ -1,5 +1,5 @@
-"""Calibration as a user runs it, on tiny models in real vLLM, compared with the keys that
-transformers computes for the same tokens."""
+"""Runs the calibration of sparse decode as a user does, on tiny models in real vLLM. Compares its
+results with the keys that transformers computes for the same tokens."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ SHAPE: dict[str, Any] = {
 
 
 def tokenizer() -> Any:
-    """Returns a tokenizer with a token per word, `w<id>`."""
+    """Returns a tokenizer whose tokens are the words `w<id>`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -59,7 +59,8 @@ def saved(model: Any, folder: Path) -> Path:
 
 
 def run(log: Path, *arguments: str) -> tuple[int, str]:
-    """Runs the command in a process forked from the nursery. Returns its status and its output."""
+    """Runs the calibration's command line in a process forked from the nursery. Returns its exit
+    status and its output."""
     with log.open("wb") as output:
         child = nursery().fork_module(
             "hotkv_vllm.sparse.calibrate", arguments, output, {"VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -72,8 +73,9 @@ def run(log: Path, *arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 @torch.inference_mode()
 def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
-    """Calibrates on two texts of unequal length. The key projection has a bias, which gives all
-    keys a common part."""
+    """Calibrates on two texts of unequal length. The file must contain the keys' means (centres)
+    that transformers gives. The model's key projection has a bias, so that all keys have a common
+    part."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)

@@ -1,4 +1,5 @@
-"""The checks that compare the connector with vLLM's sources report changes of a new version."""
+"""Tests the checks that compare hotkv's use of vLLM with vLLM's sources. The sources are changed as
+a new version of vLLM might change them; the checks must report each change."""
 
 from tests.vllm.changed_sources import Replaced
 from tools import check_vllm_api, check_vllm_reuse
@@ -17,7 +18,7 @@ CHANGES = [
     (BASE, "def take_events(", "def take(self): ...\n    def take_events(", "neither overridden"),
     (CORE, "self._reset_caches()", "self._drop_caches()", "is called by release_kv"),
 ]
-# Likewise for the places in vLLM that forbid reuse.
+# The same columns for the places in vLLM that forbid the reuse of KV.
 SCHEDULED = "enable_caching=self.cache_config.enable_prefix_caching"
 VERIFY = "        self.try_verify_and_update_config()\n"
 OFF = "        if self.is_new:\n            self.cache_config.enable_prefix_caching = False\n"

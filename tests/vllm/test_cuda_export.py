@@ -1,5 +1,5 @@
-"""The connector's use of torch's CUDA calls, with made-up answers in torch's shapes; no device is
-needed."""
+"""Tests how the connector exports CUDA memory and events to the server. Fakes of torch's CUDA calls
+return made-up values, so no device is needed."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ INVALID = RuntimeError("CUDA error: invalid argument\nmore")
 
 
 class Storage:
-    """Stands for torch.UntypedStorage on a device."""
+    """A fake of torch.UntypedStorage on a CUDA device."""
 
     device = torch.device("cuda", 1)
 
@@ -33,7 +33,8 @@ class Storage:
 
 @pytest.fixture
 def released(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Returns the counters that were released; a fake device answers."""
+    """Returns a list of the IPC counters that hotkv has released. torch.cuda answers for a fake
+    device."""
     found: list[Any] = []
     uuid = SimpleNamespace(bytes=list(UUID))
     monkeypatch.setattr(
@@ -102,8 +103,8 @@ def test_memory_that_can_not_be_shared_says_why(
 
 
 def test_several_allocations_and_storages_in_one(released: list[Any]) -> None:
-    """Exports a handle per storage: two storages in the same allocation have equal CUDA handles and
-    different offsets."""
+    """Exports three storages, two of which are in the same CUDA allocation. Each gets a handle; the
+    two in one allocation have the same CUDA handle and different offsets."""
     found = layout.EngineMemoryMap(
         storages={
             "kv0": Storage((1, b"\x02c" + HANDLE, 4096, 0)),  # type: ignore[dict-item]
@@ -117,7 +118,7 @@ def test_several_allocations_and_storages_in_one(released: list[Any]) -> None:
 
 
 class Cuda:
-    """Records the calls to torch.cuda."""
+    """A fake of torch.cuda's events and streams that records the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []

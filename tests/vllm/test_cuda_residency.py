@@ -1,5 +1,7 @@
-"""Residency on CUDA, with kernels run on the CPU under vLLM's real metadata builder and attention
-class. Each row attends to the bytes of its own context, on the device or in the arena."""
+"""Resident requests on CUDA: their KV stays in the arena in host memory, with only hot blocks on
+the device. The CUDA kernels run on the CPU, under vLLM's real metadata builder and attention class.
+The harness checks that each row attends to the bytes of its own context, on the device or in the
+arena."""
 
 import random
 from collections.abc import Callable
@@ -48,7 +50,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Engin
 
 
 def prefilled(engine: Engine, name: str, prompt: int, more: int) -> Request:
-    """Returns a new request whose prompt is computed."""
+    """Adds a request and computes its prompt. Returns the request."""
     one = engine.add(name, prompt, more)
     prefill(engine, one)
     return one
@@ -60,8 +62,8 @@ def prefill(engine: Engine, one: Request) -> None:
 
 
 def check_representations(engine: Engine, one: Request) -> None:
-    """Checks that the representations of all complete blocks are those that the library builds from
-    their keys."""
+    """Checks the representations (compact summaries) of the request's complete blocks: they must
+    equal those that the sparse library builds from the blocks' keys."""
     sequence, count = engine.worker.sequences.of(one.name), one.context // BLOCK_TOKENS
     assert sequence is not None
     for number, layer in enumerate(engine.worker.layers.values()):
@@ -133,8 +135,8 @@ def test_a_first_step_fills_the_hot_set(make: Any) -> None:
 
 @pytest.mark.parametrize("left", [1, 40])
 def test_a_prefix_hit_is_scored_by_keys_of_the_arena(make: Any, left: int) -> None:
-    """Checks that a hit's representations equal those that a prefill builds, if one token or many
-    are left to compute."""
+    """After a prefix hit, one token or many are left to compute. The representations of the hit's
+    blocks, built from the arena, must equal those that a prefill builds."""
     engine = make()
     one = engine.add("a", 512 + left, 40)
     engine.hit(one, 512)
@@ -149,8 +151,9 @@ def test_a_prefix_hit_is_scored_by_keys_of_the_arena(make: Any, left: int) -> No
 def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     make: Any, seed: int, replays_decode: bool
 ) -> None:
-    """Covers prompts of one token or with a last chunk of one token, hits that leave one token, and
-    preempted requests, each beside requests that decode. `Engine.step` compares the rows."""
+    """Runs random requests: prompts of one token, prefix hits, preempted requests, and prompt
+    chunks of one token, each beside requests that decode. In every step, `Engine.step` compares the
+    rows that attend sparsely with those that the scheduler counts as sparse."""
     dice = random.Random(seed)
     engine = make(is_v2=replays_decode, replays_decode=replays_decode, seed=seed + 1)
     known: dict[str, int] = {}
@@ -180,8 +183,9 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
 
 
 def test_a_batch_that_nobody_announced_touches_no_state(make: Any) -> None:
-    """Runs a batch that no step's message announced, like vLLM's dummy runs and graph captures,
-    which use block tables of old steps."""
+    """Runs a batch without a step's message from the connector, as vLLM does in dummy runs and
+    graph captures. Such a batch uses block tables of old steps; it must not change the state of hot
+    sets."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     engine.step({"a": 1})
@@ -198,7 +202,8 @@ def test_a_batch_that_nobody_announced_touches_no_state(make: Any) -> None:
 
 
 def test_captured_graphs_leave_nothing_behind(make: Any) -> None:
-    """Captures graphs as vLLM does: before the first request, with arbitrary block tables."""
+    """Captures CUDA graphs before the first request, with arbitrary block tables, as vLLM does. A
+    request that starts later must begin with fresh state."""
     engine = make()
     epochs = engine.worker._residents.epochs.clone()
     nobody = engine.add("nobody", 300, 8)
@@ -224,7 +229,8 @@ def break_a_layer(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_out(fault: int) -> Callable[[Engine, pytest.MonkeyPatch], None]:
-    """Makes the kernels report a new block without a slot (0) or a block without an address (1)."""
+    """Returns a function that makes the kernels report a new block without a slot (`fault` 0), or a
+    block without an address (1)."""
 
     def report(engine: Engine, patch: pytest.MonkeyPatch) -> None:
         find_lost, work = engine.worker.find_lost, engine.worker._work
@@ -255,7 +261,8 @@ def test_a_request_whose_bytes_a_step_could_not_read_is_lost(
     lose: Callable[[Engine, pytest.MonkeyPatch], None],
     num_faults: int,
 ) -> None:
-    """The other request, whose blocks are all on the device, goes on."""
+    """Makes a step fail to read the arena for one request. The step reports this request as lost. A
+    second request, whose blocks are all on the device, continues."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     prefilled(engine, "b", 64, 20)
@@ -284,8 +291,9 @@ def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
 
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(make: Any) -> None:
-    """A lost request is reported by its first block. When a step that was planned before the report
-    runs, that block may be another request's."""
+    """The worker reports a lost request by the id of its first block. A step that was planned
+    before the scheduler received the report must not report it again, because by then the block may
+    belong to another request."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     engine.worker.start_over()
@@ -301,7 +309,9 @@ def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(mak
 def test_a_batch_that_cannot_be_planned_loses_all_its_requests(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replayed graph would use the plan of an earlier batch, also for short requests."""
+    """Makes the planning of a batch raise. All requests of the batch are lost, even a short one
+    whose blocks are all on the device, because a replayed graph would use the plan of an earlier
+    batch."""
     engine = make()
     long, short = prefilled(engine, "a", 450, 40), prefilled(engine, "b", 64, 20)
     with monkeypatch.context() as broken:

@@ -1,6 +1,6 @@
-"""Transfers that wait for marks in the device's queue. The test runs the device: KV is right
-however late the device executes its queue. Deadlines, cancels and revocations before a mark are in
-`test_worker_loads` and `test_worker_stores`."""
+"""Transfers that wait for a mark, a point in the device's queue of work. The test decides when the
+fake device executes its queue; KV must be right however late that is. Deadlines, cancels and
+revocations before a mark are tested in `test_worker_loads` and `test_worker_stores`."""
 
 import random
 from typing import Any
@@ -46,7 +46,8 @@ def test_random_lag(
     num_events: int,
     pipelined: bool,
 ) -> None:
-    """A restarted server may take another kind of marks."""
+    """Runs random requests while the device lags and the server restarts now and then. A restarted
+    server may use another kind of mark. The harness checks all KV."""
     monkeypatch.setattr(device_order, "NUM_EVENTS", num_events)
     server.order_kind, num_blocks = kind, 22 if model is full_model else 44
     settings = {"blocks": num_blocks, "specs": model(), "max_tokens_per_step": 128}
@@ -95,7 +96,8 @@ def test_a_load_that_is_cancelled_while_it_waits_ends(
 def test_dummy_runs_and_graph_capture_reach_no_hook(
     engine: Any, server: Any, device: ToldDevice
 ) -> None:
-    """Runner V2 switches the connector off for dummy runs and graph capture."""
+    """vLLM's V2 runner disables the connector for dummy runs and graph capture. Meanwhile hotkv
+    must send no transfer; afterwards requests run as usual."""
     one = engine(device=device, v2=True)
     one.active.set_disabled(True)
     one.active.pre_forward(None)

@@ -1,5 +1,5 @@
-"""Transfers that wait for marks in the device's queue, with a real server. A file of 32-bit words
-stands for device memory; a device that the test runs writes them."""
+"""Transfers with a real server that wait for a mark, a point in the device's queue of work. A file
+of 32-bit words stands for device memory; a fake device that the test runs writes them."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -21,7 +21,8 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes engines that share a key space of the test; shuts them down."""
+    """Yields a function that makes engines which share a key space of this test. Shuts the engines
+    down after the test."""
     made: list[Engine] = []
 
     def start(**settings: Any) -> Engine:
@@ -34,8 +35,9 @@ def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
-    """The engine offers marks as words in memory first, then as CUDA events, which a server without
-    a device can't use."""
+    """The engine offers marks of two kinds: words in memory, and CUDA events. The server, which has
+    no device, chooses words. If the engine offers only events, the server chooses none and gives
+    the reason."""
     for settings, kind, why in (
         ({"device": ToldDevice()}, OrderKind.FLAGS, ""),
         ({"device": ToldDevice(), "extra": {"device_order": "host"}}, OrderKind.HOST, ""),
@@ -56,8 +58,9 @@ def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
     ],
 )
 def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -> None:
-    """Blocks are reallocated while they are stored and loaded, in every layout. The harness checks
-    each value that attention would read."""
+    """Runs random requests in an engine with few blocks, so that blocks are reallocated while they
+    are stored and loaded. Covers every KV layout. The harness checks each value that attention
+    would read."""
     chance, device = random.Random(f"{order}{model}{layout.name}"), ToldDevice()
     one = make(
         device=device,

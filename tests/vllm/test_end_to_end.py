@@ -1,4 +1,5 @@
-"""Real vLLM and a real daemon, each a process; a model with random weights."""
+"""Tests real vLLM engines and a real hotkv server, each in its own process. The model has random
+weights."""
 
 import os
 import signal
@@ -35,7 +36,8 @@ def generate(engine: EngineProcess, batch: list[list[int]], max_tokens: int = 8)
 def test_parity_and_sharing_between_processes(
     daemon: Daemon, start: Callable[..., EngineProcess]
 ) -> None:
-    """Compares cold answers with hits in vLLM's own cache, in hotkv, and in another engine."""
+    """Generates the same prompts four times: cold, then with hits in vLLM's own prefix cache, with
+    hits in hotkv, and in a second engine with hits in hotkv. All answers must be equal."""
     daemon.start()
     first, second = start(), start()
     batch = prompts(1)

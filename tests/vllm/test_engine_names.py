@@ -1,4 +1,4 @@
-"""The names by which people see an engine and its model."""
+"""The names of an engine and its model that hotkv shows to people."""
 
 import os
 import socket

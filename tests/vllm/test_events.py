@@ -1,4 +1,5 @@
-"""Events of the server beside events of the engine that filled it: a router may read either."""
+"""Compares the KV events that the hotkv server publishes with those of the vLLM engine that stored
+the blocks. A router may subscribe to either."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
     """Returns parent, tokens and block size of each stored block, by hash.
 
-    An engine leaves blocks of window groups out of an event, but not their tokens. Blocks and
-    tokens of such an event do not match, so it is skipped.
+    Skips events whose numbers of blocks and tokens do not match: a vLLM engine leaves blocks of
+    sliding-window groups out of an event, but not their tokens.
     """
     found: dict[Any, tuple[Any, ...]] = {}
     for event in events:
@@ -36,7 +37,7 @@ def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
 
 
 def groups(events: list[Any]) -> dict[int | None, tuple[Any, ...]]:
-    """Returns kind and window of each KV cache group."""
+    """Returns the kind and the window of each KV cache group that the events name."""
     return {
         e.group_idx: (e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window)
         for e in events

@@ -1,7 +1,8 @@
-"""Inexact KV never leaves the engine: neither KV of sparse decode, nor KV that is computed from it.
+"""Only exact KV leaves the engine: hotkv must not store KV of sparse decode, nor KV that is
+computed from it.
 
-The engines that decode sparsely are `approximate.Approximate`; every other engine fails at the
-first approximate value that it reads.
+The engines that decode sparsely are `approximate.Approximate`. Any other engine of the harness
+fails at the first inexact value that it reads.
 """
 
 import functools
@@ -24,7 +25,7 @@ from tests.vllm.tiny import BLOCK_TOKENS
 
 @pytest.fixture
 def approximate(make: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes engines that decode sparsely."""
+    """Returns a function that makes simulated engines with sparse decode."""
     without_layers(monkeypatch)
     return functools.partial(make, Approximate, extra=SPARSE)
 
@@ -43,7 +44,7 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
 
 
 def streamed(one: Any) -> list[int]:
-    """Runs a request with two chunks of streamed input. Returns its context."""
+    """Runs a request whose input is streamed in two chunks. Returns the tokens of its context."""
     for chunk in (prompt(1, 100), prompt(2, 60)):
         one.add("a", chunk, 5, resumable=True)
         one.steps(20)
@@ -53,8 +54,9 @@ def streamed(one: Any) -> list[int]:
 
 
 def test_streamed_input_behind_a_sparse_answer_is_not_shared(approximate: Any, engine: Any) -> None:
-    """For the second chunk of input, vLLM admits the request again, in the middle of a block that
-    the sparse answer has begun."""
+    """Streams a second chunk of input after an answer by sparse decode. vLLM then admits the
+    request again, in the middle of a block that the answer has begun. Another engine must get a hit
+    only on the blocks before the answer."""
     sparse = approximate()
     context = streamed(sparse)
     sparse.generate("stores end", prompt(9, 40))
@@ -68,8 +70,10 @@ def test_streamed_input_behind_a_sparse_answer_is_not_shared(approximate: Any, e
 def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_kv(
     make: Any, monkeypatch: Any, tmp_path: Any, model: Any, speculates: bool, pipelined: bool
 ) -> None:
-    """When an answer stops, vLLM keeps the KV of accepted drafts behind the stop (unless scheduling
-    is asynchronous), and does not reset recurrent states to the stop."""
+    """Streams a second chunk of input after an answer. Another engine must get a hit on both chunks
+    only if vLLM has computed the second from right KV. With drafts or recurrent states, vLLM may
+    continue from wrong KV: it keeps the KV of drafts behind the answer's end, and does not reset
+    recurrent states to that end."""
     kind, more = Engine, {"specs": model(), "pipelined": pipelined}
     if speculates:
         kind, more = SpeculatingEngine, more | speculating(monkeypatch, tmp_path)
@@ -90,7 +94,9 @@ def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_k
 def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     server: Any, engine: Any
 ) -> None:
-    """Both connectors belong to the same engine, as in vLLM's MultiConnector."""
+    """In an engine with two hotkv connectors, as in vLLM's MultiConnector, the other connector
+    announces that it decodes sparsely. The dense connector must store only the blocks of the
+    prompt."""
     one = engine()
     names = RowNames(SparseConfig(**SPARSE["sparse"]), ((0, BLOCK_TOKENS),))
     announce(str(one.vllm_config.kv_transfer_config.engine_id), names)
@@ -104,8 +110,8 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
 
 
 def test_states_that_another_connector_loads_are_inexact() -> None:
-    """Blocks of recurrent states cover no fixed number of tokens, so their group's block size is 0.
-    A request that hits them has no exact tokens."""
+    """A request hits blocks of recurrent states that are marked as inexact. It must have no exact
+    tokens. Such blocks cover no fixed number of tokens, so their group's block size is 0."""
     exactness = Exactness((0,), 4)
     exactness.distrust_all()
     exactness.matched("a", 16)
@@ -133,7 +139,8 @@ def test_blocks_that_are_computed_anew_are_exact_again() -> None:
 def test_blocks_that_another_connector_loads_are_not_shared(
     approximate: Any, engine: Any, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    """The other connector may have stored these blocks from a sparse answer."""
+    """A second connector in the engine loads blocks with inexact KV, which it may have stored from
+    a sparse answer. hotkv must not store them."""
     sparse = approximate(within=beside("LoadingConnector", ours_first=False))
     sparse.generate("connects", prompt(9, 5), 2)
     tokens = prompt(1, 200)

@@ -1,5 +1,5 @@
-"""Features of vLLM together with hotkv, each in a real engine: an engine that loads gives the same
-answer as the engine that computed."""
+"""Tests vLLM's features together with hotkv in real engines, such as salts, drafters, embeddings
+and images. An engine that loads KV must give the same answer as the engine that computed it."""
 
 import json
 from collections.abc import Iterator
@@ -27,14 +27,15 @@ SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """`plain` computes and stores. `sharing` has vLLM's own prefix cache off, so its hits are
-    hotkv's."""
+    """Two engines at the same server. `plain` computes and stores. `sharing` has vLLM's own prefix
+    cache turned off, so all its hits come from hotkv."""
 
     plain: EngineProcess
     sharing: EngineProcess
 
     def sample(self, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the answers of the engine that stores and of the engine that loads."""
+        """Runs the same requests in both engines. Returns the answers of the engine that stores and
+        of the engine that loads."""
         cold = self.plain.ask("sample", **arguments)
         settled(self.plain)
         return cold, self.sharing.ask("sample", **arguments)
@@ -67,7 +68,9 @@ def test_prefix_caching_off_and_salts(pair: Pair) -> None:
 
 
 def test_a_request_for_prompt_logprobs_reads_nothing(pair: Pair) -> None:
-    """vLLM computes such prompts whole (`skip_reading_prefix_cache`), as with its own cache."""
+    """A request for prompt log probabilities gets no hit: vLLM computes its whole prompt
+    (`skip_reading_prefix_cache`), as with its own prefix cache. Later requests hit the blocks that
+    it has stored."""
     batch = requests(32)
     cold, warm = pair.sample(requests=batch, params={"prompt_logprobs": 1})
     assert warm["cached"] == [0, 0, 0] and same(cold, warm)
@@ -139,7 +142,8 @@ def test_vectors_of_a_decoder_are_equal_after_a_hit(start: Starter, tmp_path: Pa
 
 
 def picture(seed: int) -> dict[str, Any]:
-    """Returns a picture behind 40 tokens of text."""
+    """Returns a request with an image of noise after 40 tokens of text. `seed`: decides the
+    image."""
     (tokens,) = prompts(40, (200,))
     return {"tokens": [*tokens[:40], IMAGE_TOKEN, *tokens[40:]], "images": [seed]}
 

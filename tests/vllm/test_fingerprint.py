@@ -1,5 +1,6 @@
-"""The key space's fingerprint: engines share only if all of vLLM's settings are equal, except for a
-list of harmless ones. The test walks the config classes of the installed vLLM."""
+"""Tests the key space's fingerprint: two engines share blocks only if all their vLLM settings are
+equal, except for a list of harmless settings (`HARMLESS`). The tests walk the config classes of the
+installed vLLM."""
 
 import copy
 import dataclasses
@@ -61,8 +62,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def changed(config: Any, part: str, **fields: Any) -> Any:
-    """Returns a copy of a config in which the object `part` has other fields; "" is the config
-    itself."""
+    """Returns a copy of a config in which the object at `part` has other field values; "" changes
+    the config itself."""
     whole = copy.copy(config)
     if part:
         whole.__dict__[part] = copy.copy(getattr(config, part))
@@ -91,11 +92,12 @@ def test_every_name_of_the_allow_lists_is_vllms() -> None:
 
 
 class Changed:
-    """A value that differs from any field's."""
+    """A value that differs from the value of any field."""
 
 
 def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
-    """Walks every object of this engine's config, whatever its fields are called."""
+    """Changes each field of each object in this engine's config. The fingerprint must change,
+    unless the field is listed as harmless."""
 
     def harmless(value: Any) -> set[str]:
         return {name for kind in type(value).__mro__ for name in HARMLESS.get(kind.__name__, ())}
@@ -183,7 +185,8 @@ def test_what_is_canonical_has_no_address_and_no_order() -> None:
 
 
 def mixed(*wide: int) -> dict[str, Any]:
-    """Returns layers in two precisions with equal page formats and sizes: `wide` are bfloat16."""
+    """Returns the settings of an engine whose layers have two dtypes with equal page sizes: the
+    layers `wide` have bfloat16, the others float16."""
     kinds = {True: torch.bfloat16, False: torch.float16}
     return {"specs": {f"layer.{i}": replace(full_spec(), dtype=kinds[i in wide]) for i in range(4)}}
 
@@ -251,14 +254,15 @@ def test_scales_of_an_image_encoder_are_named_by_their_content(config: Any, tmp_
 
 
 def packed(name: str, module: str = "vllm.attention") -> Any:
-    """Returns a layer whose KV the attention backend of this name packs."""
+    """Returns a layer whose attention backend, which packs the layer's KV, has this name and
+    module."""
     own = {"get_name": lambda: name, "__module__": module}
     return SimpleNamespace(get_attn_backend=lambda: type("Backend", (), own))
 
 
 def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> str:
-    """Returns the packing (the backend's form of KV) of a group of these layers. An empty group, of
-    another pipeline stage, precedes it."""
+    """Returns the text that describes how the attention backends pack the KV of these layers, which
+    form one group. An empty group precedes it, as for layers of another pipeline stage."""
     one = changed(config, "compilation_config", static_forward_context=layers)
     kv = SimpleNamespace(
         kv_cache_groups=[
@@ -275,7 +279,9 @@ def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> s
 def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
     config: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, mode: int
 ) -> None:
-    """With the same backend and settings, AMD's MI300 writes e4m3fnuz and the MI350 e4m3fn."""
+    """With the same backend and settings, AMD's MI300 writes FP8 as e4m3fnuz and the MI350 as
+    e4m3fn. The description of the packing must name the FP8 type, but only for KV that is stored as
+    FP8."""
     one = changed(config, "cache_config", cache_dtype=kv_dtype)
     spec = replace(SPEC["layer.0"], kv_quant_mode=KVQuantMode(mode))
     seen = set()
@@ -290,7 +296,9 @@ def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
 def test_engines_that_pack_any_layer_otherwise_do_not_share(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All CPUs pack the layer with heads of 80 in the same way; only the other layer differs."""
+    """Describes the packing of two layers for CPUs with and without AMX, and for three other
+    backends of the second layer. All five descriptions must differ. All CPUs pack the first layer,
+    with heads of 80, in the same way, so only the second layer makes the difference."""
     spec = one_group(*(replace(full_spec(), head_size=size) for size in (80, 64)))
     config, seen = changed(config, "model_config", dtype=torch.bfloat16), set()
     for has_amx in (True, False):
@@ -302,7 +310,8 @@ def test_engines_that_pack_any_layer_otherwise_do_not_share(
 
 
 def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin may replace a class of vLLM, also the class of a part: a text model, a drafter."""
+    """Registers classes of a plugin for the engine's architecture, and for one that a part of a
+    model could use, such as a drafter. Each registration must change the fingerprint."""
     seen = {factors(config)}
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
     for architecture in (config.model_config.architecture, "Qwen2ForCausalLM"):
@@ -313,8 +322,8 @@ def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.Mo
 
 
 def test_loading_quantized_weights_leaves_the_key_space_as_it_is(config: Any) -> None:
-    """Loading writes the time of quantization to vLLM's config, and lists whose order differs at
-    each start. Neither may change the key space."""
+    """When vLLM loads quantized weights, it writes the time of quantization to its config, and
+    lists whose order differs at each start. Neither may change the fingerprint."""
 
     def of(quantization: Any) -> Any:
         return factors(changed(config, "", quant_config=quantization))
@@ -335,7 +344,8 @@ def test_producers_and_consumers_of_images_share(config: Any, tmp_path: Path) ->
 
 
 def test_adapters_and_compilation_do_not_split_the_base_model(config: Any) -> None:
-    """A GPU engine that is not compiled uses other kernels, but for the same operations."""
+    """An engine with LoRA and an engine without compilation have the same fingerprint as a plain
+    engine. Without compilation a GPU engine uses other kernels, but for the same operations."""
     eager = IrOpPriorityConfig(rms_norm=["vllm_c", "native"])
     with_adapters = changed(config, "", lora_config=LoRAConfig(max_lora_rank=8))
     not_compiled = changed(config, "kernel_config", ir_op_priority=eager)

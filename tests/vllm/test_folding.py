@@ -1,5 +1,5 @@
-"""Layers whose pages a single tensor of the memory's layout can describe, and layers that need
-several tensors."""
+"""Tests how the worker describes its layers' pages to the server: neighbouring layers at equal
+distances are folded into one tensor of the memory layout; all others need several tensors."""
 
 import dataclasses
 import itertools
@@ -37,7 +37,8 @@ def pages(bases: list[int], *, dims: tuple[tuple[int, int], ...] = ()) -> list[L
 def test_layers_at_equal_distances_are_one_tensor_unless_they_overlap(
     bases: list[int], dims: tuple[tuple[int, int], ...], runs: list[int]
 ) -> None:
-    """Checks that the result is a valid layout of the same bytes in the same order."""
+    """Folds layers at several distances. `runs`: the expected number of layers in each tensor. The
+    result must be a valid layout with the same bytes in the same order."""
     layers = pages(bases, dims=dims)
     folded = _folded(layers)
     assert [len(run) for run in folded] == runs and list(itertools.chain(*folded)) == layers

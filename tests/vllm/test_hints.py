@@ -1,5 +1,6 @@
-"""Hints of routers that vLLM passes with a request (`kv_hints`, `session_id`), on their way to the
-server; once with real vLLM and a real daemon."""
+"""Hints of routers and clients, which vLLM passes with a request (`kv_hints`, `session_id`,
+`kv_transfer_params`), such as pins and priorities. Tests how the connector reads them and sends
+them to the server. One test uses real vLLM and a real server."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,7 +117,9 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
 def test_short_forms_are_actions_and_wrong_values_are_counted_and_logged(
     warnings: list[str], params: Any, kinds: list[str], retention: Retention, num_wrong: int
 ) -> None:
-    """A wrong value is logged once in LOG_INTERVAL_S."""
+    """Reads hints from a request's `kv_transfer_params` (`hotkv.priority` and others) and checks
+    the actions that they become. A wrong value is counted each time, and logged at most once in
+    LOG_INTERVAL_S."""
     stats = HotKVStats()
     reader, request = HintReader(stats), SimpleNamespace(request_id="a", kv_transfer_params=params)
     for now_s, num_logged in ((1.0, 1), (LOG_INTERVAL_S, 1), (1.0 + LOG_INTERVAL_S, 2)):
@@ -169,7 +172,9 @@ def test_odd_hints_never_touch_a_request(engine: Any, server: Any) -> None:
 def test_pins_releases_and_resets_reach_the_server(
     daemon: Daemon, engines: Engines, tmp_path: Path
 ) -> None:
-    """Sends hints of a router (`kv_hints`) and of a client (`kv_transfer_params`)."""
+    """Sends a real server hints of a router (`kv_hints`) and of a client (`kv_transfer_params`).
+    Checks the outcomes that the server reports and the number of pinned blocks, also after a reset.
+    """
     target = daemon.start().target
     engine = engines.start(write_model(tmp_path / "model"), target)
     (text,) = prompts(5, (333,))

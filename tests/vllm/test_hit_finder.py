@@ -1,5 +1,6 @@
-"""A request's way to its hit, step by step: calls to the server, answers to vLLM, leases released.
-No engine; the server is a double and the test sets the time."""
+"""Tests `HitFinder` step by step: how it finds a request's hit, which calls it sends to the server,
+what it answers vLLM, and when it releases leases. There is no engine; the server is a fake, and the
+test sets the time."""
 
 from typing import Any
 
@@ -31,7 +32,7 @@ def loading(parts: Parts, name: str = "a", blocks: int = 4) -> Any:
 
 
 def asking(**settings: Any) -> tuple[Parts, Any]:
-    """Returns `Parts` whose server has four blocks of a request, and the request's state."""
+    """Returns `Parts` whose fake server has four blocks of a request, and the request's state."""
     parts = Parts(**settings)
     parts.put("a", range(4))
     return parts, parts.state(request("a", LONG))
@@ -60,8 +61,9 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
 def test_what_an_arrival_found_is_used_once_and_for_a_moment(
     kind: str, age: float, asks: bool
 ) -> None:
-    """After `HINT_MEMORY_S` the finder looks again, and finds blocks that were stored since the
-    request's arrival."""
+    """The finder looks up a request's blocks when the request arrives, and remembers the result for
+    `HINT_MEMORY_S`. Then a fourth block is stored. A later match must find this block only after
+    the finder has forgotten the first result."""
     parts, state = asking()
     parts.server.table = kind == "probe"
     parts.drop("a", [3])
@@ -172,7 +174,9 @@ def test_a_hit_on_the_device_is_whole_if_no_hit_is_longer(specs: Any) -> None:
 
 
 def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
-    """A hit of three blocks would need the window's second block, which is ready but not leased."""
+    """The server grants a lease without the last block of the full-attention group. A hit of three
+    blocks would need the window's second block, which is ready but not leased. So the finder offers
+    no hit."""
     parts = Parts([FULL, WINDOW])
     for group in (0, 1):
         parts.put("a", range(4), group)
@@ -189,8 +193,8 @@ def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
 def test_a_grant_is_answered_again_until_half_its_life_is_over(
     given_s: float, life_s: float
 ) -> None:
-    """A lease is valid for the time that the server states, or else for the time that the finder
-    asked for."""
+    """The finder offers a hit repeatedly under the same lease. After half of the lease's life it
+    acquires a new lease. The life is what the server states, or else what the finder asked for."""
     parts, state = asking(lease_ttl_s=10.0)
     parts.server.hold = {"acquire"}
     assert parts.match(state) == ASK_AGAIN
@@ -207,8 +211,9 @@ def test_a_grant_is_answered_again_until_half_its_life_is_over(
 
 @pytest.mark.parametrize("waits_s", [9.9, 10.0])
 def test_a_lease_that_expires_before_its_grant_is_read_is_taken_once_more(waits_s: float) -> None:
-    """vLLM does not ask about a request that waits behind others, so its lease may expire. The
-    finder acquires only one more, because steps may last longer than leases."""
+    """vLLM does not call `match` for a request that waits behind others, so the request's lease may
+    expire before the finder reads the grant. The finder then acquires a second lease, but no third:
+    steps may last longer than leases."""
     parts, state = asking()
     parts.server.hold = {"acquire"}
     answers, leases = [parts.match(state)], []
@@ -292,8 +297,9 @@ def test_a_load_that_failed_without_a_fault_of_its_blocks_hides_none(desk: Any, 
 
 @pytest.mark.parametrize("stores", [True, False])
 def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
-    """An engine that stores hides them until it has stored the blocks again. An engine that stores
-    nothing hides them for `HIDDEN_FOR_S`."""
+    """Fails a load. The finder then offers no hit on its blocks to any request. This ends after
+    `HIDDEN_FOR_S` in an engine that never stores; an engine that stores goes on until it has stored
+    the blocks again."""
     parts = Parts(stores=stores)
     parts.clock = 2 * HIDDEN_FOR_S
     parts.finder.end_load(loading(parts), True)

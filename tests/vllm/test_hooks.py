@@ -1,8 +1,9 @@
-"""Each hook of the connector, broken in every function that it calls, once and on every call.
+"""Tests each hook of the connector (a method that vLLM calls) with an exception in each function
+that the hook calls, once and on every call.
 
-The harness checks each value that attention reads: faults do not reach vLLM, every request is
-answered correctly, and engines never read wrong KV. Once the fault is gone, it leaves no state
-behind. The hooks come from vLLM's class, so a new hook is tested too.
+No exception may reach vLLM, each request must be answered correctly, and no engine may read wrong
+KV; the harness checks each value that attention reads. When the fault is gone, it must leave no
+state behind. The list of hooks comes from vLLM's base class, so a new hook is tested too.
 """
 
 import contextlib
@@ -87,7 +88,7 @@ def test_each_fallback_is_that_of_a_hook() -> None:
 
 
 class Bench:
-    """Two engines of the same server. Faults are put into the first."""
+    """Two engines at the same fake server. Tests put faults into the first engine only."""
 
     def __init__(self, make: Callable[..., Any], server: FakeServer) -> None:
         self.server = server
@@ -109,15 +110,16 @@ class Bench:
         return made
 
     def renew(self) -> None:
-        """Replaces the first engine after a failure, so that the next fault is judged alone."""
+        """Replaces the first engine after a failure, so that the failure does not affect the test
+        of the next fault."""
         self.one.worker.shutdown()
         self.server.leases.clear()
         self.server.held.clear()
         self.one = self.new()
 
     def traffic(self) -> None:
-        """Runs hits, misses, failed and hung loads, aborts, stores whose blocks are reallocated,
-        and a reset."""
+        """Runs requests that take all important paths: hits, misses, failed and hung loads, aborts,
+        stores whose blocks are reallocated, and a reset."""
         one, server, name = self.one, self.server, self.name
         server.blocks.clear()
         self.forget_local()
@@ -158,7 +160,8 @@ class Bench:
         one.generate(name("last"), prompt(9, 10))
 
     def forget_local(self) -> None:
-        """Empties the first engine's own prefix cache, if the fault allows it."""
+        """Empties the prefix cache of vLLM in the first engine, unless the fault has left requests
+        in it."""
         if not self.one.scheduler.requests:
             self.one.scheduler.reset_prefix_cache()
 
@@ -166,15 +169,15 @@ class Bench:
         return f"{request}.{self.count}"
 
     def judge(self) -> None:
-        """Checks the answers of all requests that were not aborted."""
+        """Checks the answers of all requests of `traffic` that were not aborted."""
         for request in ("a", "b", "c", "a2", "a3", "a4"):
             got = self.one.outputs[self.name(request)]
             assert got == self.expected[request[0]], f"{request}: {got}"
         assert len(self.one.outputs[self.name("x")]) == 3
 
     def afterwards(self) -> None:
-        """Checks that both engines hit the stored blocks again and that earlier requests left no
-        state."""
+        """Checks that both engines hit stored blocks again, and that the first engine holds no
+        state of earlier requests."""
         one, two = self.one, self.two
         two.drop_local()
         for request, tokens, count in (("a", FIRST, 2), ("b", SECOND, 2), ("c", THIRD, 6)):
@@ -194,7 +197,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def quick() -> Iterator[None]:
-    """Sets hotkv's waits to zero or nearly zero."""
+    """Sets waiting times of hotkv to zero or nearly zero."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hits, "MISS_MEMORY_S", 0.0)
         patch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
@@ -218,8 +221,8 @@ def bench(quick: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ben
 
 
 def functions_of(run: Callable[[], object]) -> dict[str, list[FunctionType]]:
-    """Runs `run`. Returns by hook the functions that it calls, each under the first hook that calls
-    it."""
+    """Runs `run`. Returns, by hook, the hotkv functions that the hook calls. A function that
+    several hooks call is listed only under the first of them."""
     seen: set[FunctionType] = set()
     found = {}
     for hook, called in called_by_hooks(run).items():
@@ -237,7 +240,8 @@ def calls(bench: Bench) -> dict[str, list[FunctionType]]:
 
 
 def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[FunctionType]]) -> None:
-    """Checks that each hook is called, and that the most important paths are taken."""
+    """Checks that `Bench.traffic` calls each hook, takes the most important paths and causes no
+    exception."""
     assert not [hook for hook in IN_STEPS if not calls[hook] and hook not in ("_rows_of",)]
     taken = {one.__qualname__ for called in calls.values() for one in called}
     assert taken >= {
@@ -268,7 +272,10 @@ def test_a_broken_hook(
     bench: Bench, calls: dict[str, list[FunctionType]], hook: str, only_once: bool, some: slice
 ) -> None:
     """Breaks, one after another, the functions that a hook calls, and checks both engines after
-    each. `some`: the slice of functions to break; everyday runs break every second function."""
+    each.
+
+    some: the slice of functions to break. Everyday runs break every second function.
+    """
     num_strikes, functions = 0, calls[hook][some]
     for function in functions:
         bench.count += 1
@@ -299,7 +306,9 @@ def test_a_broken_hook(
 
 
 def test_a_step_after_unknown_allocations_takes_all_stores_back(bench: Bench) -> None:
-    """Also covers blocks into which another connector loads."""
+    """Makes the hook `update_state_after_alloc` raise, so that the connector does not know which
+    blocks vLLM has allocated. The metadata of the next step must say so (`lost_track`); the workers
+    then revoke all stores."""
     one = bench.new()
     one.generate("before", prompt(7, 10))
     num_before = len(one.metas)
@@ -312,7 +321,8 @@ def test_a_step_after_unknown_allocations_takes_all_stores_back(bench: Bench) ->
 
 @contextlib.contextmanager
 def lost_reports_are_noticed() -> Iterator[None]:
-    """Makes lost reports show at once instead of after a minute."""
+    """Makes the scheduler side notice missing reports of stores at once instead of after a
+    minute."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stores_in_flight, "UNREPORTED_S", 0.0)
         yield
@@ -323,7 +333,8 @@ def lost_reports_are_noticed() -> Iterator[None]:
 
 @pytest.mark.parametrize("hook", sorted(AT_START - OF_THE_CLASS))
 def test_a_hook_that_breaks_at_the_start(bench: Bench, hook: str) -> None:
-    """Checks that the engine runs, with hotkv or without, and stores only right blocks."""
+    """Breaks, one after another, the functions that a hook calls when an engine starts. The engine
+    must run, with hotkv or without, and store only right blocks."""
     functions = functions_of(bench.new)[hook]
     assert functions
     for function in functions:
@@ -356,8 +367,8 @@ def test_a_rank_without_a_handshake_leaves_the_engine_off(bench: Bench) -> None:
 
 
 def test_shutdown_breaks(bench: Bench) -> None:
-    """Breaks each side's shutdown. No exception reaches vLLM, and the memory's descriptors are
-    closed."""
+    """Breaks, one after another, the functions that `shutdown` calls. No exception may reach vLLM,
+    and the descriptors of the KV memory must be closed."""
     for function in functions_of(bench.new().shutdown)["shutdown"]:
         one = bench.new()
         memory = one.worker._worker.rank.memory

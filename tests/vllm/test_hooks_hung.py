@@ -1,5 +1,5 @@
-"""Loads that a server does not end, and workers without a session: requests are answered, and late
-writes change no block in use."""
+"""Loads that a hung server never ends, and workers that have no session with the server. Requests
+must still be answered, and a late write must change no block in use."""
 
 import logging
 from pathlib import Path
@@ -33,8 +33,8 @@ def free_blocks(one: Any) -> int:
 
 
 def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
-    """Adds a request whose load the server does not end. Returns the load's future, and the
-    function that ends it late."""
+    """Adds a request whose load the fake server does not end. Returns the load's future, and a
+    function that performs the load's writes late and returns its result."""
     server.hold, server.ack_cancels = {"load"}, False
     one.add(name, PROMPT, max_tokens)
     while not server.held:
@@ -49,8 +49,9 @@ def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
 def test_an_engine_pauses_and_sleeps_while_blocks_are_held(
     engine: Any, server: Any, way: str
 ) -> None:
-    """Before it pauses or sleeps, vLLM resets its prefix cache, which works only if no block is in
-    use. So blocks that hotkv holds for a hung load must not count as used."""
+    """Pauses an engine, or puts it to sleep, while hotkv holds the blocks of a hung load. vLLM
+    first resets its prefix cache, which works only if no block is in use. So the held blocks must
+    not count as used."""
     engine().fill(PROMPT)
     one = engine(extra={"load_timeout_s": 0.0, "store_timeout_s": 0.0})
     pool, core = one.scheduler.kv_cache_manager.block_pool, Core(one)
@@ -86,7 +87,8 @@ def heard(monkeypatch: pytest.MonkeyPatch, level: str = "warning") -> list[str]:
 def test_a_refused_worker_is_said_once_and_nothing_is_offered(
     engine: Any, server: Any, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log says that hotkv is on only when the worker has its session too."""
+    """The server refuses the worker's session. Until it accepts the session, the engine sends no
+    lookups, loads or stores, and logs one warning. The log says "hotkv on" only after that."""
     engine().fill(PROMPT)
     lines = heard(monkeypatch, "info")
     server.refuse_workers = "NO_DEVICE: this server has no CUDA"
@@ -140,7 +142,8 @@ def test_a_start_that_may_not_wait_does_not_wait_for_a_session_that_opens() -> N
 
 
 class LinksMachine(RuleBasedStateMachine):
-    """Two workers and the scheduler lose their sessions and get them back."""
+    """A state machine in which two workers and the scheduler lose and regain their sessions. Checks
+    `WorkerLinks`, which records the workers without a session, and its log messages."""
 
     def __init__(self) -> None:
         super().__init__()

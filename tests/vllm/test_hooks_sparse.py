@@ -1,5 +1,5 @@
-"""Hooks that break in an engine with sparse decode: no stale row, hot set or representation is
-used."""
+"""Exceptions in the connector's hooks (methods that vLLM calls) in an engine with sparse decode.
+Afterwards the worker must use no outdated row, hot set or representation."""
 
 from types import FunctionType
 from typing import Any
@@ -29,8 +29,8 @@ LONG, OTHER = prompt(1, 300), prompt(2, 300)
 
 
 def traffic(one: Any, server: Any, count: int) -> dict[str, list[int]]:
-    """Decodes long contexts, with hits, and with stores in flight while their blocks are
-    reallocated."""
+    """Decodes requests with long contexts. Some hit stored blocks; others cause blocks to be
+    reallocated while they are being stored. Returns the answers."""
     names = {name: f"{name}.{count}" for name in ("a", "b", "c", "c2")}
     server.hold = {"store"}
     one.add(names["a"], LONG, 3)
@@ -110,7 +110,7 @@ def test_broken_in_each_function_of_sparse_decode(
 
 
 def connector_over(layers: Layers) -> HotKVConnector:
-    """Returns a worker's connector with sparse layers, and no server."""
+    """Returns a worker's connector that has sparse layers and no server."""
     one = HotKVConnector.__new__(HotKVConnector)
     one.clock = Mock()
     one.edge = HookEdge(one.clock, lambda _: None)
@@ -162,7 +162,8 @@ def test_a_step_whose_rows_are_not_known_is_dense(
 
 
 def test_a_scheduler_that_lost_track_says_so(engine: Any, server: Any, toy: Any) -> None:
-    """The workers then revoke all stores and discard all representations."""
+    """Sends the worker the message of a scheduler side that does not know which blocks vLLM has
+    allocated (`lost_track`). The worker must discard all representations."""
     one = sparse_engine(engine)
     one.generate("a", LONG, 4)
     sparse = one.worker._worker.sparse.worker

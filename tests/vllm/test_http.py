@@ -1,5 +1,5 @@
-"""vLLM's HTTP server, started by README's commands: answers and metrics before and after the server
-is killed."""
+"""Runs vLLM's HTTP server with the commands of README.md. Kills it and starts it again, and
+compares answers and metrics before and after."""
 
 import contextlib
 import io
@@ -40,9 +40,12 @@ CHAT = {
 
 @pytest.fixture
 def serve(daemon: Daemon, tmp_path: Path) -> Iterator[Any]:
-    """Starts vLLM's HTTP server with README's commands and long timeouts; stops it at the end. The
-    first start passes hotkv's settings as JSON, and the address in HOTKV_TARGET; later starts pass
-    all as dotted arguments."""
+    """Yields a function that starts vLLM's HTTP server with the commands of README.md and with long
+    timeouts. Stops the servers after the test.
+
+    The first start passes hotkv's settings as JSON, and the server's address in HOTKV_TARGET. Later
+    starts pass everything as dotted arguments.
+    """
     model = write_weights(write_tokenizer(write_model(tmp_path / "model")))
     first, next_ones = readme_commands(model)
     place = first.index("--kv-transfer-config") + 1
@@ -72,7 +75,8 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def counted(server: HttpServer, name: str, value: int) -> dict[str, float]:
-    """Returns vLLM's metrics once a counter has this value, which may be after the answer."""
+    """Waits until one of vLLM's counters has reached `value`, which may be after the answer.
+    Returns all metrics."""
     wait_for(lambda: server.metrics()[name] >= value, name)
     found = server.metrics()
     assert found[name] == value
@@ -80,7 +84,8 @@ def counted(server: HttpServer, name: str, value: int) -> dict[str, float]:
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns a streamed completion as if it had not been streamed."""
+    """Joins the events of a streamed completion. Returns it in the form of a completion that was
+    not streamed."""
     choices = [event["choices"][0] for event in events if event["choices"]]
     probabilities = [value for one in choices for value in one["logprobs"]["token_logprobs"]]
     whole = {
@@ -99,8 +104,8 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def explained(server: HttpServer, daemon: Daemon) -> int:
-    """Returns how many blocks of the chat would hit, as `hotkv explain` prints it. vLLM's HTTP
-    server tokenizes the chat."""
+    """Returns the number of blocks of the chat that would hit, according to `hotkv explain`. The
+    command lets vLLM's HTTP server tokenize the chat."""
     path, printed = server.log_path.with_name("chat.json"), io.StringIO()
     path.write_text(json.dumps(CHAT))
     engine = f"http://127.0.0.1:{server.port}"

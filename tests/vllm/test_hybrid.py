@@ -1,5 +1,5 @@
-"""Stores and loads of models with several kinds of KV cache groups, with vLLM's real scheduler and
-the harness's arithmetic model."""
+"""Stores and loads for models with several kinds of KV cache groups (full attention, windows,
+chunks, states). Uses vLLM's real scheduler and the test harness's arithmetic model."""
 
 import random
 from typing import Any
@@ -21,7 +21,7 @@ WINDOWS = (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[GroupSpec, int]:
-    """Returns a group and a hit alignment."""
+    """Returns a random group spec and a hit alignment in tokens."""
     kind = draw(st.sampled_from(list(GroupKind)))
     block = draw(st.sampled_from([4, 8, 16]))
     window = draw(st.integers(1, 100)) if kind in WINDOWS else 0
@@ -54,8 +54,8 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
 def test_kept_states(
     block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int, cut: int
 ) -> None:
-    """Checks that states are kept at the interval, and where a request that repeats or extends the
-    prompt would continue."""
+    """Checks which recurrent states are stored: those at each interval, at a given junction, and at
+    the positions where a request that repeats or extends the prompt would continue."""
     alignment = block * blocks
     reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)
@@ -79,8 +79,9 @@ def test_kept_states(
 def test_every_length_hits_all_that_it_can_and_only_needed_blocks_move(
     engine: Any, server: Any, model: Any
 ) -> None:
-    """Checks the stored blocks, and the hits and loaded blocks of prompts of many lengths. The
-    harness checks that attention reads the right KV after each hit."""
+    """Stores a long prompt, then runs prefixes of many lengths. Only blocks that some hit needs are
+    stored, each prefix hits as much as possible, and only the needed blocks are loaded. The harness
+    checks the KV that attention reads."""
     one = engine(specs=model(), blocks=96, max_tokens_per_step=LENGTH)
     one.generate("long", prompt(1, LENGTH))
     one.generate("end", prompt(2, 10), 2)
@@ -118,8 +119,8 @@ def test_window_blocks_between_boundaries_are_counted(engine: Any) -> None:
 def test_a_drafters_hit_knows_the_token_behind_it(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any, table: bool
 ) -> None:
-    """The drafter's KV of a block's last token depends on the next token. So a hit ends a block
-    before the prompts differ."""
+    """A drafter's KV of a block's last token depends on the token after it. So the last block that
+    matches is computed again, and a hit ends before that block."""
     monkeypatch.setattr(kv_groups, "draft_groups", lambda *_: frozenset({0}))
     server.table = table
     one = engine(specs=model())

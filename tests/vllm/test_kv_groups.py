@@ -1,5 +1,5 @@
-"""hotkv's view of vLLM's KV cache groups: kinds, block sizes, windows, drafters, and refusals.
-Groups are vLLM's own; no engine is built."""
+"""Tests how hotkv reads vLLM's KV cache groups: kinds, block sizes, windows, drafters, and the
+reasons for which it refuses a model. The specs are vLLM's own; no engine is built."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,9 +56,10 @@ def kv_config(
 
 
 def vllm_config(*, drops: bool | None = None, stages: int = 1, dcp: int = 1, pcp: int = 1) -> Any:
-    """Returns a config of vLLM.
+    """Returns a double of vLLM's config.
 
-    drops: True if a hit's last block is computed again for the drafter; None without a drafter.
+    drops: True if the last block of a hit is computed again for the drafter; None without a
+    drafter.
     """
     parallel = SimpleNamespace(
         pipeline_parallel_size=stages,
@@ -81,7 +82,7 @@ def groups_of(*groups: Any, **engine: Any) -> tuple[CacheGroup, ...]:
 
 
 def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
-    """Groups that vLLM does not cache are left out; the other groups keep their numbers."""
+    """hotkv leaves out groups that vLLM does not cache; the other groups keep their numbers."""
     specs = [
         SimpleNamespace(prefix_cacheable=False),
         full_spec(),
@@ -137,16 +138,17 @@ def test_what_a_hit_could_not_restore_is_refused_with_the_reason(
 
 
 def test_an_engine_without_prefill_ranks_has_one() -> None:
-    """Older versions of vLLM have no setting of prefill context parallelism, so hotkv assumes one
-    rank. It would refuse two ranks for the states of this test."""
+    """The config of an older vLLM has no setting for prefill context parallelism. hotkv must assume
+    one rank. The test uses a group of recurrent states, which hotkv refuses with two ranks."""
     engine = vllm_config()
     del engine.parallel_config.prefill_context_parallel_size
     assert kv_groups.cache_groups(engine, kv_config(group(states())))
 
 
 def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
-    """Blocks of states count 0 tokens, and so do blocks that vLLM does not cache: vLLM allocates
-    such blocks also for the tokens of a hit."""
+    """With decode context parallelism on two ranks, a block of a sharded group covers the tokens of
+    both ranks. `group_block_tokens` returns 0 for recurrent states and for groups that vLLM does
+    not cache, because vLLM allocates their blocks also for the tokens of a hit."""
     specs = [replace(full_spec(), dcp_sharded=sharded) for sharded in (True, False)]
     config = kv_config(*map(group, specs))
     found = kv_groups.cache_groups(vllm_config(dcp=2), config)

@@ -1,5 +1,6 @@
-"""The connector's reports for the server's ledger: reasons for misses, time that hits save, waits
-of requests. The server is a double, so that tests can delay its answers."""
+"""Tests the connector's reports to the server's ledger, which counts hits and misses by request:
+the reason of a miss, the time that a hit saves, and how long requests wait. The server is a fake,
+so that tests can delay its answers."""
 
 import time
 from typing import Any
@@ -47,8 +48,8 @@ def test_reports_say_why_tokens_missed_and_how_loads_ended(engine: Any, server: 
 
 @pytest.mark.parametrize("load", ["auto", "always"])
 def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: str) -> None:
-    """The saved time follows from the engine's own prefill speed. The engine tells the server this
-    speed only if `load` is "auto"."""
+    """The report of a hit has the time that it saves, computed from the engine's measured prefill
+    speed. The engine sends the server this speed only if the setting `load` is "auto"."""
     engine().generate("cold", PROMPT, 2)
     one = engine(max_tokens_per_step=1024, extra={"load": load})
     one.generate("slow", prompt(2, 500), 2)
@@ -63,7 +64,7 @@ def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: st
 
 
 class Reported:
-    """A request and the reports about it."""
+    """A request's state, and the `UseReports` that reports the request to a fake server."""
 
     def __init__(self, prefill: PrefillSpeed | None = None, one: Any = None) -> None:
         self.parts = parts = Parts()
@@ -161,8 +162,9 @@ def test_what_a_hit_saves_begins_behind_the_device_hit() -> None:
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_hit_that_is_left_is_computed_sooner(monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
-    """The engine decides to compute a hit instead of loading it, before it acquires a lease or
-    (`asks`) once the lease is granted."""
+    """The engine decides to compute a hit instead of loading it, either before it acquires a lease
+    or (`asks`) after the lease is granted. The miss is reported as COMPUTED_SOONER, and a granted
+    lease is released."""
     parts = Parts()
     parts.put("a", range(3))
     state, choice = parts.state(request("a", 64)), LoadChoice(None, parts.stats)

@@ -1,8 +1,8 @@
-"""The life of an engine's connector, from its start to after its end: resources are released, and
-no order of calls breaks the engine.
+"""Follows an engine's connector from its start until after its end: all resources must be released,
+and no order of calls may break the engine.
 
-Some tests use a real `shared_daemon`, because descriptors, threads and mappings are the real
-client's.
+Some tests use a real hotkv server (`shared_daemon`), so that the descriptors, threads and mappings
+are those of the real client.
 """
 
 import functools
@@ -37,13 +37,14 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def at_daemon(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Makes engines that share a key space of the test. The test shuts them down."""
+    """Returns a function that makes engines at a real server, which share a key space of this test.
+    The test shuts them down."""
     return functools.partial(engine_at, shared_daemon, tmp_path, monkeypatch)
 
 
 def held(pid: int | str = "self") -> Counter[str]:
-    """Counts the descriptors (by kind) and mappings of shared files that a process has for hotkv
-    and engines; for this process also threads."""
+    """Counts what a process holds for hotkv and engines: descriptors by kind, and mappings of
+    shared files. For this process, also counts threads and shared files."""
     found = Counter[str]()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -77,8 +78,9 @@ ENGINES = pytest.mark.parametrize(
 def test_engines_one_after_another_leave_nothing_behind(
     shared_daemon: Daemon, at_daemon: Make, model: Any, settings: dict[str, Any]
 ) -> None:
-    """Runs engines in turn, in one process and with one server; shuts each down while it stores and
-    loads."""
+    """Runs three engines in turn, in one process and at one server, and shuts each down while it
+    stores and loads. Later engines must leave no descriptor, mapping, thread or session behind,
+    neither here nor in the server."""
 
     gc.collect()
     others = held()
@@ -139,8 +141,8 @@ def test_shutdown_at_any_time_and_twice(
     pipelined: bool,
     worker_first: bool,
 ) -> None:
-    """Shuts an engine down after 0 to 5 steps. After that the engine may run on, and its stored
-    blocks stay."""
+    """Shuts both sides of an engine's connector down twice, after 0 to 5 steps. The engine must
+    continue without hotkv and answer correctly."""
     for num_steps in range(6):
         one = Engine(server, tmp_path / "model", monkeypatch, pipelined=pipelined)
         server.hold, server.spoil_loads = {"store", "load"}, True
@@ -167,7 +169,8 @@ def test_shutdown_at_any_time_and_twice(
 def test_an_engine_without_a_server_waits_no_longer_than_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine waits only at its start, and its session leaves no thread."""
+    """Starts an engine whose server does not exist. The engine waits only at its start, at most
+    `startup_wait_s`, and its closed sessions leave no thread running."""
     target = f"unix:{tmp_path}/none.sock"
     server: Any = RealServer(target)
     waits_s, threads_that_go_on, wait, close = [], [], Session.wait_connected, Session.close
@@ -195,7 +198,8 @@ def test_an_engine_without_a_server_waits_no_longer_than_is_set(
 def test_memory_that_is_registered_twice(
     engine: Any, server: FakeServer, model: Any, settings: dict[str, Any], busy: bool
 ) -> None:
-    """The second registration ends the first session and its transfers, and opens another."""
+    """Registers the KV memory a second time, while the engine is idle or has transfers in flight.
+    This must end the first session with its transfers, and open another."""
     one = engine(specs=model(), extra={"store_timeout_s": 0.1}, **settings)
     one.fill(PROMPT)
     one.drop_local()

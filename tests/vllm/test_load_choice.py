@@ -1,5 +1,5 @@
-"""The engine's choice between loading and computing a hit, from the times of earlier loads and
-prefills; on a simulated clock."""
+"""Tests how an engine chooses between loading a hit and computing it, from the measured times of
+earlier loads and prefills. The clock is simulated."""
 
 import math
 from concurrent.futures import Future
@@ -29,7 +29,7 @@ TOKENS_PER_S = 1000.0
 
 
 class Groups:
-    """Stands for the KV cache groups: a hit has whole blocks."""
+    """A fake of the KV cache groups, in which a hit covers whole blocks."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -39,8 +39,12 @@ class Groups:
 
 
 class Finder:
-    """Stands for the finder of hits. Finds `hit` tokens or a miss `ask_s` after the question; the
-    engine looks for the answer after each step of `step_s`."""
+    """A fake of the finder of hits.
+
+    ask_s: the time from a question until the answer comes. The engine looks for the answer after
+    each of its steps.
+    hit: the tokens of the hit that the finder finds.
+    """
 
     def __init__(self, ask_s: float, hit: int, block_tokens: int = 16) -> None:
         self.ask_s, self.hit, self.groups = ask_s, hit, Groups(block_tokens)
@@ -60,7 +64,8 @@ class Finder:
         return self.hit - computed_tokens, True
 
     def look_again(self, state: Any, step_s: float) -> None:
-        """Advances by a step. An answer has the time when it came, not when the engine looks."""
+        """Advances by a step of the engine. The answer counts as taking `ask_s`, even if the engine
+        looks for it later."""
         self.waited.seconds = min(self.waited.seconds + step_s, self.ask_s)
         if self.waited.seconds == self.ask_s:
             state.hit.answer.set_result(None)
@@ -75,11 +80,11 @@ def state_of(num_tokens: int) -> RequestState:
 
 
 class World:
-    """An engine that computes TOKENS_PER_S, and a server.
+    """A simulated engine, which computes TOKENS_PER_S tokens per second, and a simulated server.
 
-    fixed_s, token_s: a load takes `fixed_s`, and `token_s` for each token.
-    cancel_s: the server ends a load this time after its cancel.
-    step_s: the engine checks for answers at this interval.
+    fixed_s, token_s: a load takes `fixed_s`, and `token_s` more for each token.
+    cancel_s: the time from a load's cancel until the server ends the load.
+    step_s: the interval at which the engine looks for answers.
     """
 
     def __init__(self, *, learns: bool = True) -> None:
@@ -101,7 +106,8 @@ class World:
         self.prefill.last_end_s = self.now_s
 
     def request(self, num_tokens: int, hit: int | None = None) -> float:
-        """Returns the seconds to a request's first token. `hit`: by default the whole prompt."""
+        """Runs a request. Returns the seconds until its first token. `hit`: the tokens of its hit;
+        by default, the whole prompt."""
         hit = num_tokens if hit is None else hit
         state, finder = state_of(num_tokens), Finder(self.ask_s, hit, self.block_tokens)
         began_s = self.now_s
@@ -137,7 +143,8 @@ class World:
         return [self.request(num_tokens) for _ in range(count)]
 
     def begun(self, num_tokens: int, hit: int, block_tokens: int = 16) -> tuple[Any, Any]:
-        """Returns the state of a request whose answer comes at once, and the reply to vLLM."""
+        """Starts a request for which the server's answer comes at once. Returns its state, and the
+        answer to vLLM."""
         state, finder = state_of(num_tokens), Finder(0.0, hit, block_tokens)
         return state, self.choice.match(finder, state, 0, self.now_s)  # type: ignore[arg-type]
 
@@ -210,8 +217,12 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     num_first: int,
     most_share: float,
 ) -> None:
-    """Only trial loads can show that the server has recovered. `most_share`: the limit of the time
-    of later requests, as a share of the time of computing."""
+    """Makes a fast server slow, then fast again. While it is slow, requests take little longer than
+    computing. Only trial loads can show that the server has recovered; after that, requests must be
+    fast again.
+
+    most_share: the limit for the time of the last requests, as a share of the time of computing.
+    """
     world = World()
     world.many(5, num_tokens)
     vars(world).update(slow)
@@ -237,7 +248,9 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     )
 )
 def test_whatever_the_server_does_trials_spend_their_share_at_most(steps: list[Any]) -> None:
-    """A load that was expected to win costs at most the time of one prefill more."""
+    """Runs random requests at a server whose speed changes at random. Trial loads may cost at most
+    the share TRIED_SHARE of the time of computing. A load that was expected to be faster than
+    computing may cost at most the time of one more prefill."""
     world = World()
     computed_s, tried_s = 0.0, 0.0
     for num_tokens, ask_s, fixed_s, token_s in steps:
@@ -292,8 +305,8 @@ def test_a_miss_and_a_load_that_failed_at_once_say_nothing() -> None:
 
 
 def test_requests_without_a_hit_cost_no_trials() -> None:
-    """A trial that loads nothing costs nothing. So the engine notices that the server has
-    recovered, although most requests have no hit."""
+    """Only a trial that loads something uses up the time that is allowed for trials. So the engine
+    must notice that a slow server has recovered, although most requests have no hit."""
     world = World()
     world.fixed_s, world.token_s = 9.0, 0.0
     world.many(60, 500)
@@ -354,7 +367,8 @@ def test_a_trial_has_its_share_of_the_hit_and_is_a_win_if_it_was_not_timed() -> 
 
 
 def fallen(num_tokens: int, stall_s: float = 0.0) -> World:
-    """Returns a world whose good server has just become too slow."""
+    """Returns a `World` whose fast server has just become too slow to load from. `stall_s`: its
+    loads also stall for this time."""
     world = World()
     world.many(5, num_tokens)
     world.token_s = TWENTY
@@ -365,7 +379,8 @@ def fallen(num_tokens: int, stall_s: float = 0.0) -> World:
 
 
 def requests_until(world: World, num_tokens: int, happens: Any, most: int = 3000) -> int:
-    """Returns the number of requests before `happens` is true."""
+    """Runs requests until `happens` is true of a request's time. Returns the number of requests
+    before that."""
     for number in range(most):
         if happens(world.request(num_tokens)):
             return number
@@ -376,7 +391,11 @@ def requests_until(world: World, num_tokens: int, happens: Any, most: int = 3000
 def test_a_stall_of_any_length_silences_hits_for_a_bounded_number_of_requests(
     stall_s: float, num_tokens: int, num_trials: int
 ) -> None:
-    """`num_trials`: trials that were late before the stall."""
+    """A server stalls for a random time, then recovers. The number of requests that still compute
+    their hits before one loads again must be bounded.
+
+    num_trials: the number of trial loads before the stall.
+    """
     world = fallen(num_tokens)
     tried = world.count("tried_requests")
     requests_until(world, num_tokens, lambda _: world.count("tried_requests") >= tried + num_trials)

@@ -1,5 +1,5 @@
-"""Loads never fill the device so far that their requests can't run, although vLLM counts too few
-blocks for sliding windows and chunks."""
+"""Tests that loads never fill the device so far that no request can run. vLLM alone would allow
+this, because it counts too few blocks for sliding windows and chunked attention."""
 
 import random
 from typing import Any
@@ -15,7 +15,7 @@ MODELS = pytest.mark.parametrize("model", HYBRIDS)
 
 
 def blocks_for_one(one: Engine, num_tokens: int = LONGEST) -> int:
-    """Returns the most blocks that a prompt of so many tokens holds at once."""
+    """Returns the largest number of blocks that a prompt of `num_tokens` tokens holds at once."""
     managers = one.scheduler.kv_cache_manager.coordinator.single_type_managers
     return sum(
         min(
@@ -29,15 +29,16 @@ def blocks_for_one(one: Engine, num_tokens: int = LONGEST) -> int:
 def stored(
     engine: Any, model: Any, prompts: dict[str, list[int]]
 ) -> tuple[Engine, dict[str, list[int]]]:
-    """Returns an engine with room that has stored all its blocks, and its answers."""
+    """Runs the prompts in an engine with many blocks, which stores their KV. Returns the engine and
+    its answers."""
     roomy = engine(specs=model(), max_tokens_per_step=128, blocks=400)
     return roomy, {name: roomy.fill(tokens, 2) for name, tokens in prompts.items()}
 
 
 @pytest.mark.parametrize("num_tokens", [91, 92, 93])
 def test_a_request_needs_the_blocks_that_vllm_would_reserve(engine: Any, num_tokens: int) -> None:
-    """Compares with vLLM's own count, which is right as long as the request holds no blocks. Drafts
-    need room too."""
+    """hotkv's count of the blocks that a request needs, drafts included, must equal vLLM's own
+    count. vLLM's count is right as long as the request holds no blocks."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     one = engine(specs=hybrid_model(), blocks=96, speculative_config=ngram)
     room = one.connector._scheduler.requests.room
@@ -51,8 +52,8 @@ def test_a_request_needs_the_blocks_that_vllm_would_reserve(engine: Any, num_tok
 def test_a_load_may_take_the_last_block_that_the_others_can_spare(
     engine: Any, held: int, need: int, beside: int
 ) -> None:
-    """The device has exactly as many blocks as the new load and the admitted request need, then one
-    block fewer. The load may begin in the first case only."""
+    """A new request wants to load beside an admitted request. If the device has exactly as many
+    blocks as both need, the load may begin; with one block fewer, it must wait."""
     one = engine(specs=hybrid_model(), blocks=96)
     room = one.connector._scheduler.requests.room
     request = one.add("a", prompt(1, 92))
@@ -116,8 +117,9 @@ def test_loads_that_fit_go_on_together_and_those_that_failed_make_room(
 def test_who_waits_for_room_is_passed_only_by_those_that_vllm_prefers(
     engine: Any, server: Any, model: Any, policy: str
 ) -> None:
-    """The two small requests fit together; the large one fits only alone. With priorities, the late
-    small request comes before the large one."""
+    """Two small requests fit on the device together; the large one fits only alone. The late small
+    request must wait behind the large one, unless the scheduling policy is "priority" and gives it
+    precedence."""
     prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "late": prompt(3, 140)}
     roomy, answers = stored(engine, model, prompts)
     blocks = blocks_for_one(roomy) + blocks_for_one(roomy, 140)

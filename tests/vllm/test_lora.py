@@ -1,8 +1,8 @@
-"""Real vLLM with LoRA adapters: any engine finds an adapter's KV by the adapter's content, and by
-no other name.
+"""Tests real vLLM engines with LoRA adapters. An engine reuses the KV that another engine has
+computed with an adapter only if the adapter has the same name, path and bytes in both.
 
-Weights are random but large, also the adapters', so that a block of another adapter shows in the
-logprobs. Each engine keeps a single adapter in memory: another adapter evicts it.
+The weights of the model and of the adapters are random but large, so that KV of another adapter
+changes the log probabilities. Each engine keeps only one adapter in memory: the next one evicts it.
 """
 
 import random
@@ -24,7 +24,8 @@ LENGTH, HIT = 333, 320
 
 
 class Three(NamedTuple):
-    """Two engines with LoRA and one without, with the same server. `folder`: for adapters."""
+    """Two engines with LoRA and one without, all at the same server. `folder`: the folder for
+    adapters."""
 
     one: EngineProcess
     other: EngineProcess
@@ -46,7 +47,7 @@ def prompt(seed: int) -> list[int]:
 
 
 def ask(engine: EngineProcess, tokens: list[int], path: Path | None = None) -> dict[str, Any]:
-    """Returns the answer to a prompt, once all its blocks are stored in the server."""
+    """Runs a prompt and waits until the server has stored all its blocks. Returns the answer."""
     answer = engine.ask(
         "generate", prompts=[tokens], max_tokens=8, adapter=None if path is None else adapter(path)
     )

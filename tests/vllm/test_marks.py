@@ -1,5 +1,6 @@
-"""Marks in the queue of the engine's device, without an engine: the offer to the server, the
-content of each mark, and when an event may be recorded again."""
+"""Tests `Marks`, which creates marks: points in the queue of the device's work for which a transfer
+waits. Covers the kinds of marks that the engine offers to the server, the content of each mark, and
+when a CUDA event may be recorded again. There is no engine, and the device is a fake."""
 
 from typing import Any
 
@@ -38,7 +39,8 @@ def test_what_is_wanted_and_can_be_done_is_offered(
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_mark_is_of_the_kind_that_the_session_has_chosen(kind: OrderKind) -> None:
-    """Each mark by an event has an event of its own."""
+    """Makes three marks. Their kind is the one that the session has chosen; marks by CUDA events
+    use three different events."""
     marks = Marks(ToldDevice(), "auto")
     made = [marks.make(kind).after for _ in range(3)]
     assert {after.kind for after in made if after} == {kind} - {OrderKind.HOST}
