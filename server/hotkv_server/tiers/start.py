@@ -234,10 +234,11 @@ class OpenedTiers:
             self._lower.memory.close()
 
     def discard(self) -> None:
-        """Removes the files with the record of flushes (`EpochNotes`). Keeps them if there is a
-        disk, because its blocks outlive the server and need the record, and if a flush must still
-        raise the epoch in a store. Called at the end of a server that leaves no blocks in the arena
-        to the next server. Blocks the calling thread."""
+        """Removes the files with the record of flushes (`EpochNotes`), unless they are still
+        needed. They are needed if there is a disk, because its blocks outlive the server. They are
+        also needed if a flush must still raise the epoch of a key space in a store. Called at the
+        end of a server that leaves no blocks in the arena to the next server. Blocks the calling
+        thread."""
         if self._lower is None and self._epochs is not None:
             self._epochs.discard()
 

@@ -1,18 +1,19 @@
 """Decides how flushes of key spaces (deletions of all their blocks) reach all nodes. Each shared
 store keeps an epoch per key space: a number that every flush raises.
 
-The book has a record for each key space, under its fingerprint. For each store, the record has the
-epoch to which the key space's blocks on this node belong. The book has no clock and makes no calls:
-its caller (`drive.epochs`) reports which epochs the stores show and which flushes have run on this
-node. The book decides when the caller must ask a store for epochs, raise an epoch in a store, flush
-a key space on this node, or save the book. Always true:
+`EpochBook` has a record for each key space, under the key space's fingerprint. For each store, the
+record has the epoch to which the key space's blocks on this node belong. `EpochBook` has no clock
+and makes no calls: its caller (`drive.epochs`) reports which epochs the stores show and which
+flushes have run on this node. `EpochBook` decides when the caller must ask a store for epochs,
+raise an epoch in a store, flush a key space on this node, or save the records to a file. Always
+true:
 
 - The blocks on this node count as blocks of an epoch (they are *vouched for*) in two cases: this
   node began to flush the key space after the store had shown the epoch, or this node had no blocks
   of the key space when the store showed it. So no vouched block is older than the flush that began
   the epoch, whichever node requested that flush.
 - The epoch of a record never falls. A store that shows a lower epoch has lost a flush; the node
-  raises the store's epoch above all epochs known here.
+  then raises the store's epoch above all epochs that the node knows.
 - Blocks are served only if their epoch was *confirmed* in the last CONFIRMED_S: the store was asked
   for the epoch and showed the epoch of the record. (A node that can't reach the store also serves
   blocks from its host memory.) A flush is answered only when CONFIRMED_S have passed since the
@@ -28,7 +29,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 CONFIRMED_S = 1.5
-"""A store's answer confirms an epoch for this time, counted from when the question was sent."""
+"""Time for which a store's answer confirms an epoch, counted from when the question was sent to the
+store."""
 ASK_EVERY_S = 0.4
 """Time between two questions to a store for the epoch of a key space in use."""
 USED_S = 10.0
@@ -44,16 +46,16 @@ SPARE_S = 0.5
 """Longest time that a flush waits, in addition to CONFIRMED_S, for a store to confirm the new
 epoch."""
 CALM_S = 5.0
-"""If a flush has raised the epoch of one store, this node adopts that epoch. An answer of another
-store may still show the epoch from before the flush, if the question was sent within this time. The
-time is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
+"""If a flush has raised the epoch of one store, this node adopts the new epoch. For this time
+afterwards, another store may still answer a question with the epoch from before the flush. The time
+is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
 MISSED_S = 5.0
 """A flush of another node has missed a store if the store shows no new epoch within this time of
 the new epoch of another store. Longer than TELL_S."""
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
-"""If there are more records than this, the book forgets the records of idle key spaces that this
+"""If there are more records than this, `EpochBook` forgets the records of idle key spaces that this
 node no longer knows."""
 NO_EPOCH = 0
 """Stands in place of an epoch if the store has no epoch for the key space. The key space's blocks
@@ -65,7 +67,7 @@ NEVER_S = float("-inf")
 class EpochStanding:
     """The state of a key space in one store.
 
-    Saved in the file of the book:
+    Saved in the file with the records of `EpochBook`:
 
     `epoch`: the highest epoch of the store that this node has adopted.
     `is_vouched`: True if all blocks on this node belong to `epoch`.
@@ -90,10 +92,11 @@ class EpochStanding:
     `shown_s`: when the question was sent whose answer last showed an epoch, or none.
     `changed_s`: when the question was sent whose answer last showed a later epoch than this node
         had adopted. An epoch that a store begins after it had none does not count.
-    `unchanged_s`: `shown_s` before that answer: the store has raised the epoch since then.
+    `unchanged_s`: the value that `shown_s` had before that answer; the same as `changed_s` if there
+        was no earlier answer. The store has raised the epoch after this time.
     `emptied_s`: when the question was sent whose answer last showed no epoch, so that no node could
         read blocks from the store.
-    `is_reported`: True if `EpochBook.missed` has returned the store since then.
+    `is_reported`: True if `EpochBook.missed` has returned the store since `changed_s` was last set.
     """
 
     epoch: int = NO_EPOCH
@@ -134,7 +137,7 @@ class Record:
 
     `local`: the seal number: a number that is part of the seals (check values) of the key space's
         blocks on this node's disk. Each flush changes it, so the seals of older blocks don't match.
-        Saved in the file of the book.
+        Saved in the file.
     `stores`: the state in each store, by the store's name. Partly saved.
     `asked`: number of flushes that callers have requested.
     `need`: the latest flush on this node that is required.
@@ -143,7 +146,7 @@ class Record:
     `ended_s`: when the flush `ended` has ended, or, if an epoch was adopted later without a flush,
         when the question for this epoch was sent. At first, in a saved record: when the question
         was sent whose answer first confirmed an epoch.
-    `saved_at`: the first revision of the book that records the end of the flush `ended`.
+    `saved_at`: the first `EpochBook.revision` that includes the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
     `used_s`: when blocks were last requested.
     """
@@ -190,7 +193,8 @@ class Raise:
 
 
 class EpochBook:
-    """Decides on epochs and flushes; see the module.
+    """Decides when stores must raise the epochs of key spaces (numbers that each flush raises), and
+    when this node must flush a key space; see the module.
 
     `stores`: names of the shared stores in the settings.
     `records`: the records that an earlier server saved, by fingerprint; None: no records.
@@ -247,7 +251,8 @@ class EpochBook:
 
     def flush(self, fingerprint: str, now_s: float) -> Ticket:
         """Requests a flush of a key space: on this node, and in each store by a raise of the epoch.
-        Returns the ticket, with which `pending` and `is_saved` tell whether the flush is done."""
+        Returns a ticket; `pending` and `is_saved` take this ticket and report whether the flush is
+        done."""
         record = self._record(fingerprint)
         record.asked += 1
         record.need += 1
@@ -342,14 +347,14 @@ class EpochBook:
         return pending
 
     def is_saved(self, ticket: Ticket) -> bool:
-        """Returns True if this node has ended the flush that serves the request, and the saved book
+        """Returns True if this node has ended the flush that serves the request, and the saved file
         records the end of the key space's latest flush on this node."""
         record = self._record(ticket.fingerprint)
         return record.ended >= ticket.need and self.saved >= record.saved_at
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the saved book includes the seal numbers (`Record.local`) of all key spaces.
+        """True if the saved file includes the seal numbers (`Record.local`) of all key spaces.
         Without these numbers the next server could not read the blocks on the disk."""
         return self.saved >= self._sealed_at
 
@@ -533,8 +538,9 @@ class EpochBook:
         return standing.epoch if is_usable else NO_EPOCH
 
     def doubt(self, fingerprint: str, now_s: float) -> None:
-        """Withdraws the confirmations of the key space's epochs. Called because a call of a tier
-        has seen another epoch than this node expected. `due` then returns the key space at once."""
+        """Withdraws the confirmations of the key space's epochs. Called when a call of a tier has
+        seen another epoch than this node expected. Afterwards `due` returns the key space at once,
+        so that the stores are asked again."""
         self.use(fingerprint, now_s)
         for standing in self._mine(self._record(fingerprint)):
             standing.confirmed_s = standing.asked_s = NEVER_S
@@ -578,9 +584,9 @@ class EpochBook:
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
-        """Marks key spaces as idle if they were not used for USED_S and no flush or raise of them
-        is pending. If there are more than MAX_RECORDS records, also forgets the records of idle key
-        spaces that are not in `known`.
+        """Marks a key space as idle if it was not used for USED_S, and no flush and no raise of its
+        epoch is pending. If there are more than MAX_RECORDS records, also forgets the records of
+        idle key spaces that are not in `known`.
 
         `known`: the fingerprints of all key spaces of this node.
         """

@@ -58,8 +58,8 @@ class _Group:
 
 
 class PlaceSizes:
-    """Chooses the sizes of places; see the module. In its methods, `group` is the number of a KV
-    cache group of the key space `key_space_id`.
+    """Chooses the sizes of the places that blocks get on the disk; see the module. In its methods,
+    `group` is the number of a KV cache group of the key space `key_space_id`.
 
     `encoded_bytes`: see `EncodedBytes`; None if blocks are never encoded.
     """

@@ -1,8 +1,8 @@
 """Decides which blocks are written to the disk tier, under a budget of bytes per day.
 
-Disks wear, and most blocks are never requested again. So the gate admits only a share of the
-chains. A chain is the blocks of a sequence; it is admitted whole, because a hit ends at the first
-missing block. The gate computes the share from the rate of offered bytes and the rest of the
+Disks wear, and most blocks are never requested again. So the gate (`WriteGate`) admits only a share
+of the chains. A chain is the blocks of a sequence; it is admitted whole, because a hit ends at the
+first missing block. The gate computes the share from the rate of offered bytes and the rest of the
 budget. It reads the hash of one of the chain's first blocks (EARLY_TOKENS) as a number from 0 to 1,
 and admits the chain if the number is below the share. So all chains that have this block in common
 get the same answer. A block that was refused is admitted when it is offered again, unless such
@@ -78,7 +78,8 @@ class Offered:
 
 
 class WriteGate:
-    """Decides which blocks are written to the disk; see the module.
+    """Decides which blocks are written to the disk, so that a budget of bytes per day lasts; see
+    the module.
 
     `bytes_per_day`: the budget; None: no limit, so all blocks are admitted.
     """
@@ -113,8 +114,8 @@ class WriteGate:
 
     def add(self, num_bytes: int, now_s: float) -> None:
         """Counts written bytes that `admit` has not counted, because the blocks needed larger
-        places than it assumed. If `num_bytes` is negative, `admit` has counted bytes that are not
-        written after all; they come off the newest time slot."""
+        places than `admit` assumed. A negative `num_bytes` means that `admit` has counted bytes
+        that are not written after all; they are subtracted from the newest time slot."""
         self._written.add(num_bytes, now_s)
 
     def written(self, now_s: float) -> list[tuple[float, int]]:
@@ -161,9 +162,10 @@ class WriteGate:
         return admitted
 
     def _num_taken(self, offered: Offered, rows: slice, is_again: BoolMask, now_s: float) -> int:
-        """Returns how many of the offered blocks of a chain to admit, counted from the first of
-        them: all of them if the chain is admitted, else the leading blocks that were refused before
-        (0 if such blocks would spend the budget too fast).
+        """Returns how many of the offered blocks of a chain (blocks of a sequence) to admit,
+        counted from the first offered block. The result is all of them if the chain is admitted.
+        Otherwise it is the number of leading blocks that the gate has refused before, or 0 if such
+        blocks would spend the budget too fast.
 
         `rows`: the rows of these blocks in `offered`.
         `is_again`: for each row, True if the gate has refused the block before.

@@ -42,11 +42,11 @@ memory."""
 
 
 class TierBelow:
-    """Drives the disk tier; see the module. In its methods, `groups` has a list of block hashes
-    for each KV cache group.
+    """Copies blocks from host memory down to the disk, and from the disk up to host memory; see the
+    module. In its methods, `groups` has a list of block hashes for each KV cache group.
 
     `tier`: reads and writes the bytes of blocks.
-    `lower`: the books of the disk tier, which record the blocks on the disk and the moves.
+    `lower`: records which blocks are on the disk, and which moves are under way.
     `epochs`: tells whether blocks on the disk may be older than a flush.
     `verifier`: compares blocks with their check values.
     `moving_bytes`: most bytes that may be moved down at a time; more than MAX_DOWN_BYTES has no
@@ -92,8 +92,8 @@ class TierBelow:
         `tasks`: runs the task.
         `tell`: executes the core's effects (notices and events about removed blocks). Called after
             blocks may have been evicted or condemned.
-        `on_ready`: called after blocks were moved down, with their entries in the disk's books, the
-            medium (`Medium.DISK`) and the tier's name.
+        `on_ready`: called after blocks were moved down, with their entries in the disk's block
+            table, the medium (`Medium.DISK`) and the tier's name.
         """
         self._on_ready = on_ready
         if self.memory is not None:
@@ -205,7 +205,7 @@ class TierBelow:
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Waits until the shared stores have confirmed the key space's epochs, so that blocks may
         be loaded from the disk; at most until `until_s`, a time of time.monotonic. Does not access
-        the disk, because the books (`lower`) record which blocks the disk has."""
+        the disk, because `lower` records which blocks the disk has."""
         if self.has_some(key_space_id, groups):
             await self._epochs.confirm_all(key_space_id, until_s)
 

@@ -26,11 +26,12 @@ StalledS = Callable[[float], float]
 
 
 class Breaker:
-    """The circuit breaker of a tier; see the module.
+    """The circuit breaker of a tier: makes lookups skip the tier while the tier is broken or hangs;
+    see the module.
 
-    `stalls`: functions (`StalledS`), each of which reports for how long other work for the tier has
-        lasted, such as a write of the disk's records. The tier also counts as hanging if such work
-        takes longer than MAX_STALL_S.
+    `stalls`: functions (`StalledS`), one for each kind of other work for the tier, such as writes
+        of the disk's records. Each returns for how many seconds the work has been under way. The
+        tier also counts as hanging if such work takes longer than MAX_STALL_S.
     """
 
     def __init__(self, tier: Tier, *stalls: StalledS) -> None:

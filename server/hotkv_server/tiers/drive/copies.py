@@ -65,7 +65,7 @@ server."""
 
 
 class TierCopies:
-    """Copies blocks to a shared tier; see the module.
+    """Copies blocks from host memory to a tier that other nodes share; see the module.
 
     `breaker`: tells whether the tier is known to be broken.
     `epochs`: tells whether the store has confirmed the epoch of a key space.

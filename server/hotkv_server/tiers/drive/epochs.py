@@ -1,12 +1,12 @@
 """Executes flushes in all tiers. An epoch is a number that a shared store keeps for each key space,
-and that every flush raises. The book of epochs (`tiers.book.epochs`) decides which actions are due.
-This module executes them: it asks the stores of shared tiers for epochs, raises epochs in stores,
-flushes key spaces on this node, and saves the book.
+and that every flush raises. `EpochBook` (`tiers.book.epochs`), the record of epochs and flushes,
+decides which actions are due. This module executes them: it asks the stores of shared tiers for
+epochs, raises epochs in stores, flushes key spaces on this node, and saves the `EpochBook`.
 
-Always true: a flush continues if the caller that waits for it is cancelled. One task asks the book
-for due actions. At most one action of each kind is under way: one question and one raise for each
-store, one flush of this node, one write of the book. A slow write of the book delays only moves to
-the disk and, for a bounded time, the answers to flushes.
+Always true: a flush continues if the caller that waits for it is cancelled. One task asks the
+`EpochBook` for due actions. At most one action of each kind is under way: one question and one
+raise for each store, one flush of this node, one write of the `EpochBook`. A slow write of the
+`EpochBook` delays only moves to the disk and, for a bounded time, the answers to flushes.
 
 A store counts as *away* if its tier reports a problem, if two questions in a row have failed, if
 its answer to a question is overdue, or if it has just restarted and shows an epoch that may come
@@ -38,7 +38,7 @@ Flush = Callable[[int], Awaitable[int]]
 """Flushes a key space on this node only. Returns the number of removed blocks."""
 
 TICK_S = 0.05
-"""Time between two turns (ticks) of the task that asks the book for due actions."""
+"""Time between two turns (ticks) of the task that asks the `EpochBook` for due actions."""
 IDLE_TURN_S = 1.0
 """Time between two turns in which the task also considers idle key spaces."""
 ASK_S = 2.0
@@ -56,10 +56,11 @@ DEAF_TICKS = 30
 """After a stop of the process (see GAP_S), no store begins to count as away for this number of
 ticks."""
 AGAIN_S = 1.0
-"""Wait after a failed write of the book or a failed flush on this node, before the next try."""
+"""Wait after a failed write of the `EpochBook` or a failed flush on this node, before the next
+try."""
 NOTES = "disk"
-"""The tier name that a flush reports as pending if the book could not be written to its files in
-time."""
+"""The tier name that a flush reports as pending if the `EpochBook` could not be written to its
+files in time."""
 
 
 class EpochRelay:
@@ -116,8 +117,8 @@ class Epochs:
     epochs (numbers that each flush raises). See the module.
 
     `stores`: each shared tier, with the relay that it got when it was opened.
-    `notes`: files in which the book outlives the server; None: the book is lost when the process
-        ends.
+    `notes`: files in which `book` (the record of epochs and flushes) outlives the server; None:
+        `book` is lost when the process ends.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Epochs:
         tasks.spawn(self._run())
 
     def discard(self) -> None:
-        """Removes the files with the book of epochs, unless a store must still raise an epoch for a
+        """Removes the files with the `EpochBook`, unless a store must still raise an epoch for a
         flush. Called at the end of a server that leaves no blocks to the next server. Blocks the
         calling thread."""
         self._notes.discard(self.book)
@@ -265,8 +266,8 @@ class Epochs:
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the book's file has all seal numbers (`Record.local`), so that the next server
-        can read the blocks on the disk."""
+        """True if the saved `EpochBook` has all seal numbers (`Record.local`), so that the next
+        server can read the blocks on the disk."""
         return self.book.are_seals_saved
 
     def is_confirmed(self, store: str, key_space_id: int) -> bool:
@@ -390,8 +391,8 @@ class Epochs:
             asyncio.get_running_loop().call_soon(self._work)
 
     def _work(self) -> None:
-        """Asks the book which actions are due, and begins them: questions to stores, raises of
-        epochs, a flush of this node, a write of the book."""
+        """Asks the `EpochBook` which actions are due, and begins them: questions to stores, raises
+        of epochs, a flush of this node, a write of the `EpochBook`."""
         self._is_nudged = False
         if self._tasks.is_closing:
             return
@@ -481,9 +482,9 @@ class Epochs:
         self._wake()
 
     async def _flush_here(self, fingerprint: str) -> None:
-        """Flushes a key space on this node, and reports the end of the flush to the book. Removes
-        no blocks if this node does not know the key space, or if the key space has no blocks and no
-        caller has requested the flush. In the second case calls `on_flushed`."""
+        """Flushes a key space on this node, and reports the end of the flush to the `EpochBook`.
+        Removes no blocks if this node does not know the key space. If the key space has no blocks
+        and no caller has requested the flush, only calls `on_flushed`."""
         is_done = False
         try:
             number = self._number(fingerprint)
@@ -530,7 +531,7 @@ class Epochs:
             self._turned.set_result(None)
 
     async def _turn(self, wait_s: float) -> None:
-        """Waits until `_wake` is called, at most for `wait_s`."""
+        """Waits until `_wake` is called, at most for `wait_s` seconds."""
         if self._turned is None or self._turned.done():
             self._turned = future()
         await asyncio.wait([self._turned], timeout=wait_s)

@@ -64,13 +64,14 @@ class Offer:
 
 
 def both(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns, for each list of blocks, a mask of the blocks that both `some` and `others`
-    select."""
+    """Returns, for each list of blocks, a mask of the blocks that are selected in both masks: in
+    `some` and in `others`."""
     return [one & other for one, other in zip(some, others, strict=True)]
 
 
 def either(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns, for each list of blocks, a mask of the blocks that `some` or `others` select."""
+    """Returns, for each list of blocks, a mask of the blocks that are selected in `some`, in
+    `others`, or in both."""
     return [one | other for one, other in zip(some, others, strict=True)]
 
 

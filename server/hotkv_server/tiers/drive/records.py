@@ -60,15 +60,16 @@ RETRY_S = 1.0
 RECORD_BYTES = RECORD_WORDS * 4
 PART_BYTES, READ_BYTES = 64 << 10, 16 << 20
 SYNCED_PARTS = 256
-"""Parts of a new table that are synced at a time. A slow disk takes seconds for a large table; the
-end of each of these steps shows that the disk does not hang."""
+"""Number of parts of a new table that are written between two syncs. A slow disk takes seconds for
+a large table; each completed sync shows that the disk does not hang."""
 CLOSE_WAIT_S = 5.0
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class LowerMemory:
-    """The records of the disk tier; see the module.
+    """The records of the disk tier, in memory and in files from which the next server restores the
+    tier; see the module.
 
     `folder`: folder of the tier, with its files.
     `slab_bytes`: size of a slab (one of the equal pieces of the tier's disk space).
