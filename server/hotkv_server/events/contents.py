@@ -73,9 +73,9 @@ FILLER, BLOCKS, NAME = 0, 1, 2
 blocks that were stored together). NAME: a name of a key space's model."""
 MOST_MOVES = 64
 """When a record is added to a full ring, old records with blocks that are still cached are appended
-again: about this number at most, and about an eighth of the ring at most. If there are more, most
-of the ring is about cached blocks. Then no records of blocks are appended again until an eighth of
-the ring has been overwritten."""
+again: about this number at most, and about an eighth of the ring at most. If there are more such
+records, most of the ring is about cached blocks. Then no records of blocks are appended again until
+an eighth of the ring has been overwritten."""
 AT_BITS = 17
 """A value in the index has two parts: this number of low bits is the number of the block in its
 run, the higher bits are the position of the run's record."""
@@ -141,7 +141,8 @@ class KnownRun:
 
 
 class Contents:
-    """Keeps and finds the contents of blocks; see the module.
+    """Keeps the contents of stored blocks (token ids, parent, adapter, extra keys) in a ring
+    buffer, and finds them; see the module.
 
     `path`: file of the ring; None: the ring is in private memory of the process.
     `max_bytes`: largest size of the ring. The index, which is in memory of the process, takes about
@@ -344,7 +345,8 @@ class Contents:
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
-        """Holds the lock while the context is open. Writes all queued contents first."""
+        """Context manager that holds the lock. Writes all queued contents into the ring before its
+        body runs."""
         with self._lock:
             while self._queue:
                 self._write_next()
@@ -394,8 +396,8 @@ class Contents:
 
     def _grow(self, end: int) -> None:
         """Grows the ring to at least `end` bytes, or to its largest size, which a ring in private
-        memory has from the start. Must not be called once records have been written from the
-        beginning of the ring again."""
+        memory has from the start. Must not be called after the ring has wrapped around (records
+        were written from its beginning again)."""
         size = min(-(-end // GROWTH_BYTES) * GROWTH_BYTES, self._max_bytes)
         if size <= self._size:
             return
@@ -477,9 +479,10 @@ class Contents:
         self._note()
 
     def _still_of_use(self, record: _Record) -> list[bytes]:
-        """Returns the records to append again when this record is dropped. The name of a known key
-        space is appended again as it is. Of a run, the blocks that are still cached and are in no
-        newer record are appended again, with a record for each unbroken sequence of them."""
+        """Returns the records to append again when this record is dropped. If the record is the
+        name of a known key space, this is the record itself. If it is a run (consecutive blocks),
+        these are new records for the blocks of the run that are still cached and are in no newer
+        record: a record for each unbroken sequence of such blocks."""
         if record.name is not None:
             is_known = record.fingerprint in self._known
             return [self._bytes_at(record.position)] if is_known else []

@@ -142,7 +142,8 @@ class HintedBlocks:
 
 
 class HintWork:
-    """Performs actions (see the module).
+    """Performs the actions that hints of routers request: retains, pins, demotes, releases or
+    prefetches blocks (see the module).
 
     below: fetches blocks from tiers below host memory; None if there is no tier.
     spawn: starts background work, which is cancelled when the node closes.

@@ -29,7 +29,7 @@ FROM_LEDGER = ("prompt_tokens", "device_hit_tokens", "loaded_bytes", "stored_byt
 
 
 class History:
-    """A ring with a sample for each of the latest intervals.
+    """A ring buffer with a sample for each of the latest intervals of time.
 
     The caller numbers the intervals; the numbers of successive calls increase.
 
@@ -93,8 +93,8 @@ class History:
 
 
 class LiveHistory:
-    """Records the history of a running node's ledger. The first interval is the interval in which
-    the object is created."""
+    """Records the history of a running node's ledger: the growth of its counts in each interval of
+    time. The first interval is the interval in which the object is created."""
 
     def __init__(self, core: CacheCore, ledger: LiveLedger, lag: LoopLag) -> None:
         self._core, self._ledger, self._lag = core, ledger, lag

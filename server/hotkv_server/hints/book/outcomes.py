@@ -72,7 +72,7 @@ class HintLimits:
     tracked: actions for which the reuse of their blocks is tracked.
     tracked_bytes: bytes of the keys of tracked blocks. A copy of the keys for fast comparison takes
         as many bytes again.
-    tenants: tenants that are remembered.
+    tenants: tenants whose hints are remembered.
     node_bytes: bytes of the prompts of all tenants.
     """
 
@@ -110,7 +110,8 @@ class _Tracked:
 
 @dataclass(slots=True)
 class TenantHints:
-    """The hints of a tenant.
+    """The state of a tenant's hints: its sessions, the outcomes of its actions, and its budget of
+    actions.
 
     sessions: the router's sessions, with their latest prompts.
     outcomes: the latest outcomes, by message and action.
@@ -255,7 +256,8 @@ class TenantHints:
 
 
 class HintBook:
-    """The hints of all tenants. Beyond the limits, drops the least recently used tenants.
+    """Records the state of the hints of all tenants (`TenantHints`). If a limit is exceeded, drops
+    the least recently used tenants.
 
     A tenant with running prefetches is not dropped and does not count for the limit of tenants.
     After its prefetches have ended, the next call of `tenant` may drop it.

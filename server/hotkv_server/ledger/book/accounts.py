@@ -23,8 +23,8 @@ from hotkv_server.cache.values import HOST_TIER
 
 NUM_MINUTES = 120
 NUM_HOURS = 192
-"""Number of hours (eight days) for which there is a sum per hour. NUM_MINUTES (two hours) is the
-number of minutes for which there is a sum per minute."""
+"""Number of hours for which there is a sum per hour: eight days. (NUM_MINUTES is the number of
+minutes for which there is a sum per minute: two hours.)"""
 NUM_CELLS = 1 + NUM_MINUTES + NUM_HOURS
 """Number of rows of `Buckets.cells`: the sum of all time, then minutes, then hours."""
 FIRST_HOUR = 1 + NUM_MINUTES
@@ -159,9 +159,9 @@ class Buckets:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Amounts to add to an account after an event. An event is: an engine has scheduled a request,
-    a load from the cache has ended, or transfers have moved bytes. After a failed load,
-    `saved_s` and `hit_tokens` are negative: they cancel the hit that was counted before. Its tokens
-    are counted in `missed_tokens` instead, in the minute of the hit.
+    a load from the cache has ended, or transfers have moved bytes. After a failed load, `saved_s`
+    and `hit_tokens` are negative: they cancel the hit that was counted before. The tokens of the
+    hit are counted in `missed_tokens` instead, in the minute of the hit.
 
     device_hit_tokens: prompt tokens that hit in the engine's own device memory.
     saved_s: seconds of prefill that hits saved.
@@ -284,7 +284,8 @@ report can't make the sums infinite."""
 
 
 class Accounts:
-    """All accounts. Times are in whole minutes since 1970.
+    """All accounts of the ledger, each with its sums of usage. Times are in whole minutes since
+    1970.
 
     began_minute: when counting began.
     num_folded: number of accounts that were folded into other accounts.
@@ -373,14 +374,16 @@ class Accounts:
     def put_back(self, account: Account, row: Buckets) -> None:
         """Restores an account of an earlier server. Call this method in order of use: the account
         counts as used more recently than all accounts that were restored before it. A server of
-        another version may have had more accounts; the first are then folded."""
+        another version may have had more accounts; the accounts that were restored first are then
+        folded (merged into other accounts)."""
         while len(self._rows) >= self._max_accounts:
             self._fold()
         self._rows[account] = row
         self.total.merge(row)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the accounts do not add up."""
+        """Raises AssertionError if there are too many accounts, or if the accounts do not add up to
+        the total."""
         assert len(self._rows) <= self._max_accounts, "too many accounts"
         whole = sum((row.total for row in self._rows.values()), np.zeros(len(self.columns)))
         assert np.allclose(whole, self.total.total), "accounts do not add up to the total"

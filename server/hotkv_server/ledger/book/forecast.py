@@ -35,7 +35,7 @@ large arena, the gain of a smaller step could not be distinguished from the samp
 MAX_SHADOW_KEYS = 4096
 """Most keys in a shadow cache."""
 MAX_SEEN = 1 << 16
-"""Most seen keys in the sample."""
+"""Most keys in the sample of seen keys (keys of blocks that requests have used)."""
 SEEN_ROOM = 2
 """Size of the table of seen keys, as a multiple of MAX_SEEN. It is larger so that its buckets do
 not overflow."""
@@ -86,7 +86,7 @@ class Outlook:
 
 
 class Forecast:
-    """Makes forecasts from observed requests (see the module).
+    """Forecasts the hits of larger caches from the blocks of observed requests (see the module).
 
     sums: the counted and estimated tokens over time, in the columns NAMES.
     seen_share: share of all keys in the sample of seen keys.
@@ -224,7 +224,7 @@ class Forecast:
         self._num_seen, self.seen_share = len(self._seen), seen_share
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the sample is too large or miscounted."""
+        """Raises AssertionError if a sample is too large or miscounted."""
         assert self._num_seen <= self._max_seen, "too many keys were kept"
         self._seen.check_invariants()
         for shadow in self._shadows:

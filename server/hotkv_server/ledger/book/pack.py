@@ -40,7 +40,7 @@ class Kept:
     names: names of the columns of `rows`.
     rows: accounts with their sums, the least recently used account first.
     forecast: the forecast's sums.
-    seen: the forecast's seen keys.
+    seen: the sampled keys of blocks that the forecast has seen in requests.
     seen_share: share of all keys in the sample of seen keys.
     speeds: prefill speed in tokens/s, by key space.
     """

@@ -22,7 +22,8 @@ QUEUE = 1
 
 
 class Shadow:
-    """Simulates a cache (see the module) that holds at most `max_keys` keys."""
+    """Simulates a cache that holds at most `max_keys` keys of blocks, without their bytes, under an
+    eviction policy (see the module)."""
 
     def __init__(self, make_policy: MakePolicy, max_keys: int) -> None:
         self.used_bytes = 0

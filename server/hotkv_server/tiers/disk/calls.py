@@ -118,7 +118,8 @@ class DiskPiece:
 
 
 class CallQueue:
-    """The queue of calls; see the module. Thread-safe. The queue itself has no bound, because
+    """The queue of read and write calls from which the threads of the disk tier take pieces (some
+    blocks of a call); see the module. Thread-safe. The queue itself has no bound, because
     `drive.below` and `drive.tiers` bound the bytes of their calls.
 
     `num_threads`: number of threads that call `take`.

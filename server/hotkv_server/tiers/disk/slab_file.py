@@ -92,7 +92,7 @@ class SlabFileError(OSError):
 
 
 class SlabFile:
-    """The open slab file; see the module.
+    """The open slab file, which holds the blocks of the disk tier; see the module.
 
     `is_direct`: True if I/O bypasses the page cache. Then addresses, offsets and sizes must be
         multiples of SLOT_ALIGN.

@@ -53,11 +53,12 @@ class SpoiledError(MasterLostError):
 
 class AwayError(Exception):
     """A key space's epoch can't be read, because the process in whose memory Mooncake stored the
-    epoch is gone. For some seconds the master still lists the values in that memory."""
+    epoch is gone. (For some seconds after the end of that process, the master still lists the
+    values in its memory.)"""
 
 
 class Child:
-    """Executes the server's requests, one at a time.
+    """Executes the server's requests with Mooncake's native client, one at a time.
 
     `store`: Mooncake's native client, set up already.
     `native`: Mooncake's Python module.

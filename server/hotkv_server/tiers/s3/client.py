@@ -90,7 +90,7 @@ class Shared:
 
 
 class S3Client:
-    """A `Client` whose store is the bucket; see the module."""
+    """A `Client` (connection of a tier to its store) for an S3 bucket; see the module."""
 
     def __init__(self, shared: Shared, bucket: Bucket) -> None:
         self._shared = shared

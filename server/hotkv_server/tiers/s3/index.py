@@ -26,7 +26,8 @@ class Place(NamedTuple):
 
 
 class PackIndex:
-    """The index; see the module. Thread-safe. Uses some 170 bytes of memory per block."""
+    """An index of the blocks that this node knows to be in the bucket; see the module. Thread-safe.
+    Uses some 170 bytes of memory per block."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks

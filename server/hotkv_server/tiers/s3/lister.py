@@ -98,7 +98,8 @@ class _Folder:
 
 
 class Lister:
-    """Lists packs; see the module. Thread-safe.
+    """Finds out which packs (objects with blocks) the bucket has, and adds them to the index; see
+    the module. Thread-safe.
 
     `index`: gets the packs that listings find.
     `connect`: returns the bucket; raises StoreError.
@@ -219,8 +220,9 @@ class Lister:
 
     def _look(self, bucket: Bucket, space: Space, folder: _Folder) -> bool:
         """Lists the packs of a key space, and adds them to the index. Returns False if it has
-        stopped early, because requests wait for another key space; the next listing then continues
-        from this point. Also stops if the epoch has ended (`forget_others`). Raises StoreError."""
+        stopped early because requests wait for another key space; the next listing then continues
+        from this point. Also stops, and returns True, if the epoch has ended (`forget_others`) or
+        the lister closes. Raises StoreError."""
         horizon = age_at(int((time.time() - OVERLAP_S) * 1e6))
         clock_s = time.time() - time.monotonic()
         if folder.horizon == UNSEEN or abs(clock_s - folder.clock_s) > JUMP_S:
