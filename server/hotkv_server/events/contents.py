@@ -55,8 +55,8 @@ MAGIC: Final = b"HOTKVEC1"
 START: Final = 4096
 """Offset of the ring in the file; the header is before it."""
 HEADER: Final = struct.Struct("<8sqqq")
-"""Header of the file: magic number, size of the ring, position of the oldest record, position
-behind the newest record."""
+"""Header of the file: magic number, size of the ring, position of the oldest record, position after
+the newest record."""
 PREFIX: Final = struct.Struct("<III")
 """First fields of each record: CRC-32 of the rest of the record, length of the whole record in
 bytes, kind (FILLER, BLOCKS or NAME)."""
@@ -218,8 +218,10 @@ class Contents:
     def find(
         self, fingerprint: bytes, group_index: int, hashes: list[bytes]
     ) -> tuple[list[BlocksStored], list[int]]:
-        """Returns runs with those of the blocks whose contents are known. Consecutive blocks of a
-        record become one run. Also returns the positions in `hashes` of the other blocks.
+        """Finds the contents of blocks. Returns two lists. The first has runs (consecutive blocks
+        of a sequence) with the blocks whose contents are known; consecutive blocks of a record
+        become one run. The second has the positions in `hashes` of the blocks whose contents are
+        not known.
 
         `hashes`: the hash of each block, 32 bytes.
         """
@@ -259,13 +261,13 @@ class Contents:
 
     @property
     def head(self) -> int:
-        """Position behind the newest record, at which the next record will be written."""
+        """Position after the newest record, at which the next record will be written."""
         with self._written():
             return self._head
 
     def runs(self, begin: int = 0, fingerprint: bytes | None = None) -> Iterator[KnownRun]:
         """Yields the runs (consecutive blocks of a sequence) whose records are at position `begin`
-        or behind it, and also the runs that are added during the iteration. In a sequence, earlier
+        or later, and also the runs that are added during the iteration. In a sequence, earlier
         blocks come first, unless their record was added during the iteration.
 
         Each step is short, because it reads only the list of records of one depth.
@@ -389,8 +391,8 @@ class Contents:
             self._append(one)
 
     def _end_of(self, packed: bytes, head: int) -> int:
-        """Returns the position behind a new record, if `head` is the position behind the newest
-        record. `packed`: the bytes of the record."""
+        """Returns the position after a new record, if `head` is the position after the newest
+        record. `packed`: the bytes of the new record."""
         left = self._size - head % self._size
         return head + len(packed) + (0 if left >= len(packed) else left)
 
@@ -545,7 +547,7 @@ class Contents:
 
     def _checked_at(self, position: int, end: int) -> bytes | None:
         """Returns the bytes of the record at a position; None if the record is damaged. `end`:
-        position behind the newest record."""
+        position after the newest record."""
         start = START + position % self._size
         crc, length, kind = PREFIX.unpack_from(self._map, start)
         left = self._size - position % self._size

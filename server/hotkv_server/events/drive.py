@@ -332,9 +332,10 @@ def moved_events(
     `entries`: entry numbers of the moved blocks in `index`.
     `medium`: the medium to which the blocks were moved.
     `tier`: name of the tier that now has the blocks; empty for host memory.
-    `find`: returns the runs of known blocks and the positions of the others (`Contents.find`),
-        given the number of the key space, the group and the hashes. The parents are not read from
-        the index, because the index's links between blocks are only hints (`cache.table.index`).
+    `find`: returns the runs of blocks whose contents are known, and the positions of the other
+        blocks (`Contents.find`), given the number of the key space, the group and the hashes. The
+        parents are not read from the index, because the index's links between blocks are only hints
+        (`cache.table.index`).
     """
     events: list[BlocksStored] = []
     key_spaces, groups, hashes = index.keys(entries)

@@ -79,7 +79,7 @@ def binds(endpoint: str) -> bool:
 @dataclass(slots=True, eq=False)
 class _Topic:
     """The state of a ZMQ topic. Only the event loop changes the first four fields, only the thread
-    changes the others.
+    changes the other fields.
 
     `key_spaces`: numbers of the key spaces whose events are sent under the topic.
     `must_clear`: True if a removal was lost because the queue was full, so that the topic's next

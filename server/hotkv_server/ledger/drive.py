@@ -293,7 +293,7 @@ class LiveLedger:
             self._saving = clerk.do(lambda: _save(directory, pieces))
 
     async def close(self) -> None:
-        """Waits for a running write of the file, for at most CLOSE_S."""
+        """Waits until a running write of the ledger's file has ended, at most CLOSE_S."""
         if self._saving is not None:
             await asyncio.wait([asyncio.wrap_future(self._saving)], timeout=CLOSE_S)
 

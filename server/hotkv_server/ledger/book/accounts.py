@@ -96,8 +96,8 @@ class Buckets:
         return total
 
     def add(self, values: Values, minute: int, age_minutes: int = 0) -> None:
-        """Adds `values` [columns] to the sums of a minute, of its hour, and of all time. The minute
-        is `age_minutes` before `minute`, the present one."""
+        """Adds `values` [columns] to the sums of a minute, of its hour, and of all time. This
+        minute is `age_minutes` minutes before the present minute, `minute`."""
         self.advance(minute)
         cells, at = self.cells, self.minute - age_minutes
         cells[0] += values

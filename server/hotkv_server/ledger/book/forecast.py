@@ -210,8 +210,9 @@ class Forecast:
     # Saving and restoring
 
     def seen(self) -> Keys:
-        """Returns the seen keys for the ledger's file, uint64 [n]. The high 32 bits are the key's
-        place in the table, the low 32 bits its tag (a part of the key's hash)."""
+        """Returns the sampled keys of blocks that requests have used (seen keys), for the ledger's
+        file, uint64 [n]. The high 32 bits are the key's place in the table, the low 32 bits its tag
+        (a part of the key's hash)."""
         flat = self._seen.tags.reshape(-1)
         at = np.flatnonzero(flat)
         return at.astype(np.uint64) << np.uint64(32) | flat[at]

@@ -56,7 +56,7 @@ class Kept:
 
     @property
     def tiers(self) -> list[str]:
-        """Returns the names of the tiers that have a column."""
+        """Returns the names of the tiers that have a column (of hit tokens) in the saved ledger."""
         return [name.removeprefix(HIT) for name in self.names if name.startswith(HIT)]
 
 

@@ -149,9 +149,10 @@ class Arrivals:
         return came
 
     def forsake(self, move: Move) -> None:
-        """Abandons a move up to host memory, because its tier hangs or its blocks are flushed.
-        Engines may then store its blocks again, in other slots, and other tiers may move them up.
-        The move's slots stay in use until `end`, because the tier may still write to them."""
+        """Abandons a move up to host memory, because its tier hangs, or because a flush deletes its
+        blocks. Engines may then store its blocks again, in other slots, and other tiers may move
+        them up. The move's slots stay in use until `end`, because the tier may still write to
+        them."""
         self._host.index.pin(move.entries, 1)
         self._host.removal.forsake(move.entries)
         move.forsaken, move.entries = joined([move.forsaken, move.entries]), move.entries[:0]

@@ -70,11 +70,11 @@ class Demotion:
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Parts[Entries]:
-        """Removes blocks from the queue `waiting`, and returns those of them that are to be written
-        to the disk: blocks that are ready, are not on the disk, and are admitted by the write gate
-        (`WriteGate`). Stops when the returned blocks have about `num_bytes` in total, or when about
-        MAX_LOOKED blocks were checked. A generator: yields between parts of the work, so that the
-        caller can run other work."""
+        """Removes blocks from the queue `waiting`, and returns the removed blocks that are to be
+        written to the disk: blocks that are ready, are not on the disk, and are admitted by the
+        write gate (`WriteGate`). Stops when the returned blocks have about `num_bytes` in total, or
+        when about MAX_LOOKED blocks were checked. A generator: yields between parts of the work, so
+        that the caller can run other work."""
         index, num_looked = self._host.index, 0
         generations = index.table.records[:, table.W_GENERATION]
         taken = known = np.empty(0, np.uint32)

@@ -111,8 +111,9 @@ class Moves:
 
     @contextmanager
     def stopped(self, key_space_id: int) -> Iterator[None]:
-        """Prevents new moves of this key space while the context is open: during a flush. Blocks in
-        moves under way become void: they don't become ready."""
+        """Context manager for a flush (deletion of all blocks of the key space). While the context
+        is open, no move of this key space may begin. Blocks in moves under way become void: they
+        don't become ready."""
         for move in self:
             if move.key_space_id == key_space_id:
                 move.is_void[:] = True

@@ -37,7 +37,7 @@ DAY_S = 86_400.0
 SLOT_S = 300.0
 """Length of the time slots in which `_Day` counts written bytes."""
 SPENDING_S = 6 * 3600.0
-"""The gate spends the rest of the budget as if it had to last for this time."""
+"""`WriteGate` spends the rest of the budget as if it had to last for this time."""
 DEMAND_S = 600.0
 """Time constant of the exponentially weighted rates of offered bytes (`_Rate`)."""
 EARLY_TOKENS = 8192
@@ -45,7 +45,7 @@ EARLY_TOKENS = 8192
 In a shorter chain, the hash of the last block decides. So chains that differ only after token 8192
 and its block get the same answer."""
 MAX_REMEMBERED = 1 << 22
-"""Most refused blocks that a gate with a budget remembers, at 4 bytes each."""
+"""Most refused blocks that a `WriteGate` with a budget remembers, at 4 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class WriteGate:
         self.set_budget(bytes_per_day)
 
     def set_budget(self, bytes_per_day: int | None) -> None:
-        """Changes the budget; None for no limit. The writes of the last 24 hours count in the new
-        budget. The gate forgets which blocks it has refused."""
+        """Changes the budget of bytes per day; None for no limit. The writes of the last 24 hours
+        count in the new budget. The gate forgets which blocks it has refused."""
         self._budget = math.inf if bytes_per_day is None else bytes_per_day
         size = 1 if bytes_per_day is None else MAX_REMEMBERED
         self._refused = np.zeros(size, np.uint32)
@@ -191,7 +191,7 @@ class WriteGate:
 
     def _tags(self, keys: Keys) -> tuple[Keys, NDArray[np.uint32]]:
         """Returns, for each key, its index in the table of refused blocks, and the tag that
-        represents the key there (never 0)."""
+        represents the key in this table (never 0)."""
         places: Keys = keys & np.uint64(len(self._refused) - 1)
         return places, (keys >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
 

@@ -218,7 +218,7 @@ class TierBelow:
         """Returns, for each list of block hashes in `groups`, the positions of the blocks that are
         on the disk and not in host memory. Returns no positions if a shared store's last
         confirmation of the key space's epoch is too old: a block on the disk may then be older than
-        a flush."""
+        a flush, which should have deleted it."""
         if not self._epochs.are_all_confirmed(key_space_id):
             return [np.empty(0, np.int64) for _ in groups]
         return self.lower.up.wanted(key_space_id, groups)
@@ -226,7 +226,8 @@ class TierBelow:
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
         """Returns, for each list of block hashes in `groups`, a mask: True for each block that is
         ready on the disk. All False if a shared store's last confirmation of the key space's epoch
-        is too old: a block on the disk may then be older than a flush."""
+        is too old: a block on the disk may then be older than a flush, which should have deleted
+        it."""
         may = self._epochs.are_all_confirmed(key_space_id)
         return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
 

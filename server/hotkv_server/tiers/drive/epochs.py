@@ -1,7 +1,8 @@
-"""Executes flushes in all tiers. An epoch is a number that a shared store keeps for each key space,
-and that every flush raises. `EpochBook` (`tiers.book.epochs`), the record of epochs and flushes,
-decides which actions are due. This module executes them: it asks the stores of shared tiers for
-epochs, raises epochs in stores, flushes key spaces on this node, and saves the `EpochBook`.
+"""Executes flushes (deletions of all blocks of a key space) in all tiers. An epoch is a number that
+a shared store keeps for each key space, and that every flush raises. `EpochBook`
+(`tiers.book.epochs`), the record of epochs and flushes, decides which actions are due. This module
+executes them: it asks the stores of shared tiers for epochs, raises epochs in stores, flushes key
+spaces on this node, and saves the `EpochBook`.
 
 Always true: a flush continues if the caller that waits for it is cancelled. One task asks the
 `EpochBook` for due actions. At most one action of each kind is under way: one question and one
@@ -97,8 +98,9 @@ class _Caller:
 class _Store:
     """The state of a shared tier's store in `Epochs`.
 
-    `is_away`: True while the store counts as away: it does not answer, for example. See the module.
-    `is_raising`: True while a raise is under way.
+    `is_away`: True while the store counts as away, for example because it does not answer; see the
+        module.
+    `is_raising`: True while a raise (a request to raise an epoch) is under way.
     """
 
     def __init__(self, tier: SharedTier, relay: EpochRelay) -> None:
@@ -113,8 +115,9 @@ class _Store:
 
 
 class Epochs:
-    """Executes flushes. Tells which blocks may be served: the stores must have confirmed their
-    epochs (numbers that each flush raises). See the module.
+    """Executes flushes (deletions of all blocks of a key space), and decides which blocks may be
+    served: the stores must have confirmed the epochs of these blocks (numbers that each flush
+    raises). See the module.
 
     `stores`: each shared tier, with the relay that it got when it was opened.
     `notes`: files in which `book` (the record of epochs and flushes) outlives the server; None:
@@ -151,8 +154,8 @@ class Epochs:
         on_flushed: Callable[[int], None] = lambda key_space_id: None,
     ) -> None:
         """Starts the task that executes the due actions (see the module). From now on, this node
-        notices flushes of other nodes. If an earlier server could not raise an epoch for a flush,
-        the task raises it now.
+        notices flushes (deletions of all blocks of a key space) that other nodes run. If an earlier
+        server could not raise an epoch for a flush, the task raises the epoch now.
 
         `tasks`: runs the task.
         `flush`: flushes a key space on this node only.
@@ -239,8 +242,8 @@ class Epochs:
 
     def may_offer(self, store: str, key_space_id: int) -> bool:
         """Returns True if blocks of the key space may be copied to the store even if they may come
-        from another store: the store has an epoch, and no flush has reached one store but not yet
-        another store (`EpochBook.is_calm`)."""
+        from another store: the store has an epoch, and no flush (deletion of all blocks of the key
+        space) has reached one store but not yet another store (`EpochBook.is_calm`)."""
         is_calm = self.book.is_calm(self.fingerprint(key_space_id))
         return is_calm and self.get(store, key_space_id) != NO_EPOCH
 
@@ -279,15 +282,16 @@ class Epochs:
 
     def are_all_confirmed(self, key_space_id: int) -> bool:
         """Returns True if all stores have confirmed the key space's epochs in the last CONFIRMED_S.
-        Then the key space's blocks on this node's disk are newer than all flushes, so they may be
-        loaded."""
+        Then the key space's blocks on this node's disk are newer than all flushes (deletions of all
+        blocks of the key space), so they may be loaded."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return all(self.book.is_fresh(fingerprint, name, at_s) for name in self._stores)
 
     def may_serve(self, key_space_id: int) -> bool:
         """Returns True if the key space's blocks in host memory may be served now: all stores that
         are not away have confirmed the key space's epochs in the last CONFIRMED_S, and no store has
-        shown a new epoch for which this node must still flush the key space."""
+        shown a new epoch for which this node must still flush the key space (delete all its
+        blocks)."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -317,8 +321,8 @@ class Epochs:
 
     async def meet(self, key_space_id: int) -> None:
         """Waits until the stores have confirmed the epochs of a new session's key space, at most
-        MEET_S. If the engine stores blocks earlier, they count as possibly older than a flush, and
-        this node flushes them when a store answers."""
+        MEET_S. If the engine stores blocks before the stores have answered, these blocks count as
+        possibly older than a flush, and this node deletes them when a store answers."""
         await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:

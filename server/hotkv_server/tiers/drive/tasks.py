@@ -78,7 +78,7 @@ class TierTasks:
 
 
 def future() -> "asyncio.Future[Any]":
-    """Returns a future of the running loop."""
+    """Returns a new asyncio future of the running event loop."""
     return asyncio.get_running_loop().create_future()
 
 

@@ -193,7 +193,8 @@ class Child:
     def _number(self, name: str) -> int:
         """Returns the epoch that is stored under the key `name`; NO_EPOCH if the key is absent.
         Raises SpoiledError if the value is not a number, and AwayError if the value can't be read.
-        In these two cases NO_EPOCH would be wrong: it could hide a flush."""
+        In these two cases NO_EPOCH would be wrong: it could hide a flush (a deletion of all blocks
+        of the key space)."""
         found = bytes(self._store.get(name))
         if not found:
             # An empty value may also mean that the master did not answer.

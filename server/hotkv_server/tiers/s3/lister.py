@@ -80,7 +80,7 @@ class _Folder:
         last skipped no packs. If it changes, the wall clock has jumped.
     `seen`: names of packs, newer than the horizon, that a listing need not read again.
     `unread`: names of packs that could not be read. Each listing tries the first LISTS_AT_ONCE of
-        them again, and moves those that still can't be read to the end.
+        them again, and moves the names that still can't be read to the end.
     `is_warned`: True once a warning has said that packs can't be read.
     `error`: the error of the last listing; None if it succeeded.
     """
