@@ -98,7 +98,7 @@ hashes as uint32 words [n, 8]."""
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A record in the ring: a run (consecutive blocks), or a name of a key space's model.
+    """A record in the ring buffer: a run (consecutive blocks), or a name of a key space's model.
 
     `position`: position of the record; see the module.
     `fingerprint`: fingerprint of the key space.
@@ -201,7 +201,7 @@ class Contents:
 
     def keep(self, fingerprint: bytes, run: BlocksStored) -> None:
         """Queues the contents of a run (consecutive blocks) that was stored, so that the thread
-        writes them into the ring. Does nothing if the engine sent no token ids."""
+        writes them into the ring buffer. Does nothing if the engine sent no token ids."""
         if not len(run.content.token_ids) or self._is_closed:
             return
         self._put_bytes += run.num_bytes
@@ -261,7 +261,8 @@ class Contents:
 
     @property
     def head(self) -> int:
-        """Position after the newest record, at which the next record will be written."""
+        """Position in the ring buffer after the newest record, at which the next record will be
+        written."""
         with self._written():
             return self._head
 
@@ -270,7 +271,8 @@ class Contents:
         or later, and also the runs that are added during the iteration. In a sequence, earlier
         blocks come first, unless their record was added during the iteration.
 
-        Each step is short, because it reads only the list of records of one depth.
+        Each step is short, because it reads only the list of records of one depth (number of blocks
+        before the run in its sequence).
 
         `fingerprint`: the key space whose runs are yielded; None: all key spaces.
         """
@@ -297,8 +299,8 @@ class Contents:
             begin = end
 
     def _between(self, fingerprint: bytes, depth: int, begin: int, end: int) -> list[_Record]:
-        """Returns the records of a key space's runs at one depth, with positions from `begin` to
-        before `end`."""
+        """Returns the records of a key space's runs at one depth (number of blocks before the run
+        in its sequence), with positions from `begin` to before `end`."""
         kept = self._by_depth.get(fingerprint, {}).get(depth)
         if not kept or kept[-1].position < begin:
             return []
@@ -308,8 +310,8 @@ class Contents:
         return records[slice(*places)]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the tables in memory do not have exactly the records of the
-        ring."""
+        """Raises AssertionError if the tables in memory do not have exactly the records of the ring
+        buffer."""
         with self._written():
             runs = {one.position: one for one in self._records if one.name is None}
             lists = [one for depths in self._by_depth.values() for one in depths.values()]
@@ -347,8 +349,8 @@ class Contents:
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
-        """Context manager that holds the lock. Writes all queued contents into the ring before its
-        body runs."""
+        """Context manager that holds the lock. Writes all queued contents into the ring buffer
+        before its body runs."""
         with self._lock:
             while self._queue:
                 self._write_next()
@@ -366,9 +368,10 @@ class Contents:
     # The ring
 
     def _add(self, packed: bytes) -> None:
-        """Appends a record to the ring. If the ring is full, first drops old records. The blocks of
-        dropped records that are still cached are appended again, before the new record. Ignores a
-        record larger than a quarter of `max_bytes`. `packed`: the bytes of the record."""
+        """Appends a record to the ring buffer. If the ring buffer is full, first drops old records.
+        The blocks of dropped records that are still cached are appended again, before the new
+        record. Ignores a record larger than a quarter of `max_bytes`. `packed`: the bytes of the
+        record."""
         if len(packed) > self._max_bytes // 4:
             return
         if self._head <= self._size < self._head + len(packed):
@@ -391,15 +394,15 @@ class Contents:
             self._append(one)
 
     def _end_of(self, packed: bytes, head: int) -> int:
-        """Returns the position after a new record, if `head` is the position after the newest
-        record. `packed`: the bytes of the new record."""
+        """Returns the position in the ring buffer after a new record, if `head` is the position
+        after the newest record. `packed`: the bytes of the new record."""
         left = self._size - head % self._size
         return head + len(packed) + (0 if left >= len(packed) else left)
 
     def _grow(self, end: int) -> None:
-        """Grows the ring to at least `end` bytes, or to its largest size, which a ring in private
-        memory has from the start. Must not be called after the ring has wrapped around (records
-        were written from its beginning again)."""
+        """Grows the ring buffer to at least `end` bytes, or to its largest size, which a ring
+        buffer in private memory has from the start. Must not be called after the ring buffer has
+        wrapped around (records were written from its beginning again)."""
         size = min(-(-end // GROWTH_BYTES) * GROWTH_BYTES, self._max_bytes)
         if size <= self._size:
             return
@@ -435,10 +438,11 @@ class Contents:
         HEADER.pack_into(self._map, 0, MAGIC, self._size, self._tail, self._head)
 
     def _list(self, position: int, packed: bytes) -> None:
-        """Adds a record in the ring to the tables in memory: the index, the list of records, the
-        names. Does nothing for a record of kind FILLER (unused bytes at the end of the ring).
+        """Adds a record in the ring buffer to the tables in memory: the index, the list of records,
+        the names. Does nothing for a record of kind FILLER (unused bytes at the end of the ring
+        buffer).
 
-        `position`: position of the record in the ring; see the module.
+        `position`: position of the record in the ring buffer; see the module.
         `packed`: the bytes of the record.
         """
         kind = PREFIX.unpack_from(packed)[2]
@@ -497,8 +501,8 @@ class Contents:
         return [_packed_run(record.fingerprint, run.part(first, end)) for first, end in edges(mask)]
 
     def _is_newest(self, record: _Record, keys: list[bytes]) -> BoolMask:
-        """Returns a mask [n] of the blocks of a record that no later record contains. `keys`: the
-        blocks' hashes, 32 bytes each."""
+        """Returns a mask [n]: True for each block of a record that no later record contains.
+        `keys`: the blocks' hashes, 32 bytes each."""
         index = self._index.get((record.fingerprint, record.group_index), {})
         base = record.position << AT_BITS
         return np.array(
@@ -521,7 +525,8 @@ class Contents:
         return mmap.mmap(self._fd, START + self._size)
 
     def _read(self) -> None:
-        """Reads the records that an earlier server has written, up to the first damaged record."""
+        """Reads the records that an earlier server has written into the ring buffer, up to the
+        first damaged record."""
         magic, size, tail, head = HEADER.unpack_from(self._map)
         num_bytes = os.fstat(self._fd).st_size - START
         is_aligned = (size | tail | head) % ALIGN == 0
@@ -546,8 +551,8 @@ class Contents:
         self._note()
 
     def _checked_at(self, position: int, end: int) -> bytes | None:
-        """Returns the bytes of the record at a position; None if the record is damaged. `end`:
-        position after the newest record."""
+        """Returns the bytes of the record at a position in the ring buffer; None if the record is
+        damaged. `end`: position after the newest record."""
         start = START + position % self._size
         crc, length, kind = PREFIX.unpack_from(self._map, start)
         left = self._size - position % self._size

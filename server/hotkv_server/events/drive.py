@@ -103,8 +103,8 @@ class KeySpaceCleared:
     """An event: all blocks of a key space are removed, from all media (a *clear*).
 
     `removed`: the blocks in host memory and on the disk that a flush has removed so far, as a
-        `BlocksRemoved` for each group. Later events name the blocks that it removes later. The
-        publisher sends `removed` in place of the clear if the ZMQ topic has blocks of other key
+        `BlocksRemoved` for each group. Later events name the blocks that the flush removes later.
+        The publisher sends `removed` in place of the clear if the ZMQ topic has blocks of other key
         spaces, because a clear would remove those blocks too.
     """
 
@@ -207,8 +207,9 @@ class EventHub:
 
     `publisher`: publishes the events to routers; None: events are sent to feeds only.
     `of_pool`: True if several nodes (a *pool*) share a store, and all of them publish the store's
-        events under one topic. The publisher then sends only events about that store, and a clear
-        if a key space is flushed, but no clear if a node starts.
+        events under one topic. The publisher then sends only events about that store. It sends a
+        clear (an event that all blocks were removed) if a key space is flushed, but no clear if a
+        node starts.
     """
 
     def __init__(self, publisher: EventPublisher | None = None, *, of_pool: bool = False) -> None:

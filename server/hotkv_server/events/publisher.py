@@ -401,7 +401,7 @@ class ZmqPublisher:
                 # Answer only one request before the next events are sent: an answer can be long.
                 if self._replay is not None:
                     self._serve_replays(self._replay)
-            except Exception:  # As for events.
+            except Exception:  # An error must not end the thread.
                 log.exception("a replay could not be sent")
         self._pub.close()
         if self._replay is not None:
@@ -459,7 +459,7 @@ class ZmqPublisher:
         try:
             payload = self._encoder.encode(KVEventBatch(unix_time_s, events, RANK))
             self._send(topic, payload, len(events))
-        except Exception:  # As above.
+        except Exception:  # An error must not end the thread.
             log.exception("events of topic %s could not be sent", topic.name.decode())
 
     def _send(self, topic: _Topic, payload: bytes, num_events: int) -> None:
@@ -576,7 +576,7 @@ class ZmqPublisher:
                 for part in _parts(events, len(events)):
                     self._send(topic, self._batch(part), len(part))
                     self._last_turn_s = time.monotonic()
-        except Exception:  # As for events.
+        except Exception:  # An error must not end the thread.
             log.exception("the state could not be sent")
 
     def _state_messages(

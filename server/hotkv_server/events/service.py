@@ -148,8 +148,9 @@ class EngineReader:
         return whole
 
     def _of_state(self, present: Iterator[BlocksStored | None], most: int) -> Iterator[TimedEvent]:
-        """Yields the next events of the present state, at most `most`. Stops after SLICE_S, also
-        if it has found no event. When the state has ended, sets `_present` to None."""
+        """Yields the next events of the present state (events for all cached blocks), at most
+        `most`. Stops after SLICE_S, even if it has found no event. At the end of the state, sets
+        `_present` to None."""
         left_bytes, count, ends_s = ANSWER_BYTES, 0, time.perf_counter() + event_loop.SLICE_S
         while count < most:
             try:

@@ -85,9 +85,10 @@ class HintedBlocks:
         self._effects = effects
 
     def prompts(self, tenant: TenantHints, origin: Origin, target: Target) -> list[Prompt]:
-        """Returns the prompts to which an action applies, each with its range of hash blocks. These
-        are the latest prompts of the session that `target` names, or the prompt of the hints'
-        request. Skips key spaces that the server does not know."""
+        """Returns the prompts to which an action applies, each with its range of hash blocks (a
+        hash block is the tokens of one block hash). These are the latest prompts of the session
+        that `target` names, or the prompt of the hints' request. Skips key spaces that the server
+        does not know."""
         chains: list[tuple[int, Words]] = []
         if target.session_id:
             session = tenant.sessions.get(target.session_id)

@@ -48,7 +48,7 @@ class History:
         totals: Values,
         number: int,
     ) -> None:
-        """Makes an empty ring. The first interval to store is the interval after `number`.
+        """Makes an empty ring buffer. The first interval to store is the interval after `number`.
 
         totals: values of the counters at the end of interval `number` [counters].
         """

@@ -73,8 +73,8 @@ def _usage(usage: Usage) -> Figures:
 
 def status(ledger: LiveLedger, history: LiveHistory, names: Names, *, has_names: bool) -> Figures:
     """Returns the figures for the status page: savings of the last hour and of all time, and the
-    growth of the sums per 5 seconds and per minute. Some values are callables, which the caller may
-    call later, on any thread.
+    growth of the ledger's sums per 5 seconds and per minute. Some values are callables, which the
+    caller may call later, on any thread.
 
     has_names: True includes a row for each account in the last hour's savings.
     """

@@ -89,7 +89,8 @@ class HintLimits:
 
 @dataclass(slots=True)
 class _Tracked:
-    """Hash blocks of a prompt whose reuse is tracked for an action.
+    """Hash blocks of a prompt (each is the tokens of one block hash) whose reuse is tracked for an
+    action.
 
     keys: keys of the prompt's hash blocks up to the end of the action's range.
     start: position at which the action's range begins.
@@ -192,7 +193,8 @@ class TenantHints:
         self, outcome: HintOutcome, key_space_id: int, hashes: Words, start: int, stop: int
     ) -> None:
         """Starts to track whether requests hit blocks of an action (such as pin or prefetch) after
-        it was done: the hash blocks [start, stop) of a prompt.
+        it was done: the hash blocks [start, stop) of a prompt. (A hash block is the tokens of one
+        block hash.)
 
         If the action is already tracked in this key space from the same `start` on, keeps the hits
         counted so far.
@@ -221,7 +223,8 @@ class TenantHints:
         return sum(one.num_bytes for one in self.tracked)
 
     def hit(self, key_space_id: int, hashes: Words, first: int, stop: int, block_s: float) -> None:
-        """Records that a request has hit the hash blocks [first, stop) of its prompt in hotkv.
+        """Records that a request has hit the hash blocks [first, stop) of its prompt in hotkv. (A
+        hash block is the tokens of one block hash.)
 
         hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
         block_s: seconds that the engine needs to compute a block; 0 if unknown.

@@ -54,7 +54,8 @@ class HintSession:
 
     used_s: when a request last used the session.
     chains: by key space, the block hashes of the session's latest prompt, uint32 words [n, 8].
-    keys: by key space, the `chain_keys` of these hashes; views of the memory of `chains`.
+    keys: by key space, the first eight bytes of each of these hashes (`chain_keys`); views of the
+        memory of `chains`.
     message_id: id of the hint message that came with the last request; empty without hints.
     before_s: when a request with a hint message other than `message_id` last used the session.
     receipt: sums over all requests of the session since this server knows the session.

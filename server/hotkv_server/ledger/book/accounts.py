@@ -67,7 +67,8 @@ def window_s(seconds: float) -> int:
 
 
 class Buckets:
-    """Sums each column by minute, by hour, and over all time.
+    """Sums each column of the ledger (a count, such as prompt tokens) by minute, by hour, and over
+    all time.
 
     A count is added to the bucket of its minute, to the bucket of its hour, and to the sum of all
     time. Time is wall-clock time in whole minutes since 1970, so that buckets outlive the server.
@@ -75,8 +76,8 @@ class Buckets:
     goes back further, all minutes and hours are cleared: until the clock has caught up, new counts
     could not be distinguished from older counts.
 
-    cells: float64 [NUM_CELLS, columns]: the sum of all time, then a ring of minutes, then a ring of
-        hours.
+    cells: float64 [NUM_CELLS, columns]: the sum of all time, then a ring buffer of minutes, then a
+        ring buffer of hours.
     minute: the newest minute, since 1970.
     """
 
@@ -183,7 +184,8 @@ class Usage:
 
 
 class Columns:
-    """The columns of a ledger. Converts between `Usage` and rows of columns.
+    """The columns of the ledger: its counts, such as prompt tokens or hits in a tier. Converts
+    between `Usage` and rows with a value for each column.
 
     tiers: names of the tiers, host memory first.
     """
@@ -257,7 +259,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The identity of an account.
+    """The identity of an account of the ledger: a tenant, a model, a key space and an engine.
 
     tenant: name of the tenant; empty if no tenants are configured.
     key_space: first digits of the key space's fingerprint.
@@ -288,7 +290,7 @@ class Accounts:
     1970.
 
     began_minute: when counting began.
-    num_folded: number of accounts that were folded into other accounts.
+    num_folded: number of accounts that were folded (merged into other accounts).
     total: sums of all accounts together.
     speeds: prefill speed in tokens per second, by key space, as an engine last reported it. It is
         kept after the engine has ended, because a new engine has hits before it has measured its

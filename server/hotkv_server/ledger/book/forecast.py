@@ -90,7 +90,7 @@ class Forecast:
 
     sums: the counted and estimated tokens over time, in the columns NAMES.
     seen_share: share of all keys in the sample of seen keys.
-    shadow_share: share of all keys in the sample of the shadow caches.
+    shadow_share: share of all keys in the sample of the shadow caches (simulated caches).
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class Forecast:
         return (len(keys) - hits[0]) / share, (len(keys) - hits[1]) / share
 
     def _thin_out(self) -> None:
-        """Halves the sample of the shadow caches: halves its share, and drops keys that are not in
-        the smaller sample."""
+        """Halves the sample of the shadow caches (simulated caches): halves the sample's share of
+        all keys, and drops keys that are not in the smaller sample."""
         self.shadow_share /= 2
         for shadow in self._shadows:
             keys = shadow.keys
@@ -235,7 +235,7 @@ class Forecast:
 
 
 def step_bytes(capacity_bytes: int) -> int:
-    """Returns by how many bytes the larger shadow cache is larger than the arena: a share of the
+    """Returns by how many bytes the larger simulated cache is larger than the arena: a share of the
     arena, at least 1 GiB."""
     return max(GIB, capacity_bytes // STEP_SHARE)
 

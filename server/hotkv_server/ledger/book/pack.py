@@ -30,7 +30,8 @@ MAX_BYTES = 64 << 20
 
 
 class PackError(ValueError):
-    """Raised if the bytes are not a ledger of this format. The message gives the reason."""
+    """Raised if the bytes are not the content of a ledger's file in this format. The message gives
+    the reason."""
 
 
 @dataclass(frozen=True, slots=True)

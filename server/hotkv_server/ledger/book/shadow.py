@@ -48,7 +48,7 @@ class Shadow:
     def serve(
         self, keys: Keys, key_bytes: int, limit_bytes: int, now_s: float, *, may_keep: bool = False
     ) -> int:
-        """Serves a request. Returns the number of keys that were held before the first miss.
+        """Simulates a request. Returns the number of keys that were held before the first miss.
 
         keys: distinct keys of the request's blocks, in order [n].
         key_bytes: bytes of a block.

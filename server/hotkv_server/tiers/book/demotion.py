@@ -28,7 +28,7 @@ from hotkv_server.tiers.book.write_gate import Offered, WriteGate
 
 
 class Demotion:
-    """Begins and ends moves down, from host memory to the disk; see the module.
+    """Begins and ends moves of blocks down, from host memory to the disk; see the module.
 
     `moves`: the moves under way, of all tiers.
     `below`: the blocks on the disk and their places.

@@ -90,7 +90,8 @@ class EpochStanding:
     `told`: number of flush requests that the store's epoch covers; -1: it does not even cover the
         request that an earlier server has saved.
     `told_s`: when the store answered the raise that covers these requests.
-    `shown_s`: when the question was sent whose answer last showed an epoch, or none.
+    `shown_s`: when the question was sent whose answer last showed an epoch, or showed that the
+        store has no epoch.
     `changed_s`: when the question was sent whose answer last showed a later epoch than this node
         had adopted. An epoch that a store begins after it had none does not count.
     `unchanged_s`: the value that `shown_s` had before that answer; the same as `changed_s` if there

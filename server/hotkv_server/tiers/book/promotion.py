@@ -14,7 +14,7 @@ from hotkv_server.tiers.book.place_sizes import PlaceSizes
 
 
 class Promotion:
-    """Begins and ends moves up, from the disk to host memory.
+    """Begins and ends moves of blocks up, from the disk to host memory.
 
     `moves`: the moves under way, of all tiers.
     `arrivals`: reserves the slots in host memory, and makes the arrived blocks ready.

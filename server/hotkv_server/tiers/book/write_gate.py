@@ -50,8 +50,8 @@ MAX_REMEMBERED = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The n blocks that are offered to the gate for writing to the disk. Blocks of the same chain
-    follow each other.
+    """The n blocks that are offered to `WriteGate`, which decides which of them are written to the
+    disk. Blocks of the same chain (sequence of blocks) follow each other.
 
     `keys` uint64 [n]: the blocks' keys in the index. A key includes the number of the KV cache
         group.
@@ -131,14 +131,15 @@ class WriteGate:
         self._written.forget(now_s)
 
     def share(self, now_s: float) -> float:
-        """Returns the share of new chains (sequences of blocks) that the gate admits at present, 0
-        to 1. There must be a budget."""
+        """Returns the share of new chains (sequences of blocks) that are admitted for writing to
+        the disk at present, 0 to 1. There must be a budget."""
         wanted = self._wanted_per_s(now_s) - self._sure.per_s(now_s)
         sampled = self._sampled.per_s(now_s)
         return min(1.0, max(0.0, wanted) / sampled) if sampled > 0 else 1.0
 
     def _wanted_per_s(self, now_s: float) -> float:
-        """Returns the rate at which the gate should spend the budget now, in bytes per second."""
+        """Returns the rate at which the budget of disk writes should be spent now, in bytes per
+        second."""
         return self.left_bytes(now_s) / SPENDING_S
 
     def admit(self, offered: Offered, now_s: float) -> BoolMask:
@@ -228,7 +229,8 @@ class _Day:
 
 
 class _Rate:
-    """An exponentially weighted rate of offered bytes, with the time constant DEMAND_S."""
+    """The exponentially weighted rate of bytes that are offered for writing to the disk, with the
+    time constant DEMAND_S."""
 
     def __init__(self) -> None:
         self._sum = self._begun_s = self._last_s = 0.0

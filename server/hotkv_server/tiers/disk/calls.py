@@ -39,7 +39,8 @@ copy can't be evicted from the arena meanwhile."""
 class DiskCall:
     """A read or a write of n blocks, with its results.
 
-    `deadline_s`: a time of time.monotonic. A piece that has not begun by then is not moved.
+    `deadline_s`: a time of time.monotonic. A piece (some of the call's blocks) that has not begun
+        by then is not moved.
     `answer`: called with `codes` and `seals` when the call has ended.
     `codes`: uint8 [n], the `Read` or `Write` of each block; FAILED until its result is known.
     `seals`: uint64 [n], the seals (check values) of written blocks; 0 until they are known.

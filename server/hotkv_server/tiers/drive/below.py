@@ -91,7 +91,8 @@ class TierBelow:
 
         `tasks`: runs the task.
         `tell`: executes the core's effects (notices and events about removed blocks). Called after
-            blocks may have been evicted or condemned.
+            blocks may have been evicted or condemned (dropped, because their bytes did not match
+            their check values).
         `on_ready`: called after blocks were moved down, with their entries in the disk's block
             table, the medium (`Medium.DISK`) and the tier's name.
         """

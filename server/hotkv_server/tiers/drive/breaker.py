@@ -63,14 +63,16 @@ class Breaker:
 
     @property
     def lets_pass(self) -> bool:
-        """True if a call may be made now: the tier works, or a trial call is due."""
+        """True if a call may be made now: the tier works, or a trial call is due (a single call
+        that shows whether a broken tier works again)."""
         if self.hangs:
             return False
         return not self._tier.problem() or time.monotonic() >= self._next_try_s
 
     def take_turn(self) -> bool:
         """Returns True if a call may be made now (`lets_pass`); the caller must then make it at
-        once. If the call is a trial call, the next trial call is due after RETRY_S."""
+        once. If this call is a trial call (a single call to a broken tier), the next trial call is
+        due after RETRY_S."""
         passes = self.lets_pass
         if passes and self._tier.problem():
             self._next_try_s = time.monotonic() + RETRY_S

@@ -84,7 +84,7 @@ class EpochRelay:
 
 @dataclass(slots=True)
 class _Caller:
-    """A caller that waits for a flush to be done.
+    """A caller that waits for a flush (deletion of all blocks of a key space) to be done.
 
     `done`: gets the result of the flush.
     `num_blocks`: number of blocks that were removed on this node.
@@ -289,9 +289,9 @@ class Epochs:
 
     def may_serve(self, key_space_id: int) -> bool:
         """Returns True if the key space's blocks in host memory may be served now: all stores that
-        are not away have confirmed the key space's epochs in the last CONFIRMED_S, and no store has
-        shown a new epoch for which this node must still flush the key space (delete all its
-        blocks)."""
+        are not away (that answer, as far as this node knows) have confirmed the key space's epochs
+        in the last CONFIRMED_S, and no store has shown a new epoch for which this node must still
+        flush the key space (delete all its blocks)."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -302,8 +302,9 @@ class Epochs:
         )
 
     def must_ask(self, key_space_id: int) -> bool:
-        """Returns True if a lookup must first wait for a confirmation: a store that is not away has
-        not confirmed the key space's epoch in the last CONFIRMED_S."""
+        """Returns True if a lookup must first wait for a confirmation: a store has not confirmed
+        the key space's epoch in the last CONFIRMED_S, although this store is not away (it answers,
+        as far as this node knows; see the module)."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return any(
             not store.is_away and not self.book.is_fresh(fingerprint, name, at_s)
@@ -327,8 +328,9 @@ class Epochs:
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
         """Waits until `is_confirmed` is True, and returns True. Asks the store for the key space's
-        epoch if the last confirmation is too old. Returns False if the store is away, has no epoch,
-        refuses to raise it, or has not answered by `until_s`, a time of time.monotonic."""
+        epoch if the last confirmation is too old. Returns False if the store is away (for example,
+        does not answer; see the module), has no epoch, refuses to raise it, or has not answered by
+        `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
             fingerprint = self.fingerprint(key_space_id)
@@ -340,8 +342,9 @@ class Epochs:
         return False
 
     async def confirm_all(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's epochs, and waits until all stores that are not away
-        have confirmed them, at most until `until_s`, a time of time.monotonic."""
+        """Asks the stores for the key space's epochs, and waits until all stores have confirmed
+        them, at most until `until_s`, a time of time.monotonic. Does not wait for stores that are
+        away (that do not answer, for example; see the module)."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces and self.must_ask(key_space_id):
             self.book.use(self.fingerprint(key_space_id), now_s())
@@ -352,9 +355,9 @@ class Epochs:
         """Asks the stores for the key space's epochs, and waits until all stores have confirmed
         them, at most until `until_s`, a time of time.monotonic.
 
-        Unlike `confirm_all`, also waits for stores that are away, unless their tier reports a
-        problem. If a store has just started, this may take some seconds. So this method is meant
-        for prefetches only.
+        Unlike `confirm_all`, also waits for stores that are away (that do not answer, for example),
+        unless their tier reports a problem. If a store has just started, this may take some
+        seconds. So this method is meant for prefetches only.
         """
         until_s += now_s() - time.monotonic()
         fingerprint = self.fingerprint(key_space_id)
@@ -434,7 +437,8 @@ class Epochs:
 
     def _tick(self, at_s: float) -> None:
         """Counts a tick if TICK_S has passed since the last tick, and decides which stores count as
-        away. If the process was stopped since the last tick, restarts the waits for answers."""
+        away (as not answering; see the module). If the process was stopped since the last tick,
+        restarts the waits for answers."""
         if at_s >= self._ticked_s + GAP_S:
             self._deaf_until = self._ticks + DEAF_TICKS
             for store in self._stores.values():

@@ -56,7 +56,8 @@ class WaitingCalls:
 
     @contextlib.contextmanager
     def counted(self, session: LiveSession) -> Iterator[None]:
-        """Counts a call of the session as waiting, until the context ends."""
+        """Context manager that counts a call of the session as waiting while the context is
+        open."""
         number = session.record.number
         self._waiting[number] += 1
         try:

@@ -390,8 +390,9 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState | None, str]:
-    """Reads the files of an earlier server. Returns its table, its key spaces and "". Returns None,
-    None and a reason if the files are unusable. Returns None, None and "" if there are no files.
+    """Reads the records of the disk tier that an earlier server left in files. Returns the block
+    table, the key spaces and "". Returns None, None and a reason if the files are unusable. Returns
+    None, None and "" if there are no files.
 
     `num_bytes`: present size of the disk tier.
     """

@@ -185,7 +185,8 @@ class ClusterPipe:
 
     def _learn(self, teller: ValkeyConnection, until_s: float) -> None:
         """Reads the map of hash slots from the server `teller`. Connects to servers that are new in
-        the map. Closes all detours, and the connections to servers that have no slots any more."""
+        the map. Closes all detours (connections for redirected commands), and the connections to
+        servers that have no slots any more."""
         (reply,) = teller.ask([CLUSTER_SLOTS], until_s)
         if isinstance(reply, ErrorReply):
             raise unusable(reply.code) or unusable(STANDALONE) or LostError("is no cluster")
