@@ -53,10 +53,10 @@ log = logging.getLogger(__name__)
 
 MAGIC: Final = b"HOTKVEC1"
 START: Final = 4096
-"""Offset of the ring in the file; the header is before it."""
+"""Offset of the ring buffer in the file; the header is before it."""
 HEADER: Final = struct.Struct("<8sqqq")
-"""Header of the file: magic number, size of the ring, position of the oldest record, position after
-the newest record."""
+"""Header of the file: magic number, size of the ring buffer, position of the oldest record,
+position after the newest record."""
 PREFIX: Final = struct.Struct("<III")
 """First fields of each record: CRC-32 of the rest of the record, length of the whole record in
 bytes, kind (FILLER, BLOCKS or NAME)."""
@@ -67,28 +67,29 @@ followed by the parent's hash, the hashes, the token ids, the name and the extra
 ALIGN: Final = 16
 """Lengths of records are multiples of this many bytes."""
 GROWTH_BYTES: Final = 4 << 20
-"""The ring's size grows in steps of this many bytes."""
+"""The ring buffer's size grows in steps of this many bytes."""
 FILLER, BLOCKS, NAME = 0, 1, 2
-"""Kinds of records. FILLER: unused bytes up to the end of the ring. BLOCKS: a run (consecutive
-blocks that were stored together). NAME: a name of a key space's model."""
+"""Kinds of records. FILLER: unused bytes up to the end of the ring buffer. BLOCKS: a run
+(consecutive blocks that were stored together). NAME: a name of a key space's model."""
 MOST_MOVES = 64
-"""When a record is added to a full ring, old records with blocks that are still cached are appended
-again: about this number at most, and about an eighth of the ring at most. If there are more such
-records, most of the ring is about cached blocks. Then no records of blocks are appended again until
-an eighth of the ring has been overwritten."""
+"""When a record is added to a full ring buffer, old records with blocks that are still cached are
+appended again: about this number at most, and about an eighth of the ring buffer at most. If there
+are more such records, most of the ring buffer is about cached blocks. Then no records of blocks are
+appended again until an eighth of the ring buffer has been overwritten."""
 AT_BITS = 17
 """A value in the index has two parts: this number of low bits is the number of the block in its
 run, the higher bits are the position of the run's record."""
 RUN_BLOCKS = 128
-"""Most blocks in a record. A longer run gets several records. So no step of a reader is long,
-although a step parses a whole record."""
+"""Most blocks in a record. A longer run (consecutive blocks) gets several records. So each step of
+an iteration over runs is short, although a step parses a whole record."""
 NO_PARENT = bytes(32)
 """Stands in place of the parent's hash if the first block of a run has no known parent."""
 
 GATHER_S = 0.02
 """Time that the thread waits, after contents were queued, before it writes them."""
 MAX_QUEUED_BYTES = 8 << 20
-"""If more bytes are queued, the store that queues them writes the oldest contents itself."""
+"""If more bytes of contents than this are queued, the call that queues them (`Contents.keep`)
+writes the oldest contents itself."""
 
 _position = operator.attrgetter("position")
 Present = Callable[[bytes, int, Words], BoolMask]

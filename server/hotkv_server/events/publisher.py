@@ -57,12 +57,14 @@ REQUEST_BYTES = 128 << 10
 MOST_ANSWERS = 4
 """Most requests for replay that are answered at a time; further requests wait."""
 ANSWER_S = 60.0
-"""An answer to a request for replay is dropped if its reader has not taken it after this time."""
+"""An answer to a request for replay is dropped if its reader has not received all of its messages
+after this time."""
 STALLED_S = 2.0
 """An answer to a request for replay may be dropped earlier, in favor of a waiting request, if its
 reader has taken no message for this time."""
 STATE_BYTES = 1 << 20
-"""Approximate bytes of events in each message with the present state."""
+"""Approximate bytes of events in each message with the present state (events for the cached
+blocks)."""
 MESSAGE_BYTES = 1 << 20
 """Most bytes of separately queued events that are merged into one message."""
 EVENT_BYTES = 64

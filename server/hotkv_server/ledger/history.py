@@ -19,7 +19,7 @@ from hotkv_server.node.event_loop import LoopLag
 
 STEP_S = 5.0
 NUM_SAMPLES = 720
-"""Number of intervals that are stored: an hour."""
+"""Number of intervals of STEP_S that are stored: an hour."""
 EVICTED, LAG = "evicted_blocks", "loop_lag_s"
 FROM_LEDGER = ("prompt_tokens", "device_hit_tokens", "loaded_bytes", "stored_bytes")
 """Columns of the ledger that are recorded, in addition to the hits of each tier."""

@@ -40,7 +40,7 @@ class SessionReceipt:
     saved_s: float = 0.0
 
     def add(self, other: "SessionReceipt") -> None:
-        """Adds the requests of another receipt."""
+        """Adds the sums of another receipt to this receipt."""
         self.num_requests += other.num_requests
         self.prompt_tokens += other.prompt_tokens
         self.device_hit_tokens += other.device_hit_tokens

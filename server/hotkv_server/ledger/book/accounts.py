@@ -50,8 +50,8 @@ MAX_TIERS = 16
 MAX_ACCOUNTS = 64
 """Default limit of accounts. An account takes 75 KB if there are 30 columns."""
 OTHERS = "others"
-"""Name in place of engine, tenant and model, for an account into which other accounts were
-folded."""
+"""Name in place of engine, tenant and model, for an account into which other accounts were folded
+(merged)."""
 
 
 # ----------------------------------------------------------------------------------- sums over time

@@ -33,7 +33,7 @@ STEP_SHARE = 8
 """The larger cache has 1 / STEP_SHARE more memory than the arena, but at least one GiB more. With a
 large arena, the gain of a smaller step could not be distinguished from the sampling error."""
 MAX_SHADOW_KEYS = 4096
-"""Most keys in a shadow cache."""
+"""Most keys of blocks in a shadow cache (simulated cache)."""
 MAX_SEEN = 1 << 16
 """Most keys in the sample of seen keys (keys of blocks that requests have used)."""
 SEEN_ROOM = 2

@@ -179,7 +179,7 @@ class _Reader:
         return row
 
     def keys(self, count: int) -> Keys:
-        """Reads `count` keys."""
+        """Reads the next `count` keys of blocks."""
         return np.frombuffer(self._take(8 * count), "<u8").astype(np.uint64)
 
     def _take(self, num_bytes: int) -> bytes:

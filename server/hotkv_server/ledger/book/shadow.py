@@ -42,7 +42,7 @@ class Shadow:
 
     @property
     def keys(self) -> Keys:
-        """Returns the keys that are held."""
+        """Returns the keys of the blocks that the simulated cache holds."""
         return np.fromiter(self._entries, np.uint64, len(self._entries))
 
     def serve(
@@ -74,7 +74,7 @@ class Shadow:
         return num_hits
 
     def drop(self, keys: Keys) -> None:
-        """Removes keys that are held."""
+        """Removes keys that the simulated cache holds."""
         gone = np.array([self._entries[key] for key in keys.tolist()], np.uint32)
         self._remove(gone, evicted=False)
 

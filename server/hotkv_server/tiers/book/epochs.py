@@ -51,7 +51,7 @@ afterwards, another store may still answer a question with the epoch from before
 is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
 MISSED_S = 5.0
 """A flush of another node has missed a store if the store shows no new epoch within this time of
-the new epoch of another store. Longer than TELL_S."""
+the new epoch of another store. This time is longer than TELL_S."""
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
@@ -618,7 +618,7 @@ class EpochBook:
                 self.revision = self._sealed_at = self.revision + 1
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a record contradicts itself."""
+        """Raises AssertionError if the record of a key space contradicts itself."""
         for record in self.records.values():
             assert record.ended <= record.begun <= record.need, "a flush has ended before it began"
             assert record.local <= self.last, "a flush here has a number twice"

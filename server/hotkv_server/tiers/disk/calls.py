@@ -74,8 +74,8 @@ class DiskCall:
         return DiskPiece(self, begin, self._num_cut)
 
     def cut_rest(self) -> "DiskPiece":
-        """Returns the blocks of the call that are in no piece yet, as one piece. The piece is
-        marked as late, so its blocks are not moved."""
+        """Returns the blocks of the call that are in no piece (blocks for a thread to move) yet, as
+        one piece. The piece is marked as late, so its blocks are not moved."""
         begin, self._num_cut = self._num_cut, len(self.blocks)
         self._num_open += 1
         return DiskPiece(self, begin, self._num_cut, is_late=True)
@@ -98,12 +98,12 @@ class DiskCall:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of blocks that are in no piece yet."""
+        """Bytes of the call's blocks that are in no piece (blocks for a thread to move) yet."""
         return int(self._ends[-1]) - self._cut_bytes
 
     @property
     def has_rest(self) -> bool:
-        """True if there are blocks that are in no piece yet."""
+        """True if some of the call's blocks are in no piece (blocks for a thread to move) yet."""
         return self._num_cut < len(self.blocks)
 
 

@@ -99,7 +99,7 @@ class SlabFile:
     """
 
     def __init__(self, path: Path, fd: int, num_bytes: int, is_direct: bool) -> None:
-        """Takes ownership of the descriptor. Use `open`."""
+        """Takes ownership of the descriptor. Callers use `open` instead."""
         self.path = path
         self.fd = fd
         self.num_bytes = num_bytes

@@ -79,7 +79,7 @@ class FoundBlocks:
         return mask
 
     def add(self, head: bytes, hashes: Iterable[bytes], until_s: float) -> None:
-        """Remembers blocks until `until_s`, a time of time.monotonic."""
+        """Remembers blocks as found in the tier, until `until_s`, a time of time.monotonic."""
         until = dict.fromkeys(hashes, until_s)
         known = self._until_s.pop(head, {})
         self._count([one for one in until if one not in known], 1)

@@ -79,7 +79,7 @@ class Pack:
 
     @property
     def age(self) -> int:
-        """A number that is greater for older packs."""
+        """The age of the pack: a number that is greater for older packs."""
         return age_of(self.name)
 
 
