@@ -211,8 +211,9 @@ class EventsCapability(Capability):
             self.hub.add_name(number, name)
 
     def _add_name(self, number: int, name: str) -> bool:
-        """Records a name of a key space's model. Returns False if the name is known, if the key
-        space has MOST_NAMES already, or if nobody uses names."""
+        """Records a name of a key space's model. Returns False, and records nothing, if the name is
+        known, if the key space has MOST_NAMES already, or if this server neither publishes events
+        nor answers routers (`events.answers`)."""
         is_used = self.hub.publisher is not None or self._settings.answers
         fingerprint = self._fingerprints[number]
         known = self._contents.names(fingerprint)
@@ -281,7 +282,8 @@ class EventsCapability(Capability):
         return self._contents.find(self._fingerprints[key_space_id], group_index, hashes)
 
     def _present(self, fingerprint: bytes, group_index: int, hashes: Words) -> BoolMask:
-        """Returns a mask [n] of the blocks that are ready in host memory or on this node's disk.
+        """Returns a mask [n]: True for each block that is ready in host memory or on this node's
+        disk.
 
         `fingerprint`: fingerprint of the key space.
         `hashes`: the hashes of n blocks, uint32 words [n, 8].

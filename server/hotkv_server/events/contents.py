@@ -53,10 +53,10 @@ log = logging.getLogger(__name__)
 
 MAGIC: Final = b"HOTKVEC1"
 START: Final = 4096
-"""Offset of the ring in the file; the header is before it."""
+"""Offset of the ring buffer in the file; the header is before it."""
 HEADER: Final = struct.Struct("<8sqqq")
-"""Header of the file: magic number, size of the ring, position of the oldest record, position
-behind the newest record."""
+"""Header of the file: magic number, size of the ring buffer, position of the oldest record,
+position after the newest record."""
 PREFIX: Final = struct.Struct("<III")
 """First fields of each record: CRC-32 of the rest of the record, length of the whole record in
 bytes, kind (FILLER, BLOCKS or NAME)."""
@@ -67,28 +67,29 @@ followed by the parent's hash, the hashes, the token ids, the name and the extra
 ALIGN: Final = 16
 """Lengths of records are multiples of this many bytes."""
 GROWTH_BYTES: Final = 4 << 20
-"""The ring's size grows in steps of this many bytes."""
+"""The ring buffer's size grows in steps of this many bytes."""
 FILLER, BLOCKS, NAME = 0, 1, 2
-"""Kinds of records. FILLER: unused bytes up to the end of the ring. BLOCKS: a run (consecutive
-blocks that were stored together). NAME: a name of a key space's model."""
+"""Kinds of records. FILLER: unused bytes up to the end of the ring buffer. BLOCKS: a run
+(consecutive blocks that were stored together). NAME: a name of a key space's model."""
 MOST_MOVES = 64
-"""When a record is added to a full ring, old records with blocks that are still cached are appended
-again: about this number at most, and about an eighth of the ring at most. If there are more, most
-of the ring is about cached blocks. Then no records of blocks are appended again until an eighth of
-the ring has been overwritten."""
+"""When a record is added to a full ring buffer, old records with blocks that are still cached are
+appended again: about this number at most, and about an eighth of the ring buffer at most. If there
+are more such records, most of the ring buffer is about cached blocks. Then no records of blocks are
+appended again until an eighth of the ring buffer has been overwritten."""
 AT_BITS = 17
 """A value in the index has two parts: this number of low bits is the number of the block in its
 run, the higher bits are the position of the run's record."""
 RUN_BLOCKS = 128
-"""Most blocks in a record. A longer run gets several records. So no step of a reader is long,
-although a step parses a whole record."""
+"""Most blocks in a record. A longer run (consecutive blocks) gets several records. So each step of
+an iteration over runs is short, although a step parses a whole record."""
 NO_PARENT = bytes(32)
 """Stands in place of the parent's hash if the first block of a run has no known parent."""
 
 GATHER_S = 0.02
 """Time that the thread waits, after contents were queued, before it writes them."""
 MAX_QUEUED_BYTES = 8 << 20
-"""If more bytes are queued, the store that queues them writes the oldest contents itself."""
+"""If more bytes of contents than this are queued, the call that queues them (`Contents.keep`)
+writes the oldest contents itself."""
 
 _position = operator.attrgetter("position")
 Present = Callable[[bytes, int, Words], BoolMask]
@@ -98,7 +99,7 @@ hashes as uint32 words [n, 8]."""
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A record in the ring: a run (consecutive blocks), or a name of a key space's model.
+    """A record in the ring buffer: a run (consecutive blocks), or a name of a key space's model.
 
     `position`: position of the record; see the module.
     `fingerprint`: fingerprint of the key space.
@@ -141,7 +142,8 @@ class KnownRun:
 
 
 class Contents:
-    """Keeps and finds the contents of blocks; see the module.
+    """Keeps the contents of stored blocks (token ids, parent, adapter, extra keys) in a ring
+    buffer, and finds them; see the module.
 
     `path`: file of the ring; None: the ring is in private memory of the process.
     `max_bytes`: largest size of the ring. The index, which is in memory of the process, takes about
@@ -200,7 +202,7 @@ class Contents:
 
     def keep(self, fingerprint: bytes, run: BlocksStored) -> None:
         """Queues the contents of a run (consecutive blocks) that was stored, so that the thread
-        writes them into the ring. Does nothing if the engine sent no token ids."""
+        writes them into the ring buffer. Does nothing if the engine sent no token ids."""
         if not len(run.content.token_ids) or self._is_closed:
             return
         self._put_bytes += run.num_bytes
@@ -217,8 +219,10 @@ class Contents:
     def find(
         self, fingerprint: bytes, group_index: int, hashes: list[bytes]
     ) -> tuple[list[BlocksStored], list[int]]:
-        """Returns runs with those of the blocks whose contents are known. Consecutive blocks of a
-        record become one run. Also returns the positions in `hashes` of the other blocks.
+        """Finds the contents of blocks. Returns two lists. The first has runs (consecutive blocks
+        of a sequence) with the blocks whose contents are known; consecutive blocks of a record
+        become one run. The second has the positions in `hashes` of the blocks whose contents are
+        not known.
 
         `hashes`: the hash of each block, 32 bytes.
         """
@@ -258,16 +262,18 @@ class Contents:
 
     @property
     def head(self) -> int:
-        """Position behind the newest record, at which the next record will be written."""
+        """Position in the ring buffer after the newest record, at which the next record will be
+        written."""
         with self._written():
             return self._head
 
     def runs(self, begin: int = 0, fingerprint: bytes | None = None) -> Iterator[KnownRun]:
         """Yields the runs (consecutive blocks of a sequence) whose records are at position `begin`
-        or behind it, and also the runs that are added during the iteration. In a sequence, earlier
+        or later, and also the runs that are added during the iteration. In a sequence, earlier
         blocks come first, unless their record was added during the iteration.
 
-        Each step is short, because it reads only the list of records of one depth.
+        Each step is short, because it reads only the list of records of one depth (number of blocks
+        before the run in its sequence).
 
         `fingerprint`: the key space whose runs are yielded; None: all key spaces.
         """
@@ -294,8 +300,8 @@ class Contents:
             begin = end
 
     def _between(self, fingerprint: bytes, depth: int, begin: int, end: int) -> list[_Record]:
-        """Returns the records of a key space's runs at one depth, with positions from `begin` to
-        before `end`."""
+        """Returns the records of a key space's runs at one depth (number of blocks before the run
+        in its sequence), with positions from `begin` to before `end`."""
         kept = self._by_depth.get(fingerprint, {}).get(depth)
         if not kept or kept[-1].position < begin:
             return []
@@ -305,8 +311,8 @@ class Contents:
         return records[slice(*places)]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the tables in memory do not have exactly the records of the
-        ring."""
+        """Raises AssertionError if the tables in memory do not have exactly the records of the ring
+        buffer."""
         with self._written():
             runs = {one.position: one for one in self._records if one.name is None}
             lists = [one for depths in self._by_depth.values() for one in depths.values()]
@@ -344,7 +350,8 @@ class Contents:
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
-        """Holds the lock while the context is open. Writes all queued contents first."""
+        """Context manager that holds the lock. Writes all queued contents into the ring buffer
+        before its body runs."""
         with self._lock:
             while self._queue:
                 self._write_next()
@@ -362,9 +369,10 @@ class Contents:
     # The ring
 
     def _add(self, packed: bytes) -> None:
-        """Appends a record to the ring. If the ring is full, first drops old records. The blocks of
-        dropped records that are still cached are appended again, before the new record. Ignores a
-        record larger than a quarter of `max_bytes`. `packed`: the bytes of the record."""
+        """Appends a record to the ring buffer. If the ring buffer is full, first drops old records.
+        The blocks of dropped records that are still cached are appended again, before the new
+        record. Ignores a record larger than a quarter of `max_bytes`. `packed`: the bytes of the
+        record."""
         if len(packed) > self._max_bytes // 4:
             return
         if self._head <= self._size < self._head + len(packed):
@@ -387,15 +395,15 @@ class Contents:
             self._append(one)
 
     def _end_of(self, packed: bytes, head: int) -> int:
-        """Returns the position behind a new record, if `head` is the position behind the newest
-        record. `packed`: the bytes of the record."""
+        """Returns the position in the ring buffer after a new record, if `head` is the position
+        after the newest record. `packed`: the bytes of the new record."""
         left = self._size - head % self._size
         return head + len(packed) + (0 if left >= len(packed) else left)
 
     def _grow(self, end: int) -> None:
-        """Grows the ring to at least `end` bytes, or to its largest size, which a ring in private
-        memory has from the start. Must not be called once records have been written from the
-        beginning of the ring again."""
+        """Grows the ring buffer to at least `end` bytes, or to its largest size, which a ring
+        buffer in private memory has from the start. Must not be called after the ring buffer has
+        wrapped around (records were written from its beginning again)."""
         size = min(-(-end // GROWTH_BYTES) * GROWTH_BYTES, self._max_bytes)
         if size <= self._size:
             return
@@ -431,10 +439,11 @@ class Contents:
         HEADER.pack_into(self._map, 0, MAGIC, self._size, self._tail, self._head)
 
     def _list(self, position: int, packed: bytes) -> None:
-        """Adds a record in the ring to the tables in memory: the index, the list of records, the
-        names. Does nothing for a record of kind FILLER (unused bytes at the end of the ring).
+        """Adds a record in the ring buffer to the tables in memory: the index, the list of records,
+        the names. Does nothing for a record of kind FILLER (unused bytes at the end of the ring
+        buffer).
 
-        `position`: position of the record in the ring; see the module.
+        `position`: position of the record in the ring buffer; see the module.
         `packed`: the bytes of the record.
         """
         kind = PREFIX.unpack_from(packed)[2]
@@ -477,9 +486,10 @@ class Contents:
         self._note()
 
     def _still_of_use(self, record: _Record) -> list[bytes]:
-        """Returns the records to append again when this record is dropped. The name of a known key
-        space is appended again as it is. Of a run, the blocks that are still cached and are in no
-        newer record are appended again, with a record for each unbroken sequence of them."""
+        """Returns the records to append again when this record is dropped. If the record is the
+        name of a known key space, this is the record itself. If it is a run (consecutive blocks),
+        these are new records for the blocks of the run that are still cached and are in no newer
+        record: a record for each unbroken sequence of such blocks."""
         if record.name is not None:
             is_known = record.fingerprint in self._known
             return [self._bytes_at(record.position)] if is_known else []
@@ -492,8 +502,8 @@ class Contents:
         return [_packed_run(record.fingerprint, run.part(first, end)) for first, end in edges(mask)]
 
     def _is_newest(self, record: _Record, keys: list[bytes]) -> BoolMask:
-        """Returns a mask [n] of the blocks of a record that no later record contains. `keys`: the
-        blocks' hashes, 32 bytes each."""
+        """Returns a mask [n]: True for each block of a record that no later record contains.
+        `keys`: the blocks' hashes, 32 bytes each."""
         index = self._index.get((record.fingerprint, record.group_index), {})
         base = record.position << AT_BITS
         return np.array(
@@ -516,7 +526,8 @@ class Contents:
         return mmap.mmap(self._fd, START + self._size)
 
     def _read(self) -> None:
-        """Reads the records that an earlier server has written, up to the first damaged record."""
+        """Reads the records that an earlier server has written into the ring buffer, up to the
+        first damaged record."""
         magic, size, tail, head = HEADER.unpack_from(self._map)
         num_bytes = os.fstat(self._fd).st_size - START
         is_aligned = (size | tail | head) % ALIGN == 0
@@ -541,8 +552,8 @@ class Contents:
         self._note()
 
     def _checked_at(self, position: int, end: int) -> bytes | None:
-        """Returns the bytes of the record at a position; None if the record is damaged. `end`:
-        position behind the newest record."""
+        """Returns the bytes of the record at a position in the ring buffer; None if the record is
+        damaged. `end`: position after the newest record."""
         start = START + position % self._size
         crc, length, kind = PREFIX.unpack_from(self._map, start)
         left = self._size - position % self._size

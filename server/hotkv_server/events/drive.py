@@ -103,8 +103,8 @@ class KeySpaceCleared:
     """An event: all blocks of a key space are removed, from all media (a *clear*).
 
     `removed`: the blocks in host memory and on the disk that a flush has removed so far, as a
-        `BlocksRemoved` for each group. Later events name the blocks that it removes later. The
-        publisher sends `removed` in place of the clear if the ZMQ topic has blocks of other key
+        `BlocksRemoved` for each group. Later events name the blocks that the flush removes later.
+        The publisher sends `removed` in place of the clear if the ZMQ topic has blocks of other key
         spaces, because a clear would remove those blocks too.
     """
 
@@ -162,12 +162,13 @@ class EventPublisher(Protocol):
 
     def add_name(self, number: int, name: str) -> None:
         """Adds a name of a key space's model: the key space's events are also published under the
-        topic for this name. A new topic begins with a clear and the present state, if that is
-        known."""
+        topic for this name. If the present state (the cached blocks) is known, a new topic begins
+        with a clear (an event that all blocks were removed), followed by events for the present
+        state."""
 
     def clear(self, number: int) -> None:
-        """Queues a clear (see `KeySpaceCleared`) of each topic of a key space. Such a clear also
-        clears the blocks of other key spaces in these topics."""
+        """Queues a clear (an event that all blocks were removed) for each topic of a key space. A
+        clear of a topic also clears the blocks of other key spaces in this topic."""
 
     def announce(self) -> None:
         """Queues the present state (events for all cached blocks), to be sent after the events that
@@ -176,17 +177,17 @@ class EventPublisher(Protocol):
     def forget_key_space(self, number: int) -> None:
         """Removes a key space from the publisher's tables, after its last event. Called when the
         server has forgotten the key space, because the key space has no blocks. Readers are not
-        notified: events have reported the removal of its blocks already. The same key space may be
-        registered again later, with another number."""
+        notified, because earlier events have reported the removal of its blocks. The same key space
+        may be registered again later, with another number."""
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
         """Queues events, in order. Drops the events if the queue is full. `unix_time_s`: the time
         of the events, in seconds since 1970."""
 
     def settle(self) -> None:
-        """Queues a clear for each topic of which a removal or a clear was lost, because the queue
-        was full. Leaves out topics for which a clear was queued since. The node calls this method
-        regularly."""
+        """Queues a clear (an event that all blocks were removed) for each topic that has lost a
+        removal or a clear because the queue was full. Skips topics for which a clear was queued
+        since the loss. The node calls this method regularly."""
 
     def is_alive(self) -> bool:
         """Returns False if the publisher's thread has died."""
@@ -206,8 +207,9 @@ class EventHub:
 
     `publisher`: publishes the events to routers; None: events are sent to feeds only.
     `of_pool`: True if several nodes (a *pool*) share a store, and all of them publish the store's
-        events under one topic. The publisher then sends only events about that store, and a clear
-        if a key space is flushed, but no clear if a node starts.
+        events under one topic. The publisher then sends only events about that store. It sends a
+        clear (an event that all blocks were removed) if a key space is flushed, but no clear if a
+        node starts.
     """
 
     def __init__(self, publisher: EventPublisher | None = None, *, of_pool: bool = False) -> None:
@@ -225,8 +227,8 @@ class EventHub:
         return self.publisher is not None or len(self.feeds) > 0
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Registers a key space that is new to this server. Sends a clear (`KeySpaceCleared`), so
-        that readers drop blocks of the key space that they remember from an earlier server. For the
+        """Registers a key space that is new to this server. Sends a `KeySpaceCleared`, so that
+        readers drop blocks of the key space that they remember from an earlier server. For the
         arguments see `EventPublisher.add_key_space`."""
         self._key_spaces[number] = key_space
         if self.publisher is not None:
@@ -254,9 +256,10 @@ class EventHub:
         return None if key_space is None else TimedEvent(time.time(), event, key_space)
 
     def flushed(self, number: int) -> None:
-        """Makes the publisher send a clear for a flushed key space if the nodes publish as a pool
-        (`of_pool`). The removal events of the flush are not enough then: they name only blocks of
-        this node, and the server does not know which blocks the shared store has."""
+        """Makes the publisher send a clear (an event that all blocks were removed) for a flushed
+        key space, if the nodes publish as a pool (`of_pool`). The removal events of the flush are
+        not enough then: they name only blocks of this node, and the server does not know which
+        blocks the shared store has."""
         if self._of_pool and self.publisher is not None and number in self._key_spaces:
             self.publisher.clear(number)
 
@@ -281,7 +284,7 @@ def _is_of_pool(event: Event) -> bool:
 
 def edges(mask: BoolMask) -> list[tuple[int, int]]:
     """Returns, for each unbroken sequence of True values in a mask, the position of its first value
-    and the position behind its last value."""
+    and the position after its last value."""
     steps = np.diff(np.concatenate(([0], mask, [0])).astype(np.int8))
     first, end = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     return list(zip(first.tolist(), end.tolist(), strict=True))
@@ -330,9 +333,10 @@ def moved_events(
     `entries`: entry numbers of the moved blocks in `index`.
     `medium`: the medium to which the blocks were moved.
     `tier`: name of the tier that now has the blocks; empty for host memory.
-    `find`: returns the runs of known blocks and the positions of the others (`Contents.find`),
-        given the number of the key space, the group and the hashes. The parents are not read from
-        the index, because the index's links between blocks are only hints (`cache.table.index`).
+    `find`: returns the runs of blocks whose contents are known, and the positions of the other
+        blocks (`Contents.find`), given the number of the key space, the group and the hashes. The
+        parents are not read from the index, because the index's links between blocks are only hints
+        (`cache.table.index`).
     """
     events: list[BlocksStored] = []
     key_spaces, groups, hashes = index.keys(entries)

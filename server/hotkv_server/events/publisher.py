@@ -57,12 +57,14 @@ REQUEST_BYTES = 128 << 10
 MOST_ANSWERS = 4
 """Most requests for replay that are answered at a time; further requests wait."""
 ANSWER_S = 60.0
-"""An answer to a request for replay is dropped if its reader has not taken it after this time."""
+"""An answer to a request for replay is dropped if its reader has not received all of its messages
+after this time."""
 STALLED_S = 2.0
-"""An answer may be dropped earlier, in favor of a waiting request, if its reader has taken nothing
-for this time."""
+"""An answer to a request for replay may be dropped earlier, in favor of a waiting request, if its
+reader has taken no message for this time."""
 STATE_BYTES = 1 << 20
-"""Approximate bytes of events in each message with the present state."""
+"""Approximate bytes of events in each message with the present state (events for the cached
+blocks)."""
 MESSAGE_BYTES = 1 << 20
 """Most bytes of separately queued events that are merged into one message."""
 EVENT_BYTES = 64
@@ -79,11 +81,11 @@ def binds(endpoint: str) -> bool:
 @dataclass(slots=True, eq=False)
 class _Topic:
     """The state of a ZMQ topic. Only the event loop changes the first four fields, only the thread
-    changes the others.
+    changes the other fields.
 
     `key_spaces`: numbers of the key spaces whose events are sent under the topic.
     `must_clear`: True if a removal was lost because the queue was full, so that the topic's next
-        message must begin with a clear.
+        message must begin with a clear (vLLM's event AllBlocksCleared).
     `must_announce`: True if the present state must be sent after the topic's first clear.
     `sequence`: counter of the topic's sequence numbers; None before its first message.
     `last_sent`: number of the topic's newest message; -1 before its first message.
@@ -122,7 +124,7 @@ class _Answer:
 class _Item:
     """An item of the queue: events of one key space, to be sent under a topic.
 
-    `clears_first`: True if a clear must be sent before the events.
+    `clears_first`: True if a clear (vLLM's event AllBlocksCleared) must be sent before the events.
     `is_alone`: True if the removal of all blocks of the key space may be sent as a clear (see
         `_is_alone`).
     `num_bytes`: estimated memory of the events.
@@ -138,7 +140,8 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """An item of the queue: the server has forgotten a key space, so the thread drops it too.
+    """An item of the queue: the server has forgotten a key space, so the thread must also remove
+    the key space from its tables.
 
     `number`: number of the key space.
     `topics`: the topics that had only this key space. Their messages are no longer kept for replay.
@@ -269,8 +272,9 @@ class ZmqPublisher:
 
     def add_name(self, number: int, name: str) -> None:
         """Adds a name of a key space's model: the key space's events are also published under the
-        topic for this name. If the topic is new for the key space, queues a clear and the present
-        state for it, because readers may remember blocks from an earlier server."""
+        topic for this name. If the topic is new for the key space, queues for this topic a clear
+        (vLLM's event AllBlocksCleared) and the present state (events for all cached blocks),
+        because readers may remember blocks from an earlier server."""
         topic = self._add_topic(number, name)
         if topic is not None and self._state is not None:
             topic.must_announce = True
@@ -278,7 +282,7 @@ class ZmqPublisher:
 
     def _add_topic(self, number: int, model: str) -> _Topic | None:
         """Adds a key space to the topic for a name of its model. Returns the topic; None if the
-        topic had the key space already. `model`: the name."""
+        topic had the key space already. `model`: the name of the model."""
         name = self._topic_of(number, self._key_spaces[number], model)
         topic = self._topics.setdefault(name, _Topic(name.encode()))
         if number in topic.key_spaces:
@@ -314,8 +318,9 @@ class ZmqPublisher:
                 self._put(topic, unix_time_s, of_key_space)
 
     def clear(self, number: int) -> None:
-        """Queues a clear of each topic of a key space. The clear also clears blocks of other key
-        spaces in these topics. If the queue is full, `settle` queues the clear later."""
+        """Queues a clear (vLLM's event AllBlocksCleared) for each topic of a key space. The clear
+        also clears blocks of other key spaces in these topics. If the queue is full, `settle`
+        queues the clear later."""
         for topic in self._by_key_space[number]:
             topic.must_clear = True
             self._put(topic, time.time(), ())
@@ -326,7 +331,8 @@ class ZmqPublisher:
         self._queue.put(_Announcement(tuple(self._topics.values())))
 
     def settle(self) -> None:
-        """Queues a clear for each topic that has lost a removal, if the queue has room."""
+        """Queues a clear (vLLM's event AllBlocksCleared) for each topic that has lost a removal, if
+        the queue has room."""
         for topic in self._topics.values():
             if topic.must_clear:
                 self._put(topic, time.time(), ())
@@ -354,8 +360,9 @@ class ZmqPublisher:
 
     def _is_alone(self, topic: _Topic) -> bool:
         """Returns True if `topic` has only one key space, so that the removal of all of its blocks
-        may be sent as a clear. With `per_endpoint`, returns True only if the publisher has only one
-        key space, because readers then apply a clear to the topics of the whole endpoint."""
+        may be sent as a clear (vLLM's event AllBlocksCleared). With `per_endpoint`, returns True
+        only if the publisher has only one key space, because readers then apply a clear to the
+        topics of the whole endpoint."""
         others = self._by_key_space if self._of_endpoint is not None else ()
         return len(topic.key_spaces) == 1 and len(others) <= 1
 
@@ -396,7 +403,7 @@ class ZmqPublisher:
                 # Answer only one request before the next events are sent: an answer can be long.
                 if self._replay is not None:
                     self._serve_replays(self._replay)
-            except Exception:  # As for events.
+            except Exception:  # An error must not end the thread.
                 log.exception("a replay could not be sent")
         self._pub.close()
         if self._replay is not None:
@@ -454,7 +461,7 @@ class ZmqPublisher:
         try:
             payload = self._encoder.encode(KVEventBatch(unix_time_s, events, RANK))
             self._send(topic, payload, len(events))
-        except Exception:  # As above.
+        except Exception:  # An error must not end the thread.
             log.exception("events of topic %s could not be sent", topic.name.decode())
 
     def _send(self, topic: _Topic, payload: bytes, num_events: int) -> None:
@@ -506,8 +513,8 @@ class ZmqPublisher:
 
     def _serve_replays(self, socket: "zmq.Socket[bytes]") -> None:
         """Receives a request for replay if there is one, unless MOST_ANSWERS are unfinished and
-        none has stalled. Sends as much of all answers as the readers take. A reader's new request
-        ends its last answer."""
+        none has stalled. Then sends messages of all answers, as many as the readers take now. If a
+        reader sends a new request, the rest of the answer to its last request is dropped."""
         now_s, is_asked = time.monotonic(), bool(socket.poll(0))
         if is_asked and len(self._answers) == MOST_ANSWERS:
             slowest = min(self._answers, key=lambda client: self._answers[client].moved_s)
@@ -565,20 +572,20 @@ class ZmqPublisher:
 
     def _send_state(self, topics: Sequence[_Topic]) -> None:
         """Sends the present state (events for the cached blocks) to all readers of these topics,
-        without a clear before it."""
+        without a clear (vLLM's event AllBlocksCleared) before it."""
         try:
             for topic, events in self._encoded_state(topics):
                 for part in _parts(events, len(events)):
                     self._send(topic, self._batch(part), len(part))
                     self._last_turn_s = time.monotonic()
-        except Exception:  # As for events.
+        except Exception:  # An error must not end the thread.
             log.exception("the state could not be sent")
 
     def _state_messages(
         self, topics: Sequence[_Topic], first: int
     ) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yields messages with a clear and the present state (the cached blocks) of these topics:
-        sequence number, topic and payload.
+        """Yields messages with a clear (vLLM's event AllBlocksCleared) and the present state (the
+        cached blocks) of these topics. Each message is a sequence number, a topic and a payload.
 
         The messages reuse the last sequence numbers that were sent, so all later messages have
         greater numbers.

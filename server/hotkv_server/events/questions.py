@@ -73,7 +73,8 @@ Prefixes = dict[tuple[bytes, int], _Prefixes]
 UPDATE_S = 0.25
 """Longest time that a call of `find` reads new contents."""
 TURN_RUNS = 16
-"""Number of runs that are read before other threads get a turn; it takes a millisecond."""
+"""Number of runs (consecutive blocks that were stored together) that are read before other threads
+get the GIL. Reading them takes a millisecond."""
 
 
 class PromptIndex:

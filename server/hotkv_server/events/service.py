@@ -43,7 +43,7 @@ of all key spaces for None. Yields None for a step that has no event."""
 class EventService(events_pb2_grpc.EventServiceServicer):
     """Sends events to tools over gRPC; `events.proto` describes the call.
 
-    `hub`: passes on the events of the node.
+    `hub`: sends the node's events to this service.
     `state`: yields the present state (events for the cached blocks), for subscribers that ask for
         it before the first event.
     """
@@ -95,11 +95,11 @@ class EngineReader:
     """Reads the events of a key space for an engine: first the present state (events for all cached
     blocks), then the events as they happen.
 
-    `hub`: passes on the events of the node.
+    `hub`: sends the node's events to this reader.
     `state`: yields the present state of the key space, and None for a step that has no event.
 
-    Always true: if the state and an event after it are about the same block, the event is newer. If
-    events are lost, the present state is sent again.
+    Always true: if the present state and an event that is sent after it are about the same block,
+    the event is newer. If events are lost, the present state is sent again.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class EngineReader:
         """Returns the answer to an engine that has asked for events, with the next events: at most
         `most` of them, and at most MOST_EVENTS. `most`: 0 means MOST_EVENTS.
 
-        The engine asks, and is answered, on its session's stream. Returns the stream's whole
-        message, and not only the part with the events: protobuf would copy that part into the
-        message, which takes long for long prompts.
+        The request and the answer are messages on the stream of the engine's session. Returns a
+        whole message of the stream, not only its part with the events, because protobuf would copy
+        that part into the message, which takes long for long prompts.
         """
         most = min(most if most > 0 else MOST_EVENTS, MOST_EVENTS)
         items, lost = self._feed.take(most, ANSWER_BYTES) if self._present is None else ([], 0)
@@ -148,8 +148,9 @@ class EngineReader:
         return whole
 
     def _of_state(self, present: Iterator[BlocksStored | None], most: int) -> Iterator[TimedEvent]:
-        """Yields the next events of the present state, at most `most`. Stops after SLICE_S, also
-        if it has found no event. When the state has ended, sets `_present` to None."""
+        """Yields the next events of the present state (events for all cached blocks), at most
+        `most`. Stops after SLICE_S, even if it has found no event. At the end of the state, sets
+        `_present` to None."""
         left_bytes, count, ends_s = ANSWER_BYTES, 0, time.perf_counter() + event_loop.SLICE_S
         while count < most:
             try:

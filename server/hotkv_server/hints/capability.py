@@ -1,4 +1,4 @@
-"""Registers hints as a capability of the node."""
+"""Registers hints of routers as a capability of the node."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,8 @@ def attach(settings: Settings, node: Node) -> "HintsCapability":
 
 
 class HintsCapability(Capability):
-    """Connects hints to the node: forwards scheduled and ended requests, and returns figures."""
+    """Connects hints of routers to the node: forwards scheduled and ended requests to `HintDesk`,
+    and returns figures about hints."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

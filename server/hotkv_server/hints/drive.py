@@ -55,7 +55,7 @@ class HintDesk:
         return f"HintDesk({self.book!r}, {len(self._tasks)} under way)"
 
     async def close(self) -> None:
-        """Cancels the running work."""
+        """Cancels the actions that still run in the background, and waits until they have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -107,8 +107,8 @@ class HintDesk:
     async def act(
         self, origin: Origin, hints: Hints, *, has_ended: bool = False
     ) -> list[HintOutcome]:
-        """Performs the actions of hints and returns their outcomes so far. Long actions continue in
-        the background.
+        """Performs the actions that hints request. Returns the outcomes of the actions so far; long
+        actions continue in the background.
 
         has_ended: True if the request that brought the hints has ended. Then also performs the
             actions that were deferred until its end.

@@ -30,7 +30,8 @@ context. Raises HotKVError if a proof is not valid."""
 
 
 class HintService(hints_pb2_grpc.HintServiceServicer):
-    """Answers the calls of hints.proto."""
+    """Serves the gRPC calls of `hints.proto`, with which routers send hints and ask for
+    outcomes."""
 
     def __init__(
         self, node: Node, desk: HintDesk, access: AccessControl, identify: Identify

@@ -85,9 +85,10 @@ class HintedBlocks:
         self._effects = effects
 
     def prompts(self, tenant: TenantHints, origin: Origin, target: Target) -> list[Prompt]:
-        """Returns the prompts to which an action applies, each with its range of hash blocks. These
-        are the latest prompts of the session that `target` names, or the prompt of the hints'
-        request. Skips key spaces that the server does not know."""
+        """Returns the prompts to which an action applies, each with its range of hash blocks (a
+        hash block is the tokens of one block hash). These are the latest prompts of the session
+        that `target` names, or the prompt of the hints' request. Skips key spaces that the server
+        does not know."""
         chains: list[tuple[int, Words]] = []
         if target.session_id:
             session = tenant.sessions.get(target.session_id)
@@ -142,7 +143,8 @@ class HintedBlocks:
 
 
 class HintWork:
-    """Performs actions (see the module).
+    """Performs the actions that hints of routers request: retains, pins, demotes, releases or
+    prefetches blocks (see the module).
 
     below: fetches blocks from tiers below host memory; None if there is no tier.
     spawn: starts background work, which is cancelled when the node closes.

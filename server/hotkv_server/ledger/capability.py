@@ -1,4 +1,4 @@
-"""Registers the ledger as a capability of the node."""
+"""Registers the ledger as a capability of the node. The ledger counts the savings of the cache."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,14 +13,15 @@ from hotkv_server.settings import Settings
 
 
 def attach(settings: Settings, node: Node) -> "LedgerCapability":
-    """Returns this node's ledger, which continues the ledger of an earlier server."""
+    """Returns the ledger capability of this node. Its ledger, which counts the savings of the
+    cache, continues the ledger of an earlier server."""
     tiers = node.tiers.names if node.tiers is not None else ()
     return LedgerCapability(node, LiveLedger(node.core, settings.arena_dir, tiers, settings.policy))
 
 
 class LedgerCapability(Capability):
-    """Connects the ledger to the node: forwards reports and transfers to it, and returns its
-    figures."""
+    """Connects the ledger, which counts the savings of the cache, to the node: forwards requests
+    and transfers to the ledger, and returns its figures."""
 
     def __init__(self, node: Node, ledger: LiveLedger) -> None:
         self._clerk = node.clerk

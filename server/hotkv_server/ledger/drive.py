@@ -82,7 +82,7 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class _OpenLoad:
-    """A request whose load has not ended.
+    """A request whose load from the cache has not ended.
 
     account: the account in which the request was counted.
     usage: the usage that was counted. If the load fails, its hits are subtracted again.
@@ -95,14 +95,16 @@ class _OpenLoad:
 
 
 class LiveLedger:
-    """Counts usage and forecasts savings (see the module).
+    """The ledger of a running node: counts the usage of the cache (hits, misses, saved time, moved
+    bytes), and forecasts the savings of a larger cache (see the module).
 
     directory: directory of the file; None for a ledger that ends with the process.
     tiers: names of the tiers below host memory, in the order of their numbers in `Space.origins`.
     policy: the node's eviction policy, which the forecast simulates.
     taken_back_s: saved seconds that were subtracted because of failed loads, since this server
         started.
-    num_lost: requests that were dropped from the list that waits for the forecast.
+    num_lost: number of requests that were dropped, because too many requests waited for the
+        forecast.
     """
 
     def __init__(
@@ -180,9 +182,9 @@ class LiveLedger:
         self._follow(session, report)
 
     def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
-        """Counts the wait for a load. If the load failed, subtracts the hit and its saved time, and
-        counts the hit's tokens as missed. Does the same, without counting a failed load, if the
-        request ended before its load (`wait_s` is 0), or if the engine itself cancelled the
+        """Counts the wait for a load. If the load failed, subtracts the hit and its saved time,
+        counts the hit's tokens as missed, and counts a failed load. Does not count a failed load if
+        the request ended before its load (`wait_s` is 0), or if the engine itself cancelled the
         load."""
         was = self._loads.pop((session.secret_id, end.report_id), None)
         if was is None or not end.failed:
@@ -195,8 +197,8 @@ class LiveLedger:
 
     def _take_back(self, load: _OpenLoad, more: Usage, why: Miss = Miss.FAILED_LOAD) -> None:
         """Subtracts the hit of a load, counts its tokens as missed for the reason `why`, and adds
-        the usage `more`, all in the minute in which the hit was counted: a window then has no fewer
-        than 0 hits."""
+        the usage `more`. Adds all of this to the minute in which the hit was counted, so that no
+        window of time has a negative number of hits."""
         hits = load.usage.hit_tokens
         self._count(
             load.account,
@@ -210,8 +212,9 @@ class LiveLedger:
         )
 
     def session_closed(self, session: LiveSession) -> None:
-        """Subtracts the hits of the session's loads whose end was not reported: the engine or the
-        request has ended before. They do not count as failed loads, which operators watch."""
+        """Subtracts the hits of the session's loads whose end was not reported, because the engine
+        or the request ended first. Does not count these loads as failed, because operators watch
+        the number of failed loads."""
         for key in [key for key in self._loads if key[0] == session.secret_id]:
             self._take_back(self._loads.pop(key), Usage())
 
@@ -273,8 +276,8 @@ class LiveLedger:
             yield
 
     async def turn(self, clerk: Clerk) -> None:
-        """Forwards waiting requests to the forecast. If SAVE_S has passed, also lets the clerk
-        write the file. Called by the node's timer."""
+        """Forwards waiting requests to the forecast. If SAVE_S has passed since the last write,
+        also makes the thread of `clerk` write the ledger's file. Called by the node's timer."""
         self._fold_moved()
         async for _ in slices(self.follow()):
             pass
@@ -290,13 +293,13 @@ class LiveLedger:
             self._saving = clerk.do(lambda: _save(directory, pieces))
 
     async def close(self) -> None:
-        """Waits for a running write of the file, for at most CLOSE_S."""
+        """Waits until a running write of the ledger's file has ended, at most CLOSE_S."""
         if self._saving is not None:
             await asyncio.wait([asyncio.wrap_future(self._saving)], timeout=CLOSE_S)
 
     def save(self) -> None:
-        """Forwards waiting requests to the forecast and writes the file. Blocks the calling
-        thread."""
+        """Forwards waiting requests to the forecast and writes the ledger's file. Blocks the
+        calling thread."""
         for _ in self.follow():
             pass
         self._note_seen()

@@ -19,7 +19,7 @@ from hotkv_server.node.event_loop import LoopLag
 
 STEP_S = 5.0
 NUM_SAMPLES = 720
-"""Number of intervals that are stored: an hour."""
+"""Number of intervals of STEP_S that are stored: an hour."""
 EVICTED, LAG = "evicted_blocks", "loop_lag_s"
 FROM_LEDGER = ("prompt_tokens", "device_hit_tokens", "loaded_bytes", "stored_bytes")
 """Columns of the ledger that are recorded, in addition to the hits of each tier."""
@@ -29,7 +29,7 @@ FROM_LEDGER = ("prompt_tokens", "device_hit_tokens", "loaded_bytes", "stored_byt
 
 
 class History:
-    """A ring with a sample for each of the latest intervals.
+    """A ring buffer with a sample for each of the latest intervals of time.
 
     The caller numbers the intervals; the numbers of successive calls increase.
 
@@ -48,7 +48,7 @@ class History:
         totals: Values,
         number: int,
     ) -> None:
-        """Makes an empty ring. The first interval to store is the interval after `number`.
+        """Makes an empty ring buffer. The first interval to store is the interval after `number`.
 
         totals: values of the counters at the end of interval `number` [counters].
         """
@@ -93,8 +93,8 @@ class History:
 
 
 class LiveHistory:
-    """Records the history of a running node's ledger. The first interval is the interval in which
-    the object is created."""
+    """Records the history of a running node's ledger: the growth of its counts in each interval of
+    time. The first interval is the interval in which the object is created."""
 
     def __init__(self, core: CacheCore, ledger: LiveLedger, lag: LoopLag) -> None:
         self._core, self._ledger, self._lag = core, ledger, lag

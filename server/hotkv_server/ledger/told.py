@@ -22,8 +22,9 @@ def savings_figures(found: Savings, names: Names) -> Figures:
     """Returns the counted usage, in total and in a row for each account (tenant, model, key space
     and engine), and the outlook for a larger cache.
 
-    The gain of more memory is at most what an endless cache would hit beyond the hits of all tiers:
-    blocks that a tier below host memory has hit anyway.
+    Limits the forecast gain of more memory: it is at most the share of tokens that an endless cache
+    would hit, minus the share that has hit in any tier. The reason: a block that hits in a tier
+    below host memory already is no gain.
     """
     outlook, total = found.outlook, found.total
     num_hits = total.device_hit_tokens + sum(total.hit_tokens.values())
@@ -72,8 +73,8 @@ def _usage(usage: Usage) -> Figures:
 
 def status(ledger: LiveLedger, history: LiveHistory, names: Names, *, has_names: bool) -> Figures:
     """Returns the figures for the status page: savings of the last hour and of all time, and the
-    growth of the sums per 5 seconds and per minute. Some values are callables, which the caller may
-    call later, on any thread.
+    growth of the ledger's sums per 5 seconds and per minute. Some values are callables, which the
+    caller may call later, on any thread.
 
     has_names: True includes a row for each account in the last hour's savings.
     """

@@ -64,11 +64,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The result for a tier that works.
+    """The result of the check for a tier that works.
 
-    `timings`: the times for each size in SIZES.
-    `left`: a message about the keys of the check that the store did not remove; empty if it removed
-        all keys.
+    `timings`: the times for each block size in SIZES.
+    `left`: a message about the keys that the check wrote and the store did not remove; empty if the
+        store removed all keys.
     """
 
     timings: list[Timing]
@@ -154,7 +154,8 @@ def check_disk(path: Path, disk: DiskSettings) -> Checked:
 
 
 def _look_for_room(path: Path, slabs: Path, num_bytes: int) -> None:
-    """Raises StartError if the disk has no room for the slab file of a server.
+    """Raises StartError if the disk has no room for a server's slab file, the file that holds the
+    disk tier's blocks.
 
     `slabs`: path of the slab file. If the file exists, only the missing bytes need room.
     `num_bytes`: size that the settings give to the slab file.
@@ -222,8 +223,8 @@ def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
 
 def _arena() -> tuple[Region, int]:
     """Returns memory that serves as arena, and the memory's file descriptor. The first half of the
-    memory has the blocks to write, the second half gets the blocks that are read back. The memory
-    is never unmapped, because a tier that hangs may still write to it."""
+    memory holds the blocks to write. The blocks that are read back go to the second half. The
+    memory is never unmapped, because a tier that hangs may still write to it."""
     descriptor = os.memfd_create("hotkv-check")
     os.ftruncate(descriptor, 2 * NUM_BYTES)
     memory = mmap.mmap(descriptor, 2 * NUM_BYTES)

@@ -54,7 +54,7 @@ def begun(now_us: int) -> int:
 
 
 def raised(now_us: int, *known: int) -> int:
-    """Returns the number for the epoch that a flush begins.
+    """Returns the number for the epoch that a flush (deletion of all blocks of a key space) begins.
 
     `now_us`: time of the flush, in microseconds of the wall clock.
     `known`: the epochs of the key space that the caller knows. The number is greater than all of
@@ -269,7 +269,8 @@ class Tier(Protocol):
 
 class SharedTier(Tier, Protocol):
     """A tier whose store several nodes share. The store also keeps the epoch of each key space, a
-    number that each flush raises, so that a flush takes effect on all nodes.
+    number that each flush (deletion of all blocks of a key space) raises, so that a flush takes
+    effect on all nodes.
 
     Always true: once the tier has answered `raise_epoch`, the old epoch has ended. A read with
     `Blocks.epochs` that begins after this answer, on any node, finds no block of the old epoch. The
@@ -297,8 +298,8 @@ class SharedTier(Tier, Protocol):
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
         """Asks the store for the epochs of key spaces (numbers that each flush raises). Begins an
-        epoch for each key space that has no epoch there. Does not wait behind queued reads and
-        writes.
+        epoch for each key space that has no epoch in the store. Does not wait behind queued reads
+        and writes.
 
         `fingerprints`: names of the key spaces.
         `deadline_s`: a time of time.monotonic, after which the tier gives up and reports None.
@@ -307,10 +308,11 @@ class SharedTier(Tier, Protocol):
     def raise_epoch(
         self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
     ) -> None:
-        """Raises the epoch of a key space in the store, for a flush: ends it, begins a greater
-        epoch, which is also above `floor`, and reports the new epoch. Does not wait behind queued
-        reads and writes. `floor`: the highest epoch of the key space that the caller knows.
-        `is_retry`: True if the last call for the same flushes has failed.
+        """Raises the epoch of a key space in the store, for a flush (deletion of all its blocks):
+        ends the old epoch, begins a greater epoch, which is also above `floor`, and reports the new
+        epoch. Does not wait behind queued reads and writes. `floor`: the highest epoch of the key
+        space that the caller knows. `is_retry`: True if the last call for the same flushes has
+        failed.
 
         Reports NO_EPOCH if the store has no room for the new epoch; the old epoch has ended all the
         same. Reports None if the store did not answer. The caller must then call again, because it

@@ -94,7 +94,7 @@ def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
     `wait_s`, and any error of `call`.
 
     `path`: the folder of the disk tier, which `call` uses. A server refuses to start if its disk
-        hangs, because it could not record flushes there.
+        hangs, because it could not record flushes on this disk.
     """
     try:
         return Clerk("disk-start").do(call).result(wait_s)
@@ -219,9 +219,9 @@ class OpenedTiers:
         return Tiers(core, self._arena, wait_s, epochs, below, driven)
 
     def _open_notes(self, core: CacheCore, memory: NodeMemory) -> EpochNotes:
-        """Returns the `EpochNotes`: the files with the record of flushes, a copy in the arena's
-        folder and a copy in the disk's folder. The core must already have restored the blocks in
-        both folders."""
+        """Returns the `EpochNotes`: the record of flushes (deletions of all blocks of a key space),
+        with a copy of its file in the arena's folder and, if there is a disk, in the disk's folder.
+        The core must already have restored the blocks in both folders."""
         folders = [NotesFolder(memory.directory, bool(core.space.used_bytes()))]
         if (lower := self._lower) is not None:
             folders.append(NotesFolder(lower.memory.folder, bool(lower.space.used_bytes())))
@@ -234,10 +234,11 @@ class OpenedTiers:
             self._lower.memory.close()
 
     def discard(self) -> None:
-        """Removes the files with the record of flushes (`EpochNotes`). Keeps them if there is a
-        disk, because its blocks outlive the server and need the record, and if a flush must still
-        raise the epoch in a store. Called at the end of a server that leaves no blocks in the arena
-        to the next server. Blocks the calling thread."""
+        """Removes the files with the record of flushes (`EpochNotes`), unless they are still
+        needed. They are needed if there is a disk, because its blocks outlive the server. They are
+        also needed if a flush must still raise the epoch of a key space in a store. Called at the
+        end of a server that leaves no blocks in the arena to the next server. Blocks the calling
+        thread."""
         if self._lower is None and self._epochs is not None:
             self._epochs.discard()
 

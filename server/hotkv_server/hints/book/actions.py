@@ -21,7 +21,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Cause, Entries, HashList
 
 BLOCKS = 1 << 12
-"""Most blocks of a part."""
+"""Most blocks in a part, the work of one step of an action."""
 
 
 @dataclass(slots=True)
@@ -152,9 +152,9 @@ def num_ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> 
 
 
 def _ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> tuple[Entries, int]:
-    """Looks up BLOCKS blocks of the list `one`, from its position `start` on. Returns the entries
-    of the blocks that are ready in host memory, in order and each once, and the number of
-    repetitions that were left out. Raises UNKNOWN_KEY_SPACE."""
+    """Looks up BLOCKS blocks of the list `one`, from its position `start` on. Returns two results:
+    the entries of the blocks that are ready in host memory, in order and without duplicates, and
+    the number of duplicates that were left out. Raises UNKNOWN_KEY_SPACE."""
     core.key_space(key_space_id)
     words = core.space.index.find(key_space_id, one.group_index, one.hashes[start : start + BLOCKS])
     named: Entries = words[table.is_ready(words)]

@@ -72,7 +72,7 @@ class HintLimits:
     tracked: actions for which the reuse of their blocks is tracked.
     tracked_bytes: bytes of the keys of tracked blocks. A copy of the keys for fast comparison takes
         as many bytes again.
-    tenants: tenants that are remembered.
+    tenants: tenants whose hints are remembered.
     node_bytes: bytes of the prompts of all tenants.
     """
 
@@ -89,7 +89,8 @@ class HintLimits:
 
 @dataclass(slots=True)
 class _Tracked:
-    """Hash blocks of a prompt whose reuse is tracked for an action.
+    """Hash blocks of a prompt (each is the tokens of one block hash) whose reuse is tracked for an
+    action.
 
     keys: keys of the prompt's hash blocks up to the end of the action's range.
     start: position at which the action's range begins.
@@ -110,7 +111,8 @@ class _Tracked:
 
 @dataclass(slots=True)
 class TenantHints:
-    """The hints of a tenant.
+    """The state of a tenant's hints: its sessions, the outcomes of its actions, and its budget of
+    actions.
 
     sessions: the router's sessions, with their latest prompts.
     outcomes: the latest outcomes, by message and action.
@@ -191,7 +193,8 @@ class TenantHints:
         self, outcome: HintOutcome, key_space_id: int, hashes: Words, start: int, stop: int
     ) -> None:
         """Starts to track whether requests hit blocks of an action (such as pin or prefetch) after
-        it was done: the hash blocks [start, stop) of a prompt.
+        it was done: the hash blocks [start, stop) of a prompt. (A hash block is the tokens of one
+        block hash.)
 
         If the action is already tracked in this key space from the same `start` on, keeps the hits
         counted so far.
@@ -220,7 +223,8 @@ class TenantHints:
         return sum(one.num_bytes for one in self.tracked)
 
     def hit(self, key_space_id: int, hashes: Words, first: int, stop: int, block_s: float) -> None:
-        """Records that a request has hit the hash blocks [first, stop) of its prompt in hotkv.
+        """Records that a request has hit the hash blocks [first, stop) of its prompt in hotkv. (A
+        hash block is the tokens of one block hash.)
 
         hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
         block_s: seconds that the engine needs to compute a block; 0 if unknown.
@@ -255,7 +259,8 @@ class TenantHints:
 
 
 class HintBook:
-    """The hints of all tenants. Beyond the limits, drops the least recently used tenants.
+    """Records the state of the hints of all tenants (`TenantHints`). If a limit is exceeded, drops
+    the least recently used tenants.
 
     A tenant with running prefetches is not dropped and does not count for the limit of tenants.
     After its prefetches have ended, the next call of `tenant` may drop it.

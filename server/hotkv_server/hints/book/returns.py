@@ -26,7 +26,7 @@ all. The same memory gives more hits if it holds the blocks of sessions with sho
 
 @dataclass(slots=True)
 class SessionGaps:
-    """The latest pauses of a session.
+    """The latest pauses of a session: times between the end of a request and the next request.
 
     gaps_s: lengths of the session's pauses in seconds.
     idle_since_s: when the session's last request ended; None while a request is running, and before
@@ -38,7 +38,8 @@ class SessionGaps:
 
 
 class ReturnTimes:
-    """Predicts the pauses of a tenant's sessions (see the module)."""
+    """Predicts how long a tenant's sessions pause between the end of a request and their next
+    request (see the module)."""
 
     def __init__(self) -> None:
         self._all_s: deque[float] = deque(maxlen=SHARED_GAPS)

@@ -40,7 +40,7 @@ class SessionReceipt:
     saved_s: float = 0.0
 
     def add(self, other: "SessionReceipt") -> None:
-        """Adds the requests of another receipt."""
+        """Adds the sums of another receipt to this receipt."""
         self.num_requests += other.num_requests
         self.prompt_tokens += other.prompt_tokens
         self.device_hit_tokens += other.device_hit_tokens
@@ -50,11 +50,12 @@ class SessionReceipt:
 
 @dataclass(slots=True)
 class HintSession:
-    """A router's session.
+    """A session of a router, such as a user's conversation.
 
     used_s: when a request last used the session.
     chains: by key space, the block hashes of the session's latest prompt, uint32 words [n, 8].
-    keys: by key space, the `chain_keys` of these hashes; views of the memory of `chains`.
+    keys: by key space, the first eight bytes of each of these hashes (`chain_keys`); views of the
+        memory of `chains`.
     message_id: id of the hint message that came with the last request; empty without hints.
     before_s: when a request with a hint message other than `message_id` last used the session.
     receipt: sums over all requests of the session since this server knows the session.
@@ -86,14 +87,15 @@ class HintSession:
         """Returns when a request with another hint message than `message_id` last used the session;
         -inf if there was no such request. With an empty `message_id`, every request counts.
 
-        So the samples of one API request (`n` > 1), which are several requests with the same
-        message, do not count as other users of the session.
+        The reason for this rule: one API request with `n` > 1 becomes several requests with the
+        same message, and these do not count as other users of the session.
         """
         return self.before_s if message_id and message_id == self.message_id else self.used_s
 
 
 class HintSessions:
-    """The sessions and prompts of a tenant (see the module).
+    """A tenant's sessions (of a router, such as users' conversations) with their latest prompts,
+    and the tenant's prompts without a session.
 
     num_bytes: bytes of the hashes of the sessions' prompts.
     other_bytes: bytes of the keys of prompts without a session.
@@ -130,7 +132,7 @@ class HintSessions:
     ) -> None:
         """Records the prompt of a request of the session. Opens the session if it is new.
 
-        A prompt that exceeds the bound of all sessions is truncated.
+        A prompt whose hashes alone exceed `most_bytes` is truncated.
 
         message_id: id of the request's hint message; empty without hints.
         receipt: counts of the request when it was scheduled; None at the request's end.

@@ -23,8 +23,8 @@ from hotkv_server.cache.values import HOST_TIER
 
 NUM_MINUTES = 120
 NUM_HOURS = 192
-"""Number of hours (eight days) for which there is a sum per hour. NUM_MINUTES (two hours) is the
-number of minutes for which there is a sum per minute."""
+"""Number of hours for which there is a sum per hour: eight days. (NUM_MINUTES is the number of
+minutes for which there is a sum per minute: two hours.)"""
 NUM_CELLS = 1 + NUM_MINUTES + NUM_HOURS
 """Number of rows of `Buckets.cells`: the sum of all time, then minutes, then hours."""
 FIRST_HOUR = 1 + NUM_MINUTES
@@ -50,8 +50,8 @@ MAX_TIERS = 16
 MAX_ACCOUNTS = 64
 """Default limit of accounts. An account takes 75 KB if there are 30 columns."""
 OTHERS = "others"
-"""Name in place of engine, tenant and model, for an account into which other accounts were
-folded."""
+"""Name in place of engine, tenant and model, for an account into which other accounts were folded
+(merged)."""
 
 
 # ----------------------------------------------------------------------------------- sums over time
@@ -67,7 +67,8 @@ def window_s(seconds: float) -> int:
 
 
 class Buckets:
-    """Sums each column by minute, by hour, and over all time.
+    """Sums each column of the ledger (a count, such as prompt tokens) by minute, by hour, and over
+    all time.
 
     A count is added to the bucket of its minute, to the bucket of its hour, and to the sum of all
     time. Time is wall-clock time in whole minutes since 1970, so that buckets outlive the server.
@@ -75,8 +76,8 @@ class Buckets:
     goes back further, all minutes and hours are cleared: until the clock has caught up, new counts
     could not be distinguished from older counts.
 
-    cells: float64 [NUM_CELLS, columns]: the sum of all time, then a ring of minutes, then a ring of
-        hours.
+    cells: float64 [NUM_CELLS, columns]: the sum of all time, then a ring buffer of minutes, then a
+        ring buffer of hours.
     minute: the newest minute, since 1970.
     """
 
@@ -96,8 +97,8 @@ class Buckets:
         return total
 
     def add(self, values: Values, minute: int, age_minutes: int = 0) -> None:
-        """Adds `values` [columns] to the sums of a minute, of its hour, and of all time. The minute
-        is `age_minutes` before `minute`, the present one."""
+        """Adds `values` [columns] to the sums of a minute, of its hour, and of all time. This
+        minute is `age_minutes` minutes before the present minute, `minute`."""
         self.advance(minute)
         cells, at = self.cells, self.minute - age_minutes
         cells[0] += values
@@ -159,9 +160,9 @@ class Buckets:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Amounts to add to an account after an event. An event is: an engine has scheduled a request,
-    a load from the cache has ended, or transfers have moved bytes. After a failed load,
-    `saved_s` and `hit_tokens` are negative: they cancel the hit that was counted before. Its tokens
-    are counted in `missed_tokens` instead, in the minute of the hit.
+    a load from the cache has ended, or transfers have moved bytes. After a failed load, `saved_s`
+    and `hit_tokens` are negative: they cancel the hit that was counted before. The tokens of the
+    hit are counted in `missed_tokens` instead, in the minute of the hit.
 
     device_hit_tokens: prompt tokens that hit in the engine's own device memory.
     saved_s: seconds of prefill that hits saved.
@@ -183,7 +184,8 @@ class Usage:
 
 
 class Columns:
-    """The columns of a ledger. Converts between `Usage` and rows of columns.
+    """The columns of the ledger: its counts, such as prompt tokens or hits in a tier. Converts
+    between `Usage` and rows with a value for each column.
 
     tiers: names of the tiers, host memory first.
     """
@@ -257,7 +259,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The identity of an account.
+    """The identity of an account of the ledger: a tenant, a model, a key space and an engine.
 
     tenant: name of the tenant; empty if no tenants are configured.
     key_space: first digits of the key space's fingerprint.
@@ -284,10 +286,11 @@ report can't make the sums infinite."""
 
 
 class Accounts:
-    """All accounts. Times are in whole minutes since 1970.
+    """All accounts of the ledger, each with its sums of usage. Times are in whole minutes since
+    1970.
 
     began_minute: when counting began.
-    num_folded: number of accounts that were folded into other accounts.
+    num_folded: number of accounts that were folded (merged into other accounts).
     total: sums of all accounts together.
     speeds: prefill speed in tokens per second, by key space, as an engine last reported it. It is
         kept after the engine has ended, because a new engine has hits before it has measured its
@@ -373,14 +376,16 @@ class Accounts:
     def put_back(self, account: Account, row: Buckets) -> None:
         """Restores an account of an earlier server. Call this method in order of use: the account
         counts as used more recently than all accounts that were restored before it. A server of
-        another version may have had more accounts; the first are then folded."""
+        another version may have had more accounts; the accounts that were restored first are then
+        folded (merged into other accounts)."""
         while len(self._rows) >= self._max_accounts:
             self._fold()
         self._rows[account] = row
         self.total.merge(row)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the accounts do not add up."""
+        """Raises AssertionError if there are too many accounts, or if the accounts do not add up to
+        the total."""
         assert len(self._rows) <= self._max_accounts, "too many accounts"
         whole = sum((row.total for row in self._rows.values()), np.zeros(len(self.columns)))
         assert np.allclose(whole, self.total.total), "accounts do not add up to the total"

@@ -33,9 +33,9 @@ STEP_SHARE = 8
 """The larger cache has 1 / STEP_SHARE more memory than the arena, but at least one GiB more. With a
 large arena, the gain of a smaller step could not be distinguished from the sampling error."""
 MAX_SHADOW_KEYS = 4096
-"""Most keys in a shadow cache."""
+"""Most keys of blocks in a shadow cache (simulated cache)."""
 MAX_SEEN = 1 << 16
-"""Most seen keys in the sample."""
+"""Most keys in the sample of seen keys (keys of blocks that requests have used)."""
 SEEN_ROOM = 2
 """Size of the table of seen keys, as a multiple of MAX_SEEN. It is larger so that its buckets do
 not overflow."""
@@ -86,11 +86,11 @@ class Outlook:
 
 
 class Forecast:
-    """Makes forecasts from observed requests (see the module).
+    """Forecasts the hits of larger caches from the blocks of observed requests (see the module).
 
     sums: the counted and estimated tokens over time, in the columns NAMES.
     seen_share: share of all keys in the sample of seen keys.
-    shadow_share: share of all keys in the sample of the shadow caches.
+    shadow_share: share of all keys in the sample of the shadow caches (simulated caches).
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class Forecast:
         return (len(keys) - hits[0]) / share, (len(keys) - hits[1]) / share
 
     def _thin_out(self) -> None:
-        """Halves the sample of the shadow caches: halves its share, and drops keys that are not in
-        the smaller sample."""
+        """Halves the sample of the shadow caches (simulated caches): halves the sample's share of
+        all keys, and drops keys that are not in the smaller sample."""
         self.shadow_share /= 2
         for shadow in self._shadows:
             keys = shadow.keys
@@ -210,8 +210,9 @@ class Forecast:
     # Saving and restoring
 
     def seen(self) -> Keys:
-        """Returns the seen keys for the ledger's file, uint64 [n]. The high 32 bits are the key's
-        place in the table, the low 32 bits its tag (a part of the key's hash)."""
+        """Returns the sampled keys of blocks that requests have used (seen keys), for the ledger's
+        file, uint64 [n]. The high 32 bits are the key's place in the table, the low 32 bits its tag
+        (a part of the key's hash)."""
         flat = self._seen.tags.reshape(-1)
         at = np.flatnonzero(flat)
         return at.astype(np.uint64) << np.uint64(32) | flat[at]
@@ -224,7 +225,7 @@ class Forecast:
         self._num_seen, self.seen_share = len(self._seen), seen_share
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the sample is too large or miscounted."""
+        """Raises AssertionError if a sample is too large or miscounted."""
         assert self._num_seen <= self._max_seen, "too many keys were kept"
         self._seen.check_invariants()
         for shadow in self._shadows:
@@ -234,7 +235,7 @@ class Forecast:
 
 
 def step_bytes(capacity_bytes: int) -> int:
-    """Returns by how many bytes the larger shadow cache is larger than the arena: a share of the
+    """Returns by how many bytes the larger simulated cache is larger than the arena: a share of the
     arena, at least 1 GiB."""
     return max(GIB, capacity_bytes // STEP_SHARE)
 

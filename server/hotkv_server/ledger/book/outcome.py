@@ -1,9 +1,9 @@
 """Finds the outcome of a request's prompt: the tier of each hit, and the reason for each miss.
 
 Only the blocks of a single group are counted, the counted group. It is the first group in which a
-hit needs all blocks before it, or the first group if there is no such group. Where its blocks were
-ready, another group may have ended the hit: the reason is then that of the other group's missing
-block. A hash block is the tokens of one block hash.
+hit needs all blocks before it, or the first group if there is no such group. If a missed block of
+the counted group was ready, a missing block of another group may have ended the hit; then the
+reason of that missing block is counted. A hash block is the tokens of one block hash.
 """
 
 from collections import Counter
@@ -47,7 +47,7 @@ OF_CAUSES = np.array([REASONS[cause] for cause in Cause])
 
 @dataclass(frozen=True, slots=True)
 class PromptOutcome:
-    """The outcome of a request, in tokens.
+    """The result of a request: the numbers of its prompt's tokens that hit, and that missed.
 
     hit_tokens: tokens that hit in hotkv, by number of the tier; 0 is host memory. Hits on the
         engine's device are not included.
@@ -59,7 +59,8 @@ class PromptOutcome:
 
 
 def counted_group(key_space: KeySpace) -> int:
-    """Returns the index of the group whose blocks are counted (see the module)."""
+    """Returns the index of the KV cache group whose blocks are counted: the first group in which a
+    hit needs all blocks before it; 0 if there is no such group."""
     closed = (at for at, group in enumerate(key_space.groups) if group.kind in PREFIX_CLOSED)
     return next(closed, 0)
 
@@ -73,7 +74,8 @@ def note_outcome(
     hit_tokens: int,
     reason: Miss,
 ) -> PromptOutcome:
-    """Returns the outcome of a request that was just scheduled, and credits its hits to tiers.
+    """Returns how many tokens of a request that was just scheduled hit in each tier, and missed for
+    each reason.
 
     A block that was promoted from a tier is credited to that tier once, for the first request that
     hits it; later hits are credited to host memory. This call looks missed blocks up a moment after
@@ -149,11 +151,12 @@ def _why(
     if_ready: Miss,
 ) -> Counter[Miss]:
     """Returns how many of the missed `blocks` of the counted group missed for each reason. Leaves
-    out blocks that `hashes` does not name.
+    out blocks for which `hashes` has no hash.
 
-    A block that is ready missed only because a block before it was missing, so it gets the reason
-    of that block. If no block before it was missing, it gets the reason of a block that is missing
-    in another group. If there is none either, it gets the reason `if_ready`.
+    A ready block missed only because a block before it was missing, so the ready block gets the
+    reason of that missing block. If no block before it was missing, it gets the reason of a block
+    that is missing in another group. If no block is missing in another group, it gets the reason
+    `if_ready`.
 
     hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
     device_hit_tokens: tokens whose blocks the engine has, so the server need not have them.
@@ -180,8 +183,9 @@ def _why(
 def _codes(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words, blocks: range
 ) -> Int64s:
-    """Returns for each of these blocks of the prompt in a group the number of the `Miss` that says
-    why the block is not ready; 0 if it is ready. Leaves out blocks that `hashes` does not name."""
+    """Returns, for each of the prompt's `blocks` in a KV cache group, the number of the `Miss` (the
+    reason) why the block is not ready; 0 if the block is ready. Leaves out blocks for which
+    `hashes` has no hash."""
     space = core.key_space(key_space_id)
     step = space.groups[group_index].block_tokens // space.hash_block_tokens
     named = np.ascontiguousarray(hashes[step - 1 :: step][blocks.start : blocks.stop])

@@ -30,7 +30,8 @@ MAX_BYTES = 64 << 20
 
 
 class PackError(ValueError):
-    """Raised if the bytes are not a ledger of this format. The message gives the reason."""
+    """Raised if the bytes are not the content of a ledger's file in this format. The message gives
+    the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Kept:
     names: names of the columns of `rows`.
     rows: accounts with their sums, the least recently used account first.
     forecast: the forecast's sums.
-    seen: the forecast's seen keys.
+    seen: the sampled keys of blocks that the forecast has seen in requests.
     seen_share: share of all keys in the sample of seen keys.
     speeds: prefill speed in tokens/s, by key space.
     """
@@ -56,7 +57,7 @@ class Kept:
 
     @property
     def tiers(self) -> list[str]:
-        """Returns the names of the tiers that have a column."""
+        """Returns the names of the tiers that have a column (of hit tokens) in the saved ledger."""
         return [name.removeprefix(HIT) for name in self.names if name.startswith(HIT)]
 
 
@@ -178,7 +179,7 @@ class _Reader:
         return row
 
     def keys(self, count: int) -> Keys:
-        """Reads `count` keys."""
+        """Reads the next `count` keys of blocks."""
         return np.frombuffer(self._take(8 * count), "<u8").astype(np.uint64)
 
     def _take(self, num_bytes: int) -> bytes:

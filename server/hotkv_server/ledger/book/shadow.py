@@ -22,7 +22,8 @@ QUEUE = 1
 
 
 class Shadow:
-    """Simulates a cache (see the module) that holds at most `max_keys` keys."""
+    """Simulates a cache that holds at most `max_keys` keys of blocks, without their bytes, under an
+    eviction policy (see the module)."""
 
     def __init__(self, make_policy: MakePolicy, max_keys: int) -> None:
         self.used_bytes = 0
@@ -41,13 +42,13 @@ class Shadow:
 
     @property
     def keys(self) -> Keys:
-        """Returns the keys that are held."""
+        """Returns the keys of the blocks that the simulated cache holds."""
         return np.fromiter(self._entries, np.uint64, len(self._entries))
 
     def serve(
         self, keys: Keys, key_bytes: int, limit_bytes: int, now_s: float, *, may_keep: bool = False
     ) -> int:
-        """Serves a request. Returns the number of keys that were held before the first miss.
+        """Simulates a request. Returns the number of keys that were held before the first miss.
 
         keys: distinct keys of the request's blocks, in order [n].
         key_bytes: bytes of a block.
@@ -73,7 +74,7 @@ class Shadow:
         return num_hits
 
     def drop(self, keys: Keys) -> None:
-        """Removes keys that are held."""
+        """Removes keys that the simulated cache holds."""
         gone = np.array([self._entries[key] for key in keys.tolist()], np.uint32)
         self._remove(gone, evicted=False)
 

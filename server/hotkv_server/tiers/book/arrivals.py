@@ -111,12 +111,12 @@ class Arrivals:
         return taken
 
     def _link(self, words: Entries, came: Int64s) -> None:
-        """Links the new entries (table records) of a list of blocks: each to the entry of the block
-        before it, and the entry of the block after it to the new entry. Links two entries only if
+        """Links each new entry (table record) of a list of blocks to the entry of the block before
+        it. Also links the entry of the block after it to the new entry. Links two entries only if
         their depths show that one block follows the other, because a list may have gaps.
 
-        `words`: for each block of the list, its entry in the table of host memory; 0 if it has
-            none.
+        `words`: for each block of the list, its entry in the block table of host memory; 0 if the
+            block has no entry.
         `came`: positions of the new entries in the list.
         """
         at = np.union1d(came, came + 1)
@@ -149,9 +149,10 @@ class Arrivals:
         return came
 
     def forsake(self, move: Move) -> None:
-        """Abandons a move up to host memory, because its tier hangs or its blocks are flushed.
-        Engines may then store its blocks again, in other slots, and other tiers may move them up.
-        The move's slots stay in use until `end`, because the tier may still write to them."""
+        """Abandons a move up to host memory, because its tier hangs, or because a flush deletes its
+        blocks. Engines may then store its blocks again, in other slots, and other tiers may move
+        them up. The move's slots stay in use until `end`, because the tier may still write to
+        them."""
         self._host.index.pin(move.entries, 1)
         self._host.removal.forsake(move.entries)
         move.forsaken, move.entries = joined([move.forsaken, move.entries]), move.entries[:0]

@@ -1,6 +1,6 @@
-"""The books (records) of all tiers of a node. They record which blocks are on the disk, and which
-moves of blocks between host memory and tiers are under way. `TierBooks` implements
-`cache.seams.Below`, the interface through which the core calls the tiers."""
+"""Records, for all tiers of a node, which blocks are on the disk, and which moves of blocks between
+host memory and tiers are under way. `TierBooks` implements `cache.seams.Below`, the interface
+through which the core calls the tiers."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -18,12 +18,12 @@ from hotkv_server.tiers.book.place_sizes import EncodedBytes
 
 
 class TierBooks:
-    """Records the blocks on the disk and the moves under way. Implements `Below`; see there for the
-    methods. The constructor registers the books in the core. Call it before the core has key
-    spaces.
+    """Records the blocks on the disk and the moves under way. Implements the protocol
+    `cache.seams.Below`, which describes the methods. The constructor registers the object in the
+    core; call it before the core has key spaces.
 
     `space`: the blocks on the disk and their places; None without a disk.
-    `lower`: the books of the disk; None without a disk.
+    `lower`: the records of the disk tier; None without a disk.
     `copies`: for each shared tier, the queues of blocks to copy to it.
     `write_bytes_per_day`, `encoded_bytes`: see `LowerTier`.
     """

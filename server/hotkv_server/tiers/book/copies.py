@@ -68,9 +68,9 @@ class Copies:
         self.lanes[OLD].add(entries)
 
     def lane_to_do(self) -> int | None:
-        """Returns the number of the lane (queue) from which to copy next; never STORED. Of the
-        other lanes that have blocks, it is the lane whose copies have failed most often. Returns
-        None if none of them has blocks."""
+        """Returns the number of the lane (queue) from which to copy next: of the lanes other than
+        STORED that have blocks, the lane whose copies have failed most often. Returns None if only
+        STORED has blocks, or no lane."""
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)
 

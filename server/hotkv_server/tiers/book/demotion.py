@@ -28,7 +28,7 @@ from hotkv_server.tiers.book.write_gate import Offered, WriteGate
 
 
 class Demotion:
-    """Begins and ends moves down, from host memory to the disk; see the module.
+    """Begins and ends moves of blocks down, from host memory to the disk; see the module.
 
     `moves`: the moves under way, of all tiers.
     `below`: the blocks on the disk and their places.
@@ -70,11 +70,11 @@ class Demotion:
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Parts[Entries]:
-        """Removes blocks from the queue `waiting`, and returns those of them that are to be written
-        to the disk: blocks that are ready, are not on the disk, and are admitted by the gate. Stops
-        when the returned blocks have about `num_bytes` in total, or when about MAX_LOOKED blocks
-        were checked. A generator: yields between parts of the work, so that the caller can run
-        other work."""
+        """Removes blocks from the queue `waiting`, and returns the removed blocks that are to be
+        written to the disk: blocks that are ready, are not on the disk, and are admitted by the
+        write gate (`WriteGate`). Stops when the returned blocks have about `num_bytes` in total, or
+        when about MAX_LOOKED blocks were checked. A generator: yields between parts of the work, so
+        that the caller can run other work."""
         index, num_looked = self._host.index, 0
         generations = index.table.records[:, table.W_GENERATION]
         taken = known = np.empty(0, np.uint32)
@@ -95,8 +95,8 @@ class Demotion:
         return ready
 
     def put_back(self, entries: Entries, now_s: float) -> None:
-        """Queues blocks again that `take` has just returned. The gate no longer counts them as
-        written, because it counts them when `take` returns them again."""
+        """Queues blocks again that `take` has just returned. The write gate (`WriteGate`) no longer
+        counts them as written; it counts them when `take` returns them again."""
         sizes = (
             (len(at), self._sizes.place_bytes(*kind)) for *kind, at in by_group(self._host, entries)
         )
@@ -104,8 +104,9 @@ class Demotion:
         self.waiting.add(entries)
 
     def _offered(self, entries: Entries, taken: Entries) -> Offered:
-        """Describes blocks for the gate (`WriteGate`). `taken`: blocks that the gate has already
-        admitted in the same call of `take`; they count as being on the disk."""
+        """Describes blocks for the write gate (`WriteGate`), which decides whether to write them to
+        the disk. `taken`: blocks that the gate has already admitted in the same call of `take`;
+        they count as being on the disk."""
         index = self._host.index
         key_spaces, groups, hashes = index.keys(entries)
         records = index.table.records
@@ -200,8 +201,8 @@ class Demotion:
         self, key_space_id: int, group: int, entries: Entries, size: int, number: int
     ) -> tuple[Entries, Entries]:
         """Reserves places of `size` bytes for blocks of a group, in the order of the blocks' depth.
-        Returns the blocks that got a place, and the entries (records) of these places in the books
-        of the disk.
+        Returns the blocks that got a place, and the entries of these places in the disk's block
+        table.
 
         `number`: number of the move (`Move.number`), which owns the places.
         """
@@ -214,8 +215,8 @@ class Demotion:
         return entries, taken
 
     def _parents(self, key_space_id: int, group: int, entries: Entries) -> Entries:
-        """Returns, for each block, the entry (record, in the books of the disk) of the block before
-        it in its sequence; 0 if the disk does not have that block."""
+        """Returns, for each block, the entry of the preceding block of its sequence in the disk's
+        block table; 0 if the disk does not have the preceding block."""
         parents = self._host.index.table.records[entries, table.W_PARENT]
         found = self._below.index.find(key_space_id, group, self._host.index.keys(parents)[2])
         places: Entries = np.where(parents != 0, found & ~table.RESERVED_FLAG, 0).astype(np.uint32)
@@ -232,7 +233,7 @@ class Demotion:
         """Ends a move of n blocks after the tier has stopped reading its slots. Makes the stored
         blocks ready on the disk, and unpins all blocks in host memory. Returns the blocks whose
         encoded form did not fit: the caller must move them again, with `is_plain`, without asking
-        the gate.
+        the write gate (`WriteGate`).
 
         `is_stored` [n]: True if the tier has stored the block.
         `seals` uint64 [n]: seals (check values) of the stored blocks.

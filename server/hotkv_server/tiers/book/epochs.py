@@ -1,18 +1,19 @@
 """Decides how flushes of key spaces (deletions of all their blocks) reach all nodes. Each shared
 store keeps an epoch per key space: a number that every flush raises.
 
-The book has a record for each key space, under its fingerprint. For each store, the record has the
-epoch to which the key space's blocks on this node belong. The book has no clock and makes no calls:
-its caller (`drive.epochs`) reports which epochs the stores show and which flushes have run on this
-node. The book decides when the caller must ask a store for epochs, raise an epoch in a store, flush
-a key space on this node, or save the book. Always true:
+`EpochBook` has a record for each key space, under the key space's fingerprint. For each store, the
+record has the epoch to which the key space's blocks on this node belong. `EpochBook` has no clock
+and makes no calls: its caller (`drive.epochs`) reports which epochs the stores show and which
+flushes have run on this node. `EpochBook` decides when the caller must ask a store for epochs,
+raise an epoch in a store, flush a key space on this node, or save the records to a file. Always
+true:
 
 - The blocks on this node count as blocks of an epoch (they are *vouched for*) in two cases: this
   node began to flush the key space after the store had shown the epoch, or this node had no blocks
   of the key space when the store showed it. So no vouched block is older than the flush that began
   the epoch, whichever node requested that flush.
 - The epoch of a record never falls. A store that shows a lower epoch has lost a flush; the node
-  raises the store's epoch above all epochs known here.
+  then raises the store's epoch above all epochs that the node knows.
 - Blocks are served only if their epoch was *confirmed* in the last CONFIRMED_S: the store was asked
   for the epoch and showed the epoch of the record. (A node that can't reach the store also serves
   blocks from its host memory.) A flush is answered only when CONFIRMED_S have passed since the
@@ -28,7 +29,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 CONFIRMED_S = 1.5
-"""A store's answer confirms an epoch for this time, counted from when the question was sent."""
+"""Time for which a store's answer confirms an epoch, counted from when the question was sent to the
+store."""
 ASK_EVERY_S = 0.4
 """Time between two questions to a store for the epoch of a key space in use."""
 USED_S = 10.0
@@ -44,16 +46,16 @@ SPARE_S = 0.5
 """Longest time that a flush waits, in addition to CONFIRMED_S, for a store to confirm the new
 epoch."""
 CALM_S = 5.0
-"""If a flush has raised the epoch of one store, this node adopts that epoch. An answer of another
-store may still show the epoch from before the flush, if the question was sent within this time. The
-time is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
+"""If a flush has raised the epoch of one store, this node adopts the new epoch. For this time
+afterwards, another store may still answer a question with the epoch from before the flush. The time
+is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
 MISSED_S = 5.0
 """A flush of another node has missed a store if the store shows no new epoch within this time of
-the new epoch of another store. Longer than TELL_S."""
+the new epoch of another store. This time is longer than TELL_S."""
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
-"""If there are more records than this, the book forgets the records of idle key spaces that this
+"""If there are more records than this, `EpochBook` forgets the records of idle key spaces that this
 node no longer knows."""
 NO_EPOCH = 0
 """Stands in place of an epoch if the store has no epoch for the key space. The key space's blocks
@@ -65,11 +67,12 @@ NEVER_S = float("-inf")
 class EpochStanding:
     """The state of a key space in one store.
 
-    Saved in the file of the book:
+    Saved in the file with the records of `EpochBook`:
 
     `epoch`: the highest epoch of the store that this node has adopted.
     `is_vouched`: True if all blocks on this node belong to `epoch`.
-    `is_untold`: True if the store must still raise its epoch for a flush of this node.
+    `is_untold`: True if the store must still raise its epoch, because of a flush (deletion of all
+        blocks of the key space) that has not reached the store yet, or that the store has lost.
 
     Only in this process:
 
@@ -79,21 +82,23 @@ class EpochStanding:
         newer than the loss of the epoch.
     `asked_s`: when the last question for the epoch was sent.
     `confirmed_s`: when the question was sent whose answer last confirmed `epoch`.
-    `is_raising`: True while a raise is under way.
+    `is_raising`: True while a raise (a request to raise the epoch) is under way.
     `has_failed`: True if the last raise failed.
     `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
-    `raise_for`: number of flush requests (`Record.asked`) that the last raise covers; -1: none. The
-        store must then raise its epoch again, because another store has raised its epoch late.
+    `raise_for`: number of flush requests (`Record.asked`) that the last raise covers. -1 means that
+        the store must raise its epoch again, because another store has raised its epoch late.
     `told`: number of flush requests that the store's epoch covers; -1: it does not even cover the
         request that an earlier server has saved.
     `told_s`: when the store answered the raise that covers these requests.
-    `shown_s`: when the question was sent whose answer last showed an epoch, or none.
+    `shown_s`: when the question was sent whose answer last showed an epoch, or showed that the
+        store has no epoch.
     `changed_s`: when the question was sent whose answer last showed a later epoch than this node
         had adopted. An epoch that a store begins after it had none does not count.
-    `unchanged_s`: `shown_s` before that answer: the store has raised the epoch since then.
+    `unchanged_s`: the value that `shown_s` had before that answer; the same as `changed_s` if there
+        was no earlier answer. The store has raised the epoch after this time.
     `emptied_s`: when the question was sent whose answer last showed no epoch, so that no node could
         read blocks from the store.
-    `is_reported`: True if `EpochBook.missed` has returned the store since then.
+    `is_reported`: True if `EpochBook.missed` has returned the store since `changed_s` was last set.
     """
 
     epoch: int = NO_EPOCH
@@ -120,21 +125,21 @@ class EpochStanding:
     def is_settled(self) -> bool:
         """True if the store's answers can confirm the blocks on this node: they are vouched for
         (`is_vouched`), or the store has no epoch (`is_none`), and neither a flush of this node nor
-        a raise is pending. A raise that has failed does not count as pending, because it concerns
-        only older blocks in the store."""
+        a raise (a request to the store to raise its epoch) is pending. A raise that has failed does
+        not count as pending, because it concerns only older blocks in the store."""
         is_raised = self.has_failed or not self.is_untold
         return self.target is None and is_raised and (self.is_vouched or self.is_none)
 
 
 @dataclass(slots=True)
 class Record:
-    """The record of a key space. Requests for a flush and flushes of the key space on this node are
-    counted separately, because one flush may serve several requests. The flushes on this node are
-    numbered; `need`, `begun` and `ended` are such numbers.
+    """The record of a key space. Requests for a flush (deletion of all blocks of the key space) and
+    the flushes that this node runs are counted separately, because one flush may serve several
+    requests. The flushes on this node are numbered; `need`, `begun` and `ended` are such numbers.
 
     `local`: the seal number: a number that is part of the seals (check values) of the key space's
         blocks on this node's disk. Each flush changes it, so the seals of older blocks don't match.
-        Saved in the file of the book.
+        Saved in the file.
     `stores`: the state in each store, by the store's name. Partly saved.
     `asked`: number of flushes that callers have requested.
     `need`: the latest flush on this node that is required.
@@ -143,7 +148,7 @@ class Record:
     `ended_s`: when the flush `ended` has ended, or, if an epoch was adopted later without a flush,
         when the question for this epoch was sent. At first, in a saved record: when the question
         was sent whose answer first confirmed an epoch.
-    `saved_at`: the first revision of the book that records the end of the flush `ended`.
+    `saved_at`: the first `EpochBook.revision` that includes the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
     `used_s`: when blocks were last requested.
     """
@@ -162,10 +167,10 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A request for a flush. With the ticket, the caller asks later whether the flush is done
-    (`EpochBook.pending`, `EpochBook.is_saved`).
+    """A request for a flush (deletion of all blocks of a key space). With the ticket, the caller
+    asks later whether the flush is done (`EpochBook.pending`, `EpochBook.is_saved`).
 
-    `number`: number of the request: the value of `Record.asked` after it.
+    `number`: number of the request, which is the value of `Record.asked` after the request.
     `need`: number of the flush of this node that serves the request (`Record.need`).
     `asked_s`: time of the request.
     """
@@ -190,7 +195,8 @@ class Raise:
 
 
 class EpochBook:
-    """Decides on epochs and flushes; see the module.
+    """Decides when stores must raise the epochs of key spaces (numbers that each flush raises), and
+    when this node must flush a key space; see the module.
 
     `stores`: names of the shared stores in the settings.
     `records`: the records that an earlier server saved, by fingerprint; None: no records.
@@ -246,8 +252,9 @@ class EpochBook:
     # Flushes
 
     def flush(self, fingerprint: str, now_s: float) -> Ticket:
-        """Requests a flush of a key space: on this node, and in each store by a raise of the epoch.
-        Returns the ticket, with which `pending` and `is_saved` tell whether the flush is done."""
+        """Requests a flush of a key space, a deletion of all its blocks: on this node, and in each
+        store, whose epoch must be raised. Returns a ticket; `pending` and `is_saved` take this
+        ticket and report whether the flush is done."""
         record = self._record(fingerprint)
         record.asked += 1
         record.need += 1
@@ -261,8 +268,8 @@ class EpochBook:
         return Ticket(fingerprint, record.asked, record.need, now_s)
 
     def begin_flush(self, now_s: float) -> str:
-        """Returns the fingerprint of a key space that the caller must now flush on this node, and
-        counts the flush as begun. Returns "" if no flush is due.
+        """Returns the fingerprint of a key space that the caller must now flush on this node
+        (delete all its blocks), and counts the flush as begun. Returns "" if no flush is due.
 
         A requested flush is due once each shared store has raised the key space's epoch, or has
         failed to raise it, at the latest TELL_S after the request. A flush that began before a
@@ -290,9 +297,9 @@ class EpochBook:
         self.revision = self._sealed_at = self.revision + 1
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
-        """Records that the flush of a key space on this node has ended: all blocks that were here
-        when the flush began are removed. Epochs that waited for this flush (`EpochStanding.target`)
-        become the epochs of the record."""
+        """Records that the flush of a key space on this node has ended: all blocks that were on
+        this node when the flush began are removed. Epochs that waited for this flush
+        (`EpochStanding.target`) become the epochs of the record."""
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s
         for standing in self._mine(record):
@@ -306,17 +313,18 @@ class EpochBook:
         record.saved_at = self.revision
 
     def broke(self, fingerprint: str) -> None:
-        """Records that the flush of a key space on this node has failed, so it must begin again,
-        after the due flushes of the other key spaces."""
+        """Records that the flush of a key space on this node (the deletion of its blocks) has
+        failed. This flush must run again, after the due flushes of other key spaces."""
         record = self._record(fingerprint)
         record.begun = record.ended
         self._active.pop(fingerprint, None)
         self._active[fingerprint] = None
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
-        """Returns None while the caller that requested a flush must wait. Afterwards returns the
-        names of the stores that did not raise the epoch in time (they must raise it later), or did
-        not confirm the raised epoch in time. `ticket`: the result of `flush`.
+        """Returns None while the caller that requested a flush (deletion of all blocks of a key
+        space) must wait. Afterwards returns the names of the stores that did not raise the epoch in
+        time (they must raise it later), or did not confirm the raised epoch in time. `ticket`: the
+        result of `flush`.
 
         If the list is empty, no node that can reach the stores serves blocks that are older than
         the request for the flush.
@@ -342,28 +350,29 @@ class EpochBook:
         return pending
 
     def is_saved(self, ticket: Ticket) -> bool:
-        """Returns True if this node has ended the flush that serves the request, and the saved book
-        records the end of the key space's latest flush on this node."""
+        """Returns True if this node has ended the flush (deletion of all blocks of the key space)
+        that serves the request, and the saved file records the end of the key space's latest flush
+        on this node."""
         record = self._record(ticket.fingerprint)
         return record.ended >= ticket.need and self.saved >= record.saved_at
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the saved book includes the seal numbers (`Record.local`) of all key spaces.
+        """True if the saved file includes the seal numbers (`Record.local`) of all key spaces.
         Without these numbers the next server could not read the blocks on the disk."""
         return self.saved >= self._sealed_at
 
     # Questions and raises
 
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
-        """Returns the key spaces for whose epochs the caller must ask the store now, and counts
-        the question as sent.
+        """Returns the key spaces for whose epochs the caller must ask the store now, and counts the
+        question as sent.
 
         `idle`: the idle key spaces (not in use) for which the caller would ask too.
 
         A key space in use is due ASK_EVERY_S after the last question for it, a key space in `idle`
-        after IDLE_EVERY_S. A call returns at most MAX_IDLE idle key spaces, first those for which
-        the last question is oldest. Leaves out key spaces whose epoch the store must still raise,
+        after IDLE_EVERY_S. A call returns at most MAX_IDLE idle key spaces, first the key spaces
+        whose last question is oldest. Leaves out key spaces whose epoch the store must still raise,
         unless the last raise failed.
         """
 
@@ -393,8 +402,8 @@ class EpochBook:
         has_blocks: Collection[str],
     ) -> None:
         """Processes a store's answer to a question for epochs. For each key space, the result is a
-        confirmed epoch, a new epoch that this node adopts, a flush that this node must run, or a
-        raise that the store must make.
+        confirmed epoch, a new epoch that this node adopts, a flush (deletion of all blocks of the
+        key space) that this node must run, or a raise of the epoch that the store must make.
 
         `epochs`, `restored_below`: the fields of the answer, see `tiers.protocol.Shown`.
         `sent_s`: when the question was sent.
@@ -441,8 +450,9 @@ class EpochBook:
                 self._aim(fingerprint, standing, epoch)
 
     def missed(self, now_s: float) -> list[tuple[str, str]]:
-        """Returns pairs of the fingerprint of a key space in use and the name of a store that a
-        flush by another node seems not to have reached (`_missed`). Returns each pair once."""
+        """Finds flushes (deletions of all blocks of a key space) by other nodes that seem not to
+        have reached a store (`_missed`). Returns each such case once, as a pair: the fingerprint of
+        the key space, which is in use, and the name of the store."""
         found = []
         for fingerprint in self._active:
             record = self._record(fingerprint)
@@ -456,10 +466,10 @@ class EpochBook:
         return found
 
     def _missed(self, record: Record) -> list[str]:
-        """Returns the stores that seem to have missed a flush: another store has raised its epoch,
-        but they have shown no new epoch from MISSED_S before the raise until now. Perhaps the node
-        that flushed can't reach these stores, or its settings lack them, or the other store has
-        lost its epochs."""
+        """Returns the stores that seem to have missed a flush (deletion of all blocks of the key
+        space): another store has raised its epoch, but these stores have shown no new epoch from
+        MISSED_S before the raise until now. The node that flushed perhaps can't reach these stores,
+        or its settings lack these stores, or the other store has lost its epochs."""
         raised_s = max((one.unchanged_s for one in self._mine(record)), default=NEVER_S)
         return [
             name
@@ -468,9 +478,9 @@ class EpochBook:
         ]
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
-        """Requires a flush of the key space on this node. When this flush has ended, this node
-        adopts `epoch` as the key space's epoch in the store. `standing`: the state of the key space
-        in the store that has shown `epoch`."""
+        """Requires a flush of the key space on this node (a deletion of all its blocks). When this
+        flush has ended, this node adopts `epoch` as the key space's epoch in the store. `standing`:
+        the state of the key space in the store that has shown `epoch`."""
         record = self.records[fingerprint]
         self._active[fingerprint] = None
         record.need += 1
@@ -479,8 +489,9 @@ class EpochBook:
         self.revision += 1
 
     def begin_raise(self, store: str, now_s: float) -> Raise | None:
-        """Returns the raise that the caller must now send to the store, and counts it as sent: of
-        all raises that are due, the one that was due first. Returns None if no raise is due."""
+        """Returns the raise (a request to a store to raise the epoch of a key space) that the
+        caller must now send to the store, and counts it as sent. If several raises are due, returns
+        the raise that was due first. Returns None if no raise is due."""
 
         def raise_s(fingerprint: str) -> float:
             standing = self.standing(fingerprint, store)
@@ -498,8 +509,9 @@ class EpochBook:
         return Raise(fingerprint, max(standing.epoch, standing.target or NO_EPOCH), is_retry)
 
     def raised(self, store: str, fingerprint: str, epoch: int | None, now_s: float) -> None:
-        """Processes the store's answer to a raise. `epoch`: the new epoch; NO_EPOCH if the store
-        has no room for it; None if the raise failed or the store did not answer."""
+        """Processes the store's answer to a raise, a request to raise the epoch of a key space.
+        `epoch`: the new epoch; NO_EPOCH if the store has no room for it; None if the raise failed
+        or the store did not answer."""
         record = self._record(fingerprint)
         standing = record.stores[store]
         standing.is_raising = False
@@ -533,8 +545,9 @@ class EpochBook:
         return standing.epoch if is_usable else NO_EPOCH
 
     def doubt(self, fingerprint: str, now_s: float) -> None:
-        """Withdraws the confirmations of the key space's epochs. Called because a call of a tier
-        has seen another epoch than this node expected. `due` then returns the key space at once."""
+        """Withdraws the confirmations of the key space's epochs. Called when a call of a tier has
+        seen another epoch than this node expected. Afterwards `due` returns the key space at once,
+        so that the stores are asked again."""
         self.use(fingerprint, now_s)
         for standing in self._mine(self._record(fingerprint)):
             standing.confirmed_s = standing.asked_s = NEVER_S
@@ -546,11 +559,12 @@ class EpochBook:
         return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
     def is_calm(self, fingerprint: str) -> bool:
-        """Returns True if blocks that may come from one store may be copied to another one: each
+        """Returns True if blocks that may come from one store may be copied to another store: each
         store has confirmed its epoch, in answer to a question that was sent at least CALM_S after
-        this node adopted an epoch, and no store has missed a flush (`missed`). The reason: a flush
-        does not raise the epochs of all stores at the same moment. Until its epoch is raised, a
-        store may still serve blocks from before the flush."""
+        this node adopted an epoch, and no store has missed a flush, a deletion of all blocks of the
+        key space (`missed`). The reason: a flush does not raise the epochs of all stores at the
+        same moment. Until its epoch is raised, a store may still serve blocks from before the
+        flush."""
         record = self._record(fingerprint)
         if len(self.stores) < 2:
             return True
@@ -561,8 +575,8 @@ class EpochBook:
 
     def is_outdated(self, fingerprint: str) -> bool:
         """Returns True if a store has shown a new epoch and this node has not yet flushed the key
-        space for it. The blocks on this node may then be older than the flush that began the
-        epoch."""
+        space (deleted all its blocks). The blocks on this node may then be older than the flush
+        that began the new epoch."""
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
 
     def _mine(self, record: Record) -> list[EpochStanding]:
@@ -571,16 +585,16 @@ class EpochBook:
         return [record.stores[name] for name in self.stores]
 
     def _is_waiting(self, record: Record) -> bool:
-        """Returns True if a flush of this node has not ended, or if a store of the present settings
-        must still raise its epoch."""
+        """Returns True if a flush (deletion of all blocks of the key space) has not ended on this
+        node, or if a store of the present settings must still raise its epoch."""
         return record.ended < record.need or any(one.is_untold for one in self._mine(record))
 
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
-        """Marks key spaces as idle if they were not used for USED_S and no flush or raise of them
-        is pending. If there are more than MAX_RECORDS records, also forgets the records of idle key
-        spaces that are not in `known`.
+        """Marks a key space as idle if it was not used for USED_S, and no flush and no raise of its
+        epoch is pending. If there are more than MAX_RECORDS records, also forgets the records of
+        idle key spaces that are not in `known`.
 
         `known`: the fingerprints of all key spaces of this node.
         """
@@ -604,7 +618,7 @@ class EpochBook:
                 self.revision = self._sealed_at = self.revision + 1
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a record contradicts itself."""
+        """Raises AssertionError if the record of a key space contradicts itself."""
         for record in self.records.values():
             assert record.ended <= record.begun <= record.need, "a flush has ended before it began"
             assert record.local <= self.last, "a flush here has a number twice"

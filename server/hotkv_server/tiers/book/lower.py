@@ -1,7 +1,8 @@
-"""The books (records) of the disk tier: the blocks on the disk, and the moves between host memory
-and the disk. A move "up" goes to host memory, a move "down" to the disk; "below" means on the disk.
+"""Records which blocks are on the disk tier, and which moves of blocks between host memory and the
+disk are under way. A move "up" goes to host memory, a move "down" to the disk; "below" means on the
+disk.
 
-The disk tier only moves bytes. These books own the `Space` that gives each block its place on the
+The disk tier only moves bytes. `LowerTier` has the `Space` that gives each block its place on the
 disk; `place_sizes` chooses the sizes of the places. Always true:
 
 - a place is not reused while a move reads or writes it;
@@ -27,7 +28,8 @@ from hotkv_server.tiers.book.write_gate import WriteGate
 
 
 class LowerTier:
-    """The books (records) of the disk tier; see the module.
+    """Records which blocks are on the disk tier, and begins and ends the moves of blocks between
+    host memory and the disk; see the module.
 
     `moves`: the moves under way, of all tiers.
     `arrivals`: reserves slots in host memory for moves up.
@@ -80,9 +82,9 @@ class LowerTier:
         )
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Removes the blocks of a key space from the books (records) of the disk. Works in steps:
-        each step searches `portion` entries of the books, and then yields the number of blocks that
-        it has removed. The caller must have stopped new moves of the key space
+        """Removes the blocks of a key space from the records of the disk tier. Works in steps: each
+        step searches `portion` entries of the disk's block table, and then yields the number of
+        blocks that it has removed. The caller must have stopped new moves of the key space
         (`Moves.stopped`)."""
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
@@ -93,8 +95,8 @@ class LowerTier:
             yield len(ready)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books contradict each other. Takes time linear in the
-        capacity of the disk's block table."""
+        """Raises AssertionError if the records of the disk tier contradict each other. Takes time
+        linear in the capacity of the disk's block table."""
         self.space.check_invariants()
         reserved, pins = [], np.zeros(self.space.index.capacity + 1, np.int64)
         for move in self.moves:

@@ -26,7 +26,7 @@ class Move:
         number as their owner.
     `is_up`: True for a move from the tier to host memory, False for a move or copy to the tier.
     `entries`: the blocks' entries in host memory. Empty once a move up has ended.
-    `places`: the blocks' entries in the books (records) of the disk; empty for a shared tier.
+    `places`: the blocks' entries in the disk's block table; empty for a shared tier.
     `is_void`: mask [n] of the blocks that were flushed during the move.
     `kept`: entries of the blocks that have arrived in host memory. They stay pinned until all
         waiting callers have leased them or given up.
@@ -66,7 +66,8 @@ class MoveCounters:
 
 
 class Moves:
-    """Records the moves under way; see the module. `host`: the blocks and slots of host memory."""
+    """Records the moves of blocks that are under way between host memory and tiers; see the module.
+    `host`: the blocks and slots of host memory."""
 
     def __init__(self, host: Space) -> None:
         self.host = host
@@ -110,8 +111,9 @@ class Moves:
 
     @contextmanager
     def stopped(self, key_space_id: int) -> Iterator[None]:
-        """Prevents new moves of this key space while the context is open: during a flush. Blocks in
-        moves under way become void: they don't become ready."""
+        """Context manager for a flush (deletion of all blocks of the key space). While the context
+        is open, no move of this key space may begin. Blocks in moves under way become void: they
+        don't become ready."""
         for move in self:
             if move.key_space_id == key_space_id:
                 move.is_void[:] = True
@@ -124,8 +126,8 @@ class Moves:
                 del self._stopped[key_space_id]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a move up to host memory does not own the entries that it has
-        reserved there."""
+        """Raises AssertionError if a move up to host memory is not the owner of the entries that it
+        has reserved in host memory."""
         for move in self:
             owners = self.host.index.owners(move.entries)
             assert not move.is_up or np.all(owners == move.number), "a move up has another's slot"

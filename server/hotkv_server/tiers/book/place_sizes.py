@@ -16,7 +16,8 @@ from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.values import KeySpaceRecord
 
 MIN_TRIED = 64
-"""Number of blocks of a group that the tier must have tried to encode before HARDLY applies."""
+"""Number of blocks of a group that the tier must have tried to encode before their results can stop
+the encoding of the group (HARDLY)."""
 MAX_TRIED = 4096
 """When a group has twice this number of tries, its counts are halved, so that old tries weigh
 less."""
@@ -58,8 +59,8 @@ class _Group:
 
 
 class PlaceSizes:
-    """Chooses the sizes of places; see the module. In its methods, `group` is the number of a KV
-    cache group of the key space `key_space_id`.
+    """Chooses the sizes of the places that blocks get on the disk; see the module. In its methods,
+    `group` is the number of a KV cache group of the key space `key_space_id`.
 
     `encoded_bytes`: see `EncodedBytes`; None if blocks are never encoded.
     """

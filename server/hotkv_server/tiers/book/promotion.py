@@ -14,7 +14,7 @@ from hotkv_server.tiers.book.place_sizes import PlaceSizes
 
 
 class Promotion:
-    """Begins and ends moves up, from the disk to host memory.
+    """Begins and ends moves of blocks up, from the disk to host memory.
 
     `moves`: the moves under way, of all tiers.
     `arrivals`: reserves the slots in host memory, and makes the arrived blocks ready.
@@ -49,10 +49,10 @@ class Promotion:
         ]
 
     def find(self, key_space_id: int, listed: HashList, positions: Int64s | None = None) -> Entries:
-        """Looks up a list of blocks in the books of the disk. Returns, for each block, its entry
-        (record) there; 0 if the block is not ready on the disk. Returns only zeros for a list of
-        representations (compact forms of keys, for sparse attention), because representations are
-        never on the disk.
+        """Looks up a list of blocks in the disk's block table. Returns, for each block, the number
+        of its entry in this table; 0 if the block is not ready on the disk. Returns only zeros for
+        a list of representations (compact forms of keys, for sparse attention), because
+        representations are never on the disk.
 
         `positions`: positions in the list of the blocks to look up; None: all blocks.
         """
@@ -106,8 +106,7 @@ class Promotion:
         now_s: float,
     ) -> None:
         """Ends a move of n blocks after the tier has stopped writing to its slots. Makes the found
-        blocks ready in host memory, and removes the lost blocks from the books (records) of the
-        disk.
+        blocks ready in host memory, and removes the lost blocks from the disk's block table.
 
         `is_found` [n]: True if the tier has written the block's bytes to its slot.
         `is_lost` [n]: True if the block's place on the disk no longer has the block's bytes.

@@ -18,7 +18,7 @@ have been evicted."""
 
 
 class WaitingBlocks:
-    """A queue of blocks; see the module.
+    """A queue of blocks in host memory that wait to be copied to a tier.
 
     The waiting blocks are not pinned; `take` skips blocks that were evicted while they waited. If
     more blocks wait than host memory can have entries, the queue drops the oldest.

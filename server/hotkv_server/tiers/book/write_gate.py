@@ -1,8 +1,8 @@
 """Decides which blocks are written to the disk tier, under a budget of bytes per day.
 
-Disks wear, and most blocks are never requested again. So the gate admits only a share of the
-chains. A chain is the blocks of a sequence; it is admitted whole, because a hit ends at the first
-missing block. The gate computes the share from the rate of offered bytes and the rest of the
+Disks wear, and most blocks are never requested again. So the gate (`WriteGate`) admits only a share
+of the chains. A chain is the blocks of a sequence; it is admitted whole, because a hit ends at the
+first missing block. The gate computes the share from the rate of offered bytes and the rest of the
 budget. It reads the hash of one of the chain's first blocks (EARLY_TOKENS) as a number from 0 to 1,
 and admits the chain if the number is below the share. So all chains that have this block in common
 get the same answer. A block that was refused is admitted when it is offered again, unless such
@@ -37,7 +37,7 @@ DAY_S = 86_400.0
 SLOT_S = 300.0
 """Length of the time slots in which `_Day` counts written bytes."""
 SPENDING_S = 6 * 3600.0
-"""The gate spends the rest of the budget as if it had to last for this time."""
+"""`WriteGate` spends the rest of the budget as if it had to last for this time."""
 DEMAND_S = 600.0
 """Time constant of the exponentially weighted rates of offered bytes (`_Rate`)."""
 EARLY_TOKENS = 8192
@@ -45,13 +45,13 @@ EARLY_TOKENS = 8192
 In a shorter chain, the hash of the last block decides. So chains that differ only after token 8192
 and its block get the same answer."""
 MAX_REMEMBERED = 1 << 22
-"""Most refused blocks that a gate with a budget remembers, at 4 bytes each."""
+"""Most refused blocks that a `WriteGate` with a budget remembers, at 4 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The n blocks that are offered to the gate for writing to the disk. Blocks of the same chain
-    follow each other.
+    """The n blocks that are offered to `WriteGate`, which decides which of them are written to the
+    disk. Blocks of the same chain (sequence of blocks) follow each other.
 
     `keys` uint64 [n]: the blocks' keys in the index. A key includes the number of the KV cache
         group.
@@ -78,7 +78,8 @@ class Offered:
 
 
 class WriteGate:
-    """Decides which blocks are written to the disk; see the module.
+    """Decides which blocks are written to the disk, so that a budget of bytes per day lasts; see
+    the module.
 
     `bytes_per_day`: the budget; None: no limit, so all blocks are admitted.
     """
@@ -91,8 +92,8 @@ class WriteGate:
         self.set_budget(bytes_per_day)
 
     def set_budget(self, bytes_per_day: int | None) -> None:
-        """Changes the budget; None for no limit. The writes of the last 24 hours count in the new
-        budget. The gate forgets which blocks it has refused."""
+        """Changes the budget of bytes per day; None for no limit. The writes of the last 24 hours
+        count in the new budget. The gate forgets which blocks it has refused."""
         self._budget = math.inf if bytes_per_day is None else bytes_per_day
         size = 1 if bytes_per_day is None else MAX_REMEMBERED
         self._refused = np.zeros(size, np.uint32)
@@ -113,8 +114,8 @@ class WriteGate:
 
     def add(self, num_bytes: int, now_s: float) -> None:
         """Counts written bytes that `admit` has not counted, because the blocks needed larger
-        places than it assumed. If `num_bytes` is negative, `admit` has counted bytes that are not
-        written after all; they come off the newest time slot."""
+        places than `admit` assumed. A negative `num_bytes` means that `admit` has counted bytes
+        that are not written after all; they are subtracted from the newest time slot."""
         self._written.add(num_bytes, now_s)
 
     def written(self, now_s: float) -> list[tuple[float, int]]:
@@ -130,14 +131,15 @@ class WriteGate:
         self._written.forget(now_s)
 
     def share(self, now_s: float) -> float:
-        """Returns the share of new chains (sequences of blocks) that the gate admits at present, 0
-        to 1. There must be a budget."""
+        """Returns the share of new chains (sequences of blocks) that are admitted for writing to
+        the disk at present, 0 to 1. There must be a budget."""
         wanted = self._wanted_per_s(now_s) - self._sure.per_s(now_s)
         sampled = self._sampled.per_s(now_s)
         return min(1.0, max(0.0, wanted) / sampled) if sampled > 0 else 1.0
 
     def _wanted_per_s(self, now_s: float) -> float:
-        """Returns the rate at which the gate should spend the budget now, in bytes per second."""
+        """Returns the rate at which the budget of disk writes should be spent now, in bytes per
+        second."""
         return self.left_bytes(now_s) / SPENDING_S
 
     def admit(self, offered: Offered, now_s: float) -> BoolMask:
@@ -161,9 +163,10 @@ class WriteGate:
         return admitted
 
     def _num_taken(self, offered: Offered, rows: slice, is_again: BoolMask, now_s: float) -> int:
-        """Returns how many of the offered blocks of a chain to admit, counted from the first of
-        them: all of them if the chain is admitted, else the leading blocks that were refused before
-        (0 if such blocks would spend the budget too fast).
+        """Returns how many of the offered blocks of a chain (blocks of a sequence) to admit,
+        counted from the first offered block. The result is all of them if the chain is admitted.
+        Otherwise it is the number of leading blocks that the gate has refused before, or 0 if such
+        blocks would spend the budget too fast.
 
         `rows`: the rows of these blocks in `offered`.
         `is_again`: for each row, True if the gate has refused the block before.
@@ -189,7 +192,7 @@ class WriteGate:
 
     def _tags(self, keys: Keys) -> tuple[Keys, NDArray[np.uint32]]:
         """Returns, for each key, its index in the table of refused blocks, and the tag that
-        represents the key there (never 0)."""
+        represents the key in this table (never 0)."""
         places: Keys = keys & np.uint64(len(self._refused) - 1)
         return places, (keys >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
 
@@ -226,7 +229,8 @@ class _Day:
 
 
 class _Rate:
-    """An exponentially weighted rate of offered bytes, with the time constant DEMAND_S."""
+    """The exponentially weighted rate of bytes that are offered for writing to the disk, with the
+    time constant DEMAND_S."""
 
     def __init__(self) -> None:
         self._sum = self._begun_s = self._last_s = 0.0

@@ -247,7 +247,7 @@ def _encode(
     values: Any, first: Any, num_values: Any, rooms: Any, place: Any, room: Any, counts: Any
 ) -> Any:
     """Encodes a block. Returns the size of the encoded form in bytes; 0 if the form does not fit
-    the room.
+    its room, the memory that is reserved for the form.
 
     `values`, `first`, `num_values`: the block is the `num_values` values from index `first` on.
     `rooms`, `place`, `room`: its room is the `room` bytes at offset `place` of `rooms`.
@@ -297,8 +297,8 @@ def _encode(
 
 @numba.njit(nogil=True, cache=True)
 def _decode(rooms: Any, place: Any, room: Any, values: Any, first: Any, num_values: Any) -> Any:
-    """Decodes a block. Returns 1; 0 if the room does not hold the encoded form of `num_values`
-    values.
+    """Decodes a block from its room, the memory with the encoded form. Returns 1 on success; 0 if
+    the room does not hold the encoded form of `num_values` values.
 
     `rooms`, `place`, `room`: the block's room is the `room` bytes at offset `place` of `rooms`.
     `values`, `first`, `num_values`: the values are written to `values`, from index `first` on.
@@ -345,7 +345,8 @@ def encode_many(
     blocks: Any, begins: Any, sizes: Any, rooms: Any, places: Any, room_sizes: Any, results: Any
 ) -> None:
     """Encodes n blocks. Block i is the `sizes[i]` bytes at offset `begins[i]` of `blocks`. Its room
-    is the `room_sizes[i]` bytes at offset `places[i]` of `rooms`.
+    (the memory reserved for its encoded form) is the `room_sizes[i]` bytes at offset `places[i]` of
+    `rooms`.
 
     `blocks`, `rooms`: uint8. All other arguments: int64 [n]. `blocks` must begin at an even
     address, all blocks and rooms must lie in their arrays, and offsets and sizes of blocks must be
@@ -372,9 +373,10 @@ def encode_many(
 def decode_many(
     rooms: Any, places: Any, room_sizes: Any, blocks: Any, begins: Any, sizes: Any, results: Any
 ) -> None:
-    """Decodes n blocks. The room of block i is the `room_sizes[i]` bytes at offset `places[i]` of
-    `rooms`. The block is written to the `sizes[i]` bytes at offset `begins[i]` of `blocks`. Reads
-    only the rooms and writes only the blocks, even if a room has arbitrary bytes.
+    """Decodes n blocks. The room of block i (the memory with its encoded form) is the
+    `room_sizes[i]` bytes at offset `places[i]` of `rooms`. The block is written to the `sizes[i]`
+    bytes at offset `begins[i]` of `blocks`. Reads only the rooms and writes only the blocks, even
+    if a room has arbitrary bytes.
 
     `rooms`, `blocks`: uint8. All other arguments: int64 [n]. Offsets and sizes of blocks must be
     multiples of SLOT_ALIGN.

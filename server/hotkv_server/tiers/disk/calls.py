@@ -39,7 +39,8 @@ copy can't be evicted from the arena meanwhile."""
 class DiskCall:
     """A read or a write of n blocks, with its results.
 
-    `deadline_s`: a time of time.monotonic. A piece that has not begun by then is not moved.
+    `deadline_s`: a time of time.monotonic. A piece (some of the call's blocks) that has not begun
+        by then is not moved.
     `answer`: called with `codes` and `seals` when the call has ended.
     `codes`: uint8 [n], the `Read` or `Write` of each block; FAILED until its result is known.
     `seals`: uint64 [n], the seals (check values) of written blocks; 0 until they are known.
@@ -73,8 +74,8 @@ class DiskCall:
         return DiskPiece(self, begin, self._num_cut)
 
     def cut_rest(self) -> "DiskPiece":
-        """Returns the blocks of the call that are in no piece yet, as one piece. The piece is
-        marked as late, so its blocks are not moved."""
+        """Returns the blocks of the call that are in no piece (blocks for a thread to move) yet, as
+        one piece. The piece is marked as late, so its blocks are not moved."""
         begin, self._num_cut = self._num_cut, len(self.blocks)
         self._num_open += 1
         return DiskPiece(self, begin, self._num_cut, is_late=True)
@@ -97,12 +98,12 @@ class DiskCall:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of blocks that are in no piece yet."""
+        """Bytes of the call's blocks that are in no piece (blocks for a thread to move) yet."""
         return int(self._ends[-1]) - self._cut_bytes
 
     @property
     def has_rest(self) -> bool:
-        """True if there are blocks that are in no piece yet."""
+        """True if some of the call's blocks are in no piece (blocks for a thread to move) yet."""
         return self._num_cut < len(self.blocks)
 
 
@@ -118,7 +119,8 @@ class DiskPiece:
 
 
 class CallQueue:
-    """The queue of calls; see the module. Thread-safe. The queue itself has no bound, because
+    """The queue of read and write calls from which the threads of the disk tier take pieces (some
+    blocks of a call); see the module. Thread-safe. The queue itself has no bound, because
     `drive.below` and `drive.tiers` bound the bytes of their calls.
 
     `num_threads`: number of threads that call `take`.

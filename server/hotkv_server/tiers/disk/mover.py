@@ -73,8 +73,8 @@ class Rows:
 
 
 class BlockMover:
-    """Moves the blocks of pieces; see the module. Several threads may use it at the same time, for
-    different pieces.
+    """Moves the blocks of pieces (parts of a read or write call) between the arena and the slab
+    file; see the module. Several threads may use it at the same time, for different pieces.
 
     `io`: reads and writes `file`.
     `staged`: encodes and decodes blocks.

@@ -92,14 +92,14 @@ class SlabFileError(OSError):
 
 
 class SlabFile:
-    """The open slab file; see the module.
+    """The open slab file, which holds the blocks of the disk tier; see the module.
 
     `is_direct`: True if I/O bypasses the page cache. Then addresses, offsets and sizes must be
         multiples of SLOT_ALIGN.
     """
 
     def __init__(self, path: Path, fd: int, num_bytes: int, is_direct: bool) -> None:
-        """Takes ownership of the descriptor. Use `open`."""
+        """Takes ownership of the descriptor. Callers use `open` instead."""
         self.path = path
         self.fd = fd
         self.num_bytes = num_bytes

@@ -58,8 +58,9 @@ log = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """The disk tier; see the module and `Tier`. In its calls, `Blocks.places` are offsets in the
-    slab file, which the core has chosen.
+    """The disk tier: copies blocks between the arena and the slab file on its own threads; see the
+    module and `Tier`. In its calls, `Blocks.places` are offsets in the slab file, which the core
+    has chosen.
 
     Calls for the same place may run in any order. So the caller must read or reuse a place only
     after the write to it has ended. Reading, writing, encoding and the computation of seals run

@@ -42,11 +42,11 @@ memory."""
 
 
 class TierBelow:
-    """Drives the disk tier; see the module. In its methods, `groups` has a list of block hashes
-    for each KV cache group.
+    """Copies blocks from host memory down to the disk, and from the disk up to host memory; see the
+    module. In its methods, `groups` has a list of block hashes for each KV cache group.
 
     `tier`: reads and writes the bytes of blocks.
-    `lower`: the books of the disk tier, which record the blocks on the disk and the moves.
+    `lower`: records which blocks are on the disk, and which moves are under way.
     `epochs`: tells whether blocks on the disk may be older than a flush.
     `verifier`: compares blocks with their check values.
     `moving_bytes`: most bytes that may be moved down at a time; more than MAX_DOWN_BYTES has no
@@ -91,9 +91,10 @@ class TierBelow:
 
         `tasks`: runs the task.
         `tell`: executes the core's effects (notices and events about removed blocks). Called after
-            blocks may have been evicted or condemned.
-        `on_ready`: called after blocks were moved down, with their entries in the disk's books, the
-            medium (`Medium.DISK`) and the tier's name.
+            blocks may have been evicted or condemned (dropped, because their bytes did not match
+            their check values).
+        `on_ready`: called after blocks were moved down, with their entries in the disk's block
+            table, the medium (`Medium.DISK`) and the tier's name.
         """
         self._on_ready = on_ready
         if self.memory is not None:
@@ -205,7 +206,7 @@ class TierBelow:
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Waits until the shared stores have confirmed the key space's epochs, so that blocks may
         be loaded from the disk; at most until `until_s`, a time of time.monotonic. Does not access
-        the disk, because the books (`lower`) record which blocks the disk has."""
+        the disk, because `lower` records which blocks the disk has."""
         if self.has_some(key_space_id, groups):
             await self._epochs.confirm_all(key_space_id, until_s)
 
@@ -218,7 +219,7 @@ class TierBelow:
         """Returns, for each list of block hashes in `groups`, the positions of the blocks that are
         on the disk and not in host memory. Returns no positions if a shared store's last
         confirmation of the key space's epoch is too old: a block on the disk may then be older than
-        a flush."""
+        a flush, which should have deleted it."""
         if not self._epochs.are_all_confirmed(key_space_id):
             return [np.empty(0, np.int64) for _ in groups]
         return self.lower.up.wanted(key_space_id, groups)
@@ -226,7 +227,8 @@ class TierBelow:
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
         """Returns, for each list of block hashes in `groups`, a mask: True for each block that is
         ready on the disk. All False if a shared store's last confirmation of the key space's epoch
-        is too old: a block on the disk may then be older than a flush."""
+        is too old: a block on the disk may then be older than a flush, which should have deleted
+        it."""
         may = self._epochs.are_all_confirmed(key_space_id)
         return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
 

@@ -26,11 +26,12 @@ StalledS = Callable[[float], float]
 
 
 class Breaker:
-    """The circuit breaker of a tier; see the module.
+    """The circuit breaker of a tier: makes lookups skip the tier while the tier is broken or hangs;
+    see the module.
 
-    `stalls`: functions (`StalledS`), each of which reports for how long other work for the tier has
-        lasted, such as a write of the disk's records. The tier also counts as hanging if such work
-        takes longer than MAX_STALL_S.
+    `stalls`: functions (`StalledS`), one for each kind of other work for the tier, such as writes
+        of the disk's records. Each returns for how many seconds the work has been under way. The
+        tier also counts as hanging if such work takes longer than MAX_STALL_S.
     """
 
     def __init__(self, tier: Tier, *stalls: StalledS) -> None:
@@ -62,14 +63,16 @@ class Breaker:
 
     @property
     def lets_pass(self) -> bool:
-        """True if a call may be made now: the tier works, or a trial call is due."""
+        """True if a call may be made now: the tier works, or a trial call is due (a single call
+        that shows whether a broken tier works again)."""
         if self.hangs:
             return False
         return not self._tier.problem() or time.monotonic() >= self._next_try_s
 
     def take_turn(self) -> bool:
         """Returns True if a call may be made now (`lets_pass`); the caller must then make it at
-        once. If the call is a trial call, the next trial call is due after RETRY_S."""
+        once. If this call is a trial call (a single call to a broken tier), the next trial call is
+        due after RETRY_S."""
         passes = self.lets_pass
         if passes and self._tier.problem():
             self._next_try_s = time.monotonic() + RETRY_S

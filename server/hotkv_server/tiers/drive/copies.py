@@ -65,7 +65,7 @@ server."""
 
 
 class TierCopies:
-    """Copies blocks to a shared tier; see the module.
+    """Copies blocks from host memory to a tier that other nodes share; see the module.
 
     `breaker`: tells whether the tier is known to be broken.
     `epochs`: tells whether the store has confirmed the epoch of a key space.
@@ -123,15 +123,16 @@ class TierCopies:
 
         `tasks`: runs the tasks.
         `tell`: executes the core's effects (notices and events about removed blocks). Called after
-            blocks may have been condemned.
+            blocks may have been condemned (dropped, because their bytes did not match their check
+            values).
         """
         tasks.spawn(self._copy_stored(tasks, tell))
         tasks.spawn(self._copy_old(tasks, tell))
         tasks.spawn(self._offer_left(tasks))
 
     def offer_old(self, key_space_id: int, entries: Entries) -> None:
-        """Queues old blocks of host memory (see the module), if `Epochs.may_offer` allows it.
-        Otherwise does nothing."""
+        """Queues old blocks of host memory (blocks from the disk or from an earlier server) to be
+        copied to the tier, if `Epochs.may_offer` allows it. Otherwise does nothing."""
         if self._epochs.may_offer(self._name, key_space_id):
             self._copies.add_old(entries)
 
@@ -150,9 +151,10 @@ class TierCopies:
                 tasks.spawn(self._write(move, STORED, tell))
 
     async def _copy_old(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Copies old blocks (see the module), one batch at a time, until the tiers close. Newly
-        stored blocks go first: a batch of old blocks uses only the part of the limit `moving_bytes`
-        that copies of newly stored blocks leave free."""
+        """Copies old blocks (from the disk, of an earlier server, or whose copy has failed), one
+        batch at a time, until the tiers close. Newly stored blocks go first: a batch of old blocks
+        uses only the part of the limit `moving_bytes` that copies of newly stored blocks leave
+        free."""
         batch_bytes = min(max(MIN_OLD_BYTES, self._tier.facts().batch_bytes), self._most_bytes)
         batch: asyncio.Task[None] | None = None
         async for _ in tasks.turns(f"the later copies to {self._name}", PAUSE_S):

@@ -26,8 +26,8 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class NotesFolder:
-    """A folder that has or gets a copy of the book's file. `has_blocks`: True if an earlier server
-    left blocks in the folder."""
+    """A folder that has or gets a copy of the file EPOCHS_FILE (the saved `EpochBook`).
+    `has_blocks`: True if an earlier server left blocks in the folder."""
 
     path: Path
     has_blocks: bool = False
@@ -35,7 +35,7 @@ class NotesFolder:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The content of a copy of the book's file. `EpochBook` describes the fields."""
+    """The content of a copy of the file EPOCHS_FILE. `EpochBook` describes the fields."""
 
     base: int
     last: int
@@ -43,8 +43,8 @@ class _Content:
 
 
 class EpochNotes:
-    """Reads and writes the copies of the file with the book of epochs; see the module. Without
-    folders it does nothing: the book is then lost when the process ends."""
+    """Reads and writes the copies of the file EPOCHS_FILE (the saved `EpochBook`); see the module.
+    Without folders, writes no file, so the `EpochBook` is lost when the process ends."""
 
     def __init__(self, folders: Sequence[NotesFolder] = ()) -> None:
         self._folders = tuple(folders)
@@ -53,8 +53,9 @@ class EpochNotes:
         return f"EpochNotes({[str(one.path) for one in self._folders]})"
 
     def read(self, stores: Sequence[str]) -> EpochBook:
-        """Returns the book that an earlier server saved; an empty book if there is no file. Blocks
-        the calling thread. `stores`: names of the shared stores in the present settings."""
+        """Returns the `EpochBook` that an earlier server saved; an empty `EpochBook` if there is no
+        file. Blocks the calling thread. `stores`: names of the shared stores in the present
+        settings."""
         read = [(one, _read(one.path / EPOCHS_FILE)) for one in self._folders]
         contents = [content for _, content in read if content is not None]
         # Incomplete: a folder has blocks but no usable file, so their flushes are unknown.
@@ -66,9 +67,9 @@ class EpochNotes:
         return EpochBook(stores, records, base, last)
 
     def write(self, text: str) -> None:
-        """Replaces the book's file in each folder. Blocks the calling thread. Callable from any
-        thread, but only one call at a time. If a folder fails, tries the others, then raises the
-        first OSError."""
+        """Replaces the file EPOCHS_FILE in each folder. `text`: the new content (`text_of`). Blocks
+        the calling thread. Callable from any thread, but only one call at a time. If a folder
+        fails, tries the others, then raises the first OSError."""
         failed: OSError | None = None
         for one in self._folders:
             try:
@@ -79,16 +80,17 @@ class EpochNotes:
             raise failed
 
     def discard(self, book: EpochBook) -> None:
-        """Removes all copies of the book's file, unless a store must still raise an epoch for a
-        flush in `book`. Called at the end of a server that leaves no blocks to the next server.
-        Blocks the calling thread."""
+        """Removes all copies of the file EPOCHS_FILE, unless a store must still raise an epoch for
+        a flush that `book` records. Called at the end of a server that leaves no blocks to the next
+        server. Blocks the calling thread."""
         if not any(s.is_untold for one in book.records.values() for s in one.stores.values()):
             for one in self._folders:
                 (one.path / EPOCHS_FILE).unlink(missing_ok=True)
 
 
 def text_of(book: EpochBook) -> str:
-    """Returns the content of the file for this book: the text for `EpochNotes.write`."""
+    """Returns the content of the file EPOCHS_FILE for this `EpochBook`: the text for
+    `EpochNotes.write`."""
     key_spaces = {
         name: {
             "local": record.local,
@@ -104,7 +106,7 @@ def text_of(book: EpochBook) -> str:
 
 
 def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Record:
-    """Returns the record of a key space, merged from all copies of the book's file.
+    """Returns the record of a key space, merged from all copies of the file EPOCHS_FILE.
 
     `name`: fingerprint of the key space.
     `contents`: the contents of the usable copies; at least one.
@@ -124,7 +126,8 @@ def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Re
 
 
 def _read(path: Path) -> _Content | None:
-    """Returns the content of a copy of the book's file; None if the copy is missing or unusable."""
+    """Returns the content of a copy of the file EPOCHS_FILE; None if the copy is missing or
+    unusable."""
     try:
         content = json.loads(read_file(path))
         if content["format"] != FORMAT_VERSION:

@@ -1,12 +1,13 @@
-"""Executes flushes in all tiers. An epoch is a number that a shared store keeps for each key space,
-and that every flush raises. The book of epochs (`tiers.book.epochs`) decides which actions are due.
-This module executes them: it asks the stores of shared tiers for epochs, raises epochs in stores,
-flushes key spaces on this node, and saves the book.
+"""Executes flushes (deletions of all blocks of a key space) in all tiers. An epoch is a number that
+a shared store keeps for each key space, and that every flush raises. `EpochBook`
+(`tiers.book.epochs`), the record of epochs and flushes, decides which actions are due. This module
+executes them: it asks the stores of shared tiers for epochs, raises epochs in stores, flushes key
+spaces on this node, and saves the `EpochBook`.
 
-Always true: a flush continues if the caller that waits for it is cancelled. One task asks the book
-for due actions. At most one action of each kind is under way: one question and one raise for each
-store, one flush of this node, one write of the book. A slow write of the book delays only moves to
-the disk and, for a bounded time, the answers to flushes.
+Always true: a flush continues if the caller that waits for it is cancelled. One task asks the
+`EpochBook` for due actions. At most one action of each kind is under way: one question and one
+raise for each store, one flush of this node, one write of the `EpochBook`. A slow write of the
+`EpochBook` delays only moves to the disk and, for a bounded time, the answers to flushes.
 
 A store counts as *away* if its tier reports a problem, if two questions in a row have failed, if
 its answer to a question is overdue, or if it has just restarted and shows an epoch that may come
@@ -38,7 +39,7 @@ Flush = Callable[[int], Awaitable[int]]
 """Flushes a key space on this node only. Returns the number of removed blocks."""
 
 TICK_S = 0.05
-"""Time between two turns (ticks) of the task that asks the book for due actions."""
+"""Time between two turns (ticks) of the task that asks the `EpochBook` for due actions."""
 IDLE_TURN_S = 1.0
 """Time between two turns in which the task also considers idle key spaces."""
 ASK_S = 2.0
@@ -56,10 +57,11 @@ DEAF_TICKS = 30
 """After a stop of the process (see GAP_S), no store begins to count as away for this number of
 ticks."""
 AGAIN_S = 1.0
-"""Wait after a failed write of the book or a failed flush on this node, before the next try."""
+"""Wait after a failed write of the `EpochBook` or a failed flush on this node, before the next
+try."""
 NOTES = "disk"
-"""The tier name that a flush reports as pending if the book could not be written to its files in
-time."""
+"""The tier name that a flush reports as pending if the `EpochBook` could not be written to its
+files in time."""
 
 
 class EpochRelay:
@@ -82,7 +84,7 @@ class EpochRelay:
 
 @dataclass(slots=True)
 class _Caller:
-    """A caller that waits for a flush to be done.
+    """A caller that waits for a flush (deletion of all blocks of a key space) to be done.
 
     `done`: gets the result of the flush.
     `num_blocks`: number of blocks that were removed on this node.
@@ -96,8 +98,9 @@ class _Caller:
 class _Store:
     """The state of a shared tier's store in `Epochs`.
 
-    `is_away`: True while the store counts as away: it does not answer, for example. See the module.
-    `is_raising`: True while a raise is under way.
+    `is_away`: True while the store counts as away, for example because it does not answer; see the
+        module.
+    `is_raising`: True while a raise (a request to raise an epoch) is under way.
     """
 
     def __init__(self, tier: SharedTier, relay: EpochRelay) -> None:
@@ -112,12 +115,13 @@ class _Store:
 
 
 class Epochs:
-    """Executes flushes. Tells which blocks may be served: the stores must have confirmed their
-    epochs (numbers that each flush raises). See the module.
+    """Executes flushes (deletions of all blocks of a key space), and decides which blocks may be
+    served: the stores must have confirmed the epochs of these blocks (numbers that each flush
+    raises). See the module.
 
     `stores`: each shared tier, with the relay that it got when it was opened.
-    `notes`: files in which the book outlives the server; None: the book is lost when the process
-        ends.
+    `notes`: files in which `book` (the record of epochs and flushes) outlives the server; None:
+        `book` is lost when the process ends.
     """
 
     def __init__(
@@ -150,8 +154,8 @@ class Epochs:
         on_flushed: Callable[[int], None] = lambda key_space_id: None,
     ) -> None:
         """Starts the task that executes the due actions (see the module). From now on, this node
-        notices flushes of other nodes. If an earlier server could not raise an epoch for a flush,
-        the task raises it now.
+        notices flushes (deletions of all blocks of a key space) that other nodes run. If an earlier
+        server could not raise an epoch for a flush, the task raises the epoch now.
 
         `tasks`: runs the task.
         `flush`: flushes a key space on this node only.
@@ -181,7 +185,7 @@ class Epochs:
         tasks.spawn(self._run())
 
     def discard(self) -> None:
-        """Removes the files with the book of epochs, unless a store must still raise an epoch for a
+        """Removes the files with the `EpochBook`, unless a store must still raise an epoch for a
         flush. Called at the end of a server that leaves no blocks to the next server. Blocks the
         calling thread."""
         self._notes.discard(self.book)
@@ -238,8 +242,8 @@ class Epochs:
 
     def may_offer(self, store: str, key_space_id: int) -> bool:
         """Returns True if blocks of the key space may be copied to the store even if they may come
-        from another store: the store has an epoch, and no flush has reached one store but not yet
-        another store (`EpochBook.is_calm`)."""
+        from another store: the store has an epoch, and no flush (deletion of all blocks of the key
+        space) has reached one store but not yet another store (`EpochBook.is_calm`)."""
         is_calm = self.book.is_calm(self.fingerprint(key_space_id))
         return is_calm and self.get(store, key_space_id) != NO_EPOCH
 
@@ -265,8 +269,8 @@ class Epochs:
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the book's file has all seal numbers (`Record.local`), so that the next server
-        can read the blocks on the disk."""
+        """True if the saved `EpochBook` has all seal numbers (`Record.local`), so that the next
+        server can read the blocks on the disk."""
         return self.book.are_seals_saved
 
     def is_confirmed(self, store: str, key_space_id: int) -> bool:
@@ -278,15 +282,16 @@ class Epochs:
 
     def are_all_confirmed(self, key_space_id: int) -> bool:
         """Returns True if all stores have confirmed the key space's epochs in the last CONFIRMED_S.
-        Then the key space's blocks on this node's disk are newer than all flushes, so they may be
-        loaded."""
+        Then the key space's blocks on this node's disk are newer than all flushes (deletions of all
+        blocks of the key space), so they may be loaded."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return all(self.book.is_fresh(fingerprint, name, at_s) for name in self._stores)
 
     def may_serve(self, key_space_id: int) -> bool:
         """Returns True if the key space's blocks in host memory may be served now: all stores that
-        are not away have confirmed the key space's epochs in the last CONFIRMED_S, and no store has
-        shown a new epoch for which this node must still flush the key space."""
+        are not away (that answer, as far as this node knows) have confirmed the key space's epochs
+        in the last CONFIRMED_S, and no store has shown a new epoch for which this node must still
+        flush the key space (delete all its blocks)."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -297,8 +302,9 @@ class Epochs:
         )
 
     def must_ask(self, key_space_id: int) -> bool:
-        """Returns True if a lookup must first wait for a confirmation: a store that is not away has
-        not confirmed the key space's epoch in the last CONFIRMED_S."""
+        """Returns True if a lookup must first wait for a confirmation: a store has not confirmed
+        the key space's epoch in the last CONFIRMED_S, although this store is not away (it answers,
+        as far as this node knows; see the module)."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return any(
             not store.is_away and not self.book.is_fresh(fingerprint, name, at_s)
@@ -316,14 +322,15 @@ class Epochs:
 
     async def meet(self, key_space_id: int) -> None:
         """Waits until the stores have confirmed the epochs of a new session's key space, at most
-        MEET_S. If the engine stores blocks earlier, they count as possibly older than a flush, and
-        this node flushes them when a store answers."""
+        MEET_S. If the engine stores blocks before the stores have answered, these blocks count as
+        possibly older than a flush, and this node deletes them when a store answers."""
         await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
         """Waits until `is_confirmed` is True, and returns True. Asks the store for the key space's
-        epoch if the last confirmation is too old. Returns False if the store is away, has no epoch,
-        refuses to raise it, or has not answered by `until_s`, a time of time.monotonic."""
+        epoch if the last confirmation is too old. Returns False if the store is away (for example,
+        does not answer; see the module), has no epoch, refuses to raise it, or has not answered by
+        `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
             fingerprint = self.fingerprint(key_space_id)
@@ -335,8 +342,9 @@ class Epochs:
         return False
 
     async def confirm_all(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's epochs, and waits until all stores that are not away
-        have confirmed them, at most until `until_s`, a time of time.monotonic."""
+        """Asks the stores for the key space's epochs, and waits until all stores have confirmed
+        them, at most until `until_s`, a time of time.monotonic. Does not wait for stores that are
+        away (that do not answer, for example; see the module)."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces and self.must_ask(key_space_id):
             self.book.use(self.fingerprint(key_space_id), now_s())
@@ -347,9 +355,9 @@ class Epochs:
         """Asks the stores for the key space's epochs, and waits until all stores have confirmed
         them, at most until `until_s`, a time of time.monotonic.
 
-        Unlike `confirm_all`, also waits for stores that are away, unless their tier reports a
-        problem. If a store has just started, this may take some seconds. So this method is meant
-        for prefetches only.
+        Unlike `confirm_all`, also waits for stores that are away (that do not answer, for example),
+        unless their tier reports a problem. If a store has just started, this may take some
+        seconds. So this method is meant for prefetches only.
         """
         until_s += now_s() - time.monotonic()
         fingerprint = self.fingerprint(key_space_id)
@@ -390,8 +398,8 @@ class Epochs:
             asyncio.get_running_loop().call_soon(self._work)
 
     def _work(self) -> None:
-        """Asks the book which actions are due, and begins them: questions to stores, raises of
-        epochs, a flush of this node, a write of the book."""
+        """Asks the `EpochBook` which actions are due, and begins them: questions to stores, raises
+        of epochs, a flush of this node, a write of the `EpochBook`."""
         self._is_nudged = False
         if self._tasks.is_closing:
             return
@@ -429,7 +437,8 @@ class Epochs:
 
     def _tick(self, at_s: float) -> None:
         """Counts a tick if TICK_S has passed since the last tick, and decides which stores count as
-        away. If the process was stopped since the last tick, restarts the waits for answers."""
+        away (as not answering; see the module). If the process was stopped since the last tick,
+        restarts the waits for answers."""
         if at_s >= self._ticked_s + GAP_S:
             self._deaf_until = self._ticks + DEAF_TICKS
             for store in self._stores.values():
@@ -481,9 +490,9 @@ class Epochs:
         self._wake()
 
     async def _flush_here(self, fingerprint: str) -> None:
-        """Flushes a key space on this node, and reports the end of the flush to the book. Removes
-        no blocks if this node does not know the key space, or if the key space has no blocks and no
-        caller has requested the flush. In the second case calls `on_flushed`."""
+        """Flushes a key space on this node, and reports the end of the flush to the `EpochBook`.
+        Removes no blocks if this node does not know the key space. If the key space has no blocks
+        and no caller has requested the flush, only calls `on_flushed`."""
         is_done = False
         try:
             number = self._number(fingerprint)
@@ -530,7 +539,7 @@ class Epochs:
             self._turned.set_result(None)
 
     async def _turn(self, wait_s: float) -> None:
-        """Waits until `_wake` is called, at most for `wait_s`."""
+        """Waits until `_wake` is called, at most for `wait_s` seconds."""
         if self._turned is None or self._turned.done():
             self._turned = future()
         await asyncio.wait([self._turned], timeout=wait_s)

@@ -56,7 +56,8 @@ class WaitingCalls:
 
     @contextlib.contextmanager
     def counted(self, session: LiveSession) -> Iterator[None]:
-        """Counts a call of the session as waiting, until the context ends."""
+        """Context manager that counts a call of the session as waiting while the context is
+        open."""
         number = session.record.number
         self._waiting[number] += 1
         try:
@@ -78,7 +79,8 @@ class TierLookups:
     `waiting`: counts the calls that wait for tiers.
     `tasks`: tells whether the node is closing, so that no lookup waits for tiers any more.
     `lookup_wait_s`: longest time that `ask` waits for shared tiers.
-    `are_moves_well`: returns False while lookups skip the tier of a move up that is under way.
+    `are_moves_well`: returns False if a move up to host memory is under way from a tier that
+        lookups now skip.
     """
 
     def __init__(
@@ -115,8 +117,8 @@ class TierLookups:
         """Returns, for each list of block hashes in `groups`, a mask of the blocks outside host
         memory that count as hits for a lookup: blocks that a tier is known to have, and blocks that
         are being moved up to host memory. Omits the blocks of a tier if loading them takes longer
-        than computing them, and while lookups skip the tier. While lookups skip the tier of a move
-        up that is under way, also omits all blocks that are being moved up.
+        than computing them, or if lookups now skip the tier. If lookups now skip a tier from which
+        a move up is under way, omits all blocks that are being moved up.
 
         `ready`: for each list in `groups`, a mask of the blocks in host memory.
         `tokens_per_s`: speed at which the engine computes prompts; 0 if unknown. Then the blocks of

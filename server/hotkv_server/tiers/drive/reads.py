@@ -64,13 +64,14 @@ class Offer:
 
 
 def both(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns, for each list of blocks, a mask of the blocks that both `some` and `others`
-    select."""
+    """Returns, for each list of blocks, a mask of the blocks that are selected in both masks: in
+    `some` and in `others`."""
     return [one & other for one, other in zip(some, others, strict=True)]
 
 
 def either(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns, for each list of blocks, a mask of the blocks that `some` or `others` select."""
+    """Returns, for each list of blocks, a mask of the blocks that are selected in `some`, in
+    `others`, or in both."""
     return [one | other for one, other in zip(some, others, strict=True)]
 
 
@@ -105,7 +106,8 @@ def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]
 
 
 def worth(lists: Sequence[Listed], offers: Sequence[Offer], tokens_per_s: float) -> list[bool]:
-    """Decides which offers a lookup takes. Returns, for each offer, True if it is taken.
+    """Decides which offers a lookup takes (an offer is the blocks that a tier could load). Returns,
+    for each offer, True if it is taken.
 
     Tiers are read at the same time, so a lookup waits for the slowest of them. If computing the
     tokens that the offers add to the hit takes less time than this wait, the slowest offer is
@@ -141,9 +143,10 @@ def _seconds(
     offers: Sequence[Offer],
     taken: Sequence[bool],
 ) -> list[float]:
-    """Returns, for each offer, the seconds to load its part of the wanted blocks; 0 if it loads no
-    block. A taken offer loads the wanted blocks that it has, except blocks in host memory and
-    blocks that an earlier taken offer loads. An offer that is not taken loads no block.
+    """Returns, for each offer (the blocks that a tier could load), the seconds to load its part of
+    the wanted blocks; 0 if it loads no block. A taken offer loads the wanted blocks that it has,
+    except blocks in host memory and blocks that an earlier taken offer loads. An offer that is not
+    taken loads no block.
 
     `lists`: the blocks of the lookup, a list for each KV cache group.
     `wanted`: for each list, a mask of the wanted blocks.

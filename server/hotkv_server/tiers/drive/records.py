@@ -60,15 +60,16 @@ RETRY_S = 1.0
 RECORD_BYTES = RECORD_WORDS * 4
 PART_BYTES, READ_BYTES = 64 << 10, 16 << 20
 SYNCED_PARTS = 256
-"""Parts of a new table that are synced at a time. A slow disk takes seconds for a large table; the
-end of each of these steps shows that the disk does not hang."""
+"""Number of parts of a new table that are written between two syncs. A slow disk takes seconds for
+a large table; each completed sync shows that the disk does not hang."""
 CLOSE_WAIT_S = 5.0
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class LowerMemory:
-    """The records of the disk tier; see the module.
+    """The records of the disk tier, in memory and in files from which the next server restores the
+    tier; see the module.
 
     `folder`: folder of the tier, with its files.
     `slab_bytes`: size of a slab (one of the equal pieces of the tier's disk space).
@@ -389,8 +390,9 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState | None, str]:
-    """Reads the files of an earlier server. Returns its table, its key spaces and "". Returns None,
-    None and a reason if the files are unusable. Returns None, None and "" if there are no files.
+    """Reads the records of the disk tier that an earlier server left in files. Returns the block
+    table, the key spaces and "". Returns None, None and a reason if the files are unusable. Returns
+    None, None and "" if there are no files.
 
     `num_bytes`: present size of the disk tier.
     """

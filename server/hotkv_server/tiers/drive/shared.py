@@ -68,8 +68,8 @@ class FoundBlocks:
         return f"FoundBlocks({len(self)} of {len(self._until_s)} heads)"
 
     def among(self, head: bytes, hashes: Words, at_s: float) -> BoolMask:
-        """Returns a mask [n]: True for each of the n blocks that is to be remembered until after
-        `at_s`, a time of time.monotonic. `head`, `hashes`: the two parts of the blocks' keys."""
+        """Returns a mask [n]: True for each of the n blocks that is remembered until after `at_s`,
+        a time of time.monotonic. `head`, `hashes`: the two parts of the blocks' keys."""
         mask = np.zeros(len(hashes), np.bool_)
         if (known := self._until_s.get(head)) is None:
             return mask
@@ -79,7 +79,7 @@ class FoundBlocks:
         return mask
 
     def add(self, head: bytes, hashes: Iterable[bytes], until_s: float) -> None:
-        """Remembers blocks until `until_s`, a time of time.monotonic."""
+        """Remembers blocks as found in the tier, until `until_s`, a time of time.monotonic."""
         until = dict.fromkeys(hashes, until_s)
         known = self._until_s.pop(head, {})
         self._count([one for one in until if one not in known], 1)
@@ -112,8 +112,8 @@ def _buckets(begins: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class TierShared:
-    """Drives a shared tier; see the module. In its methods, `groups` has a list of block hashes for
-    each KV cache group.
+    """Copies blocks of this node to a tier that other nodes share, and loads blocks from this tier;
+    see the module. In its methods, `groups` has a list of block hashes for each KV cache group.
 
     `verifier`: compares blocks with their check values.
     `epochs`: tells which epochs the stores of shared tiers have confirmed.

@@ -78,7 +78,7 @@ class TierTasks:
 
 
 def future() -> "asyncio.Future[Any]":
-    """Returns a future of the running loop."""
+    """Returns a new asyncio future of the running event loop."""
     return asyncio.get_running_loop().create_future()
 
 
@@ -126,9 +126,9 @@ def on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:
 async def agreeing(
     core: CacheCore, verifier: Verifier, entries: Entries, tell: Callable[[], None]
 ) -> BoolMask:
-    """Compares the bytes of n pinned blocks in host memory with their check values. Condemns the
-    blocks that don't match, and returns a mask [n] of the blocks that match. `tell`: called
-    afterwards; executes the core's effects, so that the node reports condemned blocks."""
+    """Compares the bytes of n pinned blocks in host memory with their check values. Condemns
+    (drops) the blocks that don't match, and returns a mask [n] of the blocks that match. `tell`:
+    called afterwards; executes the core's effects, so that the node reports condemned blocks."""
     if not core.config.check_stride:
         return np.ones(len(entries), np.bool_)
     cases = verifier.cases(entries)

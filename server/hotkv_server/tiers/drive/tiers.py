@@ -63,7 +63,8 @@ slots are freed."""
 
 @dataclass(slots=True, eq=False)
 class Coming:
-    """A move up, from a tier to host memory, that is under way or has ended.
+    """A move of blocks up, from a tier to host memory. It is under way, or it has ended and callers
+    have not yet leased its blocks.
 
     `source`: the tier.
     `done`: a future that is done when the move has ended. The blocks that the tier found are then
@@ -88,15 +89,17 @@ class Held:
     waits: list[Coming] = field(default_factory=list)
 
     def add(self, coming: Coming) -> None:
-        """Adds a move, whose blocks then stay pinned until `Tiers.let_go`."""
+        """Adds a move; its blocks then stay pinned until `Tiers.let_go` is called with this
+        object."""
         if coming not in self.waits:
             coming.num_waiting += 1
             self.waits.append(coming)
 
 
 class Tiers:
-    """All tiers below host memory; see the module. In its methods, `groups` has a list of block
-    hashes for each KV cache group.
+    """All tiers below host memory: moves blocks from tiers up to host memory, and starts and closes
+    the tiers; see the module. In its methods, `groups` has a list of block hashes for each KV cache
+    group.
 
     `lookup_wait_s`: longest time that a lease or a lookup waits for tiers.
     `epochs`: executes flushes, and tells which blocks of tiers may be older than a flush.
@@ -264,7 +267,8 @@ class Tiers:
     async def _prefetch_part(
         self, key_space_id: int, part: list[HashList], groups: list[HashList], until_s: float
     ) -> None:
-        """Loads the blocks of `part` as `prefetch` does. Evicts no block of `groups` for them."""
+        """Loads the blocks of `part`, one of the parts into which `prefetch` splits the blocks of
+        `groups`. Evicts no block of `groups` to make room for the loaded blocks."""
         await self._begin_up(key_space_id, part, groups, tries=False)
         await self.epochs.settle(key_space_id, until_s)
         await self.lookups.look(key_space_id, part, until_s)

@@ -53,11 +53,12 @@ class SpoiledError(MasterLostError):
 
 class AwayError(Exception):
     """A key space's epoch can't be read, because the process in whose memory Mooncake stored the
-    epoch is gone. For some seconds the master still lists the values in that memory."""
+    epoch is gone. (For some seconds after the end of that process, the master still lists the
+    values in its memory.)"""
 
 
 class Child:
-    """Executes the server's requests, one at a time.
+    """Executes the server's requests with Mooncake's native client, one at a time.
 
     `store`: Mooncake's native client, set up already.
     `native`: Mooncake's Python module.
@@ -192,7 +193,8 @@ class Child:
     def _number(self, name: str) -> int:
         """Returns the epoch that is stored under the key `name`; NO_EPOCH if the key is absent.
         Raises SpoiledError if the value is not a number, and AwayError if the value can't be read.
-        In these two cases NO_EPOCH would be wrong: it could hide a flush."""
+        In these two cases NO_EPOCH would be wrong: it could hide a flush (a deletion of all blocks
+        of the key space)."""
         found = bytes(self._store.get(name))
         if not found:
             # An empty value may also mean that the master did not answer.

@@ -32,7 +32,8 @@ CHILD = "hotkv_server.tiers.mooncake.child"
 
 
 class MooncakeClient:
-    """A `Client` whose requests a child process executes. The constructor starts the child.
+    """A `Client` (connection of a tier to its store) whose requests a child process executes. The
+    constructor starts the child process.
 
     `memories`: the memories that contain the slots. Each is a pair: a shared mapping of a file,
         from the file's start, and the file's descriptor. The child maps the same files.
@@ -71,7 +72,7 @@ class MooncakeClient:
         return f"MooncakeClient(pid={self._process.pid})"
 
     def is_fresh(self) -> bool:
-        """Returns False if the connection has ended; see `Client.is_fresh`."""
+        """Returns False if the child process has ended; see `Client.is_fresh`."""
         return self._process.poll() is None
 
     def probe(
@@ -126,7 +127,7 @@ class MooncakeClient:
         return int(self._ask(asked, until_s)["epoch"])
 
     def close(self) -> None:
-        """Kills the child, and blocks until it is gone; see `Client.close`."""
+        """Kills the child process, and blocks until it is gone; see `Client.close`."""
         self._line.close()
         self._process.kill()
         self._process.wait()
@@ -141,8 +142,8 @@ class MooncakeClient:
         }
 
     def _offset_of(self, slot: memoryview) -> int:
-        """Returns the byte offset by which requests to the child name a slot: its offset in the
-        memories, as if they followed each other."""
+        """Returns the byte offset by which requests to the child process name a slot. Offsets count
+        through all memories, as if the memories followed each other."""
         begin = 0
         for region in self._memories:
             if 0 <= (offset := region.offset_of(slot)) < region.num_bytes:

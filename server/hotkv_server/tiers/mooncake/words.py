@@ -29,10 +29,12 @@ def epoch_key(fingerprint: str) -> str:
 
 
 class Line:
-    """One end of the socket pair, which sends and receives messages. Not thread-safe.
+    """One end of the socket pair between the server and a child process. Sends and receives
+    messages. Not thread-safe.
 
-    Methods raise TimeoutError at their time limit. They raise EOFError or OSError if the other end
-    is gone, and EOFError or ValueError if the other end sends anything but a message.
+    Methods raise TimeoutError at their time limit. They raise EOFError or OSError if the process at
+    the other end of the socket pair is gone, and EOFError or ValueError if that process sends
+    anything but a message.
     """
 
     def __init__(self, sock: socket.socket) -> None:

@@ -142,8 +142,8 @@ class PartQueue:
 
     def put(self, parts: Sequence[Part], *, is_read: bool) -> bool:
         """Queues the parts of a call. Returns False, and queues no part, if the queue is closed or
-        has no room for all of the parts. `is_read`: False puts the parts behind reads, among the
-        parts of writes."""
+        has no room for all of the parts. `is_read`: False for parts of writes, which leave the
+        queue after parts of reads."""
         with self._ready:
             if self._is_closed or len(self) + len(parts) > MAX_QUEUED_PARTS:
                 return False

@@ -48,7 +48,7 @@ between socket and slot."""
 
 
 class RemoteTier:
-    """A remote tier; see the module and `SharedTier`.
+    """A tier in a remote store, such as Valkey or S3; see the module and `SharedTier`.
 
     A read ends at its deadline at the latest, with one exception: if its thread must connect first,
     the read may end up to `RemoteLimits.connect_timeout_s` later. Its slots are then untouched.

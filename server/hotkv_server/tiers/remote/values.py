@@ -20,12 +20,14 @@ HEAD_BYTES = _HEAD.size
 
 
 def head(key: bytes, content: memoryview) -> bytes:
-    """Returns the head for the value of a block. `content`: the bytes of the block."""
+    """Returns the head for the value of a block: the bytes before the block's bytes, which describe
+    the block. `content`: the bytes of the block."""
     return _HEAD.pack(MAGIC, VERSION, len(content), seal(key, content))
 
 
 def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
-    """Checks the head of a value. Does not check the seal; `is_sound` does.
+    """Checks the head of a value (the bytes before the block's bytes, which describe the block).
+    Does not check the seal; `is_sound` does.
 
     Returns FOUND if the head is right. Returns ABSENT if the value has another version of the
     format. Returns CORRUPT if the head is damaged or was not written by hotkv, or if the size of

@@ -121,7 +121,8 @@ class RemoteHealth:
 class RemoteLimits:
     """Limits of a remote tier's connections.
 
-    `connections`: number of connections for blocks, each with a thread. Control calls use one more.
+    `connections`: number of connections for blocks, each with a thread. Control calls (calls about
+        epochs) use one more connection.
     `connect_timeout_s`: longest time to connect and log in.
     `timeout_s`: longest time to execute a part of a call.
     """
@@ -194,7 +195,8 @@ class Workers:
 
     @property
     def num_connections(self) -> int:
-        """Number of connections for blocks, without the connection for control calls."""
+        """Number of connections for blocks, without the connection for control calls (calls about
+        epochs)."""
         return self._limits.connections
 
     def is_alive(self) -> bool:
@@ -212,8 +214,8 @@ class Workers:
                 part.call.part_ended()
 
     def submit_control(self, call: RemoteCall, part: Part) -> None:
-        """Queues the only part of a control call for the thread of control calls. Ends the call at
-        once if that thread's queue is full, or after `close`."""
+        """Queues the only part of a control call (a call about epochs) for the thread of control
+        calls. Ends the call at once if that thread's queue is full, or after `close`."""
         call.expect(1)
         if not self._control.put([part], is_read=True):
             part.call.part_ended()

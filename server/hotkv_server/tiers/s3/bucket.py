@@ -232,9 +232,9 @@ class Loop:
 
 
 class Bucket:
-    """A bucket; see the module. Paths are relative to the prefix in the settings. Connects at its
-    first request. The constructor raises UnusableError if a file that the settings name is
-    unusable.
+    """Sends requests to an S3 bucket, each with a time limit; see the module. Paths are relative to
+    the prefix in the settings. Connects at its first request. The constructor raises UnusableError
+    if a file that the settings name is unusable.
 
     `is_refused`: True once a request has failed with UnusableError, for example because the store
         rejects the access key. A single object that the store forbids does not count.
@@ -422,7 +422,8 @@ class Bucket:
     ) -> list[T | StoreError | None]:
         """Runs requests for different objects at the same time. Returns, for each request, its
         result; None if the object is missing; the error if the request failed. If the store forbids
-        an object, checks that it does not forbid all: raises DeniedError if it does."""
+        an object, also reads the object CHECK, and raises DeniedError if the store forbids that
+        object too."""
 
         async def settled(request: Coroutine[object, object, T]) -> T | StoreError | None:
             try:

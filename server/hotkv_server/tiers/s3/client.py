@@ -80,7 +80,8 @@ class Shared:
         return self.lister.is_alive() and self.loop.is_alive()
 
     def next_number(self) -> int:
-        """Returns the number for the next pack of this node. Each call returns another number."""
+        """Returns the number for the next pack (object with blocks) that this node writes. Each
+        call returns another number."""
         return next(self._numbers)
 
     def close(self) -> None:
@@ -90,7 +91,7 @@ class Shared:
 
 
 class S3Client:
-    """A `Client` whose store is the bucket; see the module."""
+    """A `Client` (connection of a tier to its store) for an S3 bucket; see the module."""
 
     def __init__(self, shared: Shared, bucket: Bucket) -> None:
         self._shared = shared
@@ -109,7 +110,8 @@ class S3Client:
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
         """Finds out which keys exist, from the index in memory; see `Client.probe`. Asks the bucket
-        only for the epochs, and for the packs of a key space whose packs were never listed."""
+        only for the epochs, and for the packs (objects with blocks) of a key space whose packs were
+        never listed."""
         places = self._places(keys, until_s)
         changed = self._changed(expected, until_s)
         if not changed:
@@ -174,8 +176,8 @@ class S3Client:
                 codes[at] = max(Write.PRESENT, codes[first])
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Removes the blocks from the index of this node; see `Client.forget`. The packs stay in
-        the bucket until its lifecycle rule removes them."""
+        """Removes the blocks from the index of this node; see `Client.forget`. The packs (objects
+        with blocks) stay in the bucket until its lifecycle rule removes them."""
         self._index.forget(keys)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
@@ -209,10 +211,10 @@ class S3Client:
         settled: Codes,
         until_s: float,
     ) -> StoreError | None:
-        """Reads blocks from packs into their slots, and sets their codes in `settled`. If requests
-        fail, their blocks keep their codes. Returns the first error of a request; None if all
-        succeed. If the store forbids a pack, the pack's blocks become FAILED, the pack stays in the
-        index, and the error is not returned.
+        """Reads blocks from packs (objects with blocks) into their slots, and sets their codes in
+        `settled`. If requests fail, their blocks keep their codes. Returns the first error of a
+        request; None if all succeed. If the store forbids a pack, the pack's blocks become FAILED,
+        the pack stays in the index, and the error is not returned.
 
         `rows_of`: for each pack, the blocks to read, as pairs: index of the block in `keys`, and
             row of the block in the pack's list.
@@ -250,9 +252,9 @@ class S3Client:
     def _put(
         self, space: Space, keys: list[bytes], slots: list[memoryview], until_s: float
     ) -> bool:
-        """Writes blocks of a key space as a new pack, and adds the pack to the index. Returns False
-        if the store is full. Raises UnusableError if an object with the pack's name already
-        exists."""
+        """Writes blocks of a key space as a new pack (one object with these blocks), and adds the
+        pack to the index. Returns False if the store is full. Raises UnusableError if an object
+        with the pack's name already exists."""
         number = self._shared.next_number()
         name = new_name(_now_us(), self._shared.node, number, len(keys))
         pack, body = packed(space, name, keys, slots)

@@ -19,14 +19,16 @@ _ROW_MASK = (1 << _ROW_BITS) - 1
 
 
 class Place(NamedTuple):
-    """The place of a block in the bucket: a pack, and the number of the block's row in it."""
+    """The place of a block in the bucket: a pack (object with blocks), and the number of the
+    block's row in the pack's list."""
 
     pack: Pack
     row: int
 
 
 class PackIndex:
-    """The index; see the module. Thread-safe. Uses some 170 bytes of memory per block."""
+    """An index of the blocks that this node knows to be in the bucket; see the module. Thread-safe.
+    Uses some 170 bytes of memory per block."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -48,8 +50,9 @@ class PackIndex:
         return len(self._where)
 
     def add(self, pack: Pack) -> bool:
-        """Adds a pack. If there is no room, first drops older packs. Returns False, without adding
-        the pack, if there is no room and no pack in the index is older."""
+        """Adds a pack (object with blocks) to the index. If there is no room, first drops older
+        packs. Returns False, without adding the pack, if there is no room and no pack in the index
+        is older."""
         with self._lock:
             if pack.path in self._numbers:
                 return True
@@ -73,7 +76,7 @@ class PackIndex:
             return True
 
     def has(self, path: str) -> bool:
-        """Returns True if the pack with this path is in the index."""
+        """Returns True if the pack (object with blocks) with this path is in the index."""
         return path in self._numbers
 
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:
@@ -94,13 +97,14 @@ class PackIndex:
                 self._where.pop(key_tag, None)
 
     def drop(self, path: str) -> None:
-        """Removes a pack from the index. The pack stays in the bucket."""
+        """Removes a pack (object with blocks) from the index. The pack stays in the bucket."""
         with self._lock:
             self._drop(path)
 
     def drop_others(self, fingerprint: str, space: Space | None) -> None:
-        """Removes the packs of a key space from the index, except the packs of one epoch. Called
-        when the key space has a new epoch, because blocks of other epochs may not be used.
+        """Removes the packs (objects with blocks) of a key space from the index, except the packs
+        of one epoch. Called when the key space has a new epoch, because blocks of other epochs may
+        not be used.
 
         `fingerprint`: name of the key space.
         `space`: names the epoch whose packs stay (`packs.Space`); None: removes all packs.

@@ -69,7 +69,8 @@ answered."""
 
 @dataclass(slots=True)
 class _Folder:
-    """The state of a key space in one epoch, whose packs are in one folder of the bucket.
+    """The state of a key space in one epoch, whose packs (objects with blocks) are in one folder of
+    the bucket.
 
     `is_known`: True once the newest packs are in the index.
     `is_queued`: True while a listing is queued or under way.
@@ -80,7 +81,7 @@ class _Folder:
         last skipped no packs. If it changes, the wall clock has jumped.
     `seen`: names of packs, newer than the horizon, that a listing need not read again.
     `unread`: names of packs that could not be read. Each listing tries the first LISTS_AT_ONCE of
-        them again, and moves those that still can't be read to the end.
+        them again, and moves the names that still can't be read to the end.
     `is_warned`: True once a warning has said that packs can't be read.
     `error`: the error of the last listing; None if it succeeded.
     """
@@ -98,7 +99,8 @@ class _Folder:
 
 
 class Lister:
-    """Lists packs; see the module. Thread-safe.
+    """Finds out which packs (objects with blocks) the bucket has, and adds them to the index; see
+    the module. Thread-safe.
 
     `index`: gets the packs that listings find.
     `connect`: returns the bucket; raises StoreError.
@@ -129,9 +131,10 @@ class Lister:
         return f"Lister({len(self._folders)} key spaces, {len(self._queue)} to look at)"
 
     def ask(self, space: Space, until_s: float) -> None:
-        """Queues a listing of a key space if a listing is due. If the key space was never listed,
-        blocks until its newest packs are in the index. Raises StoreError if these packs are not in
-        the index at `until_s`, a time of time.monotonic, or if the listing fails."""
+        """Queues a listing of a key space's packs (objects with blocks) if a listing is due. If the
+        key space was never listed, waits until its newest packs are in the index. Raises StoreError
+        if these packs are not in the index at `until_s`, a time of time.monotonic, or if the
+        listing fails."""
         with self._changed:
             folder = self._folder(space)
             is_due = not folder.is_known or time.monotonic() >= folder.due_s
@@ -218,9 +221,10 @@ class Lister:
                 self._changed.notify_all()
 
     def _look(self, bucket: Bucket, space: Space, folder: _Folder) -> bool:
-        """Lists the packs of a key space, and adds them to the index. Returns False if it has
-        stopped early, because requests wait for another key space; the next listing then continues
-        from this point. Also stops if the epoch has ended (`forget_others`). Raises StoreError."""
+        """Lists the packs (objects with blocks) of a key space, and adds them to the index. Returns
+        False if it has stopped early because requests wait for another key space; the next listing
+        then continues from this point. Also stops, and returns True, if the epoch has ended
+        (`forget_others`) or the lister closes. Raises StoreError."""
         horizon = age_at(int((time.time() - OVERLAP_S) * 1e6))
         clock_s = time.time() - time.monotonic()
         if folder.horizon == UNSEEN or abs(clock_s - folder.clock_s) > JUMP_S:
@@ -288,10 +292,10 @@ class Lister:
     def _learn(
         self, bucket: Bucket, space: Space, names: list[str]
     ) -> tuple[bool, dict[str, StoreError]]:
-        """Reads the lists of blocks of these packs, and adds the packs to the index. Returns two
-        results. The first is False if the index had no room for one of the packs. Then the index
-        has no room for older packs either. The second has the error of each pack whose list could
-        not be read, by name. Raises StoreError if the store can't be used."""
+        """Reads the lists of blocks of these packs (objects with blocks), and adds the packs to the
+        index. Returns two results. The first is False if the index had no room for one of the
+        packs, so that it has no room for older packs either. The second has the error of each pack
+        whose list could not be read, by name. Raises StoreError if the store can't be used."""
         until_s = time.monotonic() + self._timeout_s
         wanted = [(path_of(space, name), [0], [list_bytes(name)]) for name in names]
         has_room, failed = True, dict[str, StoreError]()

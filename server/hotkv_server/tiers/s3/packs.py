@@ -53,8 +53,8 @@ _ROW = np.dtype([("tag", "<u8"), ("num_bytes", "<i8"), ("seal", "<u8")])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """A pack, as its list of blocks describes it. The arrays have a row for each block, in the
-    order of the blocks.
+    """A pack (object with the blocks of a write), as its list of blocks describes it. The arrays
+    have a row for each block, in the order of the blocks.
 
     `tags`: tags (hashes) of the blocks' keys, see `tag`.
     `begins`: byte offsets of the blocks in the object.
@@ -79,7 +79,7 @@ class Pack:
 
     @property
     def age(self) -> int:
-        """A number that is greater for older packs."""
+        """The age of the pack: a number that is greater for older packs."""
         return age_of(self.name)
 
 
@@ -98,17 +98,18 @@ def space_of(key: bytes) -> Space | None:
 
 
 def folder_of(space: Space) -> str:
-    """Returns the path of the folder with the packs of a key space in one epoch."""
+    """Returns the path of the folder with the packs (objects with blocks) of a key space in one
+    epoch."""
     return f"{BLOCKS}/{space}"
 
 
 def path_of(space: Space, name: str) -> str:
-    """Returns the path of a pack."""
+    """Returns the path of a pack (object with blocks) in the bucket."""
     return f"{BLOCKS}/{space}/{name}"
 
 
 def new_name(now_us: int, node: str, number: int, count: int) -> str:
-    """Returns the name for a new pack.
+    """Returns the name for a new pack (object with blocks).
 
     `now_us`: the time of the wall clock in microseconds.
     `node`: name of the node that writes the pack.
@@ -119,21 +120,21 @@ def new_name(now_us: int, node: str, number: int, count: int) -> str:
 
 
 def age_of(name: str) -> int:
-    """Returns the age of a pack: a number that is greater for older packs. `name`: the pack's name,
-    or at least its first 16 characters."""
+    """Returns the age of a pack (object with blocks): a number that is greater for older packs.
+    `name`: the pack's name, or at least its first 16 characters."""
     return int(name[:16])
 
 
 def age_at(time_us: int) -> int:
-    """Returns the age (see `age_of`) of a pack that was made at `time_us`, in microseconds of the
-    wall clock."""
+    """Returns the age (see `age_of`) of a pack (object with blocks) that was made at `time_us`, in
+    microseconds of the wall clock."""
     return _LAST_US - time_us
 
 
 def list_bytes(name: str) -> int:
-    """Returns the size of the list of blocks with which a pack begins, in bytes. Computes it from
-    the pack's name, which has the number of blocks. Returns 0 if `name` is not the name of a
-    pack."""
+    """Returns the size of the list of blocks with which a pack (object with blocks) begins, in
+    bytes. Computes it from the pack's name, which has the number of blocks. Returns 0 if `name` is
+    not the name of a pack."""
     match = _NAME.fullmatch(name)
     return _HEAD.size + int(match[2]) * _ROW.itemsize if match else 0
 
@@ -141,8 +142,8 @@ def list_bytes(name: str) -> int:
 def packed(
     space: Space, name: str, keys: Sequence[bytes], slots: Sequence[memoryview]
 ) -> tuple[Pack, bytearray]:
-    """Makes a pack of n blocks of a key space. Returns the pack, and the bytes to store as its
-    object.
+    """Makes a pack, the content of an object, of n blocks of a key space. Returns the pack, and the
+    bytes to store as its object.
 
     `name`: name of the pack: a result of `new_name` for n blocks.
     `keys`: the keys of the blocks.
@@ -164,8 +165,8 @@ def packed(
 
 
 def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
-    """Parses the list of blocks with which a pack's object begins. Returns the pack; None if the
-    list is damaged.
+    """Parses the list of blocks with which the object of a pack begins. Returns the pack; None if
+    the list is damaged.
 
     `name`: name of the pack.
     `front`: the first `list_bytes(name)` bytes of the object.
@@ -180,10 +181,10 @@ def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
 
 
 def cut_packs(num_bytes: Int64s, pack_bytes: int) -> Iterator[slice]:
-    """Splits the blocks of a write into parts, one for each pack. Yields each part as a slice. A
-    part ends with the block with which it reaches `pack_bytes`. The last part may be smaller than
-    `pack_bytes`. If it would be smaller than MIN_PACK_BYTES, its blocks go into the preceding part,
-    if there is one.
+    """Splits the blocks of a write into parts, one for each pack (object with blocks). Yields each
+    part as a slice. A part ends with the block with which it reaches `pack_bytes`. The last part
+    may be smaller than `pack_bytes`. If it would be smaller than MIN_PACK_BYTES, its blocks go into
+    the preceding part, if there is one.
 
     `num_bytes`: size of each block, int64.
     `pack_bytes`: least size of a pack, in bytes of blocks.

@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 
 class ClusterPipe:
-    """Connections to all servers of a cluster; see the module and `Pipe`. The constructor connects,
-    and raises StoreError."""
+    """Connections to all servers of a Valkey or Redis cluster; see the module and `Pipe`. The
+    constructor connects, and raises StoreError."""
 
     keeps_order = False
     has_one_clock = False
@@ -160,11 +160,12 @@ class ClusterPipe:
         return reply
 
     def _find(self, until_s: float) -> None:
-        """Reads the map of hash slots from the first server in the settings that answers, knows
-        servers with hash slots, and names only servers that can be reached: the map of a server
-        that is cut off from the cluster may be out of date. Each server gets an equal share of the
-        remaining time, so that the next server is tried even if a server hangs. If all fail, raises
-        the UnusableError of one of them or, if there is none, the last error."""
+        """Reads the map of hash slots from one of the servers in the settings: the first server
+        that answers, knows servers with hash slots, and names only servers that can be reached.
+        (The map of a server that is cut off from the cluster may be out of date.) Each server gets
+        an equal share of the remaining time, so that the next server is tried even if a server
+        hangs. If all servers fail, raises the UnusableError of one of them or, if none has raised
+        an UnusableError, the last error."""
         failed: StoreError | None = None
         seeds = self._settings.hosts_and_ports
         for at, address in enumerate(seeds):
@@ -184,7 +185,8 @@ class ClusterPipe:
 
     def _learn(self, teller: ValkeyConnection, until_s: float) -> None:
         """Reads the map of hash slots from the server `teller`. Connects to servers that are new in
-        the map. Closes all detours, and the connections to servers that have no slots any more."""
+        the map. Closes all detours (connections for redirected commands), and the connections to
+        servers that have no slots any more."""
         (reply,) = teller.ask([CLUSTER_SLOTS], until_s)
         if isinstance(reply, ErrorReply):
             raise unusable(reply.code) or unusable(STANDALONE) or LostError("is no cluster")

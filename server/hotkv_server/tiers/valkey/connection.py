@@ -52,9 +52,10 @@ class Login:
 
 
 def read_login(settings: ValkeySettings) -> Login | None:
-    """Returns user name and password. Reads the password from the file that the settings name;
-    returns None if the settings name no file. Raises UnusableError if users outside the file's
-    group have any access to the file, or if it can't be read, is empty or is too long."""
+    """Returns the user name and the password with which hotkv logs in. Reads the password from the
+    file that the settings name; returns None if the settings name no file. Raises UnusableError if
+    users outside the file's group have any access to the file, or if it can't be read, is empty or
+    is too long."""
     path = settings.password_file
     if path is None:
         return None
@@ -182,8 +183,8 @@ class Pipe(Protocol):
 
 
 class ValkeyConnection:
-    """A connection to a single server; see the module and `Pipe`. The constructor connects and logs
-    in, and raises StoreError.
+    """A connection to a single Valkey or Redis server; see the module and `Pipe`. The constructor
+    connects and logs in, and raises StoreError.
 
     `address`: host and port; None for the Unix socket of the settings.
     """

@@ -65,14 +65,15 @@ class StoreClock:
         return f"StoreClock(run_id={self._run_id!r}, started_us={self._started_us})"
 
     def restored_below(self, reply: Reply, now_s: float, highest: int = 0) -> int:
-        """Returns the value for `Shown.restored_below`: epochs below it are not trusted. It is 0
-        unless the server has just restarted, and 0 if the reply does not show when the server
-        started. Otherwise it is the least epoch that can have begun after the server's start.
+        """Returns the value for `Shown.restored_below`: epochs below this value are not trusted. If
+        the server has just restarted, the value is the least epoch that can have begun after the
+        server's start. Otherwise, or if the reply does not show when the server started, the value
+        is 0.
 
         `reply`: the reply to INFO_SERVER.
         `now_s`: a time of time.monotonic.
-        `highest`: the highest epoch that the server shows. It may be ahead of the server's clock,
-            because raises at the same moment add up. Then even this epoch may have begun before the
+        `highest`: the highest epoch that the server shows. If this epoch is ahead of the server's
+            clock (raises at the same moment add up), even this epoch may have begun before the
             server's start, so no epoch is trusted.
         """
         run_id, now_us, up_s = _said(reply)

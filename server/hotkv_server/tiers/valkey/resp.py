@@ -191,7 +191,7 @@ class Replies:
 
     def _line(self, until_s: float, ahead_bytes: int) -> tuple[bytes, bytes]:
         """Reads the next line. Returns its first byte, which is the kind of reply, and the rest of
-        the line. `ahead_bytes`: most bytes to receive at a time; they may include bytes behind the
+        the line. `ahead_bytes`: most bytes to receive at a time; they may include bytes after the
         line."""
         while True:
             begin, end = self._begin, self._bytes.find(b"\r\n", self._begin, self._end)

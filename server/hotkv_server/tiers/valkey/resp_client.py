@@ -36,8 +36,8 @@ def ttl_ms(base_s: float, depth_blocks: int) -> int:
 
     The time to live falls steeply at first, because sequences share their first blocks. Then it
     falls slowly, so that the end of a long sequence does not expire while memory is free. A block
-    expires before the preceding blocks of its sequence even if it was stored a little later: by
-    less than the difference of the times to live.
+    may be stored later than the preceding blocks of its sequence. It still expires first, as long
+    as this delay is less than the difference of the times to live.
 
     `base_s`: time to live of the first block of a sequence, in seconds.
     `depth_blocks`: number of blocks before the block in its sequence.
@@ -49,7 +49,8 @@ def ttl_ms(base_s: float, depth_blocks: int) -> int:
 
 
 class RespClient:
-    """A `Client` that sends its commands over a `Pipe`; see the module."""
+    """A `Client` (connection of a tier to its store) for a Valkey or Redis server. Translates calls
+    into commands, and sends the commands over a `Pipe`; see the module."""
 
     def __init__(
         self, pipe: Pipe, ttl_s: float, clock: epochs.StoreClock, unsafe: set[str]

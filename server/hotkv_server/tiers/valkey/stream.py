@@ -23,7 +23,8 @@ MAX_PIECES = 1024
 
 
 class ValkeyStream:
-    """A connected socket; see the module. Not thread-safe."""
+    """A socket that is connected to a Valkey or Redis server, and whose operations have time
+    limits; see the module. Not thread-safe."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
