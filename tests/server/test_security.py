@@ -308,7 +308,9 @@ def test_admins_over_tcp_prove_it(guarded: Guarded) -> None:
 # Floods
 
 
-def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Make) -> None:
+def test_a_flood_of_stores_leaves_its_session_and_others_able_to_store(
+    guarded: Guarded, engine: Make
+) -> None:
     """Sends 3,000 stores at once in one session. The server may refuse some as OVERLOADED.
     Afterwards this session and another must be able to store."""
     one, neighbour = engine("alpha", num_blocks=512, page_bytes=65536), engine("blind")

@@ -164,6 +164,7 @@ class Terminal:
         term: str = "xterm-256color",
     ) -> None:
         self.screen = pyte.Screen(width, height)
+        self.printed = b""
         self._stream = pyte.ByteStream(self.screen)
         self.pid, self._fd = pty.fork()
         if not self.pid:
@@ -178,9 +179,11 @@ class Terminal:
         """Reads all output that is available. Returns True if the text is then on the screen."""
         while select.select([self._fd], [], [], 0.05)[0]:
             try:
-                self._stream.feed(os.read(self._fd, 1 << 16))
+                part = os.read(self._fd, 1 << 16)
             except OSError:
                 break
+            self.printed += part
+            self._stream.feed(part)
         return text in "\n".join(self.screen.display)
 
     def wait(self, *texts: str) -> None:
@@ -232,6 +235,7 @@ def test_a_terminal_without_a_cursor_shows_lines(server: Server) -> None:
     terminal = Terminal(server, "--count", "0", term="dumb")
     terminal.wait("hotkv-server", "alpha")
     terminal.end("\x03")
+    assert b"\x1b" not in terminal.printed
 
 
 def test_the_screen_goes_on_while_its_server_hangs_dies_and_comes_back() -> None:

@@ -2,8 +2,8 @@
 blocks of different KV cache groups.
 
 The test deletes random blocks from each cache, group by group, without notice to hotkv or vLLM. A
-hit must be no longer than both caches together can serve, and no shorter than either can alone. The harness checks each value that attention reads; `oracle.audit` checks all remaining
-blocks.
+hit must be no longer than both caches together can serve, and no shorter than either can alone. The
+harness checks each value that attention reads; `oracle.audit` checks all remaining blocks.
 """
 
 import random

@@ -305,7 +305,7 @@ def test_a_broken_hook(
     assert num_strikes or not functions
 
 
-def test_a_step_after_unknown_allocations_takes_all_stores_back(bench: Bench) -> None:
+def test_a_step_after_unknown_allocations_tells_the_workers(bench: Bench) -> None:
     """Makes the hook `update_state_after_alloc` raise, so that the connector does not know which
     blocks vLLM has allocated. The metadata of the next step must say so (`lost_track`); the workers
     then revoke all stores."""

@@ -161,7 +161,9 @@ def test_a_step_whose_rows_are_not_known_is_dense(
     assert worker.stores.take_everything_back.call_count == 2 and worker.rank.shared is None
 
 
-def test_a_scheduler_that_lost_track_says_so(engine: Any, server: Any, toy: Any) -> None:
+def test_a_worker_whose_scheduler_lost_track_discards_all_representations(
+    engine: Any, server: Any, toy: Any
+) -> None:
     """Sends the worker the message of a scheduler side that does not know which blocks vLLM has
     allocated (`lost_track`). The worker must discard all representations."""
     one = sparse_engine(engine)

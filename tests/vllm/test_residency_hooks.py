@@ -38,13 +38,21 @@ CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec", "_blocks"}
 classes call."""
 
 
-@pytest.mark.long
+FORMS = {"async-later": (True, True, 0), "sync-first": (False, False, 0), "moves": (True, True, 5)}
+"""By name: asynchronous scheduling, breaks later than at the first call, steps between moves."""
+
+
 @pytest.mark.parametrize(
-    ("is_async", "later", "first", "moves"),
+    ("is_async", "later", "moves", "first"),
     [
-        pytest.param(True, True, 0, 0, id="async-later"),
-        pytest.param(False, False, 2, 0, id="sync-first"),
-        pytest.param(True, True, 4, 5, id="async-later-moves"),
+        pytest.param(
+            *form,
+            first,
+            id=f"{name}-{first}",
+            marks=pytest.mark.long if first == 2 * number else pytest.mark.campaign,
+        )
+        for number, (name, form) in enumerate(FORMS.items())
+        for first in range(EVERY)
     ],
 )
 def test_whatever_breaks_no_token_is_wrong(
@@ -53,8 +61,8 @@ def test_whatever_breaks_no_token_is_wrong(
     references: References,
     is_async: bool,
     later: bool,
-    first: int,
     moves: int,
+    first: int,
 ) -> None:
     """Breaks every sixth function, from number `first` on: the function raises at its first call,
     or (`later`) at its first call after a random number of steps. `moves`: requests begin on the

@@ -209,7 +209,7 @@ def test_new_weights_that_can_not_be_read_have_a_digest_of_their_own(kind: type[
 
 
 @pytest.mark.parametrize("kind", [Packed, Quantized])
-def test_packed_weights_keep_their_digest_in_a_sleep_that_does_not_pack_them_again(
+def test_a_wake_up_without_a_write_changes_the_digest_only_of_weights_that_are_packed_unseen(
     kind: type[Packed],
 ) -> None:
     """Wakes an engine up without a write to its weights, as vLLM's CPU engines do. A `Packed` model
