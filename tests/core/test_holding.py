@@ -125,8 +125,9 @@ def test_a_tenant_at_its_bound_keeps_what_it_holds() -> None:
 
 @pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
 def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
-    """Adds blocks of another size, tiers or representations, with which the winner may not hold
-    blocks. Without the hold it is worse than other contenders, so another must win at once."""
+    """Lets a contender (eviction rule) win that holds recently used blocks. Blocks of another size,
+    tiers and representations each rule out holding, so the best contender without a hold must win
+    at once."""
     place = Place(contenders=(Contender(120.0), Contender(30.0), HOLDING))
     space, duel = place.core.space, place.duel
     assert len(place.stored(range(16), 0.0)) == 16

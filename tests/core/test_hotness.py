@@ -1,4 +1,5 @@
-"""Hotness agrees with its definition: the uses that entries remember, and the resulting order."""
+"""Compares the eviction policy `Hotness` with its definition: the heat of blocks by their uses, and
+the resulting order of eviction."""
 
 import math
 from collections import OrderedDict
@@ -26,12 +27,12 @@ from hotkv_server.cache.room.policies.protocol import Entries, Keys
 
 CAPACITY = 12
 TOLERANCE = 2e-5
-"""Error of c, the frequency: each use rounds it to float32 once."""
+"""Allowed error of a block's use count: each use rounds the count to float32 once."""
 PASSED_TICKS = st.sampled_from([0, 1, 7, 64, 64 * 90, 64 * 4000])
 
 
 def make_hotness(capacity: int, contender: Contender) -> Hotness:
-    """Returns a policy whose duel is settled."""
+    """Returns a policy in which this contender (eviction rule) has won for good."""
     policy = Hotness(capacity)
     policy.duel = Duel(capacity, (contender,))
     return policy
