@@ -368,7 +368,8 @@ FEW_WORDS = st.lists(st.sampled_from([0, 1]), min_size=8, max_size=8)
 
 @given(data=st.data(), words=st.lists(FEW_WORDS, max_size=8))
 def test_rows_of_hashes_are_those_of_lists(data: st.DataObject, words: list[list[int]]) -> None:
-    """Covers hashes that differ only after their first eight bytes."""
+    """Compares `first_occurrences` and `rows`, which work on arrays of hashes, with lists. Some
+    hashes differ only after their first eight bytes."""
     hashes = np.array(words, np.uint32).reshape(-1, 8)
     expected = [at for at, row in enumerate(words) if row not in words[:at]]
     assert first_occurrences(hashes).tolist() == expected

@@ -1,5 +1,6 @@
-"""Answers of `cache.inspect` agree with the books and are copies; the map of the arena agrees with
-a walk over each entry and each slab; histograms count right."""
+"""Tests of `cache.inspect`, which reads figures and block lists from the core for operators. The
+answers must agree with the core and be copies. Compares the map of the arena's use with a naive
+map, and histograms with a plain count."""
 
 import math
 import re

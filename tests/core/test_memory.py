@@ -266,9 +266,9 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(
 def test_bringing_memory_in_writes_none_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Populates a mapping that is write-protected for this process. `populate` must not write:
-    reading a byte and writing it back could undo a concurrent copy. A closed mapping must leave no
-    reserved addresses."""
+    """Populates a mapping on an old kernel; its array is read-only for the test. `populate` must
+    not write, because writing a byte back could undo a concurrent copy. A closed mapping must leave
+    no reserved addresses."""
 
     def regions() -> list[str]:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()

@@ -234,8 +234,8 @@ class RepresentationMachine(RuleBasedStateMachine):
     def check_result(
         self, key: Key, result: BlockResult, before: set[Key], others: set[Key]
     ) -> None:
-        """Checks the result of a key in a store. A PRESENT block may have lost its representation,
-        since making room may remove representations.
+        """Checks the result of a key in a store. A representation that was found before may be
+        gone, because making room may remove it.
 
         before: the keys that were found when the store began.
         others: the keys that other leases have reserved.
