@@ -78,7 +78,8 @@ class ModelResidency:
 class ModelTransfer:
     """The model's record of a copy in flight.
 
-    todo: (run, position, key, slot offset) of each block to copy.
+    todo: for each block to copy: index of its run (list of blocks) in the call, position in the
+        run, key, slot offset.
     residency: the residency, if any, that pins the blocks once the copy has made them ready.
     """
 
@@ -208,7 +209,7 @@ class CacheModel:
 
     def flush(self, key_space_id: int, whole: int) -> int:
         """Removes all blocks of the key space and aborts its reserved blocks. Read leases keep
-        their slots, but no longer their keys. Returns the number of blocks that were ready."""
+        their slots, but their keys are removed. Returns the number of blocks that were ready."""
         for lease in [
             lease for lease in self.leases.values() if lease.key_space_id == key_space_id
         ]:

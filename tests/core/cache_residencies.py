@@ -1,9 +1,9 @@
 """Rules for residencies, part of the state machine that tests `CacheCore`. A residency pins the
 blocks of a running request, which clients then read in place in the shared arena.
 
-The rules model the client that reads: it knows two words in shared memory, which say whether its
-residency is still valid, and the key of the block in each slot. While the residency is valid, the
-slots must hold the bytes of these keys.
+The rules model a client that reads. It knows the key of the block in each slot, and two words in
+shared memory that say whether its residency is still valid. While the residency is valid, the slots
+must hold the bytes of these keys.
 """
 
 from collections import Counter
@@ -229,9 +229,9 @@ class ResidencyRules(WriteRules):
                 ]
 
     def is_sure(self, residency: ModelResidency, lists: tuple[list[int], list[int]]) -> bool:
-        """Returns True if a store must find the promised room: nothing else pins or writes blocks,
-        the index has free entries, slots do not span slabs, and the store fits the rest of the
-        promise."""
+        """Returns True if a store is certain to find the room that its residency has reserved:
+        nothing else pins or writes blocks, the index has free entries, no slot is larger than a
+        slab, and the store is not larger than what is left of the reservation."""
         others = self.model.leases or self.model.transfers or self.model.kept
         if others or self.core.config.capacity < 60 or max(self.sizes) > SLAB:
             return False

@@ -277,8 +277,8 @@ class WriteRules(CacheWorld):
         shard: int,
     ) -> list[list[int]]:
         """Converts the results of `begin_store` into the results that `reserve` would have
-        returned, in which all blocks of the own lease are RESERVED. Checks why each block is or is
-        not copied."""
+        returned, in which all blocks of the call's own lease are RESERVED. Checks why each block is
+        or is not copied."""
         view = [result.tolist() for result in results]
         listed: set[Key] = set()
         for row, slot_run, (group, numbers) in zip(view, slots, named, strict=True):

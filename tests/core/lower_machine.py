@@ -27,8 +27,8 @@ GARBAGE: Content = (0, 0, b"", 0)
 
 
 def encoded_bytes(slot_bytes: int) -> int:
-    """Returns the size of the place that the tier reserves for an encoded block from a slot of this
-    size. For a slot of SLOT_ALIGN bytes the place is larger than the slot."""
+    """Returns the bytes that the tier reserves for an encoded (compressed) block from a slot of
+    this size. For a slot of SLOT_ALIGN bytes they are more than the slot's."""
     return {1: 2, 2: 1, 3: 2}[slot_bytes // SLOT_ALIGN] * SLOT_ALIGN
 
 
@@ -123,8 +123,8 @@ class LowerMachine(RuleBasedStateMachine):
         self.moves.append((move, [self.slots[offset] for offset in offsets], offsets))
 
     def is_encoded(self, move: Move) -> BoolMask:
-        """Returns a mask of the blocks of a move that the tier stores in encoded form. Checks the
-        sizes of slots and places."""
+        """Returns which blocks of this move (a copy between arena and tier) the tier stores
+        encoded. Checks the sizes of their slots in the arena and of their places in the tier."""
         groups = self.core.space.index.keys(move.entries)[1]
         slots = np.array(self.sizes, np.int64)[groups]
         places = self.lower.space.index.slot_bytes(move.places)
@@ -234,8 +234,8 @@ class LowerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(move.is_up for move, _, _ in self.moves))
     @rule(data=st.data())
     def hang(self, data: st.DataObject) -> None:
-        """Abandons a move into the arena that hangs. The tier may still write to the slots, and
-        lookups must find the blocks absent."""
+        """Abandons a hanging copy from the tier into the arena. The tier may still write to the
+        slots, and lookups must find the blocks absent."""
         up = [move for move, _, _ in self.moves if move.is_up and len(move.entries)]
         if up:
             move = data.draw(st.sampled_from(range(len(up))).map(up.__getitem__))
@@ -272,8 +272,8 @@ class LowerMachine(RuleBasedStateMachine):
 
     @rule(space=SPACES, data=st.data())
     def flush(self, space: int, data: st.DataObject) -> None:
-        """Flushes a key space in parts. During the flush, no move of the key space may begin, and
-        moves in progress are void."""
+        """Flushes a key space in parts. During the flush, no copy of its blocks between arena and
+        tier may begin, and copies in progress must be void."""
         parts = self.core.flush(space)
         next(parts, None)
         with self.books.stopped(space):

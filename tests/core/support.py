@@ -61,7 +61,7 @@ def hash_of(number: int) -> bytes:
 
 
 def words_of(numbers: Sequence[int]) -> Words:
-    """Returns the block hashes made from these numbers, as hash words [n, 8]."""
+    """Returns the block hashes made from these numbers, as uint32 [n, 8]."""
     return hash_words(b"".join(map(hash_of, numbers)), 32)
 
 
@@ -78,8 +78,8 @@ def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: in
 
 
 RUNS_PER_ARENA = st.sampled_from([(1, 64), (1, 4), (2, 4), slabs.RUNS_PER_ARENA])
-"""Least and most runs of slabs in an arena. With a minimum of 16 or more, a small arena has runs of
-the shortest length; with a smaller minimum, its runs are as long as in a large arena."""
+"""Bounds (least, most) for the number of runs of slabs in an arena. With low bounds, a small arena
+may have long runs, as a large arena has; with the server's own bounds, its runs are short."""
 
 
 class AnyRuns(RuleBasedStateMachine):
@@ -159,7 +159,7 @@ class World:
         return results
 
     def found(self, numbers: Sequence[int], key_space_id: int = 1, group: int = 0) -> list[int]:
-        """Returns those of the given numbers whose blocks a lookup finds."""
+        """Looks up blocks, given by their numbers. Returns the numbers of those that are found."""
         (mask,) = self.core.lookup(key_space_id, [HashList(group, words_of(numbers))])
         return [number for number, hit in zip(numbers, mask.tolist(), strict=True) if hit]
 
@@ -313,7 +313,8 @@ INVERSE = pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64)
 def crafted_hash(
     home: int, num_buckets: int, tag: int, tail: int, salt: int, hash_bytes: int
 ) -> bytes:
-    """Returns a hash whose home bucket is `home` and whose tag is `tag`.
+    """Returns a hash whose home bucket (where a lookup begins) is `home` and whose tag (the bits
+    that a lookup compares) is `tag`.
 
     tail: the value of all bytes after the first eight, so that hashes with the same home and tag
         can differ.

@@ -50,9 +50,9 @@ def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once
 
 @pytest.mark.parametrize("num_slabs", [1, 200])
 def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
-    """Stores 50 and then 200 runs of blocks from two ranks and counts Python function calls. The
-    count must grow linearly, also if most blocks find no room, because stores run on the event
-    loop."""
+    """Stores 50 and then 200 runs (lists of blocks) from two ranks and counts Python function
+    calls. The count must grow linearly, also if most blocks find no room, because stores run on the
+    event loop."""
     counts = []
     for num_runs in (50, 200):
         world, calls = World(num_slabs, capacity=600), list[int]()

@@ -1,5 +1,6 @@
-"""Tests of the catalog of key spaces, which is bounded. It forgets the key space that has been
-unused for longest, and never a key space in use."""
+"""Tests of the catalog of key spaces, which is bounded. To register another key space, it forgets
+an unused one: first those without blocks, then those unused for longest. It never forgets a key
+space in use."""
 
 import ctypes
 import mmap
@@ -196,9 +197,9 @@ def resident_bytes(array: np.ndarray) -> int:
 
 
 def test_key_spaces_that_come_and_go_leave_no_memory_and_keep_their_rows() -> None:
-    """Opens and forgets twice as many key spaces as the table has rows, while one stays in use. The
-    blocks of that key space must still be found, and at most half of the memory for salts may be in
-    use."""
+    """Opens and forgets twice as many key spaces as the table of hash salts has rows, while one
+    stays in use. The blocks of that key space must still be found, and at most half of the table
+    may be in physical memory."""
     world = make_world(most=MAX_KEY_SPACES)
     core = world.core
     stays = opened(world, named("stays"))

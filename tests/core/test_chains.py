@@ -80,8 +80,8 @@ def test_a_block_listed_twice_is_counted_once(policy: str) -> None:
 
 @given(data=st.data())
 def test_a_chain_goes_back_as_far_as_its_links_hold(data: st.DataObject) -> None:
-    """Follows the parent links of damaged table records. The kernel must stop at a link to an entry
-    that was removed or reused."""
+    """Follows the links from block to previous block in damaged table records. `ancestors` must
+    stop at a link to an entry that was removed or reused."""
     words = {
         table.W_PARENT: st.integers(0, 7),
         table.W_KEY_SPACE: st.integers(1, 2),

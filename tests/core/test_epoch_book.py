@@ -1,5 +1,6 @@
-"""Tests of `EpochBook`, which records flushes and store epochs on a node. A node that reaches the
-shared store must never serve a block that was stored before an answered flush.
+"""Tests of `EpochBook`, which records on a node the flushes of key spaces, and the epochs of shared
+stores (numbers that each flush raises). A node that reaches a store must never serve a block that
+was stored before an answered flush.
 
 The state machine drives the books of three nodes over a naive store. The store executes a node's
 calls some turns after they were sent, and answers later. Nodes are stopped, disconnected and
@@ -105,8 +106,8 @@ def kept(book: EpochBook) -> EpochBook:
 class Flushes(RuleBasedStateMachine):
     """The state machine of three nodes and a store, described at the top of the module.
 
-    flushed: blocks stored up to this moment precede a flush that was answered with no store
-        pending.
+    flushed: blocks stored up to this moment must not be served: a later flush was answered after
+        the store had raised its epoch.
     """
 
     def __init__(self) -> None:
@@ -294,8 +295,8 @@ class Flushes(RuleBasedStateMachine):
         self.store.blocks.clear()
 
     def teardown(self) -> None:
-        """Ends all faults. Checks that each flush is answered with no store pending, and that all
-        nodes agree with the store."""
+        """Ends all faults. Checks that each flush is answered once the store has raised its epoch,
+        and that all nodes then agree with the store."""
         self.store.is_up = self.store.takes_raises = True
         for node in self.nodes:
             node.is_cut = node.is_stopped = False
@@ -625,9 +626,9 @@ def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
 def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
     later: tuple[int, int], lost: range, has_missed: bool
 ) -> None:
-    """Another node flushes; its settings may lack one of the two stores. If that store's epoch
-    stays unchanged, `missed` must report the store once. A full store has no epoch after the flush,
-    until it has room.
+    """Another node flushes a key space. Its settings may lack the second of this node's two stores,
+    whose epoch then stays unchanged; in this case `missed` must report that store once. A full
+    store has no epoch after the flush, until it has room.
 
     `later`: the epochs of the second store after the flush.
     `lost`: the turns in which this node can't reach the first store.

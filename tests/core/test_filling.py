@@ -1,6 +1,7 @@
 """Tests of `Filling`, which allocates memory for the arena piece by piece, of `RecordsMemory`,
-which does so for the block table's records, and of `ArenaPinner`. The reported memory always
-exists; if memory runs short, no page without memory is touched or pinned."""
+which does so for the block table's records, and of `ArenaPinner`, which pins the arena for CUDA.
+The reported memory always exists. If memory runs short, no page without memory is touched or
+pinned."""
 
 import errno
 import os

@@ -58,7 +58,8 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 class SessionsMachine(RuleBasedStateMachine):
-    """A state machine that compares `HintSessions` with an OrderedDict of chains."""
+    """A state machine that compares `HintSessions`, which keeps the latest chain of blocks of each
+    session and key space, with an OrderedDict of lists."""
 
     @initialize()
     def start(self) -> None:
@@ -342,9 +343,9 @@ TURNS = st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from([0.0, 0.5, 1
 def test_a_session_is_expected_as_the_others_and_then_as_itself(
     turns: list[tuple[int, bool, float]],
 ) -> None:
-    """Compares the predicted pause before a session's next request with the median of listed
-    pauses: of all sessions first, then of its own. Only the latest pauses count. Nothing is held
-    for a pause that is too long."""
+    """Compares the predicted pause before a session's next request with the median of recorded
+    pauses: at first those of all sessions, later its own. Only the latest pauses count. If the
+    predicted pause is too long, the hold time must be 0."""
     times, now_s = ReturnTimes(), 0.0
     known = [SessionGaps() for _ in range(3)]
     own: list[list[float]] = [[] for _ in known]

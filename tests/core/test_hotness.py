@@ -180,7 +180,8 @@ class NaiveHotness:
 
 @pytest.fixture
 def exact_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the policy's queue look at all entries for every victim."""
+    """Makes the policy's queue look at all entries for every victim, so that the order of victims
+    is exact."""
     monkeypatch.setattr(shared, "MIN_QUEUED", 0)
     monkeypatch.setattr(shared, "SHARE", 1 << 40)
 
@@ -272,8 +273,8 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
 @given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
 def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
     """Asks the policy for victims. With `keep_at_s`, it must offer all blocks except those used
-    within the winner's hold time and those held explicitly; demoted blocks are offered in any case.
-    Without `keep_at_s`, it must offer all blocks."""
+    within the hold time and those held explicitly; it always offers demoted blocks (marked for
+    early eviction). Without `keep_at_s`, it must offer all blocks."""
     policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
     used_s = {}
     for entry in range(1, num_entries + 1):

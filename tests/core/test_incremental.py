@@ -281,8 +281,9 @@ def test_what_others_free_between_two_parts_is_not_evicted_again() -> None:
 
 
 def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> None:
-    """Reserves many runs of blocks for a tenant at its memory bound. The core must search for the
-    tenant's own blocks once per call, not once per run, since each search looks at all entries."""
+    """Reserves many runs (lists of blocks) for a tenant at its memory bound. The core must search
+    for the tenant's own blocks once per call, not once per run, since each search looks at all
+    entries."""
     bound = TenantShare(0, 6 * SLOT_ALIGN)
     world = World(24, tenants={"large": TenantShare(), "small": bound})
     space, sizes = world.core.space, (SLOT_ALIGN, 2 * SLOT_ALIGN)

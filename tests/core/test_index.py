@@ -71,7 +71,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.pins = [0] * (capacity + 1)
 
     def keys(self, data: st.DataObject, max_size: int = 12) -> tuple[int, int, list[bytes]]:
-        """Draws hashes of a group that collide often: few home buckets and few tags."""
+        """Draws hashes of a group that often collide: they have few home buckets (where a lookup
+        begins) and few tags (the bits that a lookup compares)."""
         key_space_id, group = data.draw(st.sampled_from(GROUPS))
         salt = SALTS[key_space_id][group]
         home, tag, tail = st.integers(0, self.num_buckets - 1), st.integers(0, 9), st.integers(0, 2)

@@ -40,7 +40,8 @@ TOO_MANY_SHARDS = make_key_space("of another version", SLOT_ALIGN, SLOT_ALIGN, 4
 
 
 class KilledError(BaseException):
-    """An exception that stands for a kill: no `except` clause catches it."""
+    """An exception that stands for a kill. As a BaseException, it is not caught by `except
+    Exception`."""
 
 
 class Start:

@@ -49,9 +49,9 @@ def test_demoted_go_first(name: str, num_blocks: int) -> None:
 
 
 class NaiveLists:
-    """A base for naive policies: two lists of blocks, the coldest first, and ghosts. A ghost
-    records the list of an evicted block and its running number. All ghosts are in one bucket, of
-    which the newest 16 count."""
+    """A base for naive policies: two lists of blocks, the coldest first, and ghosts (remembered
+    evicted blocks). A ghost records the block's list and a running number. All ghosts are in one
+    bucket, of which the newest 16 count."""
 
     def __init__(self) -> None:
         self.lists: tuple[list[int], list[int]] = [], []

@@ -46,7 +46,8 @@ class Write:
     """A write lease in the model.
 
     masks: for each reserved key, the bits of the shards that are written.
-    copies: for each shard in flight, (run, position, key, slot offset) of each block.
+    copies: for each shard in flight, a list of its blocks: index of the run (list of blocks) in the
+        call, position in the run, key, slot offset.
     """
 
     lists: list[tuple[int, list[int]]]
@@ -337,7 +338,8 @@ class RepresentationMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reads or self.writes)
     @rule(really=RARELY)
     def expire(self, really: bool) -> None:
-        """Ends all leases without copies."""
+        """Advances time until all leases expire. A lease with a copy in flight ends only when the
+        copy has ended."""
         if not really:
             return
         self.now_s += 20.0

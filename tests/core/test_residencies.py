@@ -1,6 +1,6 @@
 """Tests of residencies, which pin the blocks of a running request that clients read in place. These
 cases go beyond the state machine of `test_cache`: representations, tenants, condemned (damaged)
-blocks, damaged tables, and pins that stand in the way."""
+blocks, damaged tables, and pins of other blocks that leave no room."""
 
 import re
 from functools import partial

@@ -1,5 +1,5 @@
-"""Tests of a tier that is a shared store, next to a tier below that `test_lower` tests. Blocks are
-copied to the store and fetched from it during random calls, while the store forgets blocks at
+"""Tests of a tier that is a shared store, in addition to the tier that `test_lower` tests. Blocks
+are copied to the store and fetched from it during random calls, while the store forgets blocks at
 will."""
 
 import contextlib

@@ -1,6 +1,6 @@
-"""Tests of `SlabPool`, which cuts the arena into slabs and lends runs of slabs to slot sizes. Slots
-never overlap and always have memory; an empty run is freed at once and wastes little at its end; a
-pool rebuilt from its used slots has the same slots."""
+"""Tests of `SlabPool`, which cuts the arena into slabs and forms runs (adjacent slabs with slots of
+one size). Slots never overlap and always have memory. An empty run is freed at once, and a run
+wastes little at its end. A pool rebuilt from its used slots has the same slots."""
 
 import math
 from collections import Counter

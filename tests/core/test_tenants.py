@@ -1,5 +1,6 @@
-"""Tests of the tenants' shares of the arena. No tenant exceeds its bound, a tenant's guarantee
-serves only its own blocks, and a tenant below its guarantee can always get room."""
+"""Tests of the tenants' shares of the arena: a bound (maximum) and a guarantee. No tenant exceeds
+its bound, a tenant's guarantee serves only its own blocks, and a tenant below its guarantee can
+always get room."""
 
 import pickle
 from collections import deque

@@ -1,6 +1,6 @@
 """Tests of `Verifier`, which compares blocks with their check values (checksums). A block that
-matches is cleared, a block that differs is condemned, and a block that changed during the
-comparison is left alone."""
+matches is marked as verified, a block that differs is condemned (never served again), and a block
+that changed during the comparison is left alone."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ class Arena(World):
             yield batch
 
     def settle(self, cases: list[Case]) -> list[int]:
-        """Compares the blocks with their check values and settles the verdicts. Returns the
+        """Compares the blocks with their check values and applies the results. Returns the
         condemned entries."""
         return list(self.verifier.settle(cases, self.verifier.judge(cases)).tolist())
 
@@ -82,7 +82,7 @@ def all_but(*gone: int) -> list[int]:
 
 def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> None:
     """Damages a byte inside one block and a byte after the end of another. Only the first block may
-    be condemned; all others are cleared."""
+    be condemned; all others are marked as verified."""
     arena.spoil(3)
     arena.spoil(0, SLOT_ALIGN - 50)
     arena.verifier.verify_for(10.0)
@@ -134,8 +134,8 @@ def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) 
 
 
 def test_what_the_scrubber_condemns_is_not_loaded_under_a_lease(arena: Arena) -> None:
-    """Lets the scrubber condemn a leased block that was verified before. A running load of this
-    block must fail."""
+    """Lets the scrubber, which compares all blocks in the background, condemn a leased block that
+    was verified before. A running load of this block must fail."""
     arena.verifier.verify_for(10.0)
     arena.hold()
     slots, good = arena.load("t", range(5)), arena.load("u", range(5, 9))
@@ -198,8 +198,8 @@ def test_what_went_with_a_condemned_block_is_not_looked_at(
 def test_a_pass_of_the_scrubber_sees_every_block_once(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, scanned: int, batch_bytes: int
 ) -> None:
-    """Runs two passes of the scrubber. Each pass must see every block once, and look at few entries
-    at a time, so that it delays no caller."""
+    """Runs two passes of the scrubber, which compares all blocks in the background. Each pass must
+    see every block once, and look at few entries at a time, so that it delays no caller."""
     monkeypatch.setattr(verifier, "SCANNED_ENTRIES", scanned)
     monkeypatch.setattr(verifier, "BATCH_BYTES", batch_bytes)
     arena.verifier._next_entry = 4
@@ -213,7 +213,8 @@ def test_a_pass_of_the_scrubber_sees_every_block_once(
 def test_a_pass_of_the_scrubber_does_not_follow_the_stores(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stores blocks during a pass of the scrubber. They must be compared in the next pass."""
+    """Stores blocks during a pass of the scrubber, which compares all blocks in the background. The
+    new blocks must be compared in the next pass."""
     monkeypatch.setattr(verifier, "SCANNED_ENTRIES", 6)
     first = arena.verifier.next_batch()
     arena.fill(arena.session, range(10, 14))

@@ -1,5 +1,6 @@
 """A state machine for copy engines on two fake devices and the host: random jobs, gates, cancels,
-failures, pinning and lost devices. After each settlement all memories must equal plain arrays.
+failures, pinning and lost devices. Whenever all jobs have ended, all memories must equal plain
+arrays.
 
 Jobs that run at the same time use different bytes on both sides, so the bytes that each job must
 have copied are known.

@@ -25,8 +25,8 @@ HOWS = ["streamed", "plain"]
 
 
 class Memories:
-    """A source of random bytes and a destination full of guard bytes, which begins at a multiple of
-    64 bytes."""
+    """A source of random bytes, and a destination filled with a guard value that reveals any write.
+    The destination begins at a multiple of 64 bytes."""
 
     def __init__(self, num_bytes: int) -> None:
         self.src = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, dtype=np.uint8)
