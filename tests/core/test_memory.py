@@ -100,9 +100,10 @@ def test_starts_that_are_killed_never_take_a_block_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str, *, unfit: bool
 ) -> None:
     """Kills two starts in a row before or after a certain write. The third start must find each
-    block in its own key space.
+    block in its own key space, and in no other.
 
-    unfit: this version refuses an old key space, so the other key spaces get new numbers.
+    unfit: this version refuses an old key space, so the other key spaces get new numbers. The third
+        start may then find no block at all.
     """
     leave(tmp_path, unfit=unfit)
     whole: Callable[..., object] = getattr(OWNERS[name], name)

@@ -122,7 +122,7 @@ def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
     policy: str, units: int, few_are_states: bool
 ) -> None:
     """Uses a twentieth of the arena continually, while many blocks of the other size are stored and
-    not used again. The hot blocks must stay."""
+    not used again. No use of the hot blocks may miss; under S3-FIFO, up to 12 % may."""
     core, *models = two_models(policy, units)
     few, many = models[few_are_states], models[not few_are_states]
     hot, chain = range(max(1, ARENA_UNITS // 20 // few.units)), max(1, SLAB_UNITS // many.units)
