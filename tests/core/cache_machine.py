@@ -1,8 +1,10 @@
-"""The world of the core's state machine: three engines on two key spaces share one small arena.
+"""The base of the hypothesis state machine that tests `CacheCore`: three engines in two key spaces
+share one small arena.
 
-Rules call the core and change the `CacheModel`; `settles` compares them after each. `CacheWorld`
-opens and closes sessions, ends copies and restarts; the rules of reads, writes and operators are in
-`cache_reads`, `cache_writes` and `test_cache`.
+Each rule calls the core and changes the naive `CacheModel` in the same way; after each rule the
+invariant `settles` compares the two. `CacheWorld` opens and closes sessions, ends copies and
+restarts the server. Subclasses in `cache_reads`, `cache_writes`, `cache_residencies` and
+`test_cache` add the other rules.
 """
 
 from collections.abc import Callable
@@ -40,7 +42,7 @@ T = TypeVar("T")
 
 
 class CacheWorld(AnyRuns):
-    """The core, the model, and the calls that every kind of rule needs."""
+    """The core, its model, and the helpers that all rules of the state machine use."""
 
     @initialize(
         num_shards=st.integers(1, 2),
@@ -91,8 +93,8 @@ class CacheWorld(AnyRuns):
         self.model = CacheModel(self.core, {key: self.sizes[key[1]] for key in keys})
 
     def call(self, function: Callable[[], T], *reasons: Reason) -> T | None:
-        """Calls the core. With `reasons`, the core must refuse for one of them. Checks that a
-        refused call has changed no state."""
+        """Calls the core. With `reasons`, the core must refuse the call for one of these reasons.
+        Checks that a refused call has changed no state."""
         before = snapshot(self.core)
         try:
             result = function()
@@ -112,8 +114,8 @@ class CacheWorld(AnyRuns):
         return number, *self.sessions[number]
 
     def may_lease(self, engine: str) -> bool:
-        """Returns True if the engine may take another lease. Of eight leases, an engine may hold at
-        most as many as remain free, and at least one."""
+        """Returns True if the engine may open another lease. The core allows eight leases in total,
+        and an engine may hold at most as many as would remain free, but at least one."""
         held = sum(lease.engine_id == engine for lease in self.model.leases.values())
         left = 8 - len(self.model.leases) - 1
         return left >= 0 and (held + 1 <= left or held == 0)
@@ -135,7 +137,8 @@ class CacheWorld(AnyRuns):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
-        """Closes a session. First its transfers end as failed, as when a stream breaks."""
+        """Closes a session. Before that, ends the session's transfers as failed, as the server does
+        when a session's stream breaks."""
         number = data.draw(st.sampled_from(sorted(self.sessions)))
         for session, transfer_id in [key for key in self.model.transfers if key[0] == number]:
             self.finish(session, transfer_id, succeeded=False)
@@ -205,7 +208,8 @@ class CacheWorld(AnyRuns):
         return BlockResult.STORED
 
     def check_loads(self) -> None:
-        """Checks that every slot under a running load holds the right bytes of every shard."""
+        """Checks that each slot that a running load reads still holds the right bytes of every
+        shard."""
         for transfer in self.model.transfers.values():
             if transfer.shard_index < 0:
                 for _, _, key, offset in transfer.todo:
@@ -214,7 +218,8 @@ class CacheWorld(AnyRuns):
 
     @rule(knows_use=st.booleans())
     def restart(self, knows_use: bool) -> None:
-        """Kills the server at any moment; another server takes over its table."""
+        """Kills the server at a random moment. The next server restores the cache from the block
+        table that is left."""
         self.core, restored = taken_over(
             self.core, self.policy, self.now_s - 1.0 if knows_use else None, self.now_s
         )

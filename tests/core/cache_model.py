@@ -1,8 +1,8 @@
-"""A naive reference of the cache: dicts of the required state, and an arena that remembers the
-writer of each slot.
+"""A naive model of the cache, with which tests compare `CacheCore`. Dicts hold the required state,
+and a model of the arena records which block was written last to each slot.
 
-It does not predict which blocks a policy evicts; it learns that from the notices, and checks that
-each block was allowed to be evicted.
+The model does not predict which blocks the policy evicts. It reads the evicted blocks from the
+core's effects and checks that each of them was allowed to be evicted.
 """
 
 import copy
@@ -28,17 +28,17 @@ from hotkv_server.residency.book.register import ResidentGroup
 from tests.core.support import reason_of, residencies, words_of
 
 Key = tuple[int, int, int]
-"""Key space, group, number of the hash."""
+"""The key of a block: key space, group, and the number from which the block's hash is made."""
 GARBAGE: Key = (-1, -1, -1)
 NUM_HASHES = 14
 
 
 @dataclass
 class ModelLease:
-    """A lease, for reading or writing.
+    """The model's record of a lease, for reading or for writing.
 
-    keys: of a read lease, the pinned keys, one for each granted position, unless they were flushed;
-        of a write lease, the keys that are still reserved.
+    keys: of a read lease, the pinned keys (one for each granted position, none after a flush); of a
+        write lease, the keys that are still reserved.
     asked: by group, the numbers of the hashes in the call that opened the lease.
     """
 
@@ -60,10 +60,10 @@ class ModelLease:
 
 @dataclass
 class ModelResidency:
-    """A residency.
+    """The model's record of a residency, which pins blocks of a running request in host memory.
 
-    rows: by group and position, the block as (key, None once it was flushed; number of its hash;
-        slot).
+    rows: by group and position, the pinned block as (key, or None after a flush; number of its
+        hash; slot).
     """
 
     engine_id: str
@@ -76,10 +76,11 @@ class ModelResidency:
 
 @dataclass
 class ModelTransfer:
-    """A copy in flight.
+    """The model's record of a copy in flight.
 
-    todo: (run, position, key, slot offset) of each block.
-    residency: pins the blocks that the copy makes ready.
+    todo: for each block to copy: index of its run (list of blocks) in the call, position in the
+        run, key, slot offset.
+    residency: the residency, if any, that pins the blocks once the copy has made them ready.
     """
 
     lease: ModelLease | None
@@ -90,7 +91,8 @@ class ModelTransfer:
 
 
 class CacheModel:
-    """The required state of a `CacheCore`; `settle` compares after each step."""
+    """The state that a `CacheCore` must have. `settle` compares the model with the core after each
+    step."""
 
     def __init__(self, core: CacheCore, slot_bytes: dict[Key, int]) -> None:
         self.core = core
@@ -111,8 +113,8 @@ class CacheModel:
         }
 
     def restart(self, core: CacheCore, now_s: float) -> None:
-        """Follows the core of the next server: ready blocks stay, and slots of residencies are kept
-        for their readers. All else has ended."""
+        """Switches to the core of the next server. Ready blocks stay, and the slots of residencies
+        are kept for clients that still read them. Leases, transfers and residencies have ended."""
         self.core = core
         self.kept = {
             **self.kept,
@@ -138,7 +140,7 @@ class CacheModel:
         return pins
 
     def resident(self) -> list[tuple[Key | None, int]]:
-        """Returns the keys and slots of all positions of residencies."""
+        """Returns the key and slot offset of each block that a residency pins."""
         return [
             (key, offset)
             for residency in self.residencies.values()
@@ -195,8 +197,8 @@ class CacheModel:
         self.counted.aborted_blocks += 1
 
     def settle_write(self, lease: ModelLease, whole: int) -> None:
-        """Updates a write lease after one of its copies has ended. Without copies in flight its
-        aborted blocks are dropped, and it ends if it was released or is complete."""
+        """Updates a write lease after one of its copies has ended. If no copy is in flight, drops
+        the lease's aborted blocks, and ends the lease if it was released or is complete."""
         if lease.copies:
             return
         for key in [key for key in lease.keys if key in self.aborted]:
@@ -206,8 +208,8 @@ class CacheModel:
             self.end_lease(lease)
 
     def flush(self, key_space_id: int, whole: int) -> int:
-        """Removes all blocks of the key space, and aborts reserved blocks. Read leases keep slots
-        without keys. Returns the number of ready blocks."""
+        """Removes all blocks of the key space and aborts its reserved blocks. Read leases keep
+        their slots, but their keys are removed. Returns the number of blocks that were ready."""
         for lease in [
             lease for lease in self.leases.values() if lease.key_space_id == key_space_id
         ]:
@@ -234,7 +236,8 @@ class CacheModel:
     # Comparing
 
     def take_notices(self) -> set[Key]:
-        """Takes the removed blocks of the last call. Checks that they were ready and not pinned."""
+        """Fetches the core's eviction effects of the last call and removes their blocks from the
+        model. Checks that each block was ready and not pinned. Returns the removed keys."""
         named = [
             self.key_of[effect.key_space_id, effect.group_index, row.tobytes()]
             for effect in self.core.take_effects()
@@ -248,8 +251,8 @@ class CacheModel:
         return set(named)
 
     def settle(self) -> None:
-        """Checks that everything the core shows equals the model: lookups, pins, reservations,
-        leases, bytes in slots."""
+        """Checks that the core agrees with the model: lookups, pins, reservations, leases,
+        counters, and the bytes in slots."""
         core, index = self.core, self.core.space.index
         core.check_invariants()
         assert not core.space.removal.effects, "a call left effects that nobody took"
@@ -295,8 +298,11 @@ def reserve_allowed(
     results: list[int],
     fresh: set[Key],
 ) -> None:
-    """Checks each result of a run against the rules, given the blocks that were ready `before` the
-    call and the `fresh` reservations."""
+    """Checks the result of each block in a reservation.
+
+    before: the blocks that were ready before the call.
+    fresh: the blocks that the call has reserved.
+    """
     seen: set[Key] = set()
     for key, result in zip(keys, results, strict=True):
         if result == BlockResult.PRESENT:
@@ -320,7 +326,7 @@ def reserve_allowed(
 
 
 def values(thing: object) -> object:
-    """Returns the content of an object of the core as plain values, which can be compared."""
+    """Copies an object of the core into plain values that can be compared."""
     if isinstance(thing, np.ndarray):
         return thing.tobytes()
     if isinstance(thing, dict):
@@ -343,7 +349,7 @@ def vars_of(group: ResidentGroup) -> dict[str, object]:
 
 
 def snapshot(core: CacheCore) -> object:
-    """Returns all state that a call may change, as values that can be compared."""
+    """Copies all state of the core that a call may change into values that can be compared."""
     space, index, pool = core.space, core.space.index, core.space.pool
     classes = {
         size: (c.num_slabs, c.free.all().tolist())
@@ -385,17 +391,18 @@ def snapshot(core: CacheCore) -> object:
 
 
 def refused(core: CacheCore, call: Callable[[], object], reason: Reason) -> None:
-    """Checks that a call is refused for this reason and changes no state."""
+    """Checks that the core refuses a call for this reason and changes no state."""
     before = snapshot(core)
     assert reason_of(call) is reason
     assert snapshot(core) == before
 
 
 def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
-    """Raises if a refusal for space was wrong: a block of this slot size, or a slab of another,
-    could have been evicted.
+    """Checks that the core was right to refuse a block for lack of space: it could evict no block
+    of the same slot size, and could free no slab of another slot size.
 
-    `untouchable`: entries that had to stay during the call, though nothing pins them now.
+    untouchable: entries that the core had to keep during the call, though they are no longer
+        pinned.
     """
     if space.policy.figures().get("hold_s"):
         # The policy may hold blocks that were used a moment ago.

@@ -1,4 +1,4 @@
-"""Rules of read leases and loads, for the state machine of the core."""
+"""Rules for read leases and loads, part of the state machine that tests `CacheCore`."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -21,8 +21,9 @@ from tests.core.support import expire, words_of
 
 
 class ReadRules(CacheWorld):
-    """Checks that a lease pins exactly the ready blocks, up to the budget, and that their slots
-    stay unchanged under a load."""
+    """State machine rules that acquire and release read leases and begin loads. They check that a
+    lease pins exactly the ready blocks, up to the byte budget, and that the slots do not change
+    during a load."""
 
     @precondition(lambda self: self.sessions)
     @rule(
@@ -108,8 +109,8 @@ class ReadRules(CacheWorld):
         asked: list[tuple[int, list[int]]],
         masks: list[list[bool]],
     ) -> None:
-        """Checks that a lease gives offsets for its pinned blocks only, and that these hold the
-        right bytes of every shard."""
+        """Checks that a lease returns slot offsets only for its pinned blocks, and that these slots
+        hold the right bytes of every shard."""
         ks = self.sessions[session][1]
         for (group, numbers), mask, found in zip(
             asked, masks, self.core.slot_offsets(session, lease_id), strict=True

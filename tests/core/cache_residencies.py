@@ -1,7 +1,9 @@
-"""Rules of residencies for the state machine of the core, with models of their readers.
+"""Rules for residencies, part of the state machine that tests `CacheCore`. A residency pins the
+blocks of a running request, which clients then read in place in the shared arena.
 
-A reader is modelled as the words of shared memory that tell it whether its residency holds, and the
-key in each of its slots. While the residency holds, the slots must have the bytes of these keys.
+The rules model a client that reads. It knows the key of the block in each slot, and two words in
+shared memory that say whether its residency is still valid. While the residency is valid, the slots
+must hold the bytes of these keys.
 """
 
 from collections import Counter
@@ -25,7 +27,8 @@ BOUND = min(int(0.8 * NUM_SLABS * SLAB), most_pinned(NUM_SLABS * SLAB))
 
 
 def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
-    """Computes the same as `hotkv_client.Arena.holds`."""
+    """Returns True if the residency is still valid by its words in shared memory, as
+    `hotkv_client.Arena.holds` computes it."""
     return bool(
         arena_words[words.GENERATION] <= opened.generation
         and arena_words[opened.word_index] == opened.word_value
@@ -34,10 +37,10 @@ def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
 
 @dataclass
 class Reader:
-    """The state of a residency's reader.
+    """A client that reads the blocks of a residency in place.
 
-    slots: the key in each slot of the residency.
-    is_done: the engine has closed the residency.
+    slots: the key of the block in each slot, by slot offset.
+    is_done: True if the engine has closed the residency.
     """
 
     opened: ResidencyOpened
@@ -47,11 +50,12 @@ class Reader:
 
 
 class ResidencyRules(WriteRules):
-    """Checks that room is promised within the bound, and that pinned blocks stay in the slots that
-    readers know."""
+    """State machine rules that open, extend and close residencies. They check that the reserved
+    room stays within its bound, and that pinned blocks stay in the slots that clients know."""
 
     def taken_bytes(self) -> int:
-        """Returns the bytes that are promised and pinned, each slot once."""
+        """Returns the bytes that residencies have reserved or pinned. A slot that several
+        residencies pin counts once."""
         pinned: dict[int, int] = {}
         promised = 0
         for residency in self.model.residencies.values():
@@ -82,7 +86,8 @@ class ResidencyRules(WriteRules):
         self.opens(session, residency_id, asked)
 
     def opens(self, session: int, residency_id: str, asked: dict[int, int]) -> None:
-        """Opens or grows a residency. Checks the expected refusal."""
+        """Opens a residency or enlarges an existing one. Checks that the core refuses exactly the
+        calls that it must refuse."""
         engine, ks = self.sessions[session]
         existing = self.model.residencies.get((engine, residency_id))
         had = existing.asked if existing else dict.fromkeys(asked, 0)
@@ -128,8 +133,8 @@ class ResidencyRules(WriteRules):
         self.all_readers.append(self.readers[engine, residency_id])
 
     def named(self, data: st.DataObject) -> tuple[int, str, int, str]:
-        """Draws (session, engine, key space, residency id). The id is mostly that of a residency of
-        the engine."""
+        """Draws (session number, engine, key space, residency id). In most cases the engine has a
+        residency with this id."""
         session, engine, ks = self.session(data)
         mine = sorted(name for name in self.model.residencies if name[0] == engine)
         if mine and data.draw(st.integers(0, 5)):
@@ -181,7 +186,7 @@ class ResidencyRules(WriteRules):
         self.tell(engine, residency_id)
 
     def tell(self, engine: str, residency_id: str) -> None:
-        """Tells the reader all slots of its residency."""
+        """Gives the modelled client the slots and keys of all blocks of its residency."""
         residency = self.model.residencies[engine, residency_id]
         self.readers[engine, residency_id].slots = {
             offset: (residency.key_space_id, group, number)
@@ -192,8 +197,8 @@ class ResidencyRules(WriteRules):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), lists=st.tuples(NUMBERS, NUMBERS | st.just([])))
     def store_into_residency(self, data: st.DataObject, lists: tuple[list[int], list[int]]) -> None:
-        """Stores all shards of a block, one after the other, into a residency. Then its reader
-        learns the slots."""
+        """Stores blocks into a residency, one shard after the other, and checks that no store is
+        refused for lack of space. Then gives the slots to the modelled client."""
         session, engine, _, residency_id = self.named(data)
         if (engine, residency_id) not in self.model.residencies:
             self.opens(session, residency_id, {0: 5, 1: 2})
@@ -224,9 +229,9 @@ class ResidencyRules(WriteRules):
                 ]
 
     def is_sure(self, residency: ModelResidency, lists: tuple[list[int], list[int]]) -> bool:
-        """Returns True if a store must find the promised room: nothing else pins or writes blocks,
-        the index has free entries, slots do not span slabs, and the store fits the rest of the
-        promise."""
+        """Returns True if a store is certain to find the room that its residency has reserved:
+        nothing else pins or writes blocks, the index has free entries, no slot is larger than a
+        slab, and the store is not larger than what is left of the reservation."""
         others = self.model.leases or self.model.transfers or self.model.kept
         if others or self.core.config.capacity < 60 or max(self.sizes) > SLAB:
             return False

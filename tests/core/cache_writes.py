@@ -1,4 +1,4 @@
-"""Rules of reservations and stores, for the state machine of the core."""
+"""Rules for reservations and stores, part of the state machine that tests `CacheCore`."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -29,8 +29,8 @@ from tests.core.support import begin_store, reserve, words_of
 
 
 class WriteRules(CacheWorld):
-    """Checks that exactly the expected blocks are reserved, and that no shard of a block is written
-    twice."""
+    """State machine rules that reserve blocks and begin stores. They check that exactly the
+    expected blocks are reserved, and that no shard of a block is written twice."""
 
     def make_runs(
         self, lists: tuple[list[int], list[int]], depth: int
@@ -74,8 +74,8 @@ class WriteRules(CacheWorld):
     def joined(
         self, data: st.DataObject, lists: tuple[list[int], list[int]], existing: ModelLease | None
     ) -> tuple[list[int], list[int]]:
-        """Draws the blocks of a call that may join an existing lease: mostly blocks of the lease's
-        first call, since others are refused."""
+        """Draws the blocks of a call that may join an existing write lease. Most are blocks of the
+        lease's first call, since the core refuses other blocks."""
         if not existing or not existing.write or not data.draw(st.integers(0, 3)):
             return lists
         asked = dict(existing.asked)
@@ -107,7 +107,7 @@ class WriteRules(CacheWorld):
         results: list[list[int]],
         expires_s: float,
     ) -> None:
-        """Checks a fresh reservation and adds it to the model."""
+        """Checks the results of a reservation and adds the reserved blocks to the model."""
         engine, ks = self.sessions[session]
         lease = self.model.leases.get((engine, lease_id))
         deciding = lease is None
@@ -194,8 +194,8 @@ class WriteRules(CacheWorld):
         ttl_s: float,
         residency_id: str,
     ) -> bool:
-        """Begins a store. Returns False if the core refuses it, after checking that it had to be
-        refused."""
+        """Begins a store. Returns False if the core refused the store, after checking that it had
+        to."""
         engine, ks = self.sessions[session]
         existing = self.model.leases.get((engine, lease_id))
         runs, named = self.make_runs(lists, 0)
@@ -276,8 +276,9 @@ class WriteRules(CacheWorld):
         lease: ModelLease | None,
         shard: int,
     ) -> list[list[int]]:
-        """Returns the results of a store's start as `reserve` would have given them: the blocks of
-        its own lease count as reserved, whatever their results."""
+        """Converts the results of `begin_store` into the results that `reserve` would have
+        returned, in which all blocks of the call's own lease are RESERVED. Checks why each block is
+        or is not copied."""
         view = [result.tolist() for result in results]
         listed: set[Key] = set()
         for row, slot_run, (group, numbers) in zip(view, slots, named, strict=True):
@@ -298,8 +299,9 @@ class WriteRules(CacheWorld):
         return view
 
     def reasons_not_to_copy(self, key: Key, lease: ModelLease, shard: int) -> set[BlockResult]:
-        """Returns the allowed results of a lease's block if this shard of it needs no copy:
-        aborted, written, being written. Empty if it needs one."""
+        """Returns the results that the core may report instead of copying this shard of a leased
+        block: aborted, already written, or being written. Returns an empty set if the shard must be
+        copied."""
         busy = any(
             t.lease is lease and t.shard_index == shard and any(k == key for _, _, k, _ in t.todo)
             for t in self.model.transfers.values()

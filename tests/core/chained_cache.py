@@ -1,4 +1,5 @@
-"""A cache with one session, whose blocks are numbers and come in chains."""
+"""`Cache`, a test harness for a `CacheCore` with one session, in which a block is a number and a
+prompt is a list of numbers."""
 
 from collections.abc import Sequence
 
@@ -10,7 +11,8 @@ NUM_SLOTS = 64
 
 
 class Cache(World):
-    """A session and a group; blocks are numbers, in chains."""
+    """A cache with one session and one group of blocks. A block is a number; a chain of blocks is a
+    prompt."""
 
     def __init__(self, policy: str) -> None:
         super().__init__(NUM_SLOTS // 4, 200, policy)
@@ -27,7 +29,7 @@ class Cache(World):
     def add(
         self, chain: Sequence[int], start: int = 0, retention: Retention = NO_RETENTION
     ) -> list[int]:
-        """Stores the blocks of a chain from position `start` on. Returns a result per block."""
+        """Stores the blocks of a chain from position `start` on. Returns one result per block."""
         new, parent = chain[start:], chain[start - 1] if start else None
         self._number_of |= {words_of([number])[0].tobytes(): number for number in new}
         results = self.store(
@@ -50,7 +52,8 @@ class Cache(World):
         self.core.touch(self.session.number, [HashList(0, words_of(chain))], self.now_s, retention)
 
     def flood(self, num_blocks: int, until_s: float, chain_blocks: int = 10) -> None:
-        """Stores new chains, evenly until `until_s`. They are never requested again."""
+        """Stores new chains, spread evenly over the time until `until_s`. None of them is requested
+        again."""
         starts = range(0, num_blocks, chain_blocks)
         step_s = (until_s - self.now_s) / max(1, len(starts))
         for start in starts:

@@ -1,4 +1,5 @@
-"""Layouts of ranks for a given shape, with the bytes that a copy must move."""
+"""Builds KV memory layouts of ranks with a given shape, and computes the bytes that a copy must
+move between them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,16 +13,17 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 
 Bytes = NDArray[np.uint8]
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-"""Axes of an engine's memory, outermost first: layer, block, head, token, content."""
+"""Orders of the axes of an engine's KV memory, outermost first: L layer, B block, H head, N token,
+C content."""
 LAYER, BLOCK, KERNEL, HEAD, TOKEN, CONTENT = range(6)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A group on a rank.
+    """The shape of a group's KV on one rank.
 
-    num_kernel: kernel blocks in a block.
-    content: bytes of a head and token.
+    num_kernel: number of kernel blocks (the attention kernel's unit) in a block.
+    content: bytes per head and token.
     """
 
     num_layers: int
@@ -39,7 +41,7 @@ class Shape:
 def view_of(memory: Bytes, order: str, shape: Shape, num_blocks: int) -> Bytes:
     """Returns a view of `memory` with the axes [layer, block, kernel block, head, token, content].
 
-    order: the axes as they lie in memory, outermost first: L layer, B kernel block, H head, N
+    order: the order of the axes in memory, outermost first: L layer, B kernel block, H head, N
         token, C content. Rows of `memory` are the outermost axis.
     """
     sizes = {
@@ -58,14 +60,14 @@ def view_of(memory: Bytes, order: str, shape: Shape, num_blocks: int) -> Bytes:
 
 
 def inner_axes(order: str, num_kernel: int) -> tuple[int, ...]:
-    """Returns the order of a page's axes in memory, outermost first, as axis numbers. Engines share
-    blocks only if their orders are equal."""
+    """Returns the order of the axes within a page in memory, outermost first, as axis numbers. Two
+    engines can share blocks only if they have the same order."""
     letters = order.replace("L", "").replace("B", "B" if num_kernel > 1 else "").replace("C", "")
     return tuple("LBKHNC".index("K" if letter == "B" else letter) for letter in letters)
 
 
 def page_bytes(view: Bytes, layer: int, block: int, order: str) -> Bytes:
-    """Returns the bytes of a page in slot order."""
+    """Returns the bytes of a page in the order in which a slot stores them."""
     axes = inner_axes(order, view.shape[KERNEL])
     page = view[layer, block]
     left_out = [axis for axis in (KERNEL, HEAD, TOKEN) if axis not in axes]
@@ -74,8 +76,12 @@ def page_bytes(view: Bytes, layer: int, block: int, order: str) -> Bytes:
 
 @dataclass
 class Rank:
-    """A rank's memories by name, and for each group the views of its layers, each with the name of
-    its memory: one view of all layers, or a view for each layer."""
+    """The KV memory of one rank.
+
+    memories: the allocated memories by name.
+    views: for each group, pairs of a memory's name and a view of layers in that memory. A pair
+        covers all layers of the group or one layer.
+    """
 
     order: str
     num_blocks: int
@@ -83,7 +89,7 @@ class Rank:
     views: list[list[tuple[str, Bytes]]] = field(default_factory=list)
 
     def layer(self, group: int, layer: int) -> Bytes:
-        """Returns the view [1, block, ...] of a layer."""
+        """Returns the view of one layer of a group, with the axes [1, block, ...]."""
         views = [view[i : i + 1] for _, view in self.views[group] for i in range(view.shape[LAYER])]
         return views[layer]
 
@@ -114,10 +120,11 @@ class Rank:
 
 
 def make_rank(order: str, placing: str, shapes: Sequence[Shape], num_blocks: int) -> Rank:
-    """Makes a rank. A group without layers has no memory and no views.
+    """Allocates the KV memory of a rank. A group without layers has no memory and no views.
 
-    placing: where the groups lie: `layers`, a memory for each layer; `apart`, a memory for each
-        group; `packed`, side by side in a memory; `overlaid`, on the same bytes of a memory.
+    placing: how the groups are placed in memory: `layers`, one memory for each layer; `apart`, one
+        memory for each group; `packed`, side by side in one memory; `overlaid`, all groups on the
+        same bytes.
     """
     rank = Rank(order, num_blocks)
     if placing in ("layers", "apart"):
@@ -157,8 +164,12 @@ def make_rank(order: str, placing: str, shapes: Sequence[Shape], num_blocks: int
 
 @dataclass(frozen=True)
 class Case:
-    """Two engines of equal shape: shapes[shard][group], and for each rank how its memory is laid
-    out."""
+    """A test case: an engine that stores and an engine that loads, with the same shapes but
+    different memory layouts.
+
+    shapes: by shard and group.
+    storing, loading: for each rank, the order of axes and the placing of groups.
+    """
 
     shapes: tuple[tuple[Shape, ...], ...]
     num_blocks: int
@@ -173,8 +184,8 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Draws one to three groups, on one or two pipeline stages (a stage may lack layers of a group)
-    with one or two tensor shards each."""
+    """Draws a case with one to three groups, on one or two pipeline stages with one or two tensor
+    shards each. A stage may lack layers of a group."""
     num_groups, num_kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     pages = [
         Shape(1, num_kernel, *draw(st.tuples(*[st.integers(1, 4)] * 2)), draw(st.integers(1, 40)))
@@ -213,7 +224,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def ranks_of(case: Case, places: Sequence[tuple[str, str]], rng: np.random.Generator) -> list[Rank]:
-    """Returns a rank for each shard, its memory full of noise."""
+    """Returns a rank for each shard, with memory full of random bytes."""
     ranks = [
         make_rank(order, placing, shapes, case.num_blocks)
         for (order, placing), shapes in zip(places, case.shapes, strict=True)
@@ -225,13 +236,15 @@ def ranks_of(case: Case, places: Sequence[tuple[str, str]], rng: np.random.Gener
 
 
 def dealt(case: Case, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-    """Deals block ids to each group; no block belongs to two."""
+    """Distributes all block ids over the groups in random order. Each block belongs to one
+    group."""
     ids = rng.permutation(case.num_blocks)
     return [ids[group :: len(case.groups)] for group in range(len(case.groups))]
 
 
 def shard_bytes(rank: Rank, group: int, num_layers: int, block: int) -> Bytes:
-    """Returns a rank's bytes of a block's slot, by its views."""
+    """Returns the bytes that a rank contributes to the slot of a block, read through the rank's
+    views."""
     return np.concatenate(
         [
             np.empty(0, np.uint8),

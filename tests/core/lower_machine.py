@@ -1,4 +1,5 @@
-"""A state machine of the tiers below host memory, with a naive model."""
+"""A hypothesis state machine that tests the bookkeeping of a tier below host memory, with a naive
+model of the bytes in both."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -20,18 +21,20 @@ NUMBERS = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=6, uniqu
 GROUPS = st.integers(0, 1)
 SPACES = st.integers(1, 2)
 Content = tuple[int, int, bytes, int]
-"""Key space, group, hash, and the number of flushes before the block was stored."""
+"""The content of a slot or of a place in the tier: key space, group, hash, and how often the key
+space had been flushed when the block was stored."""
 GARBAGE: Content = (0, 0, b"", 0)
 
 
 def encoded_bytes(slot_bytes: int) -> int:
-    """Returns the size of the place for an encoded block of a slot of this size. For a slot of
-    SLOT_ALIGN bytes the place is larger than the slot."""
+    """Returns the bytes that the tier reserves for an encoded (compressed) block from a slot of
+    this size. For a slot of SLOT_ALIGN bytes they are more than the slot's."""
     return {1: 2, 2: 1, 3: 2}[slot_bytes // SLOT_ALIGN] * SLOT_ALIGN
 
 
 class LowerMachine(RuleBasedStateMachine):
-    """Two key spaces over an arena of six slabs, and a tier below of one to nine slabs."""
+    """A cache of two key spaces with an arena of six slabs, and a tier below with one to nine
+    slabs. Rules store, lease, evict and flush blocks and move them between arena and tier."""
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
@@ -109,7 +112,7 @@ class LowerMachine(RuleBasedStateMachine):
             self.goes_down(move)
 
     def goes_down(self, move: Move, *, is_plain: bool = False) -> None:
-        """Records a move down that has begun."""
+        """Records that the copy of blocks from the arena to the tier has begun."""
         offsets = self.core.space.index.offsets(move.entries).tolist()
         places = self.lower.space.index.offsets(move.places).tolist()
         is_encoded = self.is_encoded(move)
@@ -120,7 +123,8 @@ class LowerMachine(RuleBasedStateMachine):
         self.moves.append((move, [self.slots[offset] for offset in offsets], offsets))
 
     def is_encoded(self, move: Move) -> BoolMask:
-        """Returns which blocks of a move are encoded below. Checks sizes of slots and places."""
+        """Returns which blocks of this move (a copy between arena and tier) the tier stores
+        encoded. Checks the sizes of their slots in the arena and of their places in the tier."""
         groups = self.core.space.index.keys(move.entries)[1]
         slots = np.array(self.sizes, np.int64)[groups]
         places = self.lower.space.index.slot_bytes(move.places)
@@ -133,7 +137,8 @@ class LowerMachine(RuleBasedStateMachine):
 
     @rule(space=SPACES, group=GROUPS, numbers=NUMBERS)
     def lie_below_only(self, space: int, group: int, numbers: list[int]) -> None:
-        """Stores blocks, moves them down and evicts them, for a later move up."""
+        """Stores blocks, moves them down to the tier and evicts them from the arena, so that a
+        later rule can move them up."""
         self.store(space, group, numbers, 0)
         words = self.core.space.index.find(space, group, words_of(numbers))
         ready = np.unique(words[table.is_ready(words)])
@@ -229,8 +234,8 @@ class LowerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(move.is_up for move, _, _ in self.moves))
     @rule(data=st.data())
     def hang(self, data: st.DataObject) -> None:
-        """Gives up a move up that hangs: the tier may still write the slots, and the blocks count
-        as absent."""
+        """Abandons a hanging copy from the tier into the arena. The tier may still write to the
+        slots, and lookups must find the blocks absent."""
         up = [move for move, _, _ in self.moves if move.is_up and len(move.entries)]
         if up:
             move = data.draw(st.sampled_from(range(len(up))).map(up.__getitem__))
@@ -267,8 +272,8 @@ class LowerMachine(RuleBasedStateMachine):
 
     @rule(space=SPACES, data=st.data())
     def flush(self, space: int, data: st.DataObject) -> None:
-        """Flushes a key space in parts. Meanwhile no move of the key space may begin, and moves
-        under way are void."""
+        """Flushes a key space in parts. During the flush, no copy of its blocks between arena and
+        tier may begin, and copies in progress must be void."""
         parts = self.core.flush(space)
         next(parts, None)
         with self.books.stopped(space):
@@ -314,7 +319,7 @@ class LowerMachine(RuleBasedStateMachine):
         self.core.check_invariants()
 
     def teardown(self) -> None:
-        """Ends all moves, and checks that no block stays reserved or pinned."""
+        """Ends all moves and leases, and checks that no block stays reserved or pinned."""
         if not hasattr(self, "core"):
             return
         while self.moves:

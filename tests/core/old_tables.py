@@ -1,4 +1,5 @@
-"""An old table with blocks of two groups, and damage to its records."""
+"""Builds block tables as a killed server leaves them, with blocks of two groups, and damages their
+records at random."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -24,7 +25,8 @@ def empty(config: CoreConfig = CONFIG) -> CacheCore:
 
 
 def filled() -> CacheCore:
-    """Returns a core with blocks of two groups: some with representations, some being written."""
+    """Returns a core with blocks of two groups. Some of the blocks have representations (compact
+    summaries of their keys); some blocks are still being written."""
     core = empty()
     session = core.open_session("e", "rank", KEY_SPACE, 0.0, (KIND,))
     groups = ((0, 8), (1, 6), (session.representations[0], 4))
@@ -37,7 +39,8 @@ def filled() -> CacheCore:
 
 
 def damage(records: Words, data: st.DataObject) -> Words:
-    """Changes some words of some records: values that occur elsewhere in the table, or any."""
+    """Overwrites some words of some records, with values from elsewhere in the table or with any
+    value."""
     rows, words = st.integers(0, len(records) - 1), st.integers(0, table.RECORD_WORDS - 1)
     for _ in range(data.draw(st.integers(1, 12))):
         word = data.draw(words)

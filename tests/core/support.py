@@ -1,5 +1,5 @@
-"""Small builders for the tests of the core: tables in plain memory, hashes by number, key spaces of
-two groups, and a core in which sessions store."""
+"""Helpers for the tests of `CacheCore`: tables in plain memory, hashes made from numbers, key
+spaces of two groups, and `World`, a core with shortcuts for sessions."""
 
 import hashlib
 import itertools
@@ -46,7 +46,8 @@ SLAB = 4 * SLOT_ALIGN
 
 
 def make_table(capacity: int, num_buckets: int = 0) -> BlockTable:
-    """Returns a table over new memory. `num_buckets` 0: as many as a server would use."""
+    """Returns a block table in new memory. `num_buckets` 0: as many buckets as a server would
+    use."""
     geometry = TableGeometry.for_capacity(capacity, 1, 1 << 30)
     if num_buckets:
         geometry = TableGeometry(num_buckets, capacity, 1, 1 << 30)
@@ -60,12 +61,12 @@ def hash_of(number: int) -> bytes:
 
 
 def words_of(numbers: Sequence[int]) -> Words:
-    """Returns hash words [n, 8] of numbers."""
+    """Returns the block hashes made from these numbers, as uint32 [n, 8]."""
     return hash_words(b"".join(map(hash_of, numbers)), 32)
 
 
 def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: int = 1) -> KeySpace:
-    """Returns a key space of two groups, full attention and sliding window, of the given slot
+    """Returns a key space of two groups, full attention and sliding window, with the given slot
     sizes."""
     groups = (
         GroupSpec(GroupKind.FULL_ATTENTION, 16, _shards(full_bytes, num_shards)),
@@ -77,12 +78,13 @@ def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: in
 
 
 RUNS_PER_ARENA = st.sampled_from([(1, 64), (1, 4), (2, 4), slabs.RUNS_PER_ARENA])
-"""Least and most runs in an arena. If there are at least 16, all runs of a small arena are as short
-as can be; otherwise they are as in a large arena."""
+"""Bounds (least, most) for the number of runs of slabs in an arena. With low bounds, a small arena
+may have long runs, as a large arena has; with the server's own bounds, its runs are short."""
 
 
 class AnyRuns(RuleBasedStateMachine):
-    """A state machine whose arena may have long runs of slabs. Its `start` must call `use_runs`."""
+    """A base for state machines whose arena may have long runs of slabs. A subclass calls
+    `use_runs` in its `start`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,8 +103,8 @@ def _shards(slot_bytes: int, num_shards: int) -> tuple[int, ...]:
 
 
 class World:
-    """A core of `num_slabs` slabs of four slots, with shortcuts for the calls of its sessions.
-    Blocks stored in a call are ready when the call returns."""
+    """A test harness for a `CacheCore`: an arena of `num_slabs` slabs with four slots each, and
+    shortcuts for calls of sessions. Blocks stored in a call are ready when the call returns."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class World:
         tenant: str = "",
         now_s: float = 0.0,
     ) -> SessionRecord:
-        """Opens a session on a key space of two groups."""
+        """Opens a session in a key space of two groups."""
         key_space = replace(make_key_space(model, *sizes, num_shards), tenant=tenant)
         return self.core.open_session(engine, "rank", key_space, now_s, kinds)
 
@@ -144,8 +146,10 @@ class World:
         retention: Retention = NO_RETENTION,
         residency_id: str = "",
     ) -> list[int]:
-        """Stores blocks of a group under a new lease. `parent`: the block before the first. Returns
-        a result per block."""
+        """Stores blocks of a group under a new lease. Returns one result per block.
+
+        parent: the block before the first one.
+        """
         self.num_calls += 1
         before = None if parent is None else words_of([parent])[0]
         name, runs = f"store {self.num_calls}", [Run(group, words_of(numbers), before, depth)]
@@ -155,17 +159,18 @@ class World:
         return results
 
     def found(self, numbers: Sequence[int], key_space_id: int = 1, group: int = 0) -> list[int]:
-        """Returns the numbers that a lookup finds."""
+        """Looks up blocks, given by their numbers. Returns the numbers of those that are found."""
         (mask,) = self.core.lookup(key_space_id, [HashList(group, words_of(numbers))])
         return [number for number, hit in zip(numbers, mask.tolist(), strict=True) if hit]
 
     def entries(self, numbers: Sequence[int], key_space_id: int = 1, group: int = 0) -> Entries:
-        """Returns the entries of blocks; 0 for absent blocks."""
+        """Returns the entry of each block in the block index; 0 for an absent block."""
         return self.core.space.index.find(key_space_id, group, words_of(numbers))
 
 
 def residencies(core: CacheCore) -> Residencies:
-    """Returns the residencies of this core, creating them at the first call."""
+    """Returns the object that manages the core's residencies (requests whose KV stays in host
+    memory), creating it at the first call."""
     for pinner in core.pinners:
         if isinstance(pinner, Residencies):
             return pinner
@@ -173,15 +178,15 @@ def residencies(core: CacheCore) -> Residencies:
 
 
 def reason_of(call: Callable[[], object]) -> Reason:
-    """Returns the reason for which a call is refused."""
+    """Calls the core, which must refuse the call. Returns the reason."""
     with pytest.raises(HotKVError) as refused:
         call()
     return refused.value.reason
 
 
 def grants(call: Callable[[int], object]) -> int:
-    """Makes calls, with numbers from 0, until one is refused as OVERLOADED. Returns how many were
-    granted."""
+    """Makes calls, numbered from 0, until one is refused as OVERLOADED. Returns the number of
+    granted calls."""
     for number in itertools.count():
         try:
             call(number)
@@ -194,9 +199,10 @@ def grants(call: Callable[[int], object]) -> int:
 def taken_over(
     old: CacheCore, policy: str, last_used_s: float | None, now_s: float
 ) -> tuple[CacheCore, Restored]:
-    """Returns another core over the state that the old core would leave if it were killed now.
+    """Returns the core of the next server, restored from the state that the old core would leave if
+    it were killed now.
 
-    last_used_s: the last use of every block; None: unknown.
+    last_used_s: the time of last use of every block; None: unknown.
     """
     capacity, old_marks = old.config.capacity, old.marks.copy()
     memory = ReaderMemory(old.words._words, np.zeros(capacity + 1, np.uint8))
@@ -217,7 +223,7 @@ def insert(
     slot_bytes: int,
     depths: Int64s,
 ) -> Entries:
-    """Makes room, then inserts, as a reservation does."""
+    """Makes room for blocks and inserts them as reserved entries. Returns the entries."""
     finished(space.make_room(key_space_id, group_index, slot_bytes, len(hashes)))
     return space.insert(key_space_id, group_index, hashes, slot_bytes, depths, 1)
 
@@ -225,7 +231,7 @@ def insert(
 def reserve(
     core: CacheCore, session: int, lease_id: str, runs: list[Run], ttl_s: float, now_s: float
 ) -> Reservation:
-    """Runs all parts of `CacheCore.reserve`."""
+    """Runs the generator `CacheCore.reserve` to its end. Returns the reservation."""
     return finished(core.reserve(session, lease_id, runs, ttl_s, now_s))
 
 
@@ -241,7 +247,7 @@ def begin_store(
     retention: Retention = NO_RETENTION,
     residency_id: str = "",
 ) -> list[SlotRun]:
-    """Runs all parts of `CacheCore.begin_store`."""
+    """Runs the generator `CacheCore.begin_store` to its end. Returns the slots to copy to."""
     options = StoreOptions(retention, residency_id)
     return finished(
         core.begin_store(session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, options)
@@ -249,7 +255,7 @@ def begin_store(
 
 
 def expire(core: CacheCore, now_s: float) -> int:
-    """Runs all parts of `CacheCore.expire`. Returns the number of expired leases."""
+    """Runs the generator `CacheCore.expire` to its end. Returns the number of expired leases."""
     before = core.counters.expired_leases
     for _ in core.expire(now_s):
         pass
@@ -257,21 +263,22 @@ def expire(core: CacheCore, now_s: float) -> int:
 
 
 def flush(core: CacheCore, key_space_id: int) -> int:
-    """Runs all parts of `CacheCore.flush`. Returns the number of ready blocks."""
+    """Runs the generator `CacheCore.flush` to its end. Returns the number of blocks that were
+    ready."""
     return sum(core.flush(key_space_id))
 
 
 def evict(core: CacheCore, key_space_id: int, group_index: int, hashes: Words) -> tuple[int, int]:
-    """Runs all parts of `CacheCore.evict`. Returns (dropped, kept). Checks that `would_evict`
-    predicted them."""
+    """Runs the generator `CacheCore.evict` to its end. Returns (dropped, kept) blocks. Checks that
+    `would_evict` predicted both numbers."""
     said = would_evict(core, key_space_id, group_index, hashes)
     counts = list(core.evict(key_space_id, group_index, hashes))
     return _as_said(core, said, sum(one for one, _ in counts), sum(kept for _, kept in counts))
 
 
 def evict_all(core: CacheCore, key_space_id: int) -> tuple[int, int]:
-    """Runs all parts of `CacheCore.evict_all`. Returns (dropped, kept). Checks that `would_evict`
-    predicted them."""
+    """Runs the generator `CacheCore.evict_all` to its end. Returns (dropped, kept) blocks. Checks
+    that `would_evict` predicted both numbers."""
     said = would_evict(core, key_space_id)
     counts = list(core.evict_all(key_space_id))
     return _as_said(core, said, sum(one for one, _ in counts), sum(kept for _, kept in counts))
@@ -283,8 +290,8 @@ Said = tuple[int, int, int]
 def would_evict(
     core: CacheCore, key_space_id: int, group_index: int = 0, hashes: Words | None = None
 ) -> Said:
-    """Runs all parts of `CacheCore.would_evict`. Returns (dropped, kept, bytes in use after an
-    evict)."""
+    """Runs the generator `CacheCore.would_evict` to its end. Returns (dropped blocks, kept blocks,
+    bytes in use after such an evict)."""
     used_bytes = core.space.used_bytes()
     counts = list(core.would_evict(key_space_id, group_index, hashes))
     assert core.space.used_bytes() == used_bytes
@@ -306,9 +313,11 @@ INVERSE = pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64)
 def crafted_hash(
     home: int, num_buckets: int, tag: int, tail: int, salt: int, hash_bytes: int
 ) -> bytes:
-    """Returns a hash whose home bucket is `home` and whose tag is `tag`.
+    """Returns a hash whose home bucket (where a lookup begins) is `home` and whose tag (the bits
+    that a lookup compares) is `tag`.
 
-    tail: the bytes after the first eight; hashes with the same home and tag differ in them.
+    tail: the value of all bytes after the first eight, so that hashes with the same home and tag
+        can differ.
     """
     mixed = -(-(home << 32) // num_buckets) << 32 | tag
     prefix = mixed * INVERSE % (1 << 64) ^ salt

@@ -1,5 +1,5 @@
-"""Feeds agree with a plain list: items stay in order, feeds are bounded, and every loss is
-reported."""
+"""Tests of `Feeds`, which pass events to the readers of a stream: items stay in order, each feed is
+bounded, and a reader learns how many items it has lost."""
 
 import asyncio
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ from tests.core.support import reason_of
 
 @dataclass(frozen=True)
 class Item:
-    """A numbered item."""
+    """A numbered item in a feed."""
 
     number: int
     num_bytes: int = 0
@@ -33,8 +33,8 @@ STEPS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), max_size=30)
 def test_a_reader_sees_everything_or_is_told_what_it_missed(
     steps: list[tuple[int, int]], bound: int
 ) -> None:
-    """Each step puts some items and reads at most some. The read and lost items together are all
-    the put items, in order."""
+    """Puts items into a feed of bounded size and reads some of them, in random steps. Items are
+    read in order, and each item is either read or counted as lost."""
 
     async def run() -> None:
         feeds: Feeds[Item] = Feeds()

@@ -1,5 +1,5 @@
-"""The whole core agrees with `CacheModel`: every answer is right, pinned blocks stay, and a call
-that raises has changed no state."""
+"""Compares the whole `CacheCore` with the naive `CacheModel` in random sequences of calls. Every
+answer must be right, pinned blocks must stay, and a call that raises must change no state."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,8 @@ Call = Callable[[], object]
 
 
 class CacheMachine(ReadRules, ResidencyRules):
-    """Reads, writes, operators, hints and nonsense in any order."""
+    """The complete state machine: reads, writes, operators' calls, hints and invalid calls in any
+    order."""
 
     @rule(ks=st.integers(0, 2), group=st.integers(0, 1), numbers=NUMBERS | st.none())
     def evict(self, ks: int, group: int, numbers: list[int] | None) -> None:
@@ -113,7 +114,8 @@ class CacheMachine(ReadRules, ResidencyRules):
 
 
 class ResidentMachine(CacheMachine):
-    """Leaves out rules that do not concern residencies, so that the others run more often."""
+    """A state machine without the rules that do not concern residencies, so that the rules for
+    residencies run more often."""
 
     acquire = release = begin_load = reserve = touch = nonsense = None  # type: ignore[assignment]
 

@@ -1,5 +1,6 @@
-"""Cases of the core that the machine of `test_cache` does not reach: ids and blocks named twice,
-impossible key spaces, a policy's view of a flush, and the pins of each tenant."""
+"""Single cases of `CacheCore` that the state machine of `test_cache` does not reach: calls that
+list a block or an id twice, impossible key spaces, the policy during a flush, and each tenant's
+pins."""
 
 import sys
 from collections.abc import Callable
@@ -28,7 +29,8 @@ from tests.core.support import (
 
 
 def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once() -> None:
-    """Two copies to a slot would leave a mixture of both."""
+    """Stores a block that the call lists twice. The second listing is IN_FLIGHT and not copied: two
+    copies into one slot could mix their bytes."""
     world = World()
     core, session = world.core, world.open().number
     run = [Run(0, words_of([1, 2, 1]))]
@@ -48,8 +50,9 @@ def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once
 
 @pytest.mark.parametrize("num_slabs", [1, 200])
 def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
-    """Counts function calls for 50 and 200 runs, also if most blocks find no room and if two ranks
-    copy a part each. Stores run on the event loop."""
+    """Stores 50 and then 200 runs (lists of blocks) from two ranks and counts Python function
+    calls. The count must grow linearly, also if most blocks find no room, because stores run on the
+    event loop."""
     counts = []
     for num_runs in (50, 200):
         world, calls = World(num_slabs, capacity=600), list[int]()
@@ -69,8 +72,9 @@ def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
 
 
 def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
-    """Names a session's leases from a session of another key space, and blocks that a lease does
-    not pin. Each call must be refused: a load reads slots through its session's layout."""
+    """Uses a session's leases from a session in another key space, and loads blocks that a lease
+    does not pin. The core must refuse each call, because a load reads slots through its session's
+    layout."""
     world = World()
     core = world.core
     one, two = world.open(model="a").number, world.open(model="b", sizes=(SLAB, SLOT_ALIGN)).number
@@ -99,7 +103,8 @@ def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
 
 
 def of_two_ranks(**config: object) -> tuple[World, int]:
-    """Returns a world and the number of a session that declares a representation of group 0."""
+    """Returns a `World` and the number of a session of two ranks that declares a representation of
+    group 0."""
     world = World(capacity=50, unadmitted_share=1.0, **config)
     kinds = (Representation(0, "f", 1, (SLOT_ALIGN // 2,) * 2),)
     return world, world.open(num_shards=2, kinds=kinds).number
@@ -132,8 +137,8 @@ def test_ranks_that_join_a_write_lease_name_what_its_first_call_named_or_less() 
 
 
 def test_blocks_that_write_leases_list_are_bounded() -> None:
-    """Reserves more blocks than the lists of write leases may have, present blocks and
-    representations included. The refused calls must evict nothing, though the arena is full."""
+    """Reserves more blocks than write leases may list in total; present blocks and representations
+    count too. The core must refuse these calls and evict nothing, though the arena is full."""
     num_bytes = 2 * write_weight(4, 2) + 2 * write_weight(20, 2)
     world, session = of_two_ranks(client_memory_bytes=num_bytes)
     core = world.core
@@ -160,8 +165,8 @@ def test_key_spaces_that_cannot_be_served_are_refused(size: int, num_shards: int
 
 
 def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the policy is told `evicted`, and so may keep ghosts, only for blocks that made
-    room. A flush counts no block, and also ends retention."""
+    """Removes blocks by an evict, by a flush and by the end of a reservation. Only the evict may
+    reach the policy as `evicted` (such blocks become ghosts). The flush also ends retention."""
     world = World()
     core, session = world.core, world.open()
     world.store(session, range(8))
@@ -187,8 +192,8 @@ def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyP
 
 
 def test_each_tenant_may_pin_a_share_of_what_is_surely_its_own() -> None:
-    """Each tenant is guaranteed half of the arena. Before a load starts, its leases may pin a
-    quarter of that half."""
+    """Guarantees half of the arena to each of two tenants. Before a load starts, a tenant's leases
+    may pin a quarter of its half: four of eight blocks."""
     share = TenantShare(16 * SLOT_ALIGN)
     world = World(8, unadmitted_share=0.25, tenants={"a": share, "b": share})
     for tenant in "ab":

@@ -1,5 +1,6 @@
-"""Key spaces come and go: those unused for longest are forgotten first, and a key space in use is
-never forgotten."""
+"""Tests of the catalog of key spaces, which is bounded. To register another key space, it forgets
+an unused one: first those without blocks, then those unused for longest. It never forgets a key
+space in use."""
 
 import ctypes
 import mmap
@@ -43,7 +44,8 @@ def opened(
 def make_room(
     core: CacheCore, key_space: KeySpace, kinds: tuple[Representation, ...] = ()
 ) -> list[int]:
-    """Forgets key spaces as the node does. Returns their numbers."""
+    """Forgets key spaces until a new one fits, as the server does. Returns the numbers of the
+    forgotten key spaces."""
     gone = []
     while number := core.catalog.surplus(key_space, kinds):
         flush(core, number)
@@ -53,8 +55,8 @@ def make_room(
 
 
 class CatalogMachine(RuleBasedStateMachine):
-    """Opens sessions of two tenants on more key spaces than each may have. The model knows when
-    each key space was left."""
+    """A state machine in which two tenants open sessions on more key spaces than each may have. The
+    model records in which order key spaces were left by their last session."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,8 +149,8 @@ TestCatalog.settings = settings(max_examples=80, deadline=None)
 
 
 def test_what_may_not_be_known_costs_nothing() -> None:
-    """Asks to register a key space that is refused anyway: no other key space may be forgotten for
-    it."""
+    """Fills the catalog, then registers a key space that is too large. The call must be refused
+    before the catalog forgets any key space."""
     world = make_world()
     for name in "uvw":
         world.core.close_session(opened(world, named(name)).number, 1.0)
@@ -158,8 +160,8 @@ def test_what_may_not_be_known_costs_nothing() -> None:
 
 
 def test_heavy_key_spaces_count_by_their_weight() -> None:
-    """Checks that a key space's weight in bytes includes its kinds of representations, and for its
-    texts at least their memory in Python."""
+    """Checks that a key space's weight in bytes covers its strings, as Python objects, and its
+    kinds of representations. A heavy new key space then displaces an old one."""
     texts = tuple(map(str, range(500)))
     for key_space in (
         replace(named("one"), groups=(replace(GROUPS[0], layer_names=texts),)),
@@ -184,7 +186,7 @@ def test_heavy_key_spaces_count_by_their_weight() -> None:
 
 
 def resident_bytes(array: np.ndarray) -> int:
-    """Returns how many bytes of an array are in physical memory, in whole pages."""
+    """Returns how many bytes of an array are in physical memory, counted in whole pages."""
     page = mmap.PAGESIZE
     begin = array.ctypes.data // page * page
     length = array.ctypes.data + array.nbytes - begin
@@ -195,8 +197,9 @@ def resident_bytes(array: np.ndarray) -> int:
 
 
 def test_key_spaces_that_come_and_go_leave_no_memory_and_keep_their_rows() -> None:
-    """Opens twice as many key spaces as there are rows; the first stays and its row is never
-    reused. Each key space in use has a page of salts, which may be huge."""
+    """Opens and forgets twice as many key spaces as the table of hash salts has rows, while one
+    stays in use. The blocks of that key space must still be found, and at most half of the table
+    may be in physical memory."""
     world = make_world(most=MAX_KEY_SPACES)
     core = world.core
     stays = opened(world, named("stays"))

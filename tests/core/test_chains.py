@@ -1,5 +1,5 @@
-"""The whole core evicts the leaves of chains first: a block is evicted after all blocks behind it
-in its chain."""
+"""Tests that the cache evicts a prompt's last blocks first: a block is evicted only after all
+blocks behind it in its chain."""
 
 from collections.abc import Sequence
 
@@ -14,13 +14,15 @@ from tests.core.chained_cache import Cache
 
 
 def headless(cache: Cache, chains: Sequence[list[int]]) -> list[int]:
-    """Returns the blocks that are present although an earlier block of their chain is missing."""
+    """Returns the blocks that are still present although an earlier block of their chain is
+    missing."""
     tails = [chain[first_missing(cache, chain) :] for chain in chains]
     return [number for tail in tails for number in tail if number in cache.resident]
 
 
 def first_missing(cache: Cache, chain: list[int]) -> int:
-    """Returns the position of the first missing block; the length if all are present."""
+    """Returns the position of the first missing block of a chain; the chain's length if all are
+    present."""
     return next(
         (position for position, number in enumerate(chain) if number not in cache.resident),
         len(chain),
@@ -32,8 +34,8 @@ def first_missing(cache: Cache, chain: list[int]) -> int:
 def test_chains_that_grow_keep_their_heads(
     policy: str, seed: int, gaps_s: tuple[float, ...]
 ) -> None:
-    """Stores blocks behind the present blocks without using these, as a prefill in parts, a decode,
-    or a prefix on the device does."""
+    """Extends chains of blocks without using their present blocks, as a chunked prefill or a decode
+    does. No block may be evicted before the blocks behind it."""
     rng = np.random.default_rng(seed)
     cache = Cache(policy)
     chains: list[list[int]] = [[], [], []]
@@ -51,8 +53,8 @@ def test_chains_that_grow_keep_their_heads(
 
 
 def test_what_counts_as_in_use_keeps_its_frequency() -> None:
-    """Adds a thousand tails to a prefix within a moment. They do not count as uses of the prefix,
-    do not reduce its heat, and do not keep it for longer."""
+    """Refreshes the blocks of a prefix a thousand times at one moment, as stores behind the prefix
+    do. The refreshes must not count as uses: the heat of the blocks must not change."""
     cache = Cache("hotness")
     prefix = cache.fresh(40)
     for number in range(20):
@@ -78,8 +80,8 @@ def test_a_block_listed_twice_is_counted_once(policy: str) -> None:
 
 @given(data=st.data())
 def test_a_chain_goes_back_as_far_as_its_links_hold(data: st.DataObject) -> None:
-    """Follows links in damaged records. Links are hints: a link to an entry that was removed or
-    reused must not count."""
+    """Follows the links from block to previous block in damaged table records. `ancestors` must
+    stop at a link to an entry that was removed or reused."""
     words = {
         table.W_PARENT: st.integers(0, 7),
         table.W_KEY_SPACE: st.integers(1, 2),

@@ -1,5 +1,6 @@
-"""Check values: kernel and reference agree; any change of a covered byte, of the key or of the
-place in the slot is seen."""
+"""Tests of check values (checksums over a block's key and bytes). The kernel agrees with a
+reference; a check detects any change of a covered byte, of the key, or of a byte's place in the
+slot."""
 
 import os
 from unittest import mock
@@ -23,7 +24,7 @@ STRIDES = st.sampled_from([1, 2, 16, 64])
 
 
 class Memory:
-    """Slots of random bytes."""
+    """An arena of slots with random bytes."""
 
     def __init__(self, seed: int, num_blocks: int = 4) -> None:
         rng = np.random.default_rng(seed)
@@ -32,7 +33,8 @@ class Memory:
         self.offsets = np.arange(num_blocks, dtype=np.int64) * SLOT
 
     def evidence(self, shards: list[int], stride: int) -> Evidence:
-        """Returns check values as a store makes them, shard by shard."""
+        """Returns the check values of all blocks, computed shard by shard as a store computes
+        them."""
         num_blocks, begin = len(self.offsets), 0
         sums, strides = np.zeros(num_blocks, np.uint64), np.full(num_blocks, stride)
         for shard, num_bytes in enumerate(shards):
@@ -60,8 +62,8 @@ def test_kernel_and_threads_find_what_the_reference_finds(
 
 
 def test_check_values_stay_what_earlier_servers_have_written() -> None:
-    """Compares check values with those of earlier versions: after an upgrade, the server still
-    checks old blocks against them."""
+    """Compares check values of fixed bytes with constants from earlier versions. After an upgrade,
+    the server checks old blocks against the values that the old server wrote."""
     memory = Memory(0, 1)
     memory.bytes[:] = np.arange(SLOT) % 251
     checks = [int(memory.evidence([3000, 2000], stride).checks[0]) for stride in (1, 2)]

@@ -1,5 +1,5 @@
-"""The duel: shadow caches agree with a plain reading of their definition, and the right contender
-wins."""
+"""Tests of `Duel`, which simulates several eviction rules (contenders) in small shadow caches and
+selects the rule with the most hits."""
 
 import math
 
@@ -26,16 +26,16 @@ HOLDING = [number for number, contender in enumerate(CONTENDERS) if contender.ho
 
 
 def keys_of(numbers: list[int]) -> Keys:
-    """Returns keys that look like hashes. They differ in more than the lowest bit, which the sample
-    ignores."""
+    """Returns keys that look like hashes. They differ in more than their lowest bit, which the
+    duel's sampling ignores."""
     return np.array(
         [(2 * number + 3) * 0x9E37_79B9_7F4A_7C15 % (1 << 64) | 1 for number in numbers], np.uint64
     )
 
 
 class NaiveShadow:
-    """A cache that evicts the block of least heat, unless it was used within the hold time.
-    Remembers every key that it ever saw."""
+    """A naive shadow cache of one contender. It evicts the block of least heat, except blocks used
+    within the hold time, and remembers all keys it ever saw."""
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -44,7 +44,7 @@ class NaiveShadow:
         self.hits = 0
 
     def ask(self, numbers: list[int], now_s: float, limit: int) -> None:
-        """Serves a request, whose keys never displace each other."""
+        """Serves a request. The keys of one request never evict each other."""
         while len(self.heat) > limit and numbers:
             del self.heat[min(self.heat, key=self.heat.__getitem__)]
         for depth, number in enumerate(numbers):
@@ -80,8 +80,9 @@ def held_by(cache: Duel, contender: int) -> set[int]:
 
 @given(data=st.data(), seed=st.integers(0, 1 << 32))
 def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int) -> None:
-    """Compares a duel that samples and remembers all keys with naive shadows. A contender scores
-    the hits of each epoch; older hits are halved with each epoch."""
+    """Runs random requests through a `Duel` that samples all keys, and through naive shadow caches.
+    Both must hold the same keys and have equal scores: hits of this epoch, plus those of earlier
+    epochs, halved with each epoch."""
     rng = np.random.default_rng(seed)
     cache = Duel(128)
     shadows = [NaiveShadow(contender) for contender in CONTENDERS]
@@ -109,8 +110,9 @@ def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int)
 
 
 def test_only_the_oldest_ghosts_make_way_for_a_key() -> None:
-    """Uses more keys than the table has places for, some of them again later, while the shadows
-    hold few. They must hold the same keys as naive shadows."""
+    """Uses more keys than the duel's table has places, some of them repeatedly, while the shadow
+    caches hold few. The shadow caches must hold the same keys as naive ones, so the table drops
+    only the oldest ghosts (remembered keys of evicted blocks)."""
     cache, shadows = Duel(1), [NaiveShadow(contender) for contender in CONTENDERS]
     for now in range(5 * cache._keys.size):
         number = now if now % 5 else max(0, now - 12)
@@ -125,8 +127,8 @@ def test_only_the_oldest_ghosts_make_way_for_a_key() -> None:
     seed=st.integers(0, 1 << 32),
 )
 def test_the_sample_follows_the_size_of_the_cache(sizes: list[int], seed: int) -> None:
-    """Drops from all shadows only the keys outside a smaller sample; a larger sample begins with
-    empty shadows."""
+    """Changes the cache size. If the sample of keys becomes smaller, shadow caches drop only keys
+    outside the sample; if it becomes larger, they start empty."""
     rng = np.random.default_rng(seed)
     cache = Duel(20_000)
     for number, size in enumerate(sizes):
@@ -196,7 +198,8 @@ def test_what_holds_is_out_of_the_race_while_it_may_not() -> None:
 
 
 def test_years_and_long_silences() -> None:
-    """Keeps the order of chains on late clocks, and ends an epoch after any silence."""
+    """Uses chains at times in the far future and after long pauses. The shadow caches must still
+    keep the heads of chains rather than the tails."""
     cache = Duel(64)
     for number, now_s in enumerate([1e9, 1e9 + 1.0, 1.1e9, 1.1e9 + 61.0]):
         cache.observe(keys_of(list(range(30 + number))), now_s, 20)

@@ -1,10 +1,12 @@
-"""The book of flushes: a node that reaches the store never serves a block from before an answered
-flush, whatever nodes and stores do.
+"""Tests of `EpochBook`, which records on a node the flushes of key spaces, and the epochs of shared
+stores (numbers that each flush raises). A node that reaches a store must never serve a block that
+was stored before an answered flush.
 
-The machine drives books of three nodes over a naive store, whose operations take time: questions
-and raises are executed some turns after they were sent, and answered later. Nodes are stopped, cut
-off and killed, and keep their notes. The store goes away, loses its epochs, or returns from an old
-copy; a node that knows more reaches it before it is trusted.
+The state machine drives the books of three nodes over a naive store. The store executes a node's
+calls some turns after they were sent, and answers later. Nodes are stopped, disconnected and
+killed; the next server has their saved records. The store goes down, loses its epochs, or is
+restored from an old copy. After such a restore it is trusted only after a grace period, in which a
+node that knows a later epoch reaches it.
 """
 
 import random
@@ -41,9 +43,10 @@ NUM_NODES = 3
 
 @dataclass
 class Store:
-    """A store's epoch, and its blocks as (epoch, moment when it was stored).
+    """A naive shared store: its epoch, and its blocks as (epoch, moment at which the block was
+    stored).
 
-    copies: old copies of both, from which the store may be restored.
+    copies: backups of epoch and blocks, from which the store may be restored.
     """
 
     epoch: int = 0
@@ -64,16 +67,17 @@ class Store:
         return self.epoch
 
     def tick(self) -> int:
-        """Advances the clock, from which epochs are made, and returns it."""
+        """Advances the clock from which the store makes its epochs, and returns its time."""
         self.clock += 10
         return self.clock
 
 
 @dataclass
 class Node:
-    """A node's book, and its blocks, each as the moment when it was stored.
+    """A node: its `EpochBook`, and its blocks, each as the moment at which it was stored.
 
-    calls: the calls sent to the store, in order, each with its answer once it was executed.
+    calls: the node's calls to the store, in the order of sending. The last element of a call is its
+        answer; None until the store has executed the call.
     """
 
     book: EpochBook
@@ -88,7 +92,7 @@ class Node:
 
 
 def kept(book: EpochBook) -> EpochBook:
-    """Returns the next server's book, from the saved records."""
+    """Returns the `EpochBook` that the next server builds from the saved records."""
     records = {
         name: Record(
             one.local,
@@ -100,8 +104,11 @@ def kept(book: EpochBook) -> EpochBook:
 
 
 class Flushes(RuleBasedStateMachine):
-    """See the module. `flushed`: blocks up to this moment are older than a flush that was answered
-    without pending stores."""
+    """The state machine of three nodes and a store, described at the top of the module.
+
+    flushed: blocks stored up to this moment must not be served: a later flush was answered after
+        the store had raised its epoch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,8 +122,8 @@ class Flushes(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 30), turns=st.integers(1, 30), haste=st.floats(0.3, 1.0))
     def run(self, seed: int, turns: int, haste: float) -> None:
-        """Lets time pass. In each turn, possible steps happen with probability `haste`, and faults
-        are mended with probability 0.03."""
+        """Advances time by some turns. In each turn, each possible step of a node or the store
+        happens with probability `haste`, and each fault ends with probability 0.03."""
         dice = random.Random(seed)
         for _ in range(turns):
             self.now_s += TURN_S
@@ -131,7 +138,7 @@ class Flushes(RuleBasedStateMachine):
                     self.node_works(node, dice, haste)
 
     def store_works(self, node: Node, dice: random.Random, haste: float) -> None:
-        """Executes the calls of a node in order."""
+        """Executes the calls that a node has sent, in order."""
         for call in node.calls:
             if call[-1] is None and self.store.is_up and not node.is_cut:
                 if dice.random() > haste:
@@ -185,8 +192,8 @@ class Flushes(RuleBasedStateMachine):
         self.load(node)
 
     def load(self, node: Node) -> None:
-        """Loads all blocks for an engine: from host memory, and from the store under the known
-        epoch."""
+        """Loads all blocks as an engine would: from host memory, and from the store under the epoch
+        that the node knows. No block may precede an answered flush."""
         if not node.book.is_fresh(FP, "store", self.now_s) or node.book.is_outdated(FP):
             return
         served = set(node.blocks)
@@ -215,7 +222,10 @@ class Flushes(RuleBasedStateMachine):
         haste=st.floats(0.3, 1.0),
     )
     def flush(self, number: int, waits: bool, seed: int, turns: int, haste: float) -> None:
-        """Requests a flush. `waits`: the caller waits for the answer."""
+        """Requests a flush on a node.
+
+        waits: True if the caller waits for the answer.
+        """
         node = self.nodes[number]
         if not node.is_stopped:
             self.moment += 1
@@ -235,7 +245,7 @@ class Flushes(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def kill(self, number: int) -> None:
-        """Kills a server; the next server has its blocks and notes."""
+        """Kills a node's server. The next server has the same blocks and the saved records."""
         old = self.nodes[number]
         book = kept(old.saved) if old.saved else EpochBook(("store",))
         new = self.nodes[number] = Node(book, old.blocks, saved=old.saved)
@@ -257,8 +267,8 @@ class Flushes(RuleBasedStateMachine):
     @precondition(lambda self: self.store.copies)
     @rule(data=st.data(), seed=st.integers(0, 1 << 30))
     def store_comes_back_old(self, data: st.DataObject, seed: int) -> None:
-        """Restores an old copy of the store. The node that knows the latest epoch will reach the
-        store before it is trusted."""
+        """Restores the store from an old copy. The node that knows the latest epoch reaches the
+        store before the store is trusted again."""
         store = self.store
         epoch, blocks = data.draw(st.sampled_from(store.copies))
         store.epoch, store.blocks = epoch, set(blocks)
@@ -285,8 +295,8 @@ class Flushes(RuleBasedStateMachine):
         self.store.blocks.clear()
 
     def teardown(self) -> None:
-        """Mends all faults. Checks that each flush is answered without pending stores, and that all
-        nodes agree with the store."""
+        """Ends all faults. Checks that each flush is answered once the store has raised its epoch,
+        and that all nodes then agree with the store."""
         self.store.is_up = self.store.takes_raises = True
         for node in self.nodes:
             node.is_cut = node.is_stopped = False
@@ -309,7 +319,8 @@ TestFlushes.settings = settings(max_examples=100, stateful_step_count=40, deadli
 
 
 class Shown(EpochBook):
-    """A book of flushes with a single store, and short names for the calls that a node makes."""
+    """An `EpochBook` with one store that has shown its epoch, and short names for the calls that a
+    node makes."""
 
     def __init__(self, epoch: int = 7) -> None:
         super().__init__(("store",))
@@ -317,13 +328,13 @@ class Shown(EpochBook):
         self.shows(epoch, 0.0)
 
     def shows(self, epoch: int, now_s: float, below: int = 0, blocks: tuple[str, ...] = ()) -> None:
-        """Asks the store, and passes its answer to the book."""
+        """Asks the store for its epoch, and passes the answer `epoch` to the book."""
         assert self.due("store", (), now_s) == [FP]
         self.shown("store", {FP: epoch}, below, now_s, blocks)
 
     def raises(self, now_s: float) -> int:
-        """Begins to raise the store's epoch. Returns the floor of the new epoch; 0 if no raise is
-        due."""
+        """Begins to raise the store's epoch. Returns the lower bound of the new epoch; 0 if the
+        book needs no raise now."""
         wanted = self.begin_raise("store", now_s)
         return wanted.floor if wanted else 0
 
@@ -332,7 +343,8 @@ class Shown(EpochBook):
         self.flushed(FP, now_s)
 
     def state(self, now_s: float) -> tuple[int, bool, bool]:
-        """Returns the epoch, and whether it is fresh and outdated."""
+        """Returns (epoch of the store, whether the epoch is fresh, whether the key space is
+        outdated)."""
         is_fresh = self.is_fresh(FP, "store", now_s)
         return self.epoch(FP, "store"), is_fresh, self.is_outdated(FP)
 
@@ -454,8 +466,9 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
-    """Lets the book settle on a new epoch: the seal must change. It keeps older blocks unreadable
-    if the power fails before their records are gone."""
+    """The store shows a new epoch and the book adopts it. The local epoch, which seals blocks on
+    disk, must rise, so that older blocks stay unreadable if the power fails before their records
+    are deleted."""
     book = Shown()
     before = book.local(FP)
     book.saved = book.revision
@@ -561,8 +574,8 @@ def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
 
 
 def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> None:
-    """Flushes while one of two stores refuses to raise its epoch. It may still serve a flushed
-    block, which must not be copied to the other store."""
+    """Flushes a key space while one of two stores refuses to raise its epoch. That store may still
+    serve flushed blocks, so the book must forbid copies between the stores (`is_calm` is False)."""
     book = EpochBook(("other", "store"))
     now_s = 0.0
 
@@ -589,8 +602,9 @@ def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> Non
 
 
 def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
-    """Restarts with two stores. The earlier server may have adopted a flush of one store, and
-    loaded older blocks from the other, whose epoch is still to be raised."""
+    """Restarts a node with two stores of different epochs. The earlier server may have loaded
+    flushed blocks from one store, so copies between stores are forbidden (`is_calm` is False) for
+    `CALM_S` seconds."""
     stores = {name: EpochStanding(epoch, True) for name, epoch in (("other", 9), ("store", 7))}
     book = EpochBook(("other", "store"), {FP: Record(stores=stores)})
     for now_s, is_calm in ((10.0, False), (9.9 + CALM_S, False), (10.1 + CALM_S, True)):
@@ -612,11 +626,12 @@ def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
 def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
     later: tuple[int, int], lost: range, has_missed: bool
 ) -> None:
-    """The other node's settings have only one of the two stores, or both. A store that is full has
-    no epoch after the flush, and a new one once it has room.
+    """Another node flushes a key space. Its settings may lack the second of this node's two stores,
+    whose epoch then stays unchanged; in this case `missed` must report that store once. A full
+    store has no epoch after the flush, until it has room.
 
-    `later`: the epochs of the store after the flush.
-    `lost`: turns in which this node alone can't reach the other store.
+    `later`: the epochs of the second store after the flush.
+    `lost`: the turns in which this node can't reach the first store.
     """
     book = EpochBook(("other", "store"))
     found = []

@@ -1,6 +1,7 @@
-"""Memory for the arena and the table's records is allocated piece by piece: the reported memory
-always exists, and when memory runs short, untouched memory stays untouched. The arena is pinned
-likewise."""
+"""Tests of `Filling`, which allocates memory for the arena piece by piece, of `RecordsMemory`,
+which does so for the block table's records, and of `ArenaPinner`, which pins the arena for CUDA.
+The reported memory always exists. If memory runs short, no page without memory is touched or
+pinned."""
 
 import errno
 import os
@@ -40,7 +41,7 @@ CAPACITY = 5000
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Yields a folder on tmpfs, where holes behave as in service."""
+    """Yields a folder on tmpfs, where unallocated ranges of files behave as in production."""
     with runtime_folder(2 * ARENA) as folder:
         yield folder
 
@@ -75,7 +76,7 @@ def pinner_of(filling: Filling, arena: FileMapping, runtime: FakeRuntime) -> Are
 
 
 def nothing(filled_bytes: int, coming_bytes: int) -> None:
-    """Ignores progress."""
+    """Ignores the progress report of `Filling`."""
 
 
 def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
@@ -105,8 +106,8 @@ def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
 def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
     filling: Filling, arena: FileMapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fills a piece slowly for a waiting caller while the filling thread starts. All memory must be
-    filled all the same."""
+    """Starts the filling thread while another thread is still filling the first piece. All pieces
+    must be filled all the same."""
     begun, go, populate = threading.Event(), threading.Event(), arena.populate
     populated: list[int] = []
 
@@ -166,7 +167,7 @@ def before_each_piece(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
 
 
 def refuse_after(monkeypatch: pytest.MonkeyPatch, num_pieces: int) -> None:
-    """Refuses memory after this number of pieces."""
+    """Makes allocations fail after this number of pieces."""
     calls = iter(range(num_pieces))
 
     def act() -> None:
@@ -180,7 +181,8 @@ def refuse_after(monkeypatch: pytest.MonkeyPatch, num_pieces: int) -> None:
 def test_memory_that_runs_short_ends_it_where_it_is(
     filling: Filling, monkeypatch: pytest.MonkeyPatch, end: int
 ) -> None:
-    """Memory runs short for the table's records, or for the arena."""
+    """Makes memory run short for the table's records or for the arena. Filling must stop there,
+    keep the filled pieces, and report the reason to waiting threads."""
 
     def records() -> Iterator[int]:
         yield 1
@@ -313,8 +315,8 @@ def test_who_waits_for_memory_when_the_server_stops_is_told(filling: Filling) ->
 def test_slabs_in_which_blocks_came_back_are_brought_in(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Restores blocks beyond the filled memory, as when the old server had filled none. Stores may
-    use the slabs of these blocks at once."""
+    """Restores blocks beyond the filled part of the arena. The server must allocate memory for the
+    slabs of these blocks at once, since stores may use them."""
     slab, num_slabs = COLLAPSE_BYTES // 8, 24
     monkeypatch.setattr(arena_module, "FIRST_FILL_S", 0.0)
     monkeypatch.setattr(arena_module, "FIRST_FILL_BYTES", 0)
@@ -331,8 +333,8 @@ def test_slabs_in_which_blocks_came_back_are_brought_in(
 
 
 def test_memory_that_may_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the available memory is limited by the machine and by each control group of the
-    process."""
+    """Checks that the available memory is limited by the machine and by each control group above
+    the process."""
     own = tmp_path / "own"
     for name, path in (("CGROUPS", tmp_path), ("OWN_CGROUP", own), ("MEMINFO", tmp_path / "info")):
         monkeypatch.setattr(limits, name, path)
@@ -453,8 +455,8 @@ def test_closing_stops_early(runtime: FakeRuntime) -> None:
 def test_what_was_pinned_before_a_refusal_stays_pinned(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refuses the fourth piece: the first three must stay pinned. If CUDA then fails to unregister
-    one, `close` must still unregister the others."""
+    """CUDA refuses to register the fourth piece; the first three must stay pinned. Later CUDA fails
+    to unregister one piece; `close` must still unregister the other two."""
     monkeypatch.setattr(limits, "memlock_bytes", lambda: 64 << 10)
     runtime.fail_call("register", 4)
     pinner = ArenaPinner(runtime, ADDRESS, 100 * PAGE, PAGE)

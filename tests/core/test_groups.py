@@ -1,5 +1,5 @@
-"""The hit rule agrees with a reference that goes token by token; a prefix is found by few
-probes."""
+"""Compares the hit rule (the longest prefix that can be loaded) with a reference that goes token by
+token. Also checks that a ready prefix is found by few probes."""
 
 import math
 
@@ -34,8 +34,8 @@ def group_specs(draw: st.DrawFn) -> GroupSpec:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[list[GroupSpec], list[BoolMask], int]:
-    """Draws groups, a mask of the ready blocks of each, and the limit of the hit. Masks may end
-    before or after the limit."""
+    """Draws groups, for each group a mask of its ready blocks, and the limit of the hit in tokens.
+    A mask may end before or after the limit."""
     groups = draw(st.lists(group_specs(), min_size=1, max_size=6))
     masks = []
     for group in groups:
@@ -48,8 +48,8 @@ def prompts(draw: st.DrawFn) -> tuple[list[GroupSpec], list[BoolMask], int]:
 
 
 def needed_tokens(group: GroupSpec, hit_tokens: int) -> range:
-    """Returns the tokens whose KV (for Mamba: the state after them) is needed to go on at
-    `hit_tokens`, from the definition of each kind."""
+    """Returns the tokens whose KV a request needs to continue after `hit_tokens`, by the definition
+    of the group's kind. For Mamba it is the state after the last token."""
     match group.kind:
         case GroupKind.FULL_ATTENTION | GroupKind.MLA:
             return range(hit_tokens)
@@ -67,8 +67,8 @@ def blocks_reference(group: GroupSpec, hit_tokens: int) -> list[int]:
 
 
 def servable(group: GroupSpec, ready: BoolMask, hit_tokens: int, is_draft: bool) -> bool:
-    """Returns True if a hit of this length can be served. A prompt has no hits beyond its last
-    block, even for a group that needs no earlier block."""
+    """Returns True if a hit of this length can be served from the ready blocks. A hit can't extend
+    beyond the end of the mask, even for a group that needs no earlier block."""
     needed = blocks_reference(group, hit_tokens)
     if is_draft and group.kind is not GroupKind.MAMBA:
         needed = [*needed, hit_tokens // group.block_tokens]
@@ -137,7 +137,7 @@ def test_an_alignment_that_blocks_do_not_divide_is_refused() -> None:
 
 
 class Residency:
-    """Answers probes from a mask and counts the calls and blocks asked for."""
+    """A fake lookup that answers probes from a mask. It counts calls and probed blocks."""
 
     def __init__(self, ready: BoolMask) -> None:
         self.ready = ready
@@ -190,8 +190,8 @@ def test_a_prefix_with_holes_is_never_found_too_short_nor_beyond_what_was_seen(
 
 
 def test_answers_that_contradict_a_closed_prefix_make_it_look_at_every_block() -> None:
-    """Searches a mask with two holes. The first probes see only the wide hole; once the narrow hole
-    before it shows, the search must look at every block."""
+    """Searches a mask with a wide and a narrow hole. The first round of probes sees only the wide
+    hole; the second finds the narrow hole before it, so the search must look at every block."""
     ready = np.ones(8192, np.bool_)
     ready[100:130] = ready[400:900] = False
     residency = Residency(ready)

@@ -1,8 +1,9 @@
-"""The hit rule agrees with vLLM's: its own coordinators search random block pools.
+"""Compares the hit rule with vLLM's: vLLM's own KV cache coordinators search block pools with
+random contents.
 
-Hits are equal except for the cases of `excuse`: if vLLM asks for more than it needs, ours may be
-longer; if vLLM trusts blocks that it has not looked at, ours is shorter. Context parallelism is
-refused exactly where vLLM asserts.
+The hits must be equal except in the cases of `excuse`: our hit may be longer if vLLM asks for more
+blocks than it needs, and shorter if vLLM counts blocks that it has not looked up.
+`check_context_parallel` must raise exactly when vLLM's coordinator fails an assertion.
 """
 
 from collections import Counter
@@ -60,7 +61,8 @@ def vllm_spec(group: GroupSpec, *, is_sharded: bool = False) -> Any:
 def coordinator(
     specs: list[Any], drafts: set[int], *, decode_ranks: int = 1, prefill_ranks: int = 1
 ) -> Any:
-    """Returns vLLM's coordinator for groups of these specs. `drafts`: the groups of a drafter."""
+    """Returns vLLM's coordinator for groups of these specs. `drafts`: the indices of the groups
+    that belong to the speculative decoder's draft model."""
     groups = [
         interface.KVCacheGroupSpec([f"layer.{i}"], spec, is_eagle_group=i in drafts)
         for i, spec in enumerate(specs)
@@ -86,7 +88,8 @@ def coordinator(
 def vllm_hit(
     ours: Any, groups: list[GroupSpec], ready: list[BoolMask], num_hashes: int, limit_tokens: int
 ) -> int:
-    """Returns vLLM's hit with the ready blocks in its pool. Empties the pool again."""
+    """Inserts the ready blocks into vLLM's block pool and returns the hit that vLLM finds. Empties
+    the pool afterwards."""
     pool, hash_tokens = ours.block_pool, ours.block_pool.hash_block_size
     blocks = iter(pool.blocks[1:])
     for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
@@ -102,8 +105,8 @@ def vllm_hit(
 
 
 def random_model(rng: np.random.Generator) -> tuple[list[GroupSpec], set[int]]:
-    """Returns groups that vLLM accepts, and the drafter's groups among them. Equal groups belong to
-    the drafter together."""
+    """Returns random groups that vLLM accepts, and the indices of the draft model's groups. If a
+    group belongs to the draft model, so do all groups equal to it."""
     equal_blocks = rng.random() < 0.5
     kinds = (
         list(GroupKind)
@@ -131,7 +134,8 @@ def random_model(rng: np.random.Generator) -> tuple[list[GroupSpec], set[int]]:
 def excuse(
     groups: list[GroupSpec], drafts: set[int], num_tokens: int, ours: int, theirs: int
 ) -> str:
-    """Returns the reason why the two hits may differ; empty if they must be equal."""
+    """Returns the reason why our hit and vLLM's may differ; an empty string if they must be
+    equal."""
     if ours > theirs:
         # With one group vLLM does not look at the block that ends with the prompt, though it is
         # known and would prove the hit before it.
@@ -205,8 +209,8 @@ def test_hits_are_those_of_vllm() -> None:
 def test_context_parallelism_is_refused_where_vllm_asserts(
     kind: GroupKind, is_sharded: bool, decode_ranks: int, prefill_ranks: int
 ) -> None:
-    """A group that vLLM can't divide over the ranks of context parallelism is refused: vLLM's
-    coordinator ends by an assertion."""
+    """Checks that `check_context_parallel` refuses a group exactly if vLLM can't divide it over the
+    ranks. vLLM's coordinator then ends by an assertion."""
     window_tokens = 16 if kind in WINDOWED else 0
     spec = vllm_spec(GroupSpec(kind, 8, (1,), window_tokens), is_sharded=is_sharded)
     full = vllm_spec(GroupSpec(GroupKind.FULL_ATTENTION, 8, (1,)), is_sharded=True)

@@ -1,5 +1,5 @@
-"""The records of routers' hints agree with naive models: sessions and their shared prefixes,
-outcomes, budgets, receipts, times of return."""
+"""Compares the records of routers' hints with naive models: sessions and the prefixes they share,
+outcomes of actions, rate limits, and the expected time until a session's next request."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -41,7 +41,8 @@ CHAINS = st.lists(st.integers(0, 2), max_size=12)
 
 
 def words(chain: list[int]) -> Words:
-    """Returns the hashes of a chain. As in a real chain, each depends on all earlier blocks."""
+    """Returns the hashes of a chain of blocks. As in a real chain, each hash depends on all earlier
+    blocks."""
     found, seed = [], 1
     for number in chain:
         seed = hash((seed, number)) & 0x7FFF_FFFF
@@ -57,7 +58,8 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 class SessionsMachine(RuleBasedStateMachine):
-    """Compares sessions with an OrderedDict of lists."""
+    """A state machine that compares `HintSessions`, which keeps the latest chain of blocks of each
+    session and key space, with an OrderedDict of lists."""
 
     @initialize()
     def start(self) -> None:
@@ -130,7 +132,8 @@ TestSessionsMachine.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """Compares outcomes and receipts of a tenant with dicts and sets."""
+    """A state machine that compares a tenant's hint outcomes, and the reuse that they count, with
+    dicts and sets."""
 
     @initialize()
     def start(self) -> None:
@@ -175,7 +178,7 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2), more=CHAINS)
     def go_on(self, which: int, more: list[int]) -> None:
-        """Ends the request of an action: its chain is longer now."""
+        """Ends the request of an action. The request's chain of blocks is longer by then."""
         for outcome, chain, start, seen in self.watched[which : which + 1]:
             self.watched.remove((outcome, chain, start, seen))
             self.watch(outcome, chain + more, start, seen)
@@ -183,7 +186,8 @@ class TenantMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.watched)
     @rule(chain=CHAINS, like=st.integers(0, 3), first=st.integers(0, 6), stop=st.integers(4, 12))
     def hit(self, chain: list[int], like: int, first: int, stop: int) -> None:
-        """Reports a hit of a prompt, which continues a watched prompt or is unrelated to all."""
+        """Reports a hit of a prompt. The prompt continues one that an action is watching, or is
+        unrelated to all of them."""
         for _, watched, _, _ in self.watched[like : like + 1]:
             chain = watched + chain
         stop = min(stop, len(chain))
@@ -245,7 +249,7 @@ def names(book: HintBook) -> list[str]:
 
 
 def use(book: HintBook, name: str, now_s: float) -> TenantHints:
-    """Uses a session of a tenant, with twenty blocks."""
+    """Uses a session of a tenant, with a prompt of twenty blocks. Returns the tenant."""
     tenant = book.tenant(name, now_s)
     tenant.sessions.use("s", 1, words([0] * 20), now_s)
     return tenant
@@ -281,7 +285,8 @@ def test_the_tenant_that_was_heard_of_longest_ago_is_forgotten() -> None:
 
 
 def test_sessions_of_all_tenants_are_bounded_together() -> None:
-    """A tenant with prefetches under way is not forgotten."""
+    """Adds tenants until their sessions exceed the node's bound in bytes or tenants. The book
+    forgets the tenant heard of longest ago, but no tenant with prefetches in progress."""
     limits = HintLimits(session_bytes=32 * 40, tenants=9, node_bytes=32 * 40)
     book = HintBook(limits)
     for number, name in enumerate("abc"):
@@ -338,9 +343,9 @@ TURNS = st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from([0.0, 0.5, 1
 def test_a_session_is_expected_as_the_others_and_then_as_itself(
     turns: list[tuple[int, bool, float]],
 ) -> None:
-    """Compares with lists of pauses. A pause lasts from the end of a session's last request to the
-    start of its next. Requests at the same time have none. Only the latest pauses count; nothing is
-    held for a long pause."""
+    """Compares the predicted pause before a session's next request with the median of recorded
+    pauses: at first those of all sessions, later its own. Only the latest pauses count. If the
+    predicted pause is too long, the hold time must be 0."""
     times, now_s = ReturnTimes(), 0.0
     known = [SessionGaps() for _ in range(3)]
     own: list[list[float]] = [[] for _ in known]

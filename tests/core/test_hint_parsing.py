@@ -1,4 +1,5 @@
-"""Envelopes of routers are read right, and no envelope breaks the reader."""
+"""Tests that hints from routers (envelopes with a list of actions) are parsed correctly, and that
+no malformed envelope makes the parser raise."""
 
 import json
 from typing import Any
@@ -119,8 +120,8 @@ def test_an_id_counts_once_and_missing_ones_are_numbered() -> None:
 
 
 def test_an_index_that_an_action_has_as_its_id_names_no_other_action() -> None:
-    """Reads an action with the id `#1`, which the second action would get from its index. The
-    second must get another id, so that their outcomes are told apart."""
+    """Parses an action with the id `#1` before an action without an id, whose default id would be
+    `#1`. The second action must get another id, so that their outcomes can be distinguished."""
     result = read(envelope(action("demote", action_id="#1"), action("release", action_id=None)))
     assert [one.action_id for one in result.actions] == ["#1", "#1'"] and not result.rejected
 
@@ -197,7 +198,7 @@ FIELDS = ["target", "session_id", "token_range", "priority", "ttl_s", "deadline_
 
 
 def maps(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Draws anything, or a map that has some of these fields."""
+    """Draws any value, or a dict that has some of these fields."""
     return VALUES | st.fixed_dictionaries({}, optional=fields)
 
 

@@ -1,5 +1,5 @@
-"""The core while its policy holds recently used blocks: it refuses some stores, and never refuses
-others."""
+"""Tests of the cache while its eviction policy holds recently used blocks (refuses to evict them):
+which stores are refused for lack of room, and which are never refused."""
 
 from collections.abc import Iterable, Mapping
 
@@ -19,10 +19,10 @@ HOLDING = Contender(0.1, hold_s=HOLD_S)
 
 
 class Place(World):
-    """A core of 24 slots whose policy is settled: the last of `contenders` has won, and holds
-    blocks for five seconds after a use.
+    """A cache of 24 slots in which the last of `contenders` (eviction rules) has won. By default it
+    holds blocks for five seconds after each use.
 
-    guaranteed: slots by tenant.
+    guaranteed: the number of guaranteed slots of each tenant.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Place(World):
         retention: Retention = NO_RETENTION,
         tenant: str = "",
     ) -> list[int]:
-        """Stores blocks. Returns the blocks that found room. Checks that refused blocks come
-        last."""
+        """Stores blocks and returns those that found room. Checks that the refused blocks are the
+        last ones."""
         named, session = list(numbers), self.sessions[tenant]
         results = self.store(session, named, now_s, group=group, retention=retention)
         self.core.check_invariants()
@@ -104,7 +104,8 @@ def test_refused_blocks_are_remembered_and_those_to_keep_are_not_refused() -> No
 
 
 def test_a_guarantee_is_a_claim_on_what_others_hold() -> None:
-    """A tenant that asks for more than its guarantee waits until the hold of others has ended."""
+    """Fills the cache with one tenant's blocks. A second tenant may evict held blocks up to its own
+    guarantee at once; beyond it, stores are refused until the hold has ended."""
     place = Place({"late": 12, "early": 8})
     assert len(place.stored(range(24), 0.0, tenant="early")) == 24
     late = list(range(100, 116))
@@ -124,8 +125,9 @@ def test_a_tenant_at_its_bound_keeps_what_it_holds() -> None:
 
 @pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
 def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
-    """Adds blocks of another size, tiers or representations, with which the winner may not hold
-    blocks. Without the hold it is worse than other contenders, so another must win at once."""
+    """Lets a contender (eviction rule) win that holds recently used blocks. Blocks of another size,
+    tiers and representations each rule out holding, so the best contender without a hold must win
+    at once."""
     place = Place(contenders=(Contender(120.0), Contender(30.0), HOLDING))
     space, duel = place.core.space, place.duel
     assert len(place.stored(range(16), 0.0)) == 16

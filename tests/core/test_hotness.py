@@ -1,4 +1,5 @@
-"""Hotness agrees with its definition: the uses that entries remember, and the resulting order."""
+"""Compares the eviction policy `Hotness` with its definition: the heat of blocks by their uses, and
+the resulting order of eviction."""
 
 import math
 from collections import OrderedDict
@@ -26,12 +27,12 @@ from hotkv_server.cache.room.policies.protocol import Entries, Keys
 
 CAPACITY = 12
 TOLERANCE = 2e-5
-"""Error of c, the frequency: each use rounds it to float32 once."""
+"""Allowed error of a block's use count: each use rounds the count to float32 once."""
 PASSED_TICKS = st.sampled_from([0, 1, 7, 64, 64 * 90, 64 * 4000])
 
 
 def make_hotness(capacity: int, contender: Contender) -> Hotness:
-    """Returns a policy whose duel is settled."""
+    """Returns a policy in which this contender (eviction rule) has won for good."""
     policy = Hotness(capacity)
     policy.duel = Duel(capacity, (contender,))
     return policy
@@ -46,8 +47,9 @@ def keys_of(numbers: list[int]) -> Keys:
 
 
 class DefinitionMachine(RuleBasedStateMachine):
-    """Compares heat with its definition. Each block is a chain by itself. Its c is log2 of the sum
-    of all its uses, each halved once per `memory_s` since, even if it was evicted in between."""
+    """A state machine that compares the heat of blocks with its definition. Each block is a chain
+    of its own. A block's count is log2 of the sum of all its uses, each halved once per `memory_s`
+    since; uses before an eviction count too."""
 
     @initialize(contender=st.sampled_from(CONTENDERS))
     def start(self, contender: Contender) -> None:
@@ -111,7 +113,8 @@ class DefinitionMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), passed=PASSED_TICKS, priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY))
     def decline(self, data: st.DataObject, passed: int, priority: int) -> None:
-        """Counts the use of a block that finds no room; it becomes a ghost."""
+        """Counts the use of a block that finds no room. The block becomes a ghost (a remembered key
+        without data)."""
         self.now_s += passed / TICKS_PER_S
         block = data.draw(self.absent())
         depth = data.draw(st.integers(0, 2))
@@ -144,7 +147,8 @@ TestDefinitionMachine = DefinitionMachine.TestCase
 
 
 class NaiveHotness:
-    """Computes t and c of each entry in float64, and compares all entries for each victim."""
+    """A naive hotness policy. It computes the time of last use and the count of each entry in
+    float64, and compares all entries to find a victim."""
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -176,7 +180,8 @@ class NaiveHotness:
 
 @pytest.fixture
 def exact_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a queue look at all entries for every victim."""
+    """Makes the policy's queue look at all entries for every victim, so that the order of victims
+    is exact."""
     monkeypatch.setattr(shared, "MIN_QUEUED", 0)
     monkeypatch.setattr(shared, "SHARE", 1 << 40)
 
@@ -213,8 +218,8 @@ def test_victims_are_the_naive_coldest(contender: Contender, seed: int) -> None:
 def take_coldest(
     policy: Hotness, naive: NaiveHotness, evictable: list[int], count: int
 ) -> list[int]:
-    """Returns victims among the evictable. Checks that they are the naive victims, within the
-    precision of float32."""
+    """Returns victims among the evictable entries. Checks that the naive policy would choose the
+    same, within the precision of float32."""
     victims: list[int] = policy.victims(
         4096, count, lambda numbers: np.isin(numbers, evictable)
     ).tolist()
@@ -229,7 +234,8 @@ def take_coldest(
 
 @given(data=st.data(), contender=st.sampled_from(CONTENDERS))
 def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Contender) -> None:
-    """Stores, uses, evicts and restores whole chains; ghosts may have forgotten any of them."""
+    """Stores, uses and evicts whole or partial chains of blocks. A block must never be hotter than
+    the block before it in its chain."""
     policy = make_hotness(80, contender)
     chains = [list(range(1, 41)), list(range(41, 61)), [61], [62, 63]]
     resident = dict.fromkeys(range(len(chains)), 0)
@@ -266,9 +272,9 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
 
 @given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
 def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
-    """Asks for victims. With `keep_at_s`, they must be all blocks except those used within the
-    winner's hold time or held until later, unless these were demoted. Without `keep_at_s`, they are
-    all blocks."""
+    """Asks the policy for victims. With `keep_at_s`, it must offer all blocks except those used
+    within the hold time and those held explicitly; it always offers demoted blocks (marked for
+    early eviction). Without `keep_at_s`, it must offer all blocks."""
     policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
     used_s = {}
     for entry in range(1, num_entries + 1):
@@ -305,8 +311,8 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
 
 @pytest.mark.parametrize("may_hold", [False, True])
 def test_a_new_winner_orders_anew_what_was_queued(*, may_hold: bool) -> None:
-    """Lets another contender win, at the end of an epoch or because the winner is not allowed to
-    hold. Queued blocks must be ordered anew."""
+    """Makes another contender (eviction rule) win, at the end of an epoch or because the winner is
+    not allowed to hold blocks. The policy must reorder the blocks in its queue."""
     policy = make_hotness(40, CONTENDERS[0])
     policy.duel = Duel(40, (Contender(0.1, hold_s=5.0), Contender(0.1, recency=-1.0)))
     for entry in range(1, 41):
@@ -334,8 +340,8 @@ def test_the_clock_does_not_go_back_and_a_time_to_live_is_not_shortened() -> Non
 
 
 def test_what_asked_to_stay_goes_if_nothing_else_may() -> None:
-    """Asks for victims when every block has a time to live. Some must be named: the policy evicts
-    such blocks after all others, but never holds them back."""
+    """Asks for victims when every block has a time to live. The policy must name some: it evicts
+    blocks with a time to live last, but does not refuse to evict them."""
     policy = make_hotness(4, Contender(0.1, hold_s=5.0))
     policy.admit(entries_of([1, 2]), keys_of([1, 2]), 100.0, Retention(ttl_s=1000.0))
     anything = np.ones(2, np.bool_)
@@ -344,8 +350,8 @@ def test_what_asked_to_stay_goes_if_nothing_else_may() -> None:
 
 @pytest.mark.parametrize("start_s", [0.0, 1e9, -5.0])
 def test_clocks_that_start_anywhere(start_s: float) -> None:
-    """Keeps the order in a chain from the first tick to the last of two years. Later, frequency
-    alone decides."""
+    """Uses a chain of blocks from any start time of the clock. For two years and more, an earlier
+    block must stay hotter than a later one, and heat must stay finite."""
     policy = make_hotness(20, CONTENDERS[0])
     chain = list(range(1, 11))
     policy.admit(entries_of(chain), keys_of(chain), start_s)

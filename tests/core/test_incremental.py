@@ -1,5 +1,6 @@
-"""Long work runs in parts: whatever is called between two parts, the core's state is consistent
-after each part, and the work keeps its promise at its end."""
+"""Tests of the core's long operations, which are generators that run in parts. Other calls may come
+between two parts. The core must be consistent after each part, and the operation must complete as
+promised."""
 
 from collections.abc import Callable, Iterator, Sequence
 from unittest.mock import Mock
@@ -42,8 +43,10 @@ def small_parts() -> Iterator[None]:
 
 
 class Meddler(World):
-    """A core, and calls for other work between parts. `began`: the turn in which the last store of
-    a block of the first key space began."""
+    """A core, with a method that makes random calls between the parts of a long operation.
+
+    began: for each block of the first key space, the turn in which its last store began.
+    """
 
     def __init__(self, num_slabs: int = NUM_SLOTS // 4) -> None:
         super().__init__(num_slabs, unadmitted_share=1.0, held_share=1.0)
@@ -93,8 +96,9 @@ class Meddler(World):
 def test_a_flush_in_parts_leaves_nothing_of_before(
     before: list[tuple[str, int]], between: list[tuple[str, int]], num_calls: int
 ) -> None:
-    """Finds no block that was stored or being stored at the request, whatever runs between the
-    parts. Other key spaces keep their blocks."""
+    """Flushes a key space in parts, with random calls between them. Blocks that were stored or
+    being stored when the flush was requested must never be found. Other key spaces keep their
+    blocks."""
     world = Meddler(num_slabs=3)
     core = world.core
     for what, number in before:
@@ -131,8 +135,8 @@ def test_a_flush_in_parts_leaves_nothing_of_before(
 def test_whatever_comes_between_there_is_room_in_the_end(
     between: list[tuple[str, int]], group: int, count: int
 ) -> None:
-    """Reserves a quarter of the slots, with other calls between the parts. Room must be found,
-    since these calls pin and write few blocks."""
+    """Reserves up to 12 blocks in a full cache in parts, with random calls between them. All blocks
+    must find room, because these calls pin and write few blocks."""
     world = Meddler(num_slabs=NUM_SLOTS)
     for start in range(0, 135, 9):
         world.end(world.begin(range(start + 200, start + 209)))
@@ -152,8 +156,8 @@ def test_whatever_comes_between_there_is_room_in_the_end(
 
 
 def test_what_is_swept_is_not_refilled() -> None:
-    """Takes victims after a sweep that found too few blocks. The queue must look at no entry
-    again."""
+    """Sweeps the queue of cold entries, which finds fewer victims than requested, then takes the
+    victims. `take` must not look at the entries a second time."""
     looked_at: list[tuple[int, int]] = []
 
     def members(first: int, stop: int) -> np.ndarray:
@@ -189,7 +193,8 @@ def test_slots_in_slabs_are_found(slab_bytes: int) -> None:
 
 
 def test_entries_without_memory_are_not_used() -> None:
-    """While the table's memory grows, only entries that have memory are used."""
+    """Stores blocks while the table's memory is still growing. Only entries that already have
+    memory may be used."""
     world = World(NUM_SLOTS // 4)
     session, index = world.open(), world.core.space.index
     for limit in (5, 8):
@@ -200,8 +205,9 @@ def test_entries_without_memory_are_not_used() -> None:
 
 
 def test_room_for_representations_keeps_their_blocks() -> None:
-    """Makes room for representations of present blocks. These blocks must stay: a representation
-    whose block is evicted would keep its slot for ever."""
+    """Reserves representations (summaries of blocks' keys) of present blocks in a full cache.
+    Making room must not evict these blocks, because a representation without its block would keep
+    its slot for ever."""
     world = World(2)
     session = world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for group in (0, MAX_GROUPS):
@@ -219,8 +225,9 @@ def test_room_for_representations_keeps_their_blocks() -> None:
 
 
 def test_a_number_that_a_representation_gets_between_two_parts_is_not_evicted() -> None:
-    """Stores a representation between two parts; it gets the number of an evicted block. Evicting
-    it would remove its block without a notice, even a pinned block."""
+    """Reserves blocks in parts. Between two parts, a representation gets the entry number of an
+    evicted block. The reservation must not evict that entry, since this would remove a block
+    without a notice."""
     world = World(NUM_SLOTS // 4)
     core, session = world.core, world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for number in range(NUM_SLOTS):
@@ -235,8 +242,8 @@ def test_a_number_that_a_representation_gets_between_two_parts_is_not_evicted() 
 
 
 def reserving_in_parts(between: Callable[[Meddler], object]) -> list[int]:
-    """Returns the results of a call for blocks 100 to 111 in a full cache. `between` runs after its
-    first part."""
+    """Reserves blocks 100 to 111 in a full cache, in parts. Calls `between` after the first part.
+    Returns the result of each block."""
     world = Meddler()
     for number in range(0, NUM_SLOTS, 2):
         world.call("store", number)
@@ -274,8 +281,9 @@ def test_what_others_free_between_two_parts_is_not_evicted_again() -> None:
 
 
 def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> None:
-    """Checks that a call searches the tenant's blocks once for all its runs, whatever their sizes:
-    a search looks at all entries."""
+    """Reserves many runs (lists of blocks) for a tenant at its memory bound. The core must search
+    for the tenant's own blocks once per call, not once per run, since each search looks at all
+    entries."""
     bound = TenantShare(0, 6 * SLOT_ALIGN)
     world = World(24, tenants={"large": TenantShare(), "small": bound})
     space, sizes = world.core.space, (SLOT_ALIGN, 2 * SLOT_ALIGN)
@@ -300,8 +308,9 @@ BLOCKS = st.tuples(HEATS, st.integers(1, 3)).map(np.array)
 
 @given(st.lists(st.lists(BLOCKS, min_size=1), min_size=1), st.integers(-1, 30))
 def test_the_coldest_blocks_of_all_parts_go(parts: list[list[np.ndarray]], most: int) -> None:
-    """Chooses the coldest of several parts. As many must go as fit; of equally hot blocks, the
-    first of each part that still fit."""
+    """Chooses the coldest blocks of several parts, up to a total size. The chosen blocks must be
+    colder than the rest. Among equally cold blocks, each part gives its first blocks that still
+    fit."""
     blocks = []
     for rows in map(np.array, parts):
         heat, sizes = rows[np.argsort(rows[:, 0])].T

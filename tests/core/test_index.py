@@ -1,5 +1,5 @@
-"""The block index agrees with a dict, word for word; clients without kernels find the same entries
-in the table."""
+"""Compares the block index with a dict. Also checks that clients without the compiled kernels find
+the same entries in the table."""
 
 import copy
 from contextlib import suppress
@@ -50,8 +50,8 @@ class Entry:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Applies every change to an index and to a dict. `plain` reads the same table without kernels,
-    as a client without numba does."""
+    """A state machine that applies every change to an index and to a dict. `plain` reads the same
+    table without compiled kernels, as a client without numba does."""
 
     @initialize(
         hash_bytes=st.sampled_from([8, 16, 20, 32]),
@@ -71,7 +71,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.pins = [0] * (capacity + 1)
 
     def keys(self, data: st.DataObject, max_size: int = 12) -> tuple[int, int, list[bytes]]:
-        """Draws hashes of a group, crowded into few buckets and tags."""
+        """Draws hashes of a group that often collide: they have few home buckets (where a lookup
+        begins) and few tags (the bits that a lookup compares)."""
         key_space_id, group = data.draw(st.sampled_from(GROUPS))
         salt = SALTS[key_space_id][group]
         home, tag, tail = st.integers(0, self.num_buckets - 1), st.integers(0, 9), st.integers(0, 2)
@@ -108,7 +109,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(home=st.integers(0, 11), tail=st.integers(0, 2), count=st.integers(8, 10))
     def crowd(self, home: int, tail: int, count: int) -> None:
-        """Inserts more blocks of a home than a bucket holds."""
+        """Inserts more blocks with the same home bucket than a bucket can hold."""
         home %= self.num_buckets
         hashes = [
             crafted_hash(home, self.num_buckets, tag, tail, SALTS[2][0], self.hash_bytes)
@@ -125,7 +126,7 @@ class IndexMachine(RuleBasedStateMachine):
         offset: int,
         lease: int,
     ) -> None:
-        """Inserts the hashes that are not there yet."""
+        """Inserts the hashes that the index does not contain yet."""
         fresh = [h for h in hashes if (key_space_id, group, h) not in self.model]
         offsets = (offset + np.arange(len(fresh), dtype=np.int64)) * SLOT_ALIGN
         depths = depth + np.arange(len(fresh), dtype=np.int64)
@@ -208,8 +209,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def find(self, data: st.DataObject) -> None:
-        """Looks up known and unknown keys, compares their records, and probes by tag through kernel
-        and reference on the same table."""
+        """Looks up known and unknown hashes and checks their records. Probes the table by tag, with
+        and without kernels, and compares the results."""
         key_space_id, group, hashes = self.keys(data, max_size=30)
         words, salt, packed = self.pack(hashes), SALTS[key_space_id][group], b"".join(hashes)
         found = [self.model.get((key_space_id, group, h)) for h in hashes]
@@ -258,7 +259,8 @@ class IndexMachine(RuleBasedStateMachine):
             assert int(record[table.W_CHECK]) | int(record[table.W_CHECK + 1]) << 32 == entry.check
 
     def passed_by(self) -> list[int]:
-        """Returns for each bucket how many keys did not fit into it and lie in a later bucket."""
+        """Returns for each bucket how many keys did not fit into it and were placed in a later
+        bucket."""
         rows = self.index.table.buckets[:, table.ENTRIES :].tolist()
         passed = [0] * self.num_buckets
         for (key_space_id, group, block_hash), entry in self.model.items():
@@ -271,8 +273,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """Checks that index and dict have the same entries, and that readers notice every
-        change."""
+        """Checks that index and dict have the same entries, and that a bucket's sequence number
+        rises with every change, by which readers notice the change."""
         index = self.index
         index.check_invariants()
         buckets, before = index.table.buckets, self.buckets
@@ -313,8 +315,8 @@ def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None
 
 
 def test_a_block_in_the_last_bucket_of_a_search_is_found() -> None:
-    """Gives all blocks the same home bucket. All blocks within reach of a search must be found; one
-    more does not fit."""
+    """Inserts blocks with the same home bucket until all buckets that a search visits are full. All
+    blocks must be found; one more does not fit."""
     most, num_buckets = table.WAYS * table.MAX_PROBE_BUCKETS, 2 * table.MAX_PROBE_BUCKETS
     index = BlockIndex(make_table(most + 8, num_buckets))
     index.add_key_space(2, [3])
@@ -367,7 +369,8 @@ FEW_WORDS = st.lists(st.sampled_from([0, 1]), min_size=8, max_size=8)
 
 @given(data=st.data(), words=st.lists(FEW_WORDS, max_size=8))
 def test_rows_of_hashes_are_those_of_lists(data: st.DataObject, words: list[list[int]]) -> None:
-    """Covers hashes that differ only after their first eight bytes."""
+    """Compares `first_occurrences` and `rows`, which work on arrays of hashes, with lists. Some
+    hashes differ only after their first eight bytes."""
     hashes = np.array(words, np.uint32).reshape(-1, 8)
     expected = [at for at, row in enumerate(words) if row not in words[:at]]
     assert first_occurrences(hashes).tolist() == expected

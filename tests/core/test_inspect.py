@@ -1,5 +1,6 @@
-"""Answers of `cache.inspect` agree with the books and are copies; the map of the arena agrees with
-a walk over each entry and each slab; histograms count right."""
+"""Tests of `cache.inspect`, which reads figures and block lists from the core for operators. The
+answers must agree with the core and be copies. Compares the map of the arena's use with a naive
+map, and histograms with a plain count."""
 
 import math
 import re
@@ -33,7 +34,7 @@ from tests.core.support import (
 
 
 class Cache(World):
-    """An engine on a key space of two groups; four slabs of four slots."""
+    """A cache of four slabs with four slots each, and a session in a key space of two groups."""
 
     def __init__(self) -> None:
         super().__init__(4, 60, "hotness")
@@ -193,12 +194,14 @@ def test_a_story_is_told_of_any_number() -> None:
 
 
 REACHES = re.compile(r"core\.(?:_|(?!config\.)\w+\.)\w+|= [\w.]+\b_?core$", re.MULTILINE)
-"""A private part of the core, a part of its part (except its settings), or another name for it."""
+"""Matches code that uses a private attribute of the core, an attribute of one of its parts (except
+its settings), or another name for the core."""
 
 
 @pytest.mark.parametrize("part", ["wire", "told"])
 def test_no_outer_part_reaches_into_the_books(part: str) -> None:
-    """Searches the text of the sources: gRPC services and figures call the core's own methods."""
+    """Searches the sources of the gRPC services and of the operators' figures. They may call only
+    methods of the core itself, not use its parts."""
     for path in Path(hotkv_server.__file__).parent.joinpath(part).rglob("*.py"):
         assert not REACHES.findall(path.read_text()), path
 
@@ -211,7 +214,7 @@ END_S = 1000.0
 
 
 class NaiveMap:
-    """Walks entry by entry and slab by slab."""
+    """A map of the arena's use, computed naively by walking over each entry and each slab."""
 
     def __init__(self, core: CacheCore, slabs_per_cell: int) -> None:
         num_cells = math.ceil(core.space.pool.num_slabs / slabs_per_cell)
@@ -263,7 +266,8 @@ def test_a_map_is_what_each_entry_says(
     most_cells: int,
     backed: int,
 ) -> None:
-    """Cuts the map into cells and parts of several sizes."""
+    """Compares the map of the arena's use with a naive map, after random calls, with several
+    numbers of cells."""
     world = World(NUM_SLABS, 60, policy, is_backed=False)
     core = world.core
     core.space.grow(backed * SLAB, 0)
@@ -322,8 +326,8 @@ def test_it_counts_as_a_plain_search_does(
 
 @pytest.mark.parametrize("policy", ["lru", "hotness", "arc"])
 def test_an_age_is_the_time_since_the_last_use(policy: str) -> None:
-    """Checks the ages of evicted blocks. The core learns the time from a session that opens, and
-    from the clock's tick."""
+    """Evicts blocks and checks the histogram of their ages (time since last use). The core learns
+    the time when a session opens and at each tick of the clock."""
     world = World(1, policy=policy)
     core, session = world.core, world.open(now_s=900.0)
     counted = inspect.eviction_ages(core)

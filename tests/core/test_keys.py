@@ -1,4 +1,5 @@
-"""Fingerprints, packed hashes, and vLLM's block hashes are computed right."""
+"""Tests of key space fingerprints, of packed hashes, and of block hashes, which must equal
+vLLM's."""
 
 import itertools
 from dataclasses import fields, replace
@@ -125,8 +126,8 @@ def test_group_hashes_are_those_at_each_blocks_last_token(num_hashes: int, step:
 def test_token_hashes_are_those_of_vllm(
     seed: str, block_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares with vLLM's own chain: `init_none_hash` reads the seed from the environment, then
-    `hash_block_tokens` hashes block by block."""
+    """Compares `token_block_hashes` with vLLM's own functions: `init_none_hash` reads the seed from
+    the environment, and `hash_block_tokens` hashes block after block."""
     utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
     hashing = pytest.importorskip("vllm.utils.hashing")
     for name in ("NONE_HASH", "_NONE_HASH_SEED"):

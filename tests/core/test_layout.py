@@ -1,5 +1,5 @@
-"""Runs of a layout are right, and bad layouts are refused by field (`dataplane/test_layouts.py`
-copies)."""
+"""Tests that a `Layout` of KV memory yields the right byte runs to copy, and that an invalid layout
+is refused with the name of the field. `dataplane/test_layouts.py` tests the copies."""
 
 import math
 from dataclasses import replace
@@ -125,7 +125,8 @@ def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(
     of_layout: dict[str, int],
     of_handle: dict[str, int],
 ) -> None:
-    """Replaces fields of a good layout by any numbers that the wire can carry."""
+    """Replaces fields of a valid layout by any numbers that protobuf can carry. The layout must be
+    refused, or its copies must stay inside the memory and the slot."""
     tensor = replace(TENSOR, **of_tensor)
     if data.draw(st.booleans()):
         dims = data.draw(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=10))
@@ -153,8 +154,9 @@ def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(
 def test_a_block_is_as_many_runs_as_its_layout_has_breaks(
     order: str, runs_per_block: int, split: bool
 ) -> None:
-    """Describes three layers and four heads as a single tensor, or as a tensor for each layer. If
-    layers are contiguous, a block is a single run."""
+    """Describes three layers with four heads each as one tensor, or as one tensor per layer. Both
+    must give the same number of contiguous runs per block, which is one if the layers are
+    contiguous."""
     shape = Shape(3, 1, 4, 5, 8)
     rank = make_rank(order, "packed", [shape], 6)
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (shape.all_bytes,))
@@ -168,7 +170,8 @@ def test_a_block_is_as_many_runs_as_its_layout_has_breaks(
 
 
 def test_neighbours_in_the_first_block_only_are_no_run() -> None:
-    """Uses two tensors that adjoin in block 0 and are blocks apart after it."""
+    """Describes two tensors that are adjacent in block 0 but not in block 1, because their strides
+    differ. Their runs must not be merged."""
     tensors = (PageTensor(0, "m", 0, 32, 16, 0), PageTensor(0, "m", 16, 64, 16, 16))
     layout = Layout(0, 2, (MemoryHandle("m", 96),), tensors)
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (32,))

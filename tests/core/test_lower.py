@@ -1,5 +1,6 @@
-"""A tier below host memory, in the core: blocks move down and up during stores, leases, evictions
-and flushes, while the tier fails, lags, loses blocks, and can't encode some blocks."""
+"""Tests of a tier below host memory, as far as the core decides: blocks move down to the tier and
+up again during stores, leases, evictions and flushes. The tier fails, is slow, loses blocks, and
+can't encode some blocks."""
 
 from typing import Any
 
@@ -25,7 +26,7 @@ TestLowerMachine.settings = settings(max_examples=80, deadline=None)
 
 
 class Tiered(World):
-    """A core over a tier of 40 blocks."""
+    """A core with a tier below that has places for 32 blocks."""
 
     def __init__(self, num_slabs: int = 6, capacity: int = 40) -> None:
         super().__init__(num_slabs, capacity)
@@ -64,8 +65,8 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
 
 
 def test_the_gate_is_told_what_is_before_each_block() -> None:
-    """Offers parts of chains to the write gate: after a block that is or goes below, after a gap,
-    and after a beginning that was evicted."""
+    """Offers parts of block chains to the write gate, which decides what a tier stores. The gate
+    must learn whether a block begins a chain, follows a block that goes below, or follows a gap."""
     tiered = Tiered()
     down, seen = tiered.down, []
 
@@ -107,8 +108,8 @@ def test_the_gate_is_told_what_is_before_each_block() -> None:
 
 
 def test_numbers_of_leases_and_moves_never_meet() -> None:
-    """Lets the numbers of leases and of moves run out. Each must wrap around within its half of the
-    range, and skip numbers in use."""
+    """Lets the numbers of leases and of moves (copies between tiers) reach their maximum. Each kind
+    must wrap around within its own half of the range and skip numbers in use."""
     tiered = Tiered()
     core, moves = tiered.core, tiered.lower.moves
     core.acquire(tiered.session.number, "first", [HashList(0, words_of([1]))], 10.0, 0.0)
@@ -137,8 +138,8 @@ def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
 
 
 def test_why_a_block_is_in_no_tier_any_more() -> None:
-    """Asks for the causes of missing blocks: one was lost in the tier; another, which a hint
-    demoted to the tier, is flushed."""
+    """Asks why blocks are missing: one was lost in the tier, one was demoted by a hint, and both
+    remaining blocks are then flushed."""
     tiered = Tiered()
     core, down = tiered.core, tiered.down
     tiered.add([1, 2, 3])
@@ -161,7 +162,8 @@ def test_why_a_block_is_in_no_tier_any_more() -> None:
 
 
 def test_a_block_that_a_call_lists_twice_moves_up_once() -> None:
-    """Lists blocks twice in one list, and in two lists of the same group."""
+    """Requests blocks from the tier in two lists that repeat blocks. Each of the three blocks must
+    be promoted once."""
     tiered = Tiered()
     tiered.add([1, 2, 3])
     (move,) = tiered.down.begin(tiered.core.space.index.ready_blocks())
@@ -201,8 +203,8 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_long_queue_is_searched_in_parts_a_bounded_number_a_turn(*, is_shared: bool) -> None:
-    """Searches a queue of which most blocks were evicted while the tier was out of use. A turn must
-    end after a bounded number of parts."""
+    """Searches a queue of blocks to copy, most of which were evicted while the tier was down. One
+    turn must end after a bounded number of parts, and leave the rest for later."""
     tiered = Tiered()
     copies = Copies(tiered.lower.moves)
     queue = copies.lanes[STORED] if is_shared else tiered.down.waiting

@@ -1,5 +1,5 @@
-"""The records of a disk tier: slabs keep their size, so all blocks of an earlier server stay in
-their places."""
+"""Tests of `LowerMemory`, the files with the records of a disk tier. Blocks of an earlier server
+keep their places on disk, because the slab size does not change."""
 
 import logging
 import os
@@ -38,7 +38,7 @@ def opened(
 
 
 def left(folder: Path) -> None:
-    """Leaves the files of a server with slabs of 4 MiB."""
+    """Creates the files that a server with slabs of 4 MiB would leave."""
     with opened(folder, 64, 4) as made:
         made.start(1, ServerState(made.slab_bytes))
 
@@ -108,8 +108,8 @@ def test_what_has_changed_is_in_the_file_once_it_is_written(
 def test_a_file_gets_its_name_when_its_content_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that a new file is synced before it replaces the old one. Otherwise a power loss may
-    leave an empty file (XFS)."""
+    """Checks that a new file is synced before it replaces the old one. Otherwise, on XFS, a power
+    loss may leave an empty file."""
     fsync, replace = os.fsync, Path.replace
     synced: set[int] = set()
     named: list[tuple[str, bool]] = []

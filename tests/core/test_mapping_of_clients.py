@@ -1,5 +1,5 @@
-"""A client's mapping of a file has its bytes, at a multiple of a huge page, read-only, as long as a
-view exists."""
+"""Tests of `map_file`, by which clients map a file: the mapping has the file's bytes, is aligned to
+a huge page and read-only, and lasts as long as a view of it."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from hotkv_client.arena import HUGE_PAGE_BYTES, map_file
 
 @contextmanager
 def file_of(content: bytes) -> Iterator[int]:
-    """Yields a file in memory."""
+    """Yields the descriptor of a file in memory with this content."""
     fd = os.memfd_create("mapped")
     os.write(fd, content)
     yield fd
@@ -24,7 +24,7 @@ def file_of(content: bytes) -> Iterator[int]:
 
 
 def mapped_bytes() -> int:
-    """Returns how many bytes of such files this process has mapped."""
+    """Returns how many bytes of the files of `file_of` this process has mapped."""
     lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     ranges = [line.split()[0].split("-") for line in lines if "memfd:mapped" in line]
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)

@@ -1,5 +1,5 @@
-"""Files of arena, table and state survive a start that is killed at any write; full or busy memory
-is handled; each file has a single writer."""
+"""Tests of the files for the arena, the block table and the server's state. A start that is killed
+at any write leaves usable files; a lack of memory is handled; each file has one writer."""
 
 import errno
 import json
@@ -40,11 +40,12 @@ TOO_MANY_SHARDS = make_key_space("of another version", SLOT_ALIGN, SLOT_ALIGN, 4
 
 
 class KilledError(BaseException):
-    """Stands for a kill: no handler catches it."""
+    """An exception that stands for a kill. As a BaseException, it is not caught by `except
+    Exception`."""
 
 
 class Start:
-    """The memory of a server that starts."""
+    """The memory and the core of a server that starts in a folder."""
 
     def __init__(self, folder: Path, *, prefault: bool = False) -> None:
         self.memory = NodeMemory.open(folder, ARENA, SLAB, CAPACITY, 7, prefault=prefault)
@@ -68,13 +69,15 @@ class Start:
         return found
 
     def end(self) -> None:
-        """Ends as a kill would: files stay unchanged."""
+        """Ends the server as a kill would: the files stay as they are."""
         self.memory.release()
 
 
 def leave(folder: Path, *, unfit: bool) -> None:
-    """Leaves the files of a server with blocks of two key spaces. `unfit`: before them it knew a
-    key space that this version refuses."""
+    """Leaves the files of a server with blocks of two key spaces.
+
+    unfit: True if that server also knew an earlier key space that this version refuses.
+    """
     start = Start(folder).take_over()
     if unfit:
         start.core.catalog._check = lambda key_space, kinds: None  # type: ignore[method-assign]
@@ -96,8 +99,12 @@ OWNERS = {"write_state": arena_module, "adopt": NodeMemory, "replace": Path, "un
 def test_starts_that_are_killed_never_take_a_block_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str, *, unfit: bool
 ) -> None:
-    """Kills two starts at a write. `unfit`: this version refuses an old key space, so that the
-    other key spaces get new numbers."""
+    """Kills two starts in a row before or after a certain write. The third start must find each
+    block in its own key space, and in no other.
+
+    unfit: this version refuses an old key space, so the other key spaces get new numbers. The third
+        start may then find no block at all.
+    """
     leave(tmp_path, unfit=unfit)
     whole: Callable[..., object] = getattr(OWNERS[name], name)
 
@@ -125,7 +132,8 @@ def test_starts_that_are_killed_never_take_a_block_for_another(
 
 
 def test_spoiled_times_of_last_use_are_unknown_and_nobody_is_warned(tmp_path: Path) -> None:
-    """Covers a signalling NaN, for which the processor raises a flag and numpy a warning."""
+    """Reads a file of last-use times with invalid values. These times are unknown afterwards. No
+    numpy warning may occur, not even for a signalling NaN."""
     memory = Start(tmp_path).memory
     geometry = memory.table.geometry
     bits = np.zeros(geometry.capacity + 1, "<u4")
@@ -189,7 +197,7 @@ UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     "linked state": (lambda f: link(f / "state.json"), "symbolic links"),
     "owner": (lambda f: None, "belongs to uid"),
 }  # fmt: skip
-"""Changes to the files of a server, each with the reason why the next server can't use them."""
+"""Changes to a server's files, each with the reason why the next server can't use the files."""
 
 
 @pytest.mark.parametrize("name", UNFIT)
@@ -260,8 +268,9 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(
 def test_bringing_memory_in_writes_none_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Populates a mapping while copies go on: reading a byte and writing it back would undo a copy.
-    A closed mapping must leave no reserved addresses behind."""
+    """Populates a mapping on an old kernel; its array is read-only for the test. `populate` must
+    not write, because writing a byte back could undo a concurrent copy. A closed mapping must leave
+    no reserved addresses."""
 
     def regions() -> list[str]:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
@@ -296,8 +305,8 @@ def test_bringing_memory_in_writes_none_of_it(
 def test_huge_pages_are_made_until_the_kernel_refuses_a_whole_piece(
     refused: set[int], start: int, end: int, piece: int, *, exclusive: bool
 ) -> None:
-    """Requests huge pages from a made-up kernel, which makes one only if one of its small pages has
-    memory."""
+    """Requests huge pages from a fake kernel, which refuses some of them, and all pages without
+    memory. Requests must go on until all pages of one piece are refused."""
     size = HUGE_PAGE_BYTES
     fd = os.memfd_create("huge")
     os.truncate(fd, 10 * size)
@@ -325,8 +334,8 @@ def test_huge_pages_are_made_until_the_kernel_refuses_a_whole_piece(
 
 
 def test_the_table_is_of_huge_pages_as_the_arena_is(tmp_path: Path) -> None:
-    """Checks that the table gets huge pages if the kernel gives any here. With small pages, lookups
-    in a large table took a third longer."""
+    """Checks that the block table uses huge pages if the kernel offers any. With small pages,
+    lookups in a large table took a third longer."""
     memory = NodeMemory.open(tmp_path, ARENA, SLAB, 1 << 16, 7)
     probe = FileMapping.create(tmp_path / "probe", memory.table_file.num_bytes, 0o600)
     probe.make_huge(0, 10.0)
@@ -353,8 +362,8 @@ def test_a_file_that_may_only_be_read_is_refused_and_nothing_stays_mapped(tmp_pa
 def test_what_a_kill_in_the_middle_of_a_write_leaves_is_removed_too(
     tmp_path: Path, name: str
 ) -> None:
-    """Leaves a half-written file. It must be listed and removed: it may take megabytes of memory,
-    and nothing else would find it."""
+    """Leaves a half-written file in a server's folder. `find` must count its bytes and `remove`
+    must delete it, since no other code would."""
     directory = tmp_path / "arena"
     memory = NodeMemory.open(directory, ARENA, SLAB, 100, 7, prefault=False)
     (directory / name).write_bytes(bytes(1 << 20))

@@ -1,4 +1,4 @@
-"""NUMA placement follows /sys, on made-up machines."""
+"""Tests of NUMA placement, with /sys folders of fake machines."""
 
 import ctypes
 import errno
@@ -23,8 +23,8 @@ DUAL = {0: "0-3,8-11", 1: "4-7,12-15"}
 def machine(
     root: Path, nodes: dict[int, str], devices: dict[str, tuple[str, str, int]] | None = None
 ) -> Path:
-    """Returns a /sys with nodes (number -> processors) and PCI devices (id -> vendor, class,
-    node)."""
+    """Creates a /sys folder of a fake machine, with NUMA nodes (number -> processors) and PCI
+    devices (id -> vendor, class, node). Returns its path."""
     of_nodes, of_devices = root / "devices/system/node", root / "bus/pci/devices"
     files = {of_nodes / "has_memory": ",".join(map(str, nodes))}
     files |= {of_nodes / f"node{number}/cpulist": cpus for number, cpus in nodes.items()}
@@ -101,7 +101,8 @@ def test_a_node_without_memory_is_refused_with_those_that_have_some(tmp_path: Pa
     platform.machine() not in ("x86_64", "aarch64"), reason="no number of the system call is known"
 )
 def test_memory_can_be_placed_or_the_reason_is_said() -> None:
-    """Calls mbind for a fresh mapping on an existing node; machines that forbid it must say so."""
+    """Calls mbind for a new mapping on an existing NUMA node. If the machine forbids it, `place`
+    must return the reason."""
     nodes = numa.memory_nodes()
     if not nodes:
         pytest.skip("this kernel has no NUMA")

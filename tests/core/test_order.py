@@ -1,5 +1,5 @@
-"""The order of words that count up and wrap is the CUDA driver's: `(int32_t)(*addr - value) >=
-0`."""
+"""Tests of `has_reached`, which compares 32-bit counters that wrap around, as the CUDA driver does:
+`(int32_t)(*addr - value) >= 0`."""
 
 import ctypes
 
@@ -17,7 +17,8 @@ WRAP = 1 << 32
 @example(value=1 << 31, distance=1 << 31)
 @example(value=0, distance=WRAP - 1)
 def test_has_reached_is_the_drivers_comparison(value: int, distance: int) -> None:
-    """Of all words, half count as behind a given word."""
+    """Compares `has_reached` with the driver's formula in C integers. Half of all words count as
+    having reached a given value."""
     word = (value + distance) % WRAP
     reached = has_reached(word, value)
     assert reached == (distance < 1 << 31) == (ctypes.c_int32(word - value).value >= 0)

@@ -1,4 +1,5 @@
-"""Retention pins agree with a dict of the requests."""
+"""Compares `RetentionPins`, which pin blocks for a time that a request asked for, with a dict of
+the requests."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -19,9 +20,9 @@ PLACES = st.lists(st.integers(0, NUM_ENTRIES - 1), max_size=14)
 
 
 class HoldsMachine(RuleBasedStateMachine):
-    """Checks that entries are held until the latest requested time, in the requested order as far
-    as the budget goes, with a single pin each. Two tenants share the budget; the first has a bound
-    of its own. Entries of each tenant have another size."""
+    """A state machine in which two tenants pin entries within a shared budget; the first also has a
+    bound of its own. Each pinned entry has one pin until the latest requested time. If the budget
+    runs out, the first requested entries are pinned."""
 
     @initialize(
         budget_bytes=st.sampled_from([0, SLOT_ALIGN, 10 * SLOT_ALIGN + 7, 1 << 40]),
@@ -56,7 +57,7 @@ class HoldsMachine(RuleBasedStateMachine):
         return self.numbers[places].astype(np.uint32)
 
     def held_bytes(self, size: int = 0) -> int:
-        """Returns how many bytes are held, of entries of this size only if it is given."""
+        """Returns the bytes of all pinned entries; with `size`, only of entries of this size."""
         sizes = [self.size_of[held] for held in self.until_s]
         return sum(one for one in sizes if size in (0, one))
 
@@ -66,8 +67,9 @@ class HoldsMachine(RuleBasedStateMachine):
         ttl_s=st.sampled_from([0.5, 3.0, 20.0, 86_400.0]),
     )
     def hold(self, places: list[int], tenant: int, ttl_s: float) -> None:
-        """Holds entries of a tenant, some listed twice. The first new entry that does not fit ends
-        the hold, because a chain is kept from its head on."""
+        """Pins entries of a tenant, some of them listed twice. At the first new entry that exceeds
+        the budget, no further new entry is pinned, since a chain is useful only from its head
+        on."""
         until_s, num_held, full = self.now_s + ttl_s, 0, False
         size = SIZES[tenant]
         entries = [one for one in self.entries(places).tolist() if self.size_of[one] == size]
@@ -87,7 +89,7 @@ class HoldsMachine(RuleBasedStateMachine):
 
     @rule(passed_s=st.sampled_from([0.0, 0.5, 3.0, 19.0, 1e5]))
     def expire(self, passed_s: float) -> None:
-        """Lets time pass. A hold ends exactly at its end time."""
+        """Advances time. A pin ends exactly at its end time."""
         self.now_s += passed_s
         for _ in self.holds.expire(self.now_s):
             pass

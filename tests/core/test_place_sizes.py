@@ -1,5 +1,6 @@
-"""Places below that are smaller than slots: the groups that get them, how they count in the write
-gate, and the records that are restored from an earlier server."""
+"""Tests of a tier that encodes (compresses) blocks, so that a block's place in the tier is smaller
+than its slot: which groups get small places, how they count in the write budget, and how records of
+an earlier server are restored."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -66,8 +67,8 @@ def test_a_group_of_which_hardly_any_block_fits_is_left_alone_for_a_while() -> N
 
 
 def test_what_was_tried_long_ago_is_forgotten() -> None:
-    """Fails to encode the blocks of a group whose blocks were encoded before. Its places must get
-    the full size within 40,000 blocks."""
+    """Encodes a million blocks of a group with success, then fails with all further blocks. Within
+    40,000 failures, the group's new places must have the full size."""
     sizes, num_blocks = sizes_of(), 0
     for _ in range(1000):
         sizes.tried(1, 0, 1000, 1000)
@@ -78,7 +79,7 @@ def test_what_was_tried_long_ago_is_forgotten() -> None:
 
 
 class Node(World):
-    """A core over a tier that encodes, with a budget of writes."""
+    """A core with a tier below that encodes blocks and has a daily budget of written bytes."""
 
     def __init__(self) -> None:
         super().__init__(12, CAPACITY)
@@ -95,13 +96,15 @@ class Node(World):
         return move
 
     def end(self, move: Move, unfit: list[int]) -> Entries:
-        """Ends a move. Rows `unfit` can't be encoded. Returns the entries to move plain."""
+        """Ends a move to the tier in which the blocks `unfit` (row numbers) could not be encoded.
+        Returns the entries that must be moved again without encoding."""
         is_unfit = np.isin(np.arange(len(move)), unfit)
         seals = np.full(len(move), 7, np.uint64)
         return self.down.end(move, ~is_unfit, seals, 1.0, is_unfit)
 
     def write(self, group: int, numbers: list[int], unfit: list[int]) -> Entries:
-        """Stores blocks, and moves them down; blocks that can't be encoded are moved plain."""
+        """Stores blocks and moves them to the tier. Blocks that can't be encoded are moved again
+        without encoding; returns the entries of these blocks."""
         self.offer(group, numbers)
         again = self.end(self.begun(), unfit)
         for plain in self.down.begin(again, is_plain=True):
@@ -162,7 +165,8 @@ def test_key_spaces_that_are_forgotten_leave_nothing() -> None:
 
 
 def left() -> Space:
-    """Returns a tier with blocks of both sizes in a group, and of another group."""
+    """Returns the space of a tier with two groups of blocks. One group has encoded and plain
+    blocks."""
     node = Node()
     node.write(0, [1, 2, 3, 4], [0, 2])
     node.write(1, [1, 2], [])
@@ -170,8 +174,10 @@ def left() -> Space:
 
 
 def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
-    """Returns a space restored from records, and the report. `knows`: the server can read encoded
-    blocks."""
+    """Restores a tier from records of an earlier server. Returns its space and the report.
+
+    knows: True if the new server can read encoded blocks.
+    """
     space = below()
     catalog = Catalog(space.books)
     number, _ = catalog.register(KEY_SPACE, (), 0.0)
@@ -182,7 +188,8 @@ def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
 
 
 def test_blocks_come_back_in_places_of_both_sizes() -> None:
-    """A server without compression restores the plain blocks."""
+    """Restores a tier with encoded and plain blocks. All come back in their places. A server
+    without compression restores only the plain blocks."""
     old = left()
     records = old.index.table.records
     space, report = restored(records.copy())
@@ -202,7 +209,8 @@ def test_blocks_come_back_in_places_of_both_sizes() -> None:
     "was, size", [(SMALL, 0), (SMALL, 1), (SMALL, 4), (SMALL, 5), (SMALL, 1 << 20), (PLAIN, 2)]
 )
 def test_records_of_any_other_size_are_dropped(was: int, size: int) -> None:
-    """Covers records of places that would save no bytes."""
+    """Restores a record whose size is neither the slot size nor the encoded size of its group, or
+    an encoded size that saves nothing. The record must be dropped."""
     records = left().index.table.records.copy()
     at = np.flatnonzero(records[:, table.W_SIZE] == was // SLOT_ALIGN)[0]
     records[at, table.W_SIZE] = size
@@ -221,7 +229,8 @@ def test_a_damaged_table_gives_a_consistent_tier(data: st.DataObject) -> None:
 
 
 def test_one_block_in_two_places_comes_back_once() -> None:
-    """Accepts either of a block's two records, encoded or not."""
+    """Restores two records of the same block, one encoded and one plain. One of them must be
+    restored, the other dropped."""
     records = left().index.table.records.copy()
     small, large = (
         np.flatnonzero(records[:, table.W_SIZE] == size // SLOT_ALIGN)[0] for size in (SMALL, LARGE)

@@ -1,5 +1,6 @@
-"""The contract of all policies, and their shared parts; `GhostTable` agrees with a dict.
-`tests/simulate/test_replay.py` compares LRU with plain dicts."""
+"""Runs the contract that all eviction policies must fulfil, and tests their shared parts. Compares
+ARC and S3-FIFO with naive versions, and `GhostTable` with a dict. (`tests/simulate/test_replay.py`
+does so for LRU.)"""
 
 from collections import Counter
 
@@ -48,8 +49,9 @@ def test_demoted_go_first(name: str, num_blocks: int) -> None:
 
 
 class NaiveLists:
-    """Two lists of blocks, the coldest block first, and ghosts: for each evicted block, the list
-    that it was in and its running number. All ghosts are in one bucket; the newest 16 count."""
+    """A base for naive policies: two lists of blocks, the coldest first, and ghosts (remembered
+    evicted blocks). A ghost records the block's list and a running number. All ghosts are in one
+    bucket, of which the newest 16 count."""
 
     def __init__(self) -> None:
         self.lists: tuple[list[int], list[int]] = [], []
@@ -75,7 +77,8 @@ class NaiveLists:
 
 
 class NaiveARC(NaiveLists):
-    """ARC as in the paper. `target`: blocks that the first list should have."""
+    """A naive version of ARC as in its paper. `target`: the number of blocks that the first list
+    should have."""
 
     target = 0.0
 
@@ -105,7 +108,8 @@ class NaiveARC(NaiveLists):
 
 
 class NaiveS3FIFO(NaiveLists):
-    """S3-FIFO as in the paper. Looks at as many blocks of a queue at a time as are missing."""
+    """A naive version of S3-FIFO as in its paper. In each step it looks at as many blocks of a
+    queue as are still missing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +123,7 @@ class NaiveS3FIFO(NaiveLists):
         self.uses[block] = min(3, self.uses[block] + 1)
 
     def refresh(self, block: int) -> None:
-        """Does nothing: only the order of arrival counts."""
+        """Does nothing, because S3-FIFO counts only the order of arrival and uses."""
 
     def victims(self, count: int, may_go: set[int]) -> list[int]:
         chosen: list[int] = []
@@ -233,7 +237,8 @@ def test_demoted_entries_that_may_not_go_make_way_for_others(
 
 
 def test_stamps_stay_apart_after_years() -> None:
-    """Keeps the order of blocks touched together, even three years after the clock began."""
+    """Admits a thousand blocks at once, three years after the clock began. Their order of last use
+    must still be exact."""
     policy = LRU(1000)
     entries = np.arange(1, 1001, dtype=np.uint32)
     policy.admit(entries, entries.astype(np.uint64), 1.0e8)
@@ -248,15 +253,16 @@ POSITIONS = st.lists(st.integers(0, len(POOL) - 1), unique=True, max_size=20)
 
 
 def never_lost(table: GhostTable) -> NDArray[np.bool_]:
-    """Returns which keys of the pool always keep a place, because their bucket can't overflow."""
+    """Returns a mask of the keys in `POOL` that the table can't lose, because few enough keys share
+    their bucket."""
     high = (spread(POOL) >> np.uint64(32)).tolist()
     buckets = [int(half) * len(table.tags) >> 32 for half in high]
     return np.array([buckets.count(bucket) <= WAYS for bucket in buckets])
 
 
 class GhostMachine(RuleBasedStateMachine):
-    """Checks that found ghosts were remembered last and recently, and that young ghosts of buckets
-    without overflow are found."""
+    """A state machine for `GhostTable`. A ghost that is found has its latest value and is not too
+    old. A young ghost is found unless its bucket may have overflowed."""
 
     @initialize(num_ghosts=st.sampled_from([1, 2, 5, 16, 60, 200]))
     def start(self, num_ghosts: int) -> None:
@@ -307,7 +313,8 @@ TestGhostMachine = GhostMachine.TestCase
 
 @given(num_ghosts=st.integers(1, 64), num_before=st.integers(0, 30), num_after=st.integers(0, 30))
 def test_ages_start_anew(num_ghosts: int, num_before: int, num_after: int) -> None:
-    """Lets the numbers of ages run out. All ghosts are dropped then; later ghosts must be found."""
+    """Remembers ghosts until the numbers of their ages reach the maximum. The table then drops all
+    ghosts; it must find those remembered later."""
     table = GhostTable(num_ghosts)
     table._next_age = (1 << 32) - 1 - num_before
     values = np.arange(1, len(POOL) + 1, dtype=np.uint64)
@@ -341,7 +348,8 @@ def test_lasting_ghosts_outlive_the_numbers_of_coming(
 
 
 def test_a_place_that_is_free_is_taken_before_a_ghost_is_dropped() -> None:
-    """Drops half of the ghosts by their tags. Their places are reused."""
+    """Drops half of a bucket's ghosts by their tags, then adds as many. The new ghosts must fill
+    the free places, and the other ghosts must stay."""
     table = GhostTable(4, is_lasting=True)
     table.remember(POOL[:WAYS], POOL[:WAYS])
     middle = int(np.sort(table.tags[0])[WAYS // 2])

@@ -1,5 +1,5 @@
-"""Representations are stored and removed with their blocks: a state machine over the whole core
-with a naive model, and cases of their numbers and counts."""
+"""Tests that representations (compact summaries of blocks' keys) are stored and removed with their
+blocks: a state machine over the whole core with a naive model, and single cases."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +33,7 @@ from tests.core.support import (
 
 NUM_HASHES = 12
 GROUPS = (0, MAX_GROUPS, MAX_GROUPS + 1)
-"""Blocks, and representations of them in two versions."""
+"""The group of blocks, and two groups of their representations, one per version."""
 NUMBERS = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=7, unique=True)
 SOME = NUMBERS | st.just([])
 RARELY = st.sampled_from([False, False, False, True])
@@ -43,10 +43,11 @@ Key = tuple[int, int]
 
 @dataclass
 class Write:
-    """A write lease.
+    """A write lease in the model.
 
-    masks: the written shards of each reserved key, as bits.
-    copies: for each shard in flight, (run, position, key, slot offset) of each block.
+    masks: for each reserved key, the bits of the shards that are written.
+    copies: for each shard in flight, a list of its blocks: index of the run (list of blocks) in the
+        call, position in the run, key, slot offset.
     """
 
     lists: list[tuple[int, list[int]]]
@@ -59,7 +60,8 @@ class Write:
 
 
 class RepresentationMachine(RuleBasedStateMachine):
-    """Two engines on the same key space, with different versions, share a small arena."""
+    """A state machine in which two engines share a small arena. They have the same key space, but
+    different versions of representations."""
 
     @initialize(
         num_shards=st.integers(1, 2),
@@ -123,8 +125,8 @@ class RepresentationMachine(RuleBasedStateMachine):
         return self.ready | {(kind, number) for number, kind in self.kept.items()}
 
     def settle(self, *, makes_room: bool = False) -> None:
-        """Takes the notices of the last call, and compares core and model. Representations may go
-        without their block only if the call makes room."""
+        """Applies the core's eviction notices to the model and compares the two. Only a call that
+        makes room may remove a representation whose block stays."""
         rows = {words_of([number])[0].tobytes(): number for number in range(NUM_HASHES)}
         for notice in self.core.take_effects():
             assert notice.group_index == 0, "a notice names a representation"
@@ -151,13 +153,14 @@ class RepresentationMachine(RuleBasedStateMachine):
     def begin_store(
         self, engine: int, blocks: list[int], others: list[int], shard: int, front: bool
     ) -> None:
-        """Stores blocks and representations, of the same or other blocks, in either order."""
+        """Begins a store of blocks and of representations, which may be of other blocks, in either
+        order."""
         self.begin_whole(engine, blocks, others, shard % self.num_shards, front=front)
 
     @rule(engine=st.integers(0, 1), blocks=NUMBERS, others=NUMBERS)
     def store(self, engine: int, blocks: list[int], others: list[int]) -> None:
-        """Stores blocks with representations from all ranks, and representations of some other
-        blocks; all copies succeed."""
+        """Stores blocks with their representations from all ranks, and representations of some
+        blocks that are already ready. All copies succeed."""
         others = [number for number in others if (0, number) in self.ready and number not in blocks]
         name = self.begin_whole(engine, blocks, blocks + others)
         for shard in range(self.num_shards):
@@ -187,7 +190,7 @@ class RepresentationMachine(RuleBasedStateMachine):
         return name
 
     def joinable(self) -> list[tuple[str, int]]:
-        """Returns the writes that lack a shard, and the number of that shard."""
+        """Returns (lease name, shard) of each shard that an open write lease still lacks."""
         return [
             (name, shard)
             for name, write in sorted(self.writes.items())
@@ -198,7 +201,7 @@ class RepresentationMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.joinable())
     @rule(data=st.data())
     def join_store(self, data: st.DataObject) -> None:
-        """Stores the other rank's shard of the same blocks."""
+        """Begins the store of another rank's shard under an existing write lease."""
         name, shard = data.draw(st.sampled_from(self.joinable()))
         self.begin(name, self.writes[name], shard, set())
 
@@ -232,10 +235,11 @@ class RepresentationMachine(RuleBasedStateMachine):
     def check_result(
         self, key: Key, result: BlockResult, before: set[Key], others: set[Key]
     ) -> None:
-        """Checks the result of a key in a store. Room for blocks may cost representations.
+        """Checks the result of a key in a store. A representation that was found before may be
+        gone, because making room may remove it.
 
-        before: keys that were found when the store began.
-        others: keys that are reserved under other leases.
+        before: the keys that were found when the store began.
+        others: the keys that other leases have reserved.
         """
         if key in before and (key[0] == 0 or self.kept.get(key[1]) == key[0]):
             assert result == BlockResult.PRESENT
@@ -267,8 +271,8 @@ class RepresentationMachine(RuleBasedStateMachine):
         self.settle()
 
     def settle_write(self, name: str, write: Write) -> None:
-        """Removes aborted blocks once no copy is in flight, and the lease after its last shard or
-        its release."""
+        """Updates a write lease after a copy: drops aborted blocks once no copy is in flight, and
+        ends the lease after its last shard or its release."""
         if not write.copies:
             masks = write.masks.items()
             write.masks = {key: mask for key, mask in masks if key not in write.aborted}
@@ -299,8 +303,8 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, 1), blocks=SOME, others=NUMBERS)
     def acquire(self, engine: int, blocks: list[int], others: list[int]) -> None:
-        """Leases, counts and loads the present blocks, and the representations of the engine's
-        version."""
+        """Leases and loads blocks, and representations of the engine's own version. Checks which
+        are granted, and the core's counters."""
         self.names += 1
         name, session = f"r{self.names}", self.sessions[engine]
         lists, held = self.lists(engine, blocks, others), []
@@ -334,7 +338,8 @@ class RepresentationMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reads or self.writes)
     @rule(really=RARELY)
     def expire(self, really: bool) -> None:
-        """Ends all leases without copies."""
+        """Advances time until all leases expire. A lease with a copy in flight ends only when the
+        copy has ended."""
         if not really:
             return
         self.now_s += 20.0
@@ -372,7 +377,8 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     @rule(really=RARELY)
     def restart(self, really: bool) -> None:
-        """Kills the server at any moment; another server takes over its table."""
+        """Kills the server at a random moment. The next server restores the cache from the block
+        table that is left."""
         if not really:
             return
         self.world.core, restored = taken_over(self.core, self.policy, None, self.now_s)
@@ -385,7 +391,8 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_right(self) -> None:
-        """Checks the bytes of all blocks that can be found or are pinned."""
+        """Checks the bytes in the slots of all blocks and representations that can be found or are
+        pinned."""
         places = [(key, self.offset(key)) for key in self.all_ready()]
         places += [item for _, held in self.reads.values() for item in held]
         for key, offset in places:

@@ -1,5 +1,6 @@
-"""Cases of residencies that the machine of `test_cache` does not reach: representations, tenants,
-condemned blocks, spoiled tables, and obstructing pins."""
+"""Tests of residencies, which pin the blocks of a running request that clients read in place. These
+cases go beyond the state machine of `test_cache`: representations, tenants, condemned (damaged)
+blocks, damaged tables, and pins of other blocks that leave no room."""
 
 import re
 from functools import partial
@@ -39,7 +40,10 @@ MEAN = Representation(0, "mean", 1, (SLOT_ALIGN,))
 
 
 class Place(World):
-    """A core of 64 slots, and shortcuts for calls of residencies. `words`: what readers see."""
+    """A core of 64 slots with shortcuts for calls of residencies.
+
+    words: the shared memory in which clients see whether their residencies are valid.
+    """
 
     def __init__(self, **config: object) -> None:
         memory = no_readers(CAPACITY)
@@ -50,7 +54,7 @@ class Place(World):
         return residencies(self.core).open(session.number, name, {0: count}, 0.0)
 
     def make_room(self, session: SessionRecord, name: str, count: int) -> list[EvictionNotice]:
-        """Makes room for a residency. Returns notices of the evicted blocks."""
+        """Evicts blocks to make room for a residency. Returns the notices of the evicted blocks."""
         for _ in residencies(self.core).make_room(session.number, name, {0: count}):
             pass
         return self.core.take_effects()
@@ -72,7 +76,7 @@ class Place(World):
         self.core.check_invariants()
 
     def restarted(self) -> CacheCore:
-        """Kills the server. Returns another core over its memory."""
+        """Kills the server. Returns the core of the next server, restored from the same memory."""
         self.core, self.restored = taken_over(self.core, "lru", None, 1.0)
         self.core.space.index.unverified[:] = False
         self.core.check_invariants()
@@ -117,7 +121,8 @@ def test_slots_count_with_what_their_slabs_lose(slot_bytes: int, cost_bytes: int
 
 
 def test_holds_and_leases_leave_room_for_stores() -> None:
-    """Residencies, leases and holds together leave a sixteenth of the arena unpinned."""
+    """Pins as many slots as possible by a residency, a lease and retention together. A sixteenth of
+    the arena must stay unpinned for stores."""
     place = Place(unadmitted_share=0.25, held_share=0.25)
     session, core = place.open(), place.core
     place.store(session, range(60))
@@ -269,8 +274,9 @@ def test_positions_numbers_and_memory_of_residencies_are_bounded() -> None:
 
 
 def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
-    """Stores resident blocks among blocks of another engine, so that each slab of their size has a
-    pin before the last representation comes. Each must still find its room."""
+    """Stores blocks of a residency and their representations, one by one, among another engine's
+    blocks of the same size. Each must find the room that was reserved, though pinned blocks are
+    scattered over many slabs."""
     place = Place()
     session = place.open(model="wide", sizes=(SLAB // 2, SLOT_ALIGN), kinds=(MEAN,))
     other = place.open("f", "n", (SLAB // 2, 1))
@@ -303,8 +309,9 @@ def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
 
 
 def test_promised_representations_take_the_room_of_others() -> None:
-    """Pins a block in every slab of blocks, and fills every slot of the representations' size with
-    representations of another session."""
+    """Pins a block in every slab of blocks, and fills all slots of the representations' size with
+    another session's representations. The residency's representations must still find room, by
+    evicting those."""
     place = Place()
     mine, theirs = (
         place.open(name, name, (SLAB // 2, 1), kinds=(MEAN,)) for name in ("mine", "theirs")

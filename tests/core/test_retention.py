@@ -1,4 +1,5 @@
-"""Retention through the whole core: pins and times to live."""
+"""Tests of retention in the whole core: requests can pin their blocks for a time, or give them a
+priority and a time to live."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,7 +14,7 @@ from tests.core.chained_cache import NUM_SLOTS, Cache
 from tests.core.support import evict, expire, words_of
 
 NUM_HELD = NUM_SLOTS // 4
-"""Slots that requests may ask to keep."""
+"""Number of slots that requests may pin."""
 LONG = pytest.mark.long
 EACH_POLICY = pytest.mark.parametrize(
     "policy",
@@ -66,8 +67,8 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(
 def test_what_has_time_to_live_outlives_a_flood(
     policy: str, num_kept: int, ttl_s: float, flood: int
 ) -> None:
-    """Floods the cache during a chain's time to live, and after it. Then a block counts as last
-    used when its time ended, and is evicted with blocks as old."""
+    """Stores a chain with a time to live and floods the cache with new blocks. The chain must stay
+    until its time ends. A second flood must then evict it."""
     cache = Cache(policy)
     chain = list(range(num_kept))
     cache.add(chain, retention=Retention(ttl_s=ttl_s))
@@ -86,7 +87,8 @@ def test_what_has_time_to_live_outlives_a_flood(
     seed=st.integers(0, 1 << 32),
 )
 def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: int) -> None:
-    """Every store finds room, whatever requests ask for, except pins."""
+    """Stores blocks with random priorities and times to live, without pins. Every store must still
+    find room."""
     rng = np.random.default_rng(seed)
     cache = Cache(policy)
     for _ in range(40):
@@ -103,8 +105,8 @@ def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: i
 def test_what_comes_before_a_new_block_counts_as_in_use(
     policy: str, passed_s: float, length: int
 ) -> None:
-    """Stores new blocks at the end of a chain. Going back along the chain, the blocks up to the
-    first missing one must count as used."""
+    """Stores new blocks at the end of a chain of which one block is missing. The blocks between the
+    missing one and the new ones must count as used now."""
     cache = Cache(policy)
     chain, other = cache.fresh(length), cache.fresh(3)
     cache.add(chain)
@@ -122,8 +124,8 @@ def test_what_comes_before_a_new_block_counts_as_in_use(
 
 @pytest.mark.parametrize("late_s", [0.0, 50.0, 100.0])
 def test_a_hint_that_is_carried_out_late_keeps_blocks_no_longer(late_s: float) -> None:
-    """Carries a hint out late. It must count as a use at that time, but its time to live began when
-    the hint came."""
+    """Applies a hint some time after it arrived. It must count as a use at the time of applying,
+    but its time to live must run from its arrival."""
     cache = Cache("hotness")
     chain, other = cache.fresh(3), cache.fresh(3)
     cache.now_s = 1000.0 + late_s

@@ -1,5 +1,6 @@
-"""A tier that places by itself, in the core, next to a tier below: blocks are copied out and
-fetched during all steps of `test_lower`, while the store forgets at will."""
+"""Tests of a tier that is a shared store, in addition to the tier that `test_lower` tests. Blocks
+are copied to the store and fetched from it during random calls, while the store forgets blocks at
+will."""
 
 import contextlib
 from typing import Any
@@ -19,8 +20,11 @@ from tests.core.support import words_of
 
 
 class SharedMachine(LowerMachine):
-    """Adds a tier that places by itself to the machine. `remote`: its blocks; the number of flushes
-    is part of the key, as epochs are."""
+    """The state machine of `LowerMachine` with a shared store added.
+
+    remote: the blocks in the store. The number of flushes is part of their key, as the epoch is in
+        a real store.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +51,11 @@ class SharedMachine(LowerMachine):
     @precondition(lambda self: self.copies.num_waiting)
     @rule(num_bytes=st.integers(0, 1 << 16), is_flushed=st.booleans(), data=st.data())
     def begin_out(self, num_bytes: int, is_flushed: bool, data: st.DataObject) -> None:
-        """Begins copies to the tier. `is_flushed`: the key space of the first block is being
-        flushed, so its blocks must wait again."""
+        """Begins copies of blocks to the store.
+
+        is_flushed: True if the key space of the first block is being flushed. Its blocks must then
+            go back to the queue.
+        """
         lanes = [lane for lane, waiting in enumerate(self.copies.lanes) if len(waiting)]
         lane = data.draw(st.sampled_from(lanes))
         taken = finished(self.copies.take(num_bytes, lane))
@@ -106,7 +113,7 @@ class SharedMachine(LowerMachine):
     def share_and_fetch(
         self, space: int, group: int, numbers: list[int], data: st.DataObject
     ) -> None:
-        """Fetches blocks that another node has stored."""
+        """Puts blocks into the store, as another node would, and fetches them."""
         self.remote |= {self.content(space, group, number) for number in numbers}
         self.begin_in(space, group, numbers)
 
@@ -129,7 +136,7 @@ class SharedMachine(LowerMachine):
 
     @rule(keep=st.booleans())
     def forget(self, keep: bool) -> None:
-        """Lets the store evict by itself."""
+        """Lets the store evict blocks by itself."""
         self.remote = {content for at, content in enumerate(sorted(self.remote)) if keep and at % 2}
 
     def teardown(self) -> None:

@@ -1,5 +1,5 @@
-"""A single client gets a bounded part of the core's records of leases and their lists, and leaves
-room for the next; long work on these runs in parts."""
+"""Tests that one client gets only a bounded share of the core's memory for leases and their lists,
+so that other clients find room. Also tests long operations on leases, which run in parts."""
 
 from functools import partial
 
@@ -48,8 +48,8 @@ def test_nobody_takes_all_leases_or_transfers(
 
 
 def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
-    """Opens leases until the bound refuses more. Their lists must count at least with the memory
-    that they take."""
+    """Opens leases with long lists of blocks until the core refuses more. Each lease must count
+    with at least the memory of its lists."""
     world = make_world(client_memory_bytes=10 * read_weight(1, 1000))
     core, one, other = world.core, world.open("one").number, world.open("other").number
     absent = [HashList(0, words_of(range(1000)))]
@@ -76,8 +76,9 @@ def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
 def test_leases_that_end_in_parts_end_once(
     leases: list[tuple[int, int, bool]], meddle: list[int], closing: bool, renews: bool
 ) -> None:
-    """Ends late leases, or the leases of a closing session, while other leases end or are renewed;
-    a copy uses one of them."""
+    """Ends expired leases, or the leases of a closing session, in parts. Between the parts, other
+    leases are released or renewed, and a copy still uses one lease. Each lease must end exactly
+    when it should."""
     world = make_world()
     core, mine, other = world.core, world.open(), world.open().number
     world.store(mine, range(10))
@@ -159,8 +160,9 @@ def test_a_report_of_a_session_that_closes_pins_no_further_blocks(
 def test_accounts_share_a_bound_whose_room_is_what_the_rule_allows(
     capacity: int, units: tuple[int, int], steps: list[tuple[int, str, int]]
 ) -> None:
-    """Compares with the rule. A bound and its two accounts each count in units of their own; the
-    holdings of each reduce the room of the others."""
+    """Compares `FairBound`, which limits how much of a capacity one owner may hold, with its rule.
+    Two accounts share the bound and count in different units; what an owner holds in one account
+    reduces the owner's room in the other."""
     bound = FairBound(capacity)
     accounts, units_of = (bound, *(BoundShare(bound, unit) for unit in units)), (1, *units)
     books: list[dict[str, int]] = [dict.fromkeys("abcd", 0) for _ in accounts]

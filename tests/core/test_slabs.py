@@ -1,5 +1,6 @@
-"""Slots are never shared or without memory, runs are freed at once and lose little at their ends,
-and a pool rebuilt from its slots has the same slots."""
+"""Tests of `SlabPool`, which cuts the arena into slabs and forms runs (adjacent slabs with slots of
+one size). Slots never overlap and always have memory. An empty run is freed at once, and a run
+wastes little at its end. A pool rebuilt from its used slots has the same slots."""
 
 import math
 from collections import Counter
@@ -19,14 +20,16 @@ from hotkv_server.settings.storage import ArenaSettings
 from tests.core.support import RUNS_PER_ARENA, SLAB, AnyRuns
 
 SIZES = [1, SLOT_ALIGN, SLOT_ALIGN + 1, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + SLOT_ALIGN]
-"""Slots per slab: 4, 4, 2, 1, 1; the last two span two and three slabs."""
+"""Slot sizes. The first five give 4, 4, 2, 1 and 1 slots per slab; the last two span two and three
+slabs."""
 
 Slot = tuple[int, int]
 """Offset and aligned size."""
 
 
 class NaivePool:
-    """Keeps used slots, and slabs with memory, as sets. Asks the pool only where its runs begin."""
+    """A naive pool that keeps the used slots, and the slabs with memory, as sets. It asks the real
+    pool only where runs begin."""
 
     def __init__(self, pool: SlabPool, backed: set[int]) -> None:
         self.pool = pool
@@ -44,7 +47,7 @@ class NaivePool:
         return [(head, length, owners[head]) for head, length in heads.items()]
 
     def check_slots(self) -> None:
-        """Checks that each used slot lies at its position in a run of its size, and that each run
+        """Checks that each used slot is at a slot position in a run of its size, and that each run
         has a used slot."""
         in_use: Counter[int] = Counter()
         for head, length, size in self.runs():
@@ -60,8 +63,8 @@ class NaivePool:
         return num_slots - sum(of == size for _, of in self.used)
 
     def room(self, size: int) -> int:
-        """Returns the number of slots of this size that can be allocated: free slots, whole runs,
-        and the rests of gaps."""
+        """Returns the number of slots of this size that can be allocated: free slots in existing
+        runs, slots in new runs of full length, and slots in what is left of each gap."""
         length, lengths = run_slabs(size, SLAB, self.pool.num_slabs), self.lengths(size)
         longest = -(-size // SLAB) + slabs.LONGEST_END
         room = self.free_slots(size)
@@ -74,11 +77,12 @@ class NaivePool:
         return room
 
     def lengths(self, size: int) -> dict[int, int]:
-        """Returns the length of each run of this size, by the number of the slab behind the run."""
+        """Returns the length of each run of this size, keyed by the number of the slab after the
+        run's end."""
         return {head + length: length for head, length, of in self.runs() if of == size}
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Returns (first slab, length) of each gap, a row of free slabs with memory."""
+        """Returns (first slab, length) of each gap, a sequence of free slabs with memory."""
         lent = {head + at for head, length, _ in self.runs() for at in range(length)}
         free = sorted(self.backed - lent)
         starts = [slab for slab in free if slab - 1 not in free]
@@ -86,8 +90,8 @@ class NaivePool:
         return [(start, end - start) for start, end in zip(starts, ends, strict=True)]
 
     def figures(self, sizes: set[int]) -> tuple[int, int, int, int]:
-        """Returns four numbers of bytes: lent to runs, idle in free slots, lost in the tails of
-        runs, and stranded in gaps that are too short.
+        """Returns four numbers of bytes: in all runs, in free slots, lost at the ends of runs, and
+        unusable because their gap is too short.
 
         sizes: all slot sizes ever requested.
         """
@@ -99,7 +103,8 @@ class NaivePool:
 
 
 class SlabMachine(AnyRuns):
-    """Allocates, frees, grows and rebuilds; after each step the pool agrees with `NaivePool`."""
+    """A state machine that allocates and frees slots, adds memory and rebuilds the pool. After each
+    step the pool must agree with `NaivePool`."""
 
     @initialize(
         num_slabs=st.integers(1, 14),
@@ -117,8 +122,8 @@ class SlabMachine(AnyRuns):
 
     @rule(num_bytes=st.integers(0, 15 * SLAB))
     def back(self, num_bytes: int) -> None:
-        """Adds memory up to `num_bytes` of the arena. If this is less than before, slabs keep their
-        memory."""
+        """Adds memory to the first `num_bytes` of the arena. Slabs that already have memory keep
+        it."""
         self.pool.back(num_bytes)
         self.naive.backed |= {
             slab for slab in range(self.pool.num_slabs) if (slab + 1) * SLAB <= num_bytes
@@ -146,9 +151,9 @@ class SlabMachine(AnyRuns):
 
     @rule(num_known=st.integers(0, 14))
     def restart(self, num_known: int) -> None:
-        """Replaces the pool by one that `claim` rebuilds from used slots, as after a restart. Of
-        free slabs it knows only that the first have memory. A run may end earlier, at its last used
-        slot, or become two runs."""
+        """Replaces the pool by one that `claim` rebuilds from the used slots, as after a restart.
+        The new pool knows only that some of the first slabs have memory. A run may be cut after its
+        last used slot, or be split in two."""
         rebuilt = SlabPool(self.pool.num_slabs * SLAB, SLAB, is_backed=False)
         known = [slab for slab in range(num_known) if set(range(slab + 1)) <= self.naive.backed]
         rebuilt.back(len(known) * SLAB)
@@ -200,7 +205,7 @@ TestSlabMachine = SlabMachine.TestCase
 
 
 UNITS = st.integers(-1, 24) | st.sampled_from([0, 4, 8, 12, 16, 20])
-"""Offsets in units of SLOT_ALIGN. Slabs start at the sampled offsets."""
+"""Slot offsets in units of SLOT_ALIGN. The sampled offsets are the starts of slabs."""
 
 
 @given(
@@ -213,8 +218,8 @@ UNITS = st.integers(-1, 24) | st.sampled_from([0, 4, 8, 12, 16, 20])
 def test_claims_that_contradict_are_refused_and_change_nothing(
     claims: list[tuple[int, list[int]]],
 ) -> None:
-    """Claims slots as a damaged table might. Each claim must give a consistent pool, or a
-    ValueError."""
+    """Claims slots that a damaged table might contain. Each claim must either succeed and leave the
+    pool consistent, or raise ValueError and change nothing."""
     pool = SlabPool(5 * SLAB, SLAB)
     taken: set[Slot] = set()
     for size, units in claims:
@@ -286,7 +291,8 @@ def test_runs_lose_little_for_every_slot_size(slot_bytes: int, slab_bytes: int) 
 @pytest.mark.parametrize("block_tokens", [16, 64, 128])
 @pytest.mark.parametrize("gib", [2, 8, 64])
 def test_an_arena_full_of_a_models_blocks_loses_little(gib: int, block_tokens: int) -> None:
-    """Fills an arena with the server's slab size to the last possible slot."""
+    """Fills an arena with blocks of one model, with the server's slab size. The blocks must take at
+    least 97 % of the arena."""
     arena = ArenaSettings(bytes=ByteSize(gib << 30))
     for name, slot_bytes in slot_sizes(block_tokens).items():
         pool = SlabPool(arena.bytes, arena.slab_size)

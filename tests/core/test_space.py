@@ -1,7 +1,8 @@
-"""Making room: a block is refused only after all evictable blocks are evicted; pinned and reserved
-blocks stay.
+"""Tests of how `Space` makes room: it refuses a block only after it has evicted all evictable
+blocks, and never evicts pinned or reserved blocks.
 
-While the arena grows, blocks are not evicted for slots that the growth brings within moments.
+While the arena's memory is still growing, no block is evicted for a slot that will soon have
+memory.
 """
 
 import gc
@@ -30,7 +31,8 @@ SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + 
 
 
 class SpaceMachine(AnyRuns):
-    """Blocks of many sizes come, are used, pinned and dropped; the arena is small."""
+    """A state machine in which blocks of many sizes are inserted, used, pinned and dropped in a
+    small arena."""
 
     @initialize(
         num_slabs=st.integers(1, 9),
@@ -64,8 +66,8 @@ class SpaceMachine(AnyRuns):
         self.pinned: set[int] = set()
 
     def notices(self) -> set[int]:
-        """Returns the entries that the last call evicted. Checks that their notices name the same
-        number of blocks."""
+        """Returns the entries that the last call evicted. Checks that the eviction notices count
+        the same number of blocks."""
         space = self.space
         states = space.index.states()
         gone = {entry for entry in self.ready if states[entry] == 0}
@@ -115,7 +117,7 @@ class SpaceMachine(AnyRuns):
             self.publish(entries)
 
     def awaited(self, size: int, count: int) -> int:
-        """Returns how many of `count` slots have no memory now, but will get it as the arena
+        """Returns how many of `count` slots have no memory now, but will get memory as the arena
         grows."""
         missing = count - self.space.pool.available_slots(size)
         return max(0, min(missing, self.coming_bytes // aligned(size)))
@@ -193,7 +195,8 @@ TestSpaceMachine = SpaceMachine.TestCase
 def test_sizes_that_come_and_go_leave_no_memory(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clients choose the sizes: each new key space may bring another."""
+    """Stores blocks of 80 slot sizes, one after the other, as key spaces of clients may demand. The
+    memory for records of sizes must stay bounded."""
     for module in (slabs, space_module, shared):
         monkeypatch.setattr(module, "MAX_SIZES", 4)
     space = Space(make_table(20), 100 * SLAB, SLAB, POLICIES[policy](20))
@@ -246,7 +249,8 @@ def test_the_last_that_were_removed_are_remembered_with_the_cause(
     max_fresh: int,
     num_remembered: int,
 ) -> None:
-    """Removes keys, and inserts some of them again. Looks up all causes after each step."""
+    """Removes blocks for various causes and inserts some of them again. After each step, the causes
+    of the last removed blocks must be known, up to a bounded number."""
     monkeypatch.setattr(removed, "MAX_FRESH", max_fresh)
     monkeypatch.setattr(removed, "REMEMBERED_KEYS", num_remembered)
     space = Space(make_table(100), 4 * SLAB, SLAB, POLICIES["lru"](100))

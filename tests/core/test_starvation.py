@@ -1,7 +1,7 @@
-"""Two models with unequal slots share an arena: attention has small slots, states have slots as
-large as a slab or larger.
+"""Tests an arena that two models with unequal slot sizes share. Attention blocks have small slots;
+states of recurrent layers have slots of about a slab or larger.
 
-The model with the hotter blocks gets the memory, soon, and in both directions; pinned slots stay in
+The model with the hotter blocks must soon get the memory, in both directions. Pinned slots stay in
 place.
 """
 
@@ -20,16 +20,17 @@ from hotkv_server.cache.values import CoreConfig, HashList, Run
 from tests.core.support import begin_store, make_table, words_of
 
 SLAB_UNITS = 16
-"""Attention slots in a slab. Sizes are in units of an attention slot, SLOT_ALIGN."""
+"""Attention slots per slab. All sizes here are in units of an attention slot, SLOT_ALIGN bytes."""
 NUM_SLABS = 64
 ARENA_UNITS = SLAB_UNITS * NUM_SLABS
 STATE_UNITS = [12, 40]
-"""Slots of states: three quarters of a slab; two and a half slabs, which take three slabs."""
+"""Slot sizes of states: three quarters of a slab, and two and a half slabs (which occupy three)."""
 WORDS = words_of(range(8192))
 
 
 class Model:
-    """An engine with one group. Each `use` requests a chain of its blocks, given by number."""
+    """An engine with one group of blocks. Each call of `use` requests a chain of blocks, given by
+    their numbers."""
 
     def __init__(self, core: CacheCore, name: str, units: int) -> None:
         self.core, self.units = core, units
@@ -42,7 +43,8 @@ class Model:
         return [HashList(0, np.ascontiguousarray(words))]
 
     def use(self, blocks: range, now_s: float) -> int:
-        """Looks the chain up and stores the missing blocks. Returns the number of hits."""
+        """Looks up a chain of blocks and stores those that are missing. Returns the number of
+        hits."""
         name, hits = f"{now_s}", self.resident(blocks)
         session, hashes = self.session.number, self.hashes(blocks)
         self.core.acquire(session, f"read {name}", hashes, 1.0, now_s)
@@ -53,8 +55,8 @@ class Model:
         return hits
 
     def burst(self, blocks: range, chain: int, start_s: float) -> tuple[float, float]:
-        """Uses a working set once, a chain each second. Returns the share of hits, and the end
-        time."""
+        """Uses all blocks of a working set once, one chain per second. Returns the fraction of hits
+        and the end time."""
         hits = 0
         for first in range(blocks.start, blocks.stop, chain):
             hits += self.use(range(first, min(first + chain, blocks.stop)), start_s)
@@ -65,7 +67,7 @@ class Model:
         return int(self.core.lookup(self.session.key_space_id, self.hashes(blocks))[0].sum())
 
     def share(self) -> float:
-        """Returns the share of the arena's bytes in used slots of this model's size."""
+        """Returns the fraction of the arena's bytes that used slots of this model's size take."""
         rows = {row.slot_bytes: row.num_used for row in self.core.space.pool.stats()}
         return rows.get(self.units * SLOT_ALIGN, 0) * self.units / ARENA_UNITS
 
@@ -73,7 +75,7 @@ class Model:
 def two_models(
     policy: str, units: int, num_slabs: int = NUM_SLABS, old_units: int = 1
 ) -> tuple[CacheCore, Model, Model]:
-    """Returns a core, a model of attention, and a model of states."""
+    """Returns a core, an engine with attention blocks, and an engine with states."""
     capacity = num_slabs * SLAB_UNITS
     arena_bytes = capacity * SLOT_ALIGN
     config = CoreConfig(arena_bytes, SLAB_UNITS * SLOT_ALIGN, capacity, unadmitted_share=1.0)
@@ -84,8 +86,8 @@ def two_models(
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("units", STATE_UNITS)
 def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None:
-    """Fills the arena with attention blocks; then uses states of half its bytes, then attention
-    blocks of half its bytes again. Each must get the memory."""
+    """Fills the arena with attention blocks. Then uses states of half the arena's bytes, then
+    attention blocks of half its bytes again. Each time, the blocks in use must get the memory."""
     core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     assert attention.share() == 1
@@ -119,8 +121,8 @@ def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None
 def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
     policy: str, units: int, few_are_states: bool
 ) -> None:
-    """Uses a twentieth of the arena all the time, while blocks of the other size pass through it
-    unused."""
+    """Uses a twentieth of the arena continually, while many blocks of the other size are stored and
+    not used again. No use of the hot blocks may miss; under S3-FIFO, up to 12 % may."""
     core, *models = two_models(policy, units)
     few, many = models[few_are_states], models[not few_are_states]
     hot, chain = range(max(1, ARENA_UNITS // 20 // few.units)), max(1, SLAB_UNITS // many.units)
@@ -141,8 +143,8 @@ def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
 
 
 def room_beside(pinned_slabs: NDArray[np.int64], num_slabs: int, units: int) -> int:
-    """Returns how many slots of this size surely fit in slabs without a pinned block; slots that
-    span slabs may leave gaps."""
+    """Returns the number of slots of this size that are certain to fit in slabs without a pinned
+    block. Slots larger than a slab may leave gaps."""
     free = np.ones(num_slabs, np.bool_)
     free[pinned_slabs] = False
     per_slab, span = max(1, SLAB_UNITS // units), -(-units // SLAB_UNITS)
@@ -160,8 +162,8 @@ def room_beside(pinned_slabs: NDArray[np.int64], num_slabs: int, units: int) -> 
 def test_a_burst_gets_all_that_pins_leave(
     num_slabs: int, units: int, old_units: int, pins: set[int], chain: int
 ) -> None:
-    """Draws any sizes and pinned blocks: a burst that fits into slabs without pins is resident
-    after a single pass."""
+    """Pins random blocks of one size, then uses a working set of another size that fits in the
+    slabs without pins. After one pass the whole working set must be resident."""
     if units == old_units or -(-units // SLAB_UNITS) > num_slabs:
         return
     core, old, new = two_models("lru", units, num_slabs, old_units)
@@ -187,8 +189,8 @@ def test_a_burst_gets_all_that_pins_leave(
 def test_a_hot_block_in_every_slab_does_not_hold_them_all(
     policy: str, units: int, hot_in: int
 ) -> None:
-    """Uses an attention block in each slab, or in every second or third, all the time, while states
-    come into use. The states must get their memory."""
+    """Uses one attention block in each slab (or each second or third slab) continually, while an
+    engine begins to use states. The states must get their memory all the same."""
     core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     hot = range(0, ARENA_UNITS, SLAB_UNITS * hot_in)
@@ -207,8 +209,8 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(
 
 @pytest.mark.parametrize("units", [3, *STATE_UNITS])
 def test_a_burst_grows_at_once_in_an_arena_of_many_slabs(units: int) -> None:
-    """Uses new states in a large arena, where the sizes are compared rarely. The size that won last
-    must keep winning, without evicting its own blocks."""
+    """Uses new states in a large arena, where slot sizes are compared only now and then. The size
+    that won the last comparison must keep winning, without evicting its own blocks."""
     _, attention, states = two_models("lru", units, 512)
     _, now_s = attention.burst(range(512 * SLAB_UNITS), 64, 1.0)
     working_set = range(256 * SLAB_UNITS // units)

@@ -1,4 +1,6 @@
-"""Shares of tenants: bounds hold, only a tenant's own blocks use its guarantee, claims are met."""
+"""Tests of the tenants' shares of the arena: a bound (maximum) and a guarantee. No tenant exceeds
+its bound, a tenant's guarantee serves only its own blocks, and a tenant below its guarantee can
+always get room."""
 
 import pickle
 from collections import deque
@@ -35,7 +37,7 @@ SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB + 1]
 
 
 def make_space(policy: str = "lru", shares: dict[str, TenantShare] = SHARES) -> Space:
-    """Returns a space in which key space n belongs to the n-th tenant."""
+    """Returns a `Space` in which key space n belongs to the n-th tenant."""
     space = Space(make_table(100), ARENA, SLAB, POLICIES[policy](100), shares)
     for number, tenant in enumerate(TENANTS, 1):
         space.tenants.add_key_space(number, tenant)
@@ -44,14 +46,14 @@ def make_space(policy: str = "lru", shares: dict[str, TenantShare] = SHARES) -> 
 
 
 def share_out(space: Space, shares: dict[str, TenantShare]) -> None:
-    """Sets new shares, and does all parts of the resulting work."""
+    """Sets new shares and runs all parts of the resulting evictions."""
     space.tenants.share_out(shares)
     deque(keep_bounds(space.books, space.removal), 0)
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """Four tenants with blocks of all sizes, some with representations; the last tenant has no
-    share."""
+    """A state machine in which four tenants store blocks of all sizes, some with representations.
+    The last tenant has no share."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy: str) -> None:
@@ -82,10 +84,11 @@ class TenantMachine(RuleBasedStateMachine):
             self.space.removal.drop(entries)
 
     def guarded(self, number: int, group: int, hashes: Words, size: int) -> Entries:
-        """Inserts blocks. Checks that other tenants keep their guaranteed blocks unless this tenant
-        has a claim to a slot.
+        """Inserts blocks of a tenant. Checks that other tenants keep their guaranteed blocks,
+        unless this tenant is below its own guarantee and so may claim a slot.
 
-        It may get a claim when its own blocks are evicted for its bound.
+        A tenant can fall below its guarantee during the call, when its own blocks are evicted to
+        keep its bound.
         """
         before, mine = self.used(), self.shares.get(TENANTS[number - 1], TenantShare())
         own_go = (
@@ -111,8 +114,8 @@ class TenantMachine(RuleBasedStateMachine):
         )
     )
     def share_out(self, shares: dict[str, TenantShare]) -> None:
-        """Sets new shares. Checks that beyond a bound only pinned blocks stay, and blocks that are
-        being written."""
+        """Sets new shares. Checks that a tenant above its new bound has only pinned blocks and
+        blocks that are being written."""
         before = self.used()
         share_out(self.space, shares)
         self.shares = shares
@@ -127,7 +130,7 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), number=st.integers(1, 4), size=st.sampled_from(SIZES))
     def represent(self, data: st.DataObject, number: int, size: int) -> None:
-        """Gives representations to some blocks of a tenant."""
+        """Stores representations (summaries of blocks' keys) for some blocks of a tenant."""
         chosen = self.some(data, number)
         chosen = chosen[self.space.representations.of(chosen) == 0]
         self.space.index.pin(chosen, 1)
@@ -136,7 +139,7 @@ class TenantMachine(RuleBasedStateMachine):
         self.space.representations.publish(entries, chosen[: len(entries)])
 
     def some(self, data: st.DataObject, number: int = 0, most: int = 6) -> Entries:
-        """Draws ready blocks of a key space."""
+        """Draws some ready blocks of a key space."""
         blocks = self.space.index.ready_blocks(number).tolist()
         chosen = (
             data.draw(st.lists(st.sampled_from(blocks), unique=True, max_size=most))
@@ -171,7 +174,7 @@ TestTenantMachine = TenantMachine.TestCase
 
 
 def fill(space: Space, number: int, count: int, size: int = SLOT_ALIGN, first: int = 0) -> int:
-    """Stores blocks, each in a call. Returns how many were stored."""
+    """Stores blocks, one per call. Returns the number of stored blocks."""
     taken = 0
     for at in range(count):
         hashes = words_of([1000 * number + first + at])
@@ -195,8 +198,9 @@ def test_a_free_slab_and_emptied_ones_make_room_together() -> None:
 def test_who_comes_late_gets_its_guarantee(
     policy: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fills the arena and keeps using it; then a tenant with a guarantee comes, with blocks of this
-    or another size. It must get its guarantee and keep it, and no step looks at all blocks."""
+    """Fills the arena with one tenant's blocks, which stay in use. Then a tenant with a guarantee
+    stores blocks of the same or another size. It must get its guaranteed memory and keep it. No
+    step may look at all blocks."""
     monkeypatch.setattr(removal, "PART_ENTRIES", 16)
     space = make_space(policy)
     heat = Mock(side_effect=space.policy.heat)
@@ -243,8 +247,8 @@ def test_no_step_ranks_the_blocks_of_several_tenants(monkeypatch: pytest.MonkeyP
 
 
 def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
-    """Puts a block that is guaranteed to another tenant into every slab, so that only a tenant with
-    a claim gets slabs."""
+    """Stores a guaranteed block of another tenant in every slab. A tenant then requests more than
+    its own guarantee. It must get at least its guarantee."""
     space = make_space(
         "lru", {"a": TenantShare(NUM_SLABS * SLOT_ALIGN), "b": TenantShare(4 * SLAB)}
     )

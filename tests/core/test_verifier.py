@@ -1,5 +1,6 @@
-"""Blocks are compared with their check values: matching blocks are cleared, others are condemned,
-and blocks that changed during the comparison are left alone."""
+"""Tests of `Verifier`, which compares blocks with their check values (checksums). A block that
+matches is marked as verified, a block that differs is condemned (never served again), and a block
+that changed during the comparison is left alone."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ KIND = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
 
 class Arena(World):
     """A core over plain memory. Its ten blocks have random bytes, and check values that were not
-    compared yet. A lease `held` lists all of them."""
+    compared yet. `hold` acquires a lease on all of them."""
 
     def __init__(self) -> None:
         super().__init__(NUM_SLABS, 40, unadmitted_share=1.0, check_stride=1)
@@ -52,7 +53,7 @@ class Arena(World):
         self.core.acquire(self.session.number, "held", listed, 0.0, 1.0)
 
     def load(self, name: str, *runs: Sequence[int]) -> list[SlotRun]:
-        """Begins a load under the lease."""
+        """Begins a load under the lease that `hold` acquired."""
         positions = [LoadPositions(0, np.array(run)) for run in runs]
         return self.core.begin_load(self.session.number, name, "held", positions)
 
@@ -60,12 +61,13 @@ class Arena(World):
         self.memory[int(self.core.space.index.offsets(self.entries([number]))[0]) + at] ^= 1
 
     def batches(self) -> Iterator[Entries]:
-        """Yields the batches that are left of the scrubber's pass."""
+        """Yields the remaining batches of the scrubber's current pass over all blocks."""
         while (batch := self.verifier.next_batch()) is not None:
             yield batch
 
     def settle(self, cases: list[Case]) -> list[int]:
-        """Compares the blocks. Returns the condemned entries."""
+        """Compares the blocks with their check values and applies the results. Returns the
+        condemned entries."""
         return list(self.verifier.settle(cases, self.verifier.judge(cases)).tolist())
 
 
@@ -79,7 +81,8 @@ def all_but(*gone: int) -> list[int]:
 
 
 def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> None:
-    """Bytes behind the end of a block do not count."""
+    """Damages a byte inside one block and a byte after the end of another. Only the first block may
+    be condemned; all others are marked as verified."""
     arena.spoil(3)
     arena.spoil(0, SLOT_ALIGN - 50)
     arena.verifier.verify_for(10.0)
@@ -91,8 +94,8 @@ def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> 
 
 
 def test_a_block_that_went_while_it_was_read_is_no_proof(arena: Arena) -> None:
-    """Gives a block's slot to another block while it is read. The mismatch proves no damage, so no
-    block may be condemned."""
+    """Evicts a block and gives its slot to another block while the verifier reads it. The mismatch
+    proves no damage, so no block may be condemned."""
     cases = arena.verifier.cases(arena.entries(range(10)))
     arena.spoil(4)
     evict(arena.core, 1, 0, words_of([3, 4]))
@@ -115,8 +118,8 @@ def test_a_condemned_block_that_is_pinned_keeps_its_slot(arena: Arena) -> None:
 
 
 def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) -> None:
-    """Loads for two ranks under a lease, both compared before either is settled; a third load
-    begins after the block was condemned."""
+    """Begins three loads of a damaged block under a lease. Two are compared before either verdict
+    is settled, the third only after the block was condemned. All three must report the block."""
     arena.hold()
     arena.spoil(3)
     slots = [arena.load(f"t{at}", range(10)) for at in range(3)]
@@ -131,8 +134,8 @@ def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) 
 
 
 def test_what_the_scrubber_condemns_is_not_loaded_under_a_lease(arena: Arena) -> None:
-    """Lets the scrubber condemn a leased block. Its load must fail, even if the block was compared
-    before and the load is already running."""
+    """Lets the scrubber, which compares all blocks in the background, condemn a leased block that
+    was verified before. A running load of this block must fail."""
     arena.verifier.verify_for(10.0)
     arena.hold()
     slots, good = arena.load("t", range(5)), arena.load("u", range(5, 9))
@@ -171,8 +174,8 @@ def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
 def test_what_went_with_a_condemned_block_is_not_looked_at(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Does not read the record of a removed representation: its number is free, and the record has
-    the next free number in place of a slot."""
+    """Condemns blocks, which removes their representations too. The verifier must not read the
+    record of a removed representation, since that record no longer holds a slot."""
     session = arena.open(sizes=SIZES, kinds=(KIND,), now_s=2.0)
     arena.fill(session, range(10), session.representations[0], SLOT_ALIGN)
     for number in range(10):
@@ -195,7 +198,8 @@ def test_what_went_with_a_condemned_block_is_not_looked_at(
 def test_a_pass_of_the_scrubber_sees_every_block_once(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, scanned: int, batch_bytes: int
 ) -> None:
-    """Looks at few entries at a time, so millions of entries delay no caller."""
+    """Runs two passes of the scrubber, which compares all blocks in the background. Each pass must
+    see every block once, and look at few entries at a time, so that it delays no caller."""
     monkeypatch.setattr(verifier, "SCANNED_ENTRIES", scanned)
     monkeypatch.setattr(verifier, "BATCH_BYTES", batch_bytes)
     arena.verifier._next_entry = 4
@@ -209,7 +213,8 @@ def test_a_pass_of_the_scrubber_sees_every_block_once(
 def test_a_pass_of_the_scrubber_does_not_follow_the_stores(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks stored during a pass are compared in the next pass."""
+    """Stores blocks during a pass of the scrubber, which compares all blocks in the background. The
+    new blocks must be compared in the next pass."""
     monkeypatch.setattr(verifier, "SCANNED_ENTRIES", 6)
     first = arena.verifier.next_batch()
     arena.fill(arena.session, range(10, 14))
@@ -224,7 +229,8 @@ def test_a_pass_of_the_scrubber_does_not_follow_the_stores(
 def test_times_of_last_use_are_taken_in_parts(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, num_parts: int, part_entries: int
 ) -> None:
-    """Leaves out blocks that come or go during the parts."""
+    """Collects the blocks' times of last use in parts. Blocks stored or evicted between the parts
+    have no time (NaN)."""
     monkeypatch.setattr(persistence, "PART_ENTRIES", part_entries)
     notes = UseNotes(arena.core)
     taken = [notes.take(num_parts) for _ in range(num_parts)]

@@ -1,4 +1,5 @@
-"""The write gate admits whole chains, within a budget of bytes a day."""
+"""Tests of `WriteGate`, which limits the bytes that a tier writes per day and admits or refuses
+whole chains of blocks."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ EARLY = EARLY_TOKENS // BLOCK_TOKENS
 def offered(
     numbers: Sequence[int], first: int = 0, *, follows: bool = False, has_gap: bool = False
 ) -> Offered:
-    """Returns part of a chain: blocks with these numbers, from depth `first` on."""
+    """Returns an offer to the gate: consecutive blocks of a chain with these numbers, from position
+    `first` on."""
     begins = np.arange(len(numbers)) == 0
     # Odd multipliers: distinct numbers have distinct keys and hashes.
     keys = np.array(numbers, np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
@@ -30,15 +32,16 @@ def offered(
 
 
 def writes_all(gate: WriteGate, part: Offered, now_s: float) -> bool:
-    """Returns False if the part is not written. Checks that otherwise all of it is."""
+    """Offers blocks to the gate. Returns True if it admits all of them, False if none; any other
+    result fails."""
     admitted = gate.admit(part, now_s)
     assert admitted.all() or not admitted.any(), "half a chain was written"
     return bool(admitted.all())
 
 
 def busy() -> WriteGate:
-    """Returns a gate that admits a small share, because far more than the budget was offered until
-    400 seconds."""
+    """Returns a gate that admits only a small share of chains, because far more than its budget was
+    offered in its first 400 seconds."""
     gate = WriteGate(20_000 * BLOCK_BYTES)
     for at in range(400):
         gate.admit(offered(range((1 << 40) + 30 * at, (1 << 40) + 30 * at + 30)), float(at))
@@ -68,8 +71,8 @@ def test_without_a_budget_all_is_written_and_with_none_left_nothing(
 def test_a_day_has_no_more_than_the_budget_and_one_chain(
     budget: int, offers: list[tuple[float, int, int, int, bool, bool, bool]]
 ) -> None:
-    """Restarts the server between offers, also with a clock that begins anew. The bound must hold
-    over all restarts."""
+    """Offers random chains over days, with restarts of the server and of its clock. In any 24 hours
+    the gate may admit its budget and at most one chain more."""
     gate, now_s, began_s = WriteGate(budget * BLOCK_BYTES), 0.0, 0.0
     written: deque[tuple[float, int]] = deque()
     for passed_s, number, count, depth, follows, has_gap, starts_anew in offers:
@@ -91,7 +94,8 @@ def test_a_day_has_no_more_than_the_budget_and_one_chain(
 
 
 def test_what_seems_to_be_written_later_counts_from_now_on() -> None:
-    """Covers a clock that was set back, and a clock that was set forward by more than a day."""
+    """Restores records of writes whose times are in the future or more than a day ago, as after a
+    change of the clock. Future writes must count from now on; old ones count no longer."""
     gate = WriteGate(10 * BLOCK_BYTES)
     gate.recall([(2 * DAY_S, BLOCK_BYTES), (-7 * DAY_S, 4 * BLOCK_BYTES)], 50.0)
     assert gate.left_bytes(50.0 + DAY_S) == 6 * BLOCK_BYTES
@@ -133,15 +137,16 @@ def test_a_block_is_written_only_after_the_one_before_it() -> None:
 
 
 def test_chains_that_part_late_go_together() -> None:
-    """Offers chains that differ in their last blocks only. The early blocks make the decision, so
-    it must be the same for all."""
+    """Offers chains that differ only in their last block. The decision depends on the early blocks,
+    so it must be the same for all chains."""
     head = list(range(EARLY))
     taken = {writes_all(busy(), offered([*head, 1000 + tail]), 400.0) for tail in range(20)}
     assert len(taken) == 1
 
 
 def test_a_steady_load_spends_most_of_the_budget() -> None:
-    """Offers five times the budget for three days."""
+    """Offers five times the budget for three days. The gate must spend 60 % to 100 % of the budget
+    each day, and not spend it all in the first hours."""
     budget, gate = 2000, WriteGate(2000 * BLOCK_BYTES)
     written = np.zeros(3 * 24)
     for at in range(3 * 1000):

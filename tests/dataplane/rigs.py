@@ -1,4 +1,5 @@
-"""Rigs for tests of copy engines: made-up devices, and memory of every kind round them."""
+"""Test harnesses (`Rig`) for copy engines: each has a copy engine, an arena, and memories in the
+host or on fake devices."""
 
 import contextlib
 import threading
@@ -22,12 +23,13 @@ ARENA_BYTES, PINNED_PIECE_BYTES = 1 << 20, 1 << 18
 SMALL = CudaCopySettings(
     piece_bytes=48 << 10, depth=3, staging_bytes=6 * 24 << 10, calibration_bytes=0
 )
-"""Pieces so small that every job has several."""
+"""Settings with pieces so small that every copy job has several pieces."""
 
 
 @dataclass
 class Arena:
-    """`PinnedArena` over memory of the host, pinned piece by piece on request."""
+    """An arena in host memory that implements `PinnedArena`. Tests pin it piece by piece with
+    `grow`."""
 
     runtime: FakeRuntime
     num_bytes: int = ARENA_BYTES
@@ -39,7 +41,7 @@ class Arena:
         self.address = map_pages(self.num_bytes)
 
     def grow(self) -> None:
-        """Pins another piece."""
+        """Pins the next piece of the arena."""
         if self.pinned_bytes < self.num_bytes:
             size = min(self.piece_bytes, self.num_bytes - self.pinned_bytes)
             self.runtime.register(self.address + self.pinned_bytes, size)
@@ -77,7 +79,8 @@ def device_memory(runtime: FakeRuntime, device: int, num_bytes: int, name: str) 
 def rig_of(
     engine: CopyEngine, arena: Arena, memories: tuple[Region, ...], break_next: Callable[[], None]
 ) -> Rig:
-    """Returns a rig whose memories may be of the arena's device runtime."""
+    """Returns a `Rig` for this engine. It reads and writes memories in the host and on the arena's
+    fake device."""
     runtime = arena.runtime
     return Rig(
         engine,
@@ -112,7 +115,8 @@ def host_rig() -> Iterator[Rig]:
 def on_devices(
     runtime: FakeRuntime, arena: Arena, engine: CopyEngine, memories: tuple[Region, ...]
 ) -> Iterator[Rig]:
-    """Yields a rig; at its end all memory is released."""
+    """Yields a `Rig`. Afterwards closes the engine, frees all memory, and checks that no device
+    memory or pinned memory is left."""
     yield rig_of(engine, arena, memories, lambda: runtime.fail_call(COPIES))
     engine.close()
     for memory in memories:
@@ -126,8 +130,8 @@ def on_devices(
 def cuda_rig(
     settings: CudaCopySettings = SMALL, *, seed: int = 0, num_pinned: int = 4
 ) -> Callable[[], contextlib.AbstractContextManager[Rig]]:
-    """Returns a function that makes rigs with two memories on a device, and `num_pinned` pieces of
-    the arena pinned."""
+    """Returns a function that makes a `Rig` of a CUDA copy engine, with two memories on a fake
+    device. The first `num_pinned` pieces of the arena are pinned."""
 
     @contextlib.contextmanager
     def make() -> Iterator[Rig]:
@@ -150,7 +154,8 @@ def cuda_rig(
 
 @contextlib.contextmanager
 def mixed_rig() -> Iterator[Rig]:
-    """Yields memory of two devices and of the host behind the same engine."""
+    """Yields a `Rig` with memories on two fake devices and in the host, all served by one
+    `CopyEngines`."""
     runtime = FakeRuntime(7, num_devices=2, max_delay_s=20e-6)
     arena = Arena(runtime)
     arena.grow()
@@ -169,7 +174,8 @@ def mixed_rig() -> Iterator[Rig]:
 
 @dataclass
 class SwitchedGate:
-    """A gate that passes or raises on command, at its release too, and counts questions."""
+    """A fake gate (a condition that a copy job waits for) that a test opens or makes raise, in
+    `passed` and in `release`. Counts the calls."""
 
     is_open: bool = False
     error: Exception | None = None

@@ -1,4 +1,5 @@
-"""A calibration is a value, and can be measured on a made-up device."""
+"""Tests of `Calibration`, the measured speeds of each copy method on a device: its JSON, the choice
+of a method, and the measurement on a fake device."""
 
 import itertools
 import json
@@ -108,8 +109,8 @@ def test_what_is_no_json_is_refused(text: str) -> None:
 
 
 def test_a_measured_calibration_has_all_speeds_and_holds_for_its_device_and_driver() -> None:
-    """Measures a device. Several pieces are in flight, because the time that a call or a wait takes
-    is not the device's copying time."""
+    """Measures the speeds of a fake device. During the measurement several pieces are in flight at
+    once, so that the overhead of calls does not count as copying time."""
 
     class Spy(FakeRuntime):
         in_flight: ClassVar[set[Event]] = set()

@@ -1,4 +1,4 @@
-"""Every copy engine keeps the same contract."""
+"""Runs the shared contract of all copy engines with each engine and many settings."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""`CudaCopyEngine` at its limits, over a device whose every step the test decides."""
+"""Tests of `CudaCopyEngine` with a fake device that the test advances step by step: limits, order,
+cancels and failures."""
 
 import dataclasses
 import threading
@@ -27,7 +28,8 @@ def has_passed(event: Event) -> bool:
 
 
 class Bench:
-    """An engine on a device that advances only with `run`."""
+    """A test harness: a copy engine on a fake device that advances only when the test calls
+    `run`."""
 
     def __init__(
         self,
@@ -53,8 +55,8 @@ class Bench:
         return whole_plan(Region(self.arena.address, num_bytes, "the arena"), self.memory)
 
     def until(self, reached: Callable[[], bool], *, running: bool = False) -> None:
-        """Waits for a condition. `running`: the device advances a step whenever the engine's
-        threads are idle."""
+        """Waits until a condition holds. With `running`, the device advances a step whenever the
+        engine's threads are idle."""
         until_s = time.monotonic() + 60
         while not reached():
             assert time.monotonic() < until_s
@@ -62,7 +64,7 @@ class Bench:
                 time.sleep(1e-4)
 
     def settled(self) -> bool:
-        """Returns True if all threads of the engine wait for the device or for jobs."""
+        """Returns True if all threads of the engine are waiting for the device or for jobs."""
         return all(
             not (lane._giving_s or lane._finishing_s or (lane._works and lane._free))
             and lane._finished.empty()
@@ -152,8 +154,8 @@ def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("call", "tries"), [("record", 3), ("record", 2), ("synchronize", 1)])
 def test_a_device_that_can_not_be_followed_is_given_up(bench: Bench, call: str, tries: int) -> None:
-    """Makes the first tries of a call to the device fail. The job that needed the call fails. Later
-    jobs fail only if all three tries have failed: the device is then given up."""
+    """Makes the first tries of a device call fail. The job that needed the call fails. Only if all
+    three tries fail does the engine give the device up, so that later jobs fail too."""
     for nth in range(tries):
         bench.runtime.fail_call(call, nth + 1)
     for name in ("fails", "later"):

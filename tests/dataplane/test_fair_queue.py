@@ -1,4 +1,5 @@
-"""A fair queue serves owners in turn, however many items each has added."""
+"""Tests of `FairQueue`, which serves the owners of items in turn, however many items each owner has
+added."""
 
 import threading
 from collections import defaultdict, deque
@@ -11,7 +12,8 @@ from hotkv_server.dataplane.host import FairQueue
 
 
 class Machine(RuleBasedStateMachine):
-    """Models an owner's items as a list, and counts how often others are served while it waits."""
+    """A state machine that models each owner's items as a list, and counts how often other owners
+    are served while an owner waits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Jobs that wait for marks in the queue of an engine's device."""
+"""Tests of copy jobs with a gate: a job starts only once the gate has passed, for example when the
+engine's device has reached a certain point of its work."""
 
 import contextlib
 import threading
@@ -29,7 +30,7 @@ def engines_of(rig: Rig) -> CopyEngines:
 
 
 def submit(rig: Rig, *gates: SwitchedGate) -> Ends:
-    """Submits a job behind each gate; the jobs are named by numbers."""
+    """Submits a copy job behind each gate. The names of the jobs are the numbers of their gates."""
     ends = Ends()
     for number, gate in enumerate(gates):
         rig.engine.submit(ends.job(f"{number}", [whole_plan(rig.memories[0], rig.arena)], gate))
@@ -63,7 +64,8 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: Rig) -> None:
 def test_a_long_wait_is_asked_for_ever_more_seldom(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gate may stay closed for half a second, and all threads share the interpreter."""
+    """Keeps a gate closed. The pauses between two questions to it must grow up to a maximum, and be
+    short again once another gate passes."""
     gates, pauses, sleep = [SwitchedGate(), SwitchedGate()], list[float](), time.sleep
     begun_s, ends = time.monotonic(), submit(rig, *gates)
 
@@ -137,7 +139,8 @@ def test_a_plan_for_a_device_without_an_engine_fails(rig: Rig) -> None:
 
 
 def test_a_job_of_which_a_part_is_refused_ends_after_the_others() -> None:
-    """Until the other part ends, it still writes."""
+    """Submits a job to two engines, one of which refuses its part. The job must not end before the
+    other part ends, because that part still writes."""
     host, device = Mock(), Mock()
     device.submit.side_effect = MemoryError
     with contextlib.closing(CopyEngines(host, {1: device})) as both:

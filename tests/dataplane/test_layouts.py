@@ -1,8 +1,8 @@
-"""Blocks of engines, in host memory or on a device, go through the arena and back in every layout
-and by every method.
+"""Copies blocks of engines into the arena and back, in every memory layout and with every copy
+method, from host memory and from a fake device.
 
-`Layout` describes both sides by offsets and strides; the reference is numpy views of the engine's
-memory, reshaped to its axes (layer, block, kernel block, head, token, content).
+A `Layout` describes the memory of an engine by offsets and strides. The reference is numpy views of
+that memory, reshaped to its axes (layer, block, kernel block, head, token, content).
 """
 
 import dataclasses
@@ -30,7 +30,8 @@ ARENA_BYTES = 1 << 20
 
 @dataclass
 class Bench:
-    """An arena, half of it pinned, a host engine, and an engine for each method of a device."""
+    """A test harness: an arena of which half is pinned, a copy engine for the host, and one CUDA
+    copy engine per copy method."""
 
     runtime: FakeRuntime
     arena: Arena
@@ -46,8 +47,8 @@ class Bench:
         *,
         to_engine: bool,
     ) -> None:
-        """Copies blocks. With a method, copies the memories to the device and back, as if they lay
-        there."""
+        """Copies blocks between memories and arena. With a copy method, the memories are first
+        written to the fake device and afterwards read back."""
         regions = {
             name: Region(memory.ctypes.data, memory.nbytes, name)
             if method is None

@@ -1,8 +1,9 @@
-"""Random jobs, gates, cancels, failures, pinning and lost devices, on two devices and the host,
-agree with plain arrays.
+"""A state machine for copy engines on two fake devices and the host: random jobs, gates, cancels,
+failures, pinning and lost devices. Whenever all jobs have ended, all memories must equal plain
+arrays.
 
-Jobs use different bytes on both sides, so the bytes that each must have moved are known whatever
-runs at the same time.
+Jobs that run at the same time use different bytes on both sides, so the bytes that each job must
+have copied are known.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,11 @@ REGISTRATION_BYTES = 3 * 4096 * 5
 
 @dataclass
 class Running:
-    """A job that is under way, and the runs that it moves: (to, from, bytes)."""
+    """A copy job in progress.
+
+    runs: for each plan, (destination, source, offsets in the destination, offsets in the source,
+        sizes in bytes).
+    """
 
     job: CopyJob
     share: int
@@ -40,7 +45,8 @@ class Running:
 
 
 class CopyMachine(RuleBasedStateMachine):
-    """The arena and every memory are cut into shares; a job has a share of each."""
+    """A state machine that submits copy jobs. The arena and each memory are cut into shares; each
+    running job uses a share of its own."""
 
     @initialize(
         seed=st.integers(0, 1 << 30),
@@ -153,7 +159,7 @@ class CopyMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Waits for all jobs. Checks all bytes."""
+        """Opens all gates, waits for all jobs, and checks all bytes of all memories."""
         for running in self.running.values():
             if running.gate is not None:
                 running.gate.is_open = True

@@ -1,4 +1,5 @@
-"""Planning of pieces in arrays agrees with plain Python."""
+"""Compares the cutting of copy plans into pieces for a CUDA device, which works on arrays, with
+plain Python."""
 
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class Pinned:
 
 @st.composite
 def host_runs(draw: st.DrawFn, space: int = ARENA_BYTES) -> tuple[list[int], list[int]]:
-    """Draws disjoint runs, unordered, many of them adjoining."""
+    """Draws byte runs in the arena that do not overlap, in any order. Many of them are adjacent."""
     page = draw(st.sampled_from([1, 7, 512, 4096, 65536]))
     numbers = draw(st.lists(st.integers(0, min(space // page, 48) - 1), unique=True, max_size=40))
     sizes = draw(
@@ -93,8 +94,8 @@ def test_pieces_move_every_byte_once_within_bounds(
 
 
 def paint(places: Int64s, offsets: Int64s, addresses: Int64s, sizes: Int64s) -> None:
-    """Notes for each byte of runs in the arena its place on the device. Checks that no byte is
-    noted twice."""
+    """Records for each byte of these runs in the arena its address on the device. Checks that no
+    byte is recorded twice."""
     for at, address, size in zip(offsets, addresses, sizes, strict=True):
         assert not places[at : at + size].any(), "a byte is moved twice"
         places[at : at + size] = address + np.arange(size)

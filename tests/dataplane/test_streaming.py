@@ -1,5 +1,5 @@
-"""Copies of runs, streamed and not, agree with plain slices: odd sizes, every misalignment, and no
-byte beside them."""
+"""Compares copies by the host's kernels, with streaming (non-temporal) stores and without, with
+plain slices. Covers odd sizes and every misalignment; no other byte may change."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +18,15 @@ from hotkv_server.dataplane.plan import BlockCopies, CopyPlan, Region
 
 GUARD = 0xA5
 GAP_BYTES = 130
-"""More than two lines between runs, so that a line too many shows."""
+"""Gap between runs, more than two cache lines, so that a line copied beyond a run is detected."""
 LINE_BYTES = 64
 FIRST_STREAMED_BYTES = 1024
 HOWS = ["streamed", "plain"]
 
 
 class Memories:
-    """Random source bytes, and a destination of guard bytes that begins at a multiple of 64."""
+    """A source of random bytes, and a destination filled with a guard value that reveals any write.
+    The destination begins at a multiple of 64 bytes."""
 
     def __init__(self, num_bytes: int) -> None:
         self.src = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, dtype=np.uint8)
@@ -34,13 +35,13 @@ class Memories:
         self.dst = self._room[start : start + num_bytes]
 
     def plan(self, runs: list[tuple[int, int, int]]) -> CopyPlan:
-        """Returns a plan for runs of (destination, source, bytes)."""
+        """Returns a copy plan for these runs, each (destination offset, source offset, bytes)."""
         dst, src = (Region(one.ctypes.data, len(one), "memory") for one in (self.dst, self.src))
         to, at, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
         return CopyPlan(dst, src, to, at, sizes)
 
     def check(self, runs: list[tuple[int, int, int]]) -> None:
-        """Checks that these runs were copied and all other bytes are unchanged."""
+        """Checks that exactly these runs were copied and all other bytes are unchanged."""
         expected = np.full(len(self.dst), GUARD, np.uint8)
         for to, at, size in runs:
             expected[to : to + size] = self.src[at : at + size]
@@ -50,7 +51,8 @@ class Memories:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
-    """Covers all heads and tails of the shortest streamed runs."""
+    """Copies the shortest runs that are streamed, with every alignment of their start and many
+    lengths beyond whole cache lines."""
     size_bytes = FIRST_STREAMED_BYTES + 2 * LINE_BYTES
     pitch = size_bytes + GAP_BYTES
     shapes = [(head, tail) for head in range(LINE_BYTES) for tail in range(0, LINE_BYTES, 7)]
@@ -71,8 +73,8 @@ def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
 def test_jobs_of_eight_mib_and_more_are_streamed(
     monkeypatch: pytest.MonkeyPatch, less: int, streamed: bool
 ) -> None:
-    """Copies a job of two plans, with runs of random lengths. The bytes of the whole job decide
-    whether its pieces are streamed."""
+    """Copies a job of two plans with runs of random lengths, of 8 MiB in total or a byte less. The
+    total decides whether all pieces of the job are streamed."""
     assert host.STREAMED_JOB_BYTES == 8 << 20
     kernels, said, ends = native.require("hotkv_proto.kernels"), [], []
 
@@ -100,8 +102,8 @@ def test_jobs_of_eight_mib_and_more_are_streamed(
 
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[Recipe, list[int], list[int]]:
-    """Returns a recipe whose runs may adjoin on either side or both, block ids, and places of
-    slots, with any sizes and alignment and without overlap."""
+    """Draws a recipe (how the runs of a block lie in the engine's memory and in a slot), block ids,
+    and slot offsets. Runs may be adjacent on either side, and do not overlap."""
     sizes = draw(
         st.lists(st.one_of(st.integers(0, 70), st.integers(900, 9000)), min_size=1, max_size=6)
     )
@@ -141,7 +143,8 @@ def test_blocks_are_copied_as_their_recipe_says(
     piece_bytes: int,
     misalignment: int,
 ) -> None:
-    """Copies in pieces of any size, and checks that no byte beside them is touched."""
+    """Copies blocks in pieces of any size, with or without streaming. Exactly the bytes that the
+    recipe describes must be copied, and no others changed."""
     recipe, ids, slots = given
     end = misalignment + 8 * max(
         1, int((recipe.bases + recipe.slot_offsets + recipe.num_bytes).max()) + 8 * GAP_BYTES

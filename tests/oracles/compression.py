@@ -1,5 +1,5 @@
-"""Numpy references of `hotkv_server.tiers.compression.kernels`: same arguments, same results, same
-bytes."""
+"""Numpy references of `hotkv_server.tiers.compression.kernels`, with the same arguments and
+results, for tests to compare with."""
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def encode_many(
     blocks: Codes, begins: Int64s, sizes: Int64s, rooms: Codes, places: Int64s,
     room_sizes: Int64s, results: Int64s,
 ) -> None:  # fmt: skip
-    """Computes what `kernels.encode_many` does, the plain way."""
+    """Encodes blocks as `kernels.encode_many` does, in plain numpy."""
     for i, (begin, size, place, room_size) in enumerate(
         zip(begins.tolist(), sizes.tolist(), places.tolist(), room_sizes.tolist(), strict=True)
     ):
@@ -37,7 +37,7 @@ def decode_many(
     rooms: Codes, places: Int64s, room_sizes: Int64s, blocks: Codes, begins: Int64s,
     sizes: Int64s, results: Int64s,
 ) -> None:  # fmt: skip
-    """Computes what `kernels.decode_many` does, the plain way."""
+    """Decodes blocks as `kernels.decode_many` does, in plain numpy."""
     for i, (place, room_size, begin, size) in enumerate(
         zip(places.tolist(), room_sizes.tolist(), begins.tolist(), sizes.tolist(), strict=True)
     ):
@@ -122,7 +122,8 @@ def _decode(room: Codes, block: Codes) -> int:
 
 
 def _table(exponents: Codes) -> Codes:
-    """Returns the most common exponents of the sample; of equally common ones the lower first."""
+    """Returns the most common exponents of a sample of the values; if two are equally common, the
+    lower first."""
     counts = np.bincount(exponents[::SAMPLE_STEP], minlength=256)
     return np.argsort(-counts, kind="stable")[:TABLE_EXPONENTS].astype(np.uint8)
 

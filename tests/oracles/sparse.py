@@ -1,8 +1,9 @@
-"""Numpy references of `hotkv_sparse.kernels`: representations, queries, scores and choices, written
-as their definitions read (`hotkv_sparse.formats`, docs/sparse.md).
+"""Numpy references of `hotkv_sparse.kernels`, for tests to compare with: representations of blocks,
+queries, scores and selections, computed by their definitions (`hotkv_sparse.formats`,
+docs/sparse.md).
 
 Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels, C channels with
-padding, P parts, R runs of 16 tokens, S scored blocks, N bytes of a block and head.
+    padding, P parts, R runs of 16 tokens, S scored blocks, N bytes per block and head.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ I32 = npt.NDArray[np.int32]
 
 
 def as_stored(values: F32, dtype: str) -> tuple[F32, npt.NDArray[Any]]:
-    """Rounds numbers to a float type. Returns them as float32, and as memory holds them."""
+    """Rounds float32 numbers to another float type. Returns them as float32, and in the form in
+    which memory holds them."""
     if dtype != "bfloat16":
         held = values.astype(dtype)
         return held.astype(np.float32), held
@@ -34,7 +36,7 @@ def as_stored(values: F32, dtype: str) -> tuple[F32, npt.NDArray[Any]]:
 
 
 def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
-    """Computes `build` in plain numpy, with complete and checked arguments."""
+    """Builds representations of blocks in plain numpy. All arguments must be complete and valid."""
     valid_BT = np.arange(keys_BTHD.shape[1]) < num_tokens_B[:, None]
     x_BHTD = np.ascontiguousarray((keys_BTHD - mu_HD).transpose(0, 2, 1, 3))
     x_BHTD[~np.broadcast_to(valid_BT[:, None], x_BHTD.shape[:3])] = 0.0
@@ -44,7 +46,8 @@ def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
 
 
 def _thresholds(form: Format) -> F32:
-    """Returns float32 [codes − 1]: halfway between neighbouring levels, in units of the rms."""
+    """Returns float32 [codes − 1]: the midpoints between neighbouring levels, in units of the root
+    mean square."""
     levels = np.array(form.levels, np.float64)
     return ((levels[1:] + levels[:-1]) / 2.0 / form.level_unit).astype(np.float32)
 
@@ -89,10 +92,11 @@ def _pack_summary(form: Format, x_BHTD: F32, valid_BT: npt.NDArray[np.bool_]) ->
 
 
 def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> U8:
-    """Returns summary bytes uint8 [B, H, N] of float parts [B, H, P, D]; `some_B` is False if a
-    block is empty.
+    """Packs the summaries of blocks, float [B, H, P, D], into bytes uint8 [B, H, N]. `some_B` is
+    False for an empty block.
 
-    quest rounds its edges outwards, so that its score stays an upper bound; mean rounds to nearest.
+    quest rounds its minima and maxima outwards, so that its score stays an upper bound; mean rounds
+    to the nearest step.
     """
     num_blocks, kv_heads, num_parts, head_size = parts_BHPD.shape
     limit = np.float32(126.0 if form.name == "quest" else 127.0)
@@ -111,10 +115,10 @@ def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """An unpacked token format: `levels` int8 [B, H, R * 16, channels], `sigma` float32 [B, H, R *
-    16], negative if there is no token.
+    """The unpacked contents of a representation that codes each token: `levels` int8 [B, H, R * 16,
+    channels], and `sigma` float32 [B, H, R * 16], negative for an absent token.
 
-    A rotated key is about sigma · level / `level_unit`; of mix2, levels are in half steps.
+    A rotated key is about sigma · level / `level_unit`. For mix2, levels are in half steps.
     """
 
     levels: npt.NDArray[np.int8]
@@ -122,7 +126,8 @@ class Tokens:
 
 
 def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
-    """Unpacks a token format's bytes uint8 [B, H, N]; padding channels have no meaning."""
+    """Unpacks representations uint8 [B, H, N] of a format that codes each token. The values of
+    padding channels have no meaning."""
     form = formats.format_named(name)
     if form.by_axes:
         return Tokens(*_unpack_axes(packed, head_size))
@@ -142,7 +147,7 @@ def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
 
 
 def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
-    """Returns the rotated keys as a token format holds them: float32 [B, H, R * 16, D]."""
+    """Returns the rotated keys that a token format approximates: float32 [B, H, R * 16, D]."""
     tokens = unpack_tokens(name, packed, head_size)
     unit = np.float32(formats.format_named(name).level_unit)
     scale = np.maximum(tokens.sigma, np.float32(0.0)) / unit
@@ -150,7 +155,8 @@ def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
 
 
 def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
-    """Returns the mix2 representations of keys, which are given by `axes.channels_of` (y_HBTD)."""
+    """Builds the mix2 representations of keys. The keys y_HBTD are in the coordinates that
+    `axes.channels_of` computes."""
     kv_heads, num_blocks, block_tokens, head_size = y_HBTD.shape
     runs = formats.num_runs(block_tokens)
     channels = formats.padded_channels(formats.FORMATS["mix2"], head_size)
@@ -219,8 +225,8 @@ def unpack_lines(data: U8, width: int) -> U8:
 
 
 def prepare(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32:
-    """Fills the codes and returns the peaks float32 [Q]. quest: sum max(q M, q m) = q+ · M + q- ·
-    m."""
+    """Quantizes queries into `codes_QPC`. Returns their peaks float32 [Q]. For quest, the positive
+    and negative parts are separate: sum max(q M, q m) = q+ · M + q- · m."""
     x_QD = rotate(query_QD) if form.bits else query_QD.astype(np.float32)
     peak: F32 = np.maximum(np.abs(x_QD).max(axis=1), np.float32(1e-20))
     steps = np.rint(x_QD * (np.float32(127.0) / peak)[:, None]).astype(np.int8)
@@ -232,8 +238,8 @@ def prepare(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32
 
 
 def prepare_axes(query_QD: F32, axes: Axes, codes_QC: I8) -> tuple[F32, I32]:
-    """Fills the int8 codes of queries. Returns their peaks float32 [Q], of which a step is a 127th,
-    and minus the sum of code times offset, int32 [Q]."""
+    """Quantizes queries into the int8 codes `codes_QC`. Returns their peaks float32 [Q] (a
+    quantization step is peak / 127), and minus the sum of code times offset, int32 [Q]."""
     num_heads, head_size = query_QD.shape
     grouped_HGD = query_QD.reshape(len(axes.into), -1, head_size).astype(np.float32)
     worth_QC = (grouped_HGD @ axes.weights).reshape(num_heads, -1)
@@ -244,7 +250,7 @@ def prepare_axes(query_QD: F32, axes: Axes, codes_QC: I8) -> tuple[F32, I32]:
 
 
 def score_tokens(query: Query, tokens: Tokens) -> F32:
-    """Computes token scores in plain numpy, of all blocks of `tokens`."""
+    """Computes the scores of all blocks of `tokens` in plain numpy."""
     levels, sigma = tokens.levels.astype(np.int32), tokens.sigma
     num_blocks, kv_heads, num_tokens, channels = levels.shape
     grouped = query.codes.astype(np.int32).reshape(kv_heads, len(query.codes) // kv_heads, channels)
@@ -261,7 +267,8 @@ def score_tokens(query: Query, tokens: Tokens) -> F32:
 
 
 def score_parts(query: Query, packed_BHN: U8) -> F32:
-    """Computes summary scores in plain numpy, of all blocks of `packed_BHN`."""
+    """Computes the scores of all blocks from their packed summaries `packed_BHN`, in plain
+    numpy."""
     form, packed = query.form, packed_BHN
     num_blocks, kv_heads = packed.shape[:2]
     channels = formats.padded_channels(form, query.head_size)
@@ -278,15 +285,18 @@ def score_parts(query: Query, packed_BHN: U8) -> F32:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """`shared` float32 [S]: mean share over the heads; `always` float32 [H]: share of the
-    always-kept blocks."""
+    """The attention weights that blocks are expected to have.
+
+    shared: float32 [S], the weight of each scored block, averaged over the heads.
+    always: float32 [H], the weight of the blocks that are always kept, per KV head.
+    """
 
     shared: F32
     always: F32
 
     @property
     def always_shared(self) -> float:
-        """Returns the share of the always-kept blocks, mean over the heads."""
+        """Returns the weight of the always-kept blocks, averaged over the heads."""
         return float(self.always.mean())
 
 
@@ -317,10 +327,12 @@ def select(
     adaptive_p: float | None = None,
     floor_blocks: int = 0,
 ) -> Selection:
-    """Returns the `budget_blocks` best blocks of a context, always-kept blocks first.
+    """Returns the selection of the `budget_blocks` best blocks of a context, which includes the
+    always-kept blocks.
 
-    With `adaptive_p`, the fewest of the heaviest with always_mass + sum w >= p, but at least
-    `floor_blocks`. A budget below the always-kept blocks keeps just those.
+    With `adaptive_p`, selects only as many of the heaviest blocks as are needed for always_mass +
+    sum of weights >= p, but at least `floor_blocks`. A budget smaller than the number of
+    always-kept blocks selects just these.
     """
     room = min(max(budget_blocks - where.num_always, 0), len(weights_S))
     chosen = top(weights_S, room)

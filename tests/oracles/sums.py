@@ -1,4 +1,5 @@
-"""Numpy reference of `hotkv_server.integrity.sums.add_sums`: same arguments, same sums."""
+"""Numpy reference of `hotkv_server.integrity.sums.add_sums`, with the same arguments and results,
+for tests to compare with."""
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -10,7 +11,7 @@ from hotkv_server.integrity.check_values import Int64s, Sums
 
 LINE_BYTES = 64
 PART_LINES = 1 << 14
-"""Lines per read: 1 MiB, and a few times that for the computation."""
+"""Lines of 64 bytes per read, which is 1 MiB. The computation takes a few times as much memory."""
 _PHASE_STEP = 37
 _LINE_FACTOR, _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD6E8_FEB8_6659_FD93)
 
@@ -18,7 +19,7 @@ _LINE_FACTOR, _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD6E8_FEB8_
 def add_sums(
     memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, out: Sums
 ) -> None:
-    """Computes what `sums.add_sums` does, the plain way."""
+    """Computes the sums of `sums.add_sums` in plain numpy."""
     if not num_bytes:
         return
     num_lines = -(-num_bytes // LINE_BYTES)
@@ -42,8 +43,8 @@ def add_sums(
 
 
 def _words(memory: Region, offsets: Int64s, lines: Int64s, num_bytes: int) -> NDArray[np.uint32]:
-    """Returns uint32 [slots, lines, 16] of the slots at `offsets`; the last of `lines` is their
-    last line, padded with zeros."""
+    """Returns the sampled words of the slots at `offsets`: uint32 [slots, lines, 16]. The last of
+    `lines` is the last line of a slot and is padded with zeros."""
     view, tail = memory.array(), num_bytes - int(lines[-1]) * LINE_BYTES
     found = np.zeros((len(offsets), len(lines), LINE_BYTES), np.uint8)
     if len(lines) > 1:
