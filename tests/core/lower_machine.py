@@ -276,8 +276,9 @@ class LowerMachine(RuleBasedStateMachine):
         tier may begin, and copies in progress must be void."""
         parts = self.core.flush(space)
         next(parts, None)
+        # Another flush begins and ends meanwhile.
         with self.books.stopped(space):
-            """Another flush ends meanwhile."""
+            pass
         self.begin_down(data, 8)
         self.begin_up(space, 0, [0, 1, 2])
         assert not any(

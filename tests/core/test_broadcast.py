@@ -56,7 +56,7 @@ def test_a_reader_sees_everything_or_is_told_what_it_missed(
                     waiting = waiting[most:]
                     num_seen += len(items)
                     told += lost
-                    assert told == (told if waiting else lost_before)
+                    assert waiting or told == lost_before
         assert num_seen + len(waiting) + lost_before == sent
         assert len(feeds) == 0
         assert feeds.lost_items == lost_before + max(0, sent - bound)

@@ -12,6 +12,7 @@ import numpy as np
 
 from demo.processes import Server
 from hotkv_client import GroupHashes
+from hotkv_client.admin import AdminClient
 from hotkv_server.testing import faults
 from tests.server.places import Place, found, opened, store
 from tests.server.support import hashes, http_port
@@ -40,11 +41,23 @@ class SharingNode(Place):
         self.connect()
 
     def fill(self, blocks: list[bytes]) -> np.ndarray:
-        """Stores blocks with random bytes, and waits until the Valkey has them."""
-        before = self.num_copied()
-        content = self.put(blocks)
-        wait_for(lambda: self.num_copied() >= before + len(blocks))
-        return content
+        """Stores blocks with random bytes, and waits until the Valkey has them. If the node gives
+        up copying some, as it may on a loaded machine, stores all again."""
+        content: np.ndarray | None = None
+        while True:
+            before, refused = self.num_copied(), self.counter("shared_refused_blocks_total")
+            content = self.put(blocks, content)
+            wait_for(
+                lambda before=before, refused=refused: (
+                    self.num_copied() + self.counter("shared_refused_blocks_total")
+                    >= before + refused + len(blocks)
+                )
+            )
+            if self.num_copied() >= before + len(blocks):
+                return content
+            assert self.server is not None
+            with AdminClient(self.server.target) as admin:
+                admin.evict(everything=True)
 
     def num_copied(self) -> float:
         return self.counter("shared_copied_blocks_total")
