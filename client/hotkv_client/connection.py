@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16
 MAX_UNSENT = 1 << 14
-"""Most unsent requests in the outbox, not counting calls that wait for an answer. With more, the
-server must be hanging, even if its system still answers gRPC's pings. `send_only` then ends the
-stream, so that the outbox does not fill the engine's memory."""
+"""Largest number of unsent requests in the outbox, not counting calls that wait for an answer. If
+there are more, the server must be hanging, even if its system still answers gRPC's pings.
+`send_only` then ends the stream, so that the outbox does not fill the engine's memory."""
 REQUEST_ID_BYTES = 16
 """An upper bound for the bytes that `request_id` adds to a message."""
 DEVICE_GRACE_S = 1.0

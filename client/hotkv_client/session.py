@@ -285,8 +285,8 @@ class Session:
     ) -> "Future[ResidencyOpened]":
         """Opens a residency: reserves room in the arena for the blocks of a request.
 
-        num_blocks: the most blocks that the request will need, by group index. The server also
-            reserves room for the blocks' representations (compact forms of keys, for sparse
+        num_blocks: largest number of blocks that the request will need, by group index. The server
+            also reserves room for the blocks' representations (compact forms of keys, for sparse
             attention), of the kinds that this session declares.
 
         A repeated call with the same arguments gets the same answer. A repeated call may ask for

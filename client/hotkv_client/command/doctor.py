@@ -391,8 +391,8 @@ def report(findings: list[Finding], *, as_json: bool) -> str:
 
 
 def _printable(text: str) -> str:
-    """Returns `text` with question marks in place of unprintable characters, because it may have
-    names of files of other users."""
+    """Replaces unprintable characters of `text` by question marks. The text may contain file names
+    that other users have chosen."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
 
 

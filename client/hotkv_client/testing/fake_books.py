@@ -125,7 +125,7 @@ class FakeArena:
 
 @dataclass
 class FakeResidency:
-    """An open residency of the double: the room that is reserved for a request, and the request's
+    """An open residency of `FakeServer`: the room that is reserved for a request, and the request's
     pinned blocks.
 
     asked: number of blocks for which the engine reserved room, by group index.
@@ -139,7 +139,7 @@ class FakeResidency:
 
 
 class FakeResidencies:
-    """All residencies of a server, by engine id and residency id.
+    """All residencies (rooms reserved for requests) of `FakeServer`, by engine id and residency id.
 
     most: largest number of open residencies; None: no limit.
     most_blocks: largest number of blocks that all residencies together reserve; None: no limit.
@@ -243,8 +243,8 @@ class FakeResidencies:
         self.refused = {name for name in self.refused if name[0] != engine_id}
 
     def restart(self) -> None:
-        """Simulates a restart of the server: forgets the open residencies, and raises the
-        generation, the number that the server gives to all residencies that it opens.
+        """Simulates a restart of the server: removes the open residencies, and increments the
+        generation, a number that all residencies of the restarted server get.
 
         The validity words stay as they are, so readers of the old residencies may continue.
         """
@@ -479,7 +479,7 @@ class FakeWrites:
                 self._settle(lease)
 
     def forget(self) -> None:
-        """Simulates the death of a server: forgets all leases, so that stores in flight can't
+        """Simulates the death of a server: drops all leases, so that stores in flight can't
         commit."""
         self.leases.clear()
         self._owners.clear()

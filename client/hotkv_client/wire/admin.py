@@ -40,8 +40,8 @@ SERVING = b"\x08\x01"
 
 
 class Stubs:
-    """The admin and event stubs of a channel. Make them while the channel is open: for a closed
-    channel gRPC crashes the process."""
+    """The admin and event stubs of a channel. Make them only while the channel is open: with a
+    closed channel gRPC crashes the process."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(channel)

@@ -121,8 +121,8 @@ class EngineRates:
     saved_s: float
     waited_s: float
     selects_per_s: float
-    """Selections of sparse decode per second, summed over layers. The next two fields are about
-    sparse decode too."""
+    """Selections of sparse decode per second, summed over layers. `hot_set_hit_ratio` and
+    `swap_bytes_per_s` are figures of sparse decode too."""
     hot_set_hit_ratio: float | None
     swap_bytes_per_s: float
     weights: "Weights"
@@ -252,7 +252,7 @@ class _Between:
 
 
 def is_same_server(before: Reading, after: Reading) -> bool:
-    """Returns True if both readings come from the same process.
+    """Returns True if both readings come from the same process of a server.
 
     Compares the process ids and also the uptimes, because in a container a restarted server may
     have the same process id.
