@@ -30,7 +30,8 @@ salt (str), a digest of prompt embeddings (bytes), or the identifier of a multi-
 position of its first token."""
 BlockExtraKeys = Sequence[ExtraKey] | None
 KEY_BYTES = 64
-"""Approximate memory of an `ExtraKey` in Python, without its characters."""
+"""Approximate memory that a Python object of type `ExtraKey` takes, without its characters, in
+bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ MAX_TTL_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A request's wish for how long the server should retain the blocks that the request uses.
+    """A request's wish how long the server should retain the blocks that the request uses.
 
     The server may ignore the wish; it serves the request in any case. Requests set it in
     `kv_transfer_params` (keys `hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on the wire it is
@@ -253,7 +254,8 @@ class ResidencyOpened:
 
 
 class Flushed(int):
-    """The result of a flush: an int, which is the number of dropped blocks.
+    """The result of a flush (the deletion of all blocks of a key space): an int, which is the
+    number of deleted blocks.
 
     pending_tiers: names of the tiers that have not answered the flush. The server flushes such a
         tier as soon as it answers. Until then other nodes may load from this tier blocks that were

@@ -36,8 +36,8 @@ FROM_ENVIRONMENT = "env"
 """Value of the argument `endpoint`: the variables OTEL_EXPORTER_OTLP_* name the endpoint."""
 PATH = "/v1/traces"
 MAX_SPANS_PER_S = 1000
-"""Most spans that a process records in a second. Recording and exporting a span takes about 100
-us."""
+"""Largest number of spans that a process records in a second. To record and export a span takes
+about 100 us."""
 QUEUE_SPANS = 4096
 BATCH_SPANS = 512
 PAUSE_MS = 1000

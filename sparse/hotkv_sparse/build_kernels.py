@@ -243,7 +243,7 @@ def build_tokens(
 
 @numba.njit(nogil=True, cache=True)
 def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
-    """Sets parts[0] to the mean of keys [T, D] minus `mu`; 0 without keys."""
+    """Sets parts[0] to the mean over the tokens of keys [T, D] minus `mu`; to 0 without keys."""
     parts[0] = 0
     for token in range(keys.shape[0]):
         for channel in range(keys.shape[1]):
@@ -254,8 +254,8 @@ def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _edges_of(keys: Any, mu: Any, parts: Any) -> None:
-    """Sets parts[0] to the maximum and parts[1] to the minimum over the tokens of keys [T, D] minus
-    `mu`; 0 without keys."""
+    """For each channel of keys [T, D] minus `mu`, sets parts[0] to the maximum over the tokens and
+    parts[1] to the minimum. Without keys, sets both to 0."""
     high, low = parts[0], parts[1]
     high[:] = -np.inf if keys.shape[0] else 0
     low[:] = np.inf if keys.shape[0] else 0

@@ -135,7 +135,7 @@ class HotSet:
 
     Methods raise INVALID_FIELD for invalid arguments.
 
-    capacity_blocks: the most blocks that the map may name.
+    capacity_blocks: largest number of blocks that the map may name.
     spare_slots: number of slots beyond the capacity. Prefetches use them.
     policy: `lru` evicts the least recently selected block. `none` evicts all blocks that the
         current selection does not contain.

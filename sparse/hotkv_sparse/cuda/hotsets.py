@@ -9,8 +9,8 @@ In each step and layer the engine calls:
 Always true: the hot sets are the same as the hot sets of `hotkv_sparse.hotset` with the policy
 `lru` or `none`. `grow` and `correct` queue work on one stream, allocate no memory and never wait.
 
-Shapes: R rows of a step, Z states (sequences with hot sets), B most blocks of a sequence, K hot
-slots of a sequence, L most blocks that a step loads, S most blocks of a selection.
+Shapes: R rows of a step, Z states (sequences with hot sets), K hot slots of a sequence. Upper
+limits: B blocks of a sequence, L blocks that a step loads, S blocks of a selection.
 """
 
 from collections.abc import Sequence

@@ -146,7 +146,8 @@ class Index:
     """The representations (compact forms of blocks' keys) of a layer in device memory.
 
     pool: uint8 [rows, row_bytes], a row per block.
-    mu_HD: the centre, which is subtracted from keys before they are encoded; None: 0.
+    mu_HD: the centre (mean key of each head), which is subtracted from keys before they are
+        encoded; None: 0.
     bias: by how much scores overestimate the log of a block's attention mass, in nats; None: the
         format's bias.
     """

@@ -18,8 +18,8 @@ Always true:
 - `epochs` has a number for each state. When the number changes, all layers build the state's hot
   sets again from the start.
 
-Shapes: R rows of a batch, S states, B most blocks of a sequence, K hot slots of a sequence, P pages
-of the engine's pool.
+Shapes: R rows of a batch, S states, B blocks of a sequence (upper limit), K hot slots of a
+sequence, P pages of the engine's pool.
 """
 
 from dataclasses import dataclass
@@ -114,11 +114,11 @@ class Residents:
     ) -> None:
         """Allocates the tables on the device.
 
-        num_rows: most rows of a batch.
+        num_rows: largest number of rows in a batch.
         num_states: number of states (requests that the tables can hold).
-        max_blocks: most blocks of a sequence.
+        max_blocks: largest number of blocks in a sequence.
         num_pages: number of pages of the engine's pool.
-        max_tokens: most tokens of a step, over all rows.
+        max_tokens: largest number of tokens in a step, summed over all rows.
         """
         self.device, self.config = device, config
         self.num_rows, self.num_states = num_rows, num_states
@@ -172,8 +172,8 @@ class Residents:
 
         Raises INVALID_FIELD if a block or state is out of range.
 
-        rows: by the id of the block (page) that a row writes last, the state of the row. Rows that
-            are not named attend to the blocks of the engine's table.
+        rows: the decision about each row, by the id of the block (page) that the row writes last.
+            Rows without a decision attend to the blocks of the engine's table.
         """
         for block, (state, _) in rows.items():
             if not 0 <= block < self.num_pages or not 0 <= state < self.num_states:

@@ -15,8 +15,8 @@ Always true:
   `CupyDevice.compile` before the capture.
 - Selections are the same as from `hotkv_sparse.selection.select_layer`.
 
-Shapes: R sequences, Q query heads, H KV heads, D channels, B most blocks of a sequence, K hot slots
-of a sequence, S most blocks of a selection.
+Shapes: R sequences, Q query heads, H KV heads, D channels, K hot slots of a sequence. Upper limits:
+B blocks of a sequence, S blocks of a selection.
 """
 
 import math

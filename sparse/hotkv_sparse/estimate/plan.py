@@ -1,5 +1,5 @@
-"""Describes the case to estimate: a plan (context, batch, budget, place of the KV), a model and a
-device.
+"""Describes the case whose memory is estimated: a plan (context, batch, budget, place of the KV), a
+model and a device.
 
 A `Plan` checks its values when it is made; `Plan.check` compares them with the model. Every error
 names the field and the fix. This module also counts the blocks that a request has on the device.
