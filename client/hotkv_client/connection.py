@@ -205,8 +205,9 @@ class Connection:
         Returns None if the request was sent. Otherwise returns the error and leaves `pending`
         unchanged.
 
-        Refuses a store as OVERLOADED if the server could read engine memory for it, but `pending`
-        has no word of the fence (page shared with the server): the store could then not be revoked.
+        Refuses any call as OVERLOADED if MAX_PENDING calls are unanswered. Refuses a store as
+        OVERLOADED if the server could read engine memory for it, but `pending` has no word of the
+        fence (page shared with the server): the store could then not be revoked.
 
         after: the mark that the request of a transfer carries. If the mark's kind is not this
             connection's `order_kind`, the returned error is a SessionLostError. None: no mark.

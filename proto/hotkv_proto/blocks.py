@@ -107,7 +107,7 @@ MAX_TTL_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A request's wish how long the server should retain the blocks that the request uses.
+    """A request's wish for how long the server should retain the blocks that the request uses.
 
     The server may ignore the wish; it serves the request in any case. Requests set it in
     `kv_transfer_params` (keys `hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on the wire it is

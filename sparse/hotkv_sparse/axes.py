@@ -245,8 +245,8 @@ class AxesEstimate:
 
 def _mixing(head_size: int) -> F64:
     """Returns an orthonormal matrix, float64 [channels, channels]. It mixes the channels with 4-bit
-    codes with each other, and the channels with 2-bit codes with each other. The mixed channels of
-    either kind then have values of about the same magnitude."""
+    codes only with each other, and the channels with 2-bit codes only with each other. The mixed
+    channels of either kind then have values of about the same magnitude."""
     matrix, first = np.eye(head_size), 0
     for count in run_channels(head_size):
         run = slice(first, first + count)

@@ -257,7 +257,8 @@ class HotSet:
         self.swapping[blocks] = False
 
     def seed(self, blocks: I32) -> SlotMoves:
-        """Adds `blocks` to the map, in order, until there is no room. Evicts no blocks.
+        """Adds `blocks` to the map, in order, until there is no room. Skips blocks that have a slot
+        already. Evicts no blocks.
 
         The caller passes the most important blocks first. All blocks must have a copy in host
         memory. The caller copies the returned blocks into their slots before it attends.

@@ -20,7 +20,7 @@ LOOKED_AT = 200
 """Largest number of blocks that are requested from the server for a prefix. It exceeds
 MAX_CANDIDATES, because a hash may have a block in each group and key space."""
 Place = tuple[int, int]
-"""Key space id and group index."""
+"""The group to which a block belongs: key space id and group index."""
 
 
 def places(

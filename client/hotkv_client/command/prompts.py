@@ -97,7 +97,8 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
 
 def _is_adapter(model: Any, url: str, timeout_s: float) -> bool:
     """Returns True if the model is a LoRA adapter: in the engine's list of models, an adapter has a
-    parent. Raises ValueError if the engine rejects the API key in VLLM_API_KEY.
+    parent. Returns False if the list can't be read. Raises ValueError if the engine rejects the API
+    key in VLLM_API_KEY.
 
     url: address of the engine's list of models.
     """

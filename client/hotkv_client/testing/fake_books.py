@@ -20,7 +20,7 @@ Key = tuple[bytes, int, bytes]
 """The key of a block or of a representation (compact form of a block's keys): its key space, its
 group index (for a representation its salt), and the block hash."""
 LeaseName = tuple[str, str]
-"""Engine id, lease id."""
+"""The name of a write lease: engine id and lease id."""
 Shards = dict[int, bytes]
 
 # -------------------------------------------------------------------------------- memory of engines
@@ -111,7 +111,7 @@ SLOT_ALIGN = 4096
 
 
 class FakeArena:
-    """Replaces `hotkv_client.Arena`. Its memory belongs to this process."""
+    """A test double of `hotkv_client.Arena`. Its memory belongs to this process."""
 
     def __init__(self, num_bytes: int) -> None:
         self.memory: NDArray[np.uint8] = np.zeros(num_bytes, np.uint8)

@@ -118,13 +118,14 @@ class IndexShape:
 
     @property
     def num_lines(self) -> int:
-        """Returns the number of lines of codes in a run (16 tokens), as the kernel `score_tokens`
-        counts them."""
+        """Returns the number of lines in a run (16 tokens), as the kernel `score_tokens` counts
+        them. A line has codes of several channels for the 16 tokens (`hotkv_sparse.formats`)."""
         return self.channels // _LINE_CHANNELS[self.form.bits]
 
     @property
     def line_groups(self) -> int:
-        """Returns the number of groups of four lines of codes in a run (16 tokens)."""
+        """Returns the number of groups of four lines in a run (16 tokens). A line has codes of
+        several channels for the 16 tokens (`hotkv_sparse.formats`)."""
         return -(-self.num_lines // 4)
 
     @property

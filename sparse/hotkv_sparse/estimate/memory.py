@@ -38,7 +38,7 @@ class Figure:
 
 
 def figures_of(owner: "DataclassInstance") -> dict[str, Figure]:
-    """Returns those fields of a dataclass that are figures, by name."""
+    """Returns those fields of a dataclass whose values are `Figure` objects, by name."""
     found = {item.name: getattr(owner, item.name) for item in fields(owner)}
     return {name: value for name, value in found.items() if isinstance(value, Figure)}
 

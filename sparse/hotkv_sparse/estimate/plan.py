@@ -35,7 +35,8 @@ def refuse(name: str, value: object, fix: str) -> HotKVError:
 
 
 MAX_COUNT = 10**18
-"""Largest whole number of a case. Products of several such numbers still fit into a float."""
+"""Largest whole number that a plan, a model or a device may have. Products of several such numbers
+still fit into a float."""
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
