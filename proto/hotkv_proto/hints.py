@@ -195,7 +195,9 @@ class _WrongField(Exception):
 
 
 def read(envelope: Any) -> Hints:
-    """Reads vLLM's `KvHintsEnvelope`, or the same envelope as mappings decoded from JSON."""
+    """Reads vLLM's `KvHintsEnvelope` (a list of actions on blocks), or the same envelope as
+    mappings decoded from JSON. A wrong envelope or action does not raise; it is listed in
+    `Hints.rejected`."""
     try:
         return _read(envelope)
     except _WrongField as error:

@@ -199,8 +199,8 @@ class Traces:
 
 
 _chance = random.Random()
-"""A generator for span ids. The global generator of the module `random` is not used: engines seed
-it, so several processes would choose equal span ids."""
+"""A random generator for span ids, trace ids and sampling. The global generator of the module
+`random` is not used: engines seed it, so several processes would choose equal span ids."""
 os.register_at_fork(after_in_child=_chance.seed)
 
 

@@ -500,7 +500,7 @@ def build_axes(
 )
 def prepare_axes(query: Any, weights: Any, offsets: Any, peaks: Any, sums: Any, codes: Any) -> None:
     """Quantises queries [Q, D] for mix2 to int8 codes [Q, C]. Code 127 of a query stands for its
-    entry in peaks [Q], the size of the query's largest channel.
+    entry in peaks [Q], the size of the largest channel of query @ weights.
 
     Sets sums [Q] to minus the sum of code * offset over the channels.
 

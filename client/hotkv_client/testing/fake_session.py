@@ -299,6 +299,8 @@ class FakeSession:
         begin: Callable[[], None] = lambda: None,
     ) -> Future[Any]:
         """Records a call, and resolves its future at once or holds it until `FakeServer.settle`.
+        The future fails with SessionLostError if the session is not connected, or if the kind of
+        the mark `after` is not the session's `order_kind`.
 
         kind: name of the call.
         name: id of the call's lease, transfer, residency or sequence; empty without an id.

@@ -208,8 +208,9 @@ def _representations(model: Model, plan: Plan, mode: Mode) -> Figure:
 
 
 def _host_request(model: Model, plan: Plan, mode: Mode) -> Figure:
-    """Computes the host memory of a request: the whole context and its representations (compact
-    forms of blocks' keys)."""
+    """Computes the host memory of a request. In mode RESIDENT it holds the whole context and its
+    representations (compact forms of blocks' keys). In mode SPARSE it holds the representations if
+    `representations_on_host` is set. Otherwise it is 0."""
     on_host = mode is Mode.RESIDENT or (mode is Mode.SPARSE and plan.representations_on_host)
     if not on_host:
         return Figure(0.0, "bytes", "none needed")
