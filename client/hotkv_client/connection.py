@@ -138,8 +138,9 @@ class Connection:
         """Opens the session, opens the link (the connection to the descriptor socket) and registers
         the engine's memory. Blocks the calling thread.
 
-        Raises HotKVError if the server refuses, OSError if the link fails, and grpc.RpcError if the
-        stream breaks or if these steps together take longer than `connect_timeout_s`.
+        Raises HotKVError if the server refuses, OSError if the link fails, and ValueError if the
+        block table has another format. Raises grpc.RpcError if the stream breaks or if these steps
+        together take longer than `connect_timeout_s`.
 
         ticket: proves which user this process runs as; empty without a ticket.
         """

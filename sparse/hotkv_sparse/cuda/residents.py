@@ -167,8 +167,8 @@ class Residents:
             self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def name_rows(self, rows: dict[int, NamedRow]) -> None:
-        """Writes to the device which row of the next step belongs to which state (index of a
-        request in the tables).
+        """Writes to the device, for each row of the next step, its state (index of a request in the
+        tables) and whether it attends sparsely.
 
         Raises INVALID_FIELD if a block or state is out of range.
 
@@ -194,7 +194,7 @@ class Residents:
     def find(self, batch: EngineBatch, rows: Array, state_of: Array) -> None:
         """Finds the state (index of a request in the tables) of each row of the batch. Writes the
         state to `own_of`. For rows that attend sparsely, writes it also to `state_of`, which the
-        kernels of sparse attention read.
+        kernels of sparse attention read. Also writes `lengths`, and for the other rows `table`.
 
         rows: int32 [states, blocks], for each block of a state, the row of its representation
             (compact form of its keys) in the pools.
