@@ -52,8 +52,8 @@ class AdminClient:
         """Asks gRPC's health service whether a service of the server is serving. The call goes to
         the engines' socket, not to the admin socket.
 
-        service: "live": True if the server is healthy, even while it drains. Empty: True if the
-            server accepts work.
+        service: "live": True if the server is healthy, even while it drains (ends its work before
+            it stops). Empty: True if the server accepts work.
         """
         with channels.open_channel(self._target, self._credentials) as channel:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
@@ -99,8 +99,8 @@ class AdminClient:
         """Returns a page of the list of blocks, with a `next_page_token`.
 
         key_space_id: limits the list to this key space; 0: all key spaces.
-        page_size: most blocks of the page; 0: the server's default.
-        page_token: the `next_page_token` of the page before; empty: the first page.
+        page_size: largest number of blocks in the page; 0: the server's default.
+        page_token: the `next_page_token` that came with the previous page; empty: the first page.
         hash_prefix: limits the list to hashes that begin with these hexadecimal digits.
         """
         return self.tell(
@@ -259,11 +259,12 @@ class AdminClient:
     def hints(
         self, message_id: str = "", page_size: int = 0, session_id: str = "", tenant: str = ""
     ) -> dict[str, Any]:
-        """Returns the latest `outcomes` of routers' hints, and in `tenants` the totals of each
-        tenant's hints.
+        """Returns a dict about routers' hints, such as hints to pin or prefetch blocks. `outcomes`
+        has the latest outcomes of hints, and `tenants` has the totals of each tenant's hints.
 
         message_id, session_id: limit the outcomes to this message or user session; empty: all. With
-            `session_id`, `sessions` has the totals of that session's requests for each tenant.
+            `session_id`, the dict also has `sessions`: the totals of that session's requests for
+            each tenant.
         tenant: limits the answer to this tenant; empty: all tenants.
         """
         return self.tell(
@@ -298,8 +299,8 @@ class AdminClient:
         return _admin_wire.call(self._stubs, name, self._timeout_s, metadata, **fields)
 
     def _signed(self) -> channels.Metadata:
-        """Returns the metadata of a call, with a ticket. The ticket tells the server's audit log
-        who made the call. If no ticket can be fetched, returns the metadata without a ticket."""
+        """Returns the metadata of a call, with a one-time ticket. By the ticket the server's audit
+        log identifies the caller. If no ticket can be fetched, the metadata has no ticket."""
         path = descriptor_socket(self._target)
         if path is None:
             return self._metadata

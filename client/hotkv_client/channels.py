@@ -48,7 +48,8 @@ def admin_target(target: str) -> str:
 
 def _is_loopback(target: str) -> bool:
     """Returns whether the target is this machine: `localhost` or an address of its loopback, with
-    or without a port. Other names are not resolved, whatever they begin with."""
+    or without a port. Returns False for any other name, such as `localhost.example.com`, without
+    resolving it."""
     for host in (target, target.rpartition(":")[0]):
         with contextlib.suppress(ValueError):
             return ipaddress.ip_address(host.strip("[]")).is_loopback

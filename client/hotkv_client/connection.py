@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16
 MAX_UNSENT = 1 << 14
-"""Most unsent requests in the outbox, not counting calls that wait for an answer. With more, the
-server must be hanging, even if its system still answers gRPC's pings. `send_only` then ends the
-stream, so that the outbox does not fill the engine's memory."""
+"""Largest number of unsent requests in the outbox, not counting calls that wait for an answer. If
+there are more, the server must be hanging, even if its system still answers gRPC's pings.
+`send_only` then ends the stream, so that the outbox does not fill the engine's memory."""
 REQUEST_ID_BYTES = 16
 """An upper bound for the bytes that `request_id` adds to a message."""
 DEVICE_GRACE_S = 1.0
@@ -138,8 +138,9 @@ class Connection:
         """Opens the session, opens the link (the connection to the descriptor socket) and registers
         the engine's memory. Blocks the calling thread.
 
-        Raises HotKVError if the server refuses, OSError if the link fails, and grpc.RpcError if the
-        stream breaks or if these steps together take longer than `connect_timeout_s`.
+        Raises HotKVError if the server refuses, OSError if the link fails, and ValueError if the
+        block table has another format. Raises grpc.RpcError if the stream breaks or if these steps
+        together take longer than `connect_timeout_s`.
 
         ticket: proves which user this process runs as; empty without a ticket.
         """
@@ -205,8 +206,9 @@ class Connection:
         Returns None if the request was sent. Otherwise returns the error and leaves `pending`
         unchanged.
 
-        Refuses a store as OVERLOADED if the server could read engine memory for it, but `pending`
-        has no word of the fence (page shared with the server): the store could then not be revoked.
+        Refuses any call as OVERLOADED if MAX_PENDING calls are unanswered. Refuses a store as
+        OVERLOADED if the server could read engine memory for it, but `pending` has no word of the
+        fence (page shared with the server): the store could then not be revoked.
 
         after: the mark that the request of a transfer carries. If the mark's kind is not this
             connection's `order_kind`, the returned error is a SessionLostError. None: no mark.

@@ -95,8 +95,9 @@ class FencePlace:
 
 
 class SharedFence:
-    """The session's object for a fence whose words another process chooses (`Revocations`). The
-    fence is the page through which stores are revoked. Thread-safe.
+    """The session's handle of a shared fence. A fence is a memory page through which stores are
+    revoked: each store in flight has a word there. Another process of the engine (the scheduler)
+    chooses the words, through `Revocations`. Thread-safe.
 
     Sessions of the same process may share a `SharedFence`.
     """
@@ -145,8 +146,8 @@ class SharedFence:
 
 
 class Revocations:
-    """Chooses the words of the stores of several sessions, and revokes these stores on the pages of
-    all sessions. For one thread.
+    """Chooses the words of stores in the fences of several sessions, and revokes stores by setting
+    these words. A fence is a page that a session shares with the server. For one thread.
 
     A store has the same word on all pages. Always true: a word is reused only after `end` was
     called for it and no session waits for the server's answer to its store. The constructor revokes

@@ -64,9 +64,9 @@ class SessionLife:
             return self.state is LinkState.CONNECTED
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """Waits for a session that a server is opening: the server has accepted the connection and
-        has not opened the session yet. Blocks at most `timeout_s`; returns at once if no server is
-        opening the session. Returns whether the session is connected."""
+        """If a server has accepted the connection but has not opened the session yet, waits until
+        the opening has succeeded or failed, for at most `timeout_s`. Otherwise returns at once.
+        Returns whether the session is connected."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_opening, timeout_s)
             return self.state is LinkState.CONNECTED

@@ -95,9 +95,9 @@ class Session:
         return self._life.wait_connected(timeout_s)
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """Waits for a session that a server is opening: the server has accepted the connection and
-        has not opened the session yet. Blocks at most `timeout_s`; returns at once if no server is
-        opening the session. Returns whether the session is connected."""
+        """If a server has accepted the connection but has not opened the session yet, waits until
+        the opening has succeeded or failed, for at most `timeout_s`. Otherwise returns at once.
+        Returns whether the session is connected."""
         return self._life.wait_opened(timeout_s)
 
     def close(self) -> None:
@@ -285,8 +285,8 @@ class Session:
     ) -> "Future[ResidencyOpened]":
         """Opens a residency: reserves room in the arena for the blocks of a request.
 
-        num_blocks: the most blocks that the request will need, by group index. The server also
-            reserves room for the blocks' representations (compact forms of keys, for sparse
+        num_blocks: largest number of blocks that the request will need, by group index. The server
+            also reserves room for the blocks' representations (compact forms of keys, for sparse
             attention), of the kinds that this session declares.
 
         A repeated call with the same arguments gets the same answer. A repeated call may ask for

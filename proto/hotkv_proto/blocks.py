@@ -30,7 +30,8 @@ salt (str), a digest of prompt embeddings (bytes), or the identifier of a multi-
 position of its first token."""
 BlockExtraKeys = Sequence[ExtraKey] | None
 KEY_BYTES = 64
-"""Approximate memory of an `ExtraKey` in Python, without its characters."""
+"""Approximate memory that a Python object of type `ExtraKey` takes, without its characters, in
+bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,8 @@ class ResidencyOpened:
 
 
 class Flushed(int):
-    """The result of a flush: an int, which is the number of dropped blocks.
+    """The result of a flush (the deletion of all blocks of a key space): an int, which is the
+    number of deleted blocks.
 
     pending_tiers: names of the tiers that have not answered the flush. The server flushes such a
         tier as soon as it answers. Until then other nodes may load from this tier blocks that were

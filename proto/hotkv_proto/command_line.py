@@ -19,7 +19,8 @@ _WRONG_CHOICE = re.compile(r"argument ([^:]+): invalid choice: '([^']*)'")
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser that reports an error in a single line, with a suggestion for an unknown
-    flag or word. Its subparsers do the same. A subcommand must be required."""
+    flag or word. Its subparsers do the same. If there are subcommands, make them required
+    (`add_subparsers(required=True)`)."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses all arguments. An unknown argument ends the program with an error that suggests a

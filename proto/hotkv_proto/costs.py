@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 WIDE = 2.0
-"""Least ratio of the largest to the smallest measured size at which `fitted` trusts that a cost is
-fixed, if the cost does not grow with the size."""
+"""If the measured costs do not grow with the size, `fitted` treats the cost as fixed only if the
+largest measured size is at least WIDE times the smallest measured size."""
 
 
 def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:

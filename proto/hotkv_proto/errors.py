@@ -56,8 +56,8 @@ RETRYABLE: Final[dict[Reason, bool]] = {
     Reason.RESIDENCY_TOO_LARGE: False,
     Reason.UNKNOWN_RESIDENCY: False,
 }
-"""Whether the same call, unchanged, may succeed later. A test checks that every `Reason` has an
-entry. docs/wire.md names a remedy for each reason."""
+"""For each reason: whether the same call, unchanged, may succeed later. A test checks that every
+`Reason` has an entry. docs/wire.md names a remedy for each reason."""
 
 
 class HotKVError(Exception):

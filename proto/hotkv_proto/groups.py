@@ -111,9 +111,9 @@ class GroupSpec:
     def reach_tokens(self, ready: BoolMask, blocks_after: int = 0) -> int:
         """Returns an upper bound of the hits that this group can serve, in tokens.
 
-        In blocks, the bound is a count minus `blocks_after`. If the group's kind needs every
-        earlier block (`PREFIX_CLOSED`), the count is the number of ready blocks before the first
-        missing block. For other kinds it is the number of all blocks in `ready`.
+        If the group's kind needs every earlier block (`PREFIX_CLOSED`), counts the ready blocks
+        before the first missing block. For other kinds, counts all blocks in `ready`. The last
+        `blocks_after` of these blocks do not count.
 
         ready: which blocks of the prompt are ready [blocks].
         blocks_after: number of blocks behind the hit that must be ready too.

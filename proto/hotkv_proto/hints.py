@@ -25,7 +25,8 @@ ACTION_MAJORS = ("0", "1")
 PREFIX = "kv."
 """A prefix that the type of an action may have, as in KVCR's `kv.fetch`."""
 MAX_ACTIONS = 64
-"""Most actions of an envelope that are read. All further actions get a single rejection."""
+"""Largest number of actions that are read from an envelope. All further actions of the envelope get
+a single rejection."""
 MAX_ID_CHARS = 128
 MAX_REASON_CHARS = 200
 MAX_DEADLINE_S = 600.0
@@ -194,7 +195,9 @@ class _WrongField(Exception):
 
 
 def read(envelope: Any) -> Hints:
-    """Reads vLLM's `KvHintsEnvelope`, or the same envelope as mappings decoded from JSON."""
+    """Reads vLLM's `KvHintsEnvelope` (a list of actions on blocks), or the same envelope as
+    mappings decoded from JSON. A wrong envelope or action does not raise; it is listed in
+    `Hints.rejected`."""
     try:
         return _read(envelope)
     except _WrongField as error:

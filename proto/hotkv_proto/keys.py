@@ -18,10 +18,11 @@ from hotkv_proto.groups import GroupSpec
 MIN_HASH_BYTES = 8
 MAX_HASH_BYTES = 32
 MAX_GROUPS = 256
-"""Most groups of a key space. The server uses group numbers from MAX_GROUPS on for representations
-(compact forms of blocks' keys, for sparse attention)."""
+"""Largest number of groups of a key space. The server uses group numbers from MAX_GROUPS on for
+representations (compact forms of blocks' keys, for sparse attention)."""
 MAX_NAME = 64
-"""Most characters in the name of a format of representations (compact forms of blocks' keys)."""
+"""Largest number of characters in the name of a format of representations (compact forms of blocks'
+keys)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,10 @@ a layout."""
 FENCE_WORDS = 1024
 
 MAX_RUNS = 1 << 19
-"""Most runs (contiguous byte ranges) of a block in all tensors of a layout. At 32 bytes per run,
-the recipes of a layout need at most 16 MiB."""
+"""Largest number of runs (contiguous byte ranges) of a block, summed over all tensors of a layout.
+At 32 bytes per run, the copy plans (`Recipe`) of a layout need at most 16 MiB."""
 MAX_DIMS = 8
-"""Most entries in the `dims` of a `PageTensor`."""
+"""Largest number of entries in the `dims` of a `PageTensor`."""
 
 
 @dataclass(frozen=True, slots=True)

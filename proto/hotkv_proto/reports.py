@@ -43,13 +43,13 @@ class Miss(enum.IntEnum):
     """The server did not answer within the engine's time limit, or its lease had expired when the
     engine read the answer."""
     FAILED_LOAD = 10
-    """The load of the hit failed, or an earlier load of its blocks."""
+    """The load of these blocks failed, or an earlier load of the blocks had failed."""
     PARTIAL_BLOCK = 11
     """Tokens that can't hit: the tokens after the prompt's last full block, because only full
     blocks are stored, and the block of the prompt's last token, because an engine always computes
-    that token. An engine reports this reason if its hit is as long as a hit can be: with a drafter,
-    a hit ends a block earlier; with groups of several block sizes, where blocks of all groups
-    end."""
+    that token. An engine reports this reason if its hit has the greatest possible length. With a
+    drafter, that length is one block shorter. With groups of several block sizes, a hit can end
+    only where blocks of all groups end."""
     LEFT_BELOW = 12
     """The block lies in a tier below host memory and was not promoted: computing it is faster, or
     the tier is down or busy."""

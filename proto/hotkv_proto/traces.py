@@ -36,8 +36,8 @@ FROM_ENVIRONMENT = "env"
 """Value of the argument `endpoint`: the variables OTEL_EXPORTER_OTLP_* name the endpoint."""
 PATH = "/v1/traces"
 MAX_SPANS_PER_S = 1000
-"""Most spans that a process records in a second. Recording and exporting a span takes about 100
-us."""
+"""Largest number of spans that a process records in a second. To record and export a span takes
+about 100 us."""
 QUEUE_SPANS = 4096
 BATCH_SPANS = 512
 PAUSE_MS = 1000
@@ -199,8 +199,8 @@ class Traces:
 
 
 _chance = random.Random()
-"""A generator for span ids. The global generator of the module `random` is not used: engines seed
-it, so several processes would choose equal span ids."""
+"""A random generator for span ids, trace ids and sampling. The global generator of the module
+`random` is not used: engines seed it, so several processes would choose equal span ids."""
 os.register_at_fork(after_in_child=_chance.seed)
 
 

@@ -13,11 +13,11 @@ from typing import Final
 OLDEST_VERSION: Final = 1
 NEWEST_VERSION: Final = 1
 MAX_MESSAGE_BYTES = 4 << 20
-"""Most bytes of a message to the server. A longer message would end its stream, so clients split
-it."""
+"""Largest size of a message to the server, in bytes. A larger message would end its stream, so
+clients split it."""
 MAX_BATCH_BYTES = 64 << 10
-"""Most bytes of a batch (several requests or answers in one message). A message that is larger than
-this is sent alone."""
+"""Largest size of a batch (several requests or answers in one message), in bytes. A message that is
+larger than this is sent alone."""
 
 
 class Role(enum.IntEnum):

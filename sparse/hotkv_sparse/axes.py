@@ -73,8 +73,8 @@ def run_channels(head_size: int) -> tuple[int, int]:
 class Axes:
     """The axes of a layer. Raises INVALID_FIELD if the axes can't be used.
 
-    into: float32 [KV heads, channels, channels]. A key k of head h with the centre mu has the
-        channels y = (k - mu) @ into[h], the coded channels first.
+    into: float32 [KV heads, channels, channels]. A key k of head h, whose centre (mean key) is mu,
+        has the channels y = (k - mu) @ into[h], the coded channels first.
     rms: float32 [KV heads, 2], measured by the calibration: rms of the channels with 4-bit codes
         and rms of the channels with 2-bit codes.
     weights: float32 [KV heads, channels, coded channels]. For a query q, w = q @ weights[h] is the
@@ -133,8 +133,8 @@ class Axes:
 
 
 class AxesEstimate:
-    """Collects moments of a layer's keys and queries (after RoPE), and computes the layer's centre
-    and axes from them.
+    """Collects moments of a layer's keys and queries (after RoPE). From them it computes, for each
+    KV head, the centre (mean key) and the principal axes of the keys.
 
     The caller must omit the first `centre.FIRST_TOKENS` tokens of a context, which include
     attention sinks.
@@ -210,8 +210,8 @@ class AxesEstimate:
             )
 
     def axes(self, min_tokens: int = MIN_TOKENS) -> tuple[F32, Axes] | None:
-        """Returns the centre float32 [KV heads, channels] and the axes; None if fewer than
-        `min_tokens` tokens were added."""
+        """Returns the centre (mean key of each KV head), float32 [KV heads, channels], and the
+        principal axes of the keys. Returns None if fewer than `min_tokens` tokens were added."""
         if self.num_tokens < min_tokens:
             return None
         mean_HD = self._keys_HD / self.num_tokens
@@ -244,9 +244,9 @@ class AxesEstimate:
 
 
 def _mixing(head_size: int) -> F64:
-    """Returns an orthonormal matrix, float64 [channels, channels]. It mixes channels with 4-bit
-    codes only with each other, and channels with 2-bit codes likewise, so that the values of all
-    mixed channels of a kind have about the same magnitude."""
+    """Returns an orthonormal matrix, float64 [channels, channels]. It mixes the channels with 4-bit
+    codes only with each other, and the channels with 2-bit codes only with each other. The mixed
+    channels of either kind then have values of about the same magnitude."""
     matrix, first = np.eye(head_size), 0
     for count in run_channels(head_size):
         run = slice(first, first + count)
@@ -279,7 +279,7 @@ def _refuse(problem: str) -> HotKVError:
 
 
 def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
-    """Returns the channels y of keys minus their centre along the axes, float32
+    """Projects keys minus their centre (mean key) onto the axes. Returns the channels y, float32
     [KV heads, blocks, tokens, channels]."""
     num_blocks, block_tokens, kv_heads, head_size = keys_BTHD.shape
     x_HSD = (keys_BTHD - mu_HD).transpose(2, 0, 1, 3).reshape(kv_heads, -1, head_size)
@@ -288,8 +288,8 @@ def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
 
 
 def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
-    """Returns the offset of each coded channel, int32. A code c stands for the value 2 c - offset,
-    in half steps of the quantisation."""
+    """Returns the offset of each coded channel, int32. A code c of the channel stands for the value
+    2 c - offset, in units of half a quantisation step."""
     fine, coarse = formats.num_lines(head_size)
     return np.repeat(
         np.array(NUM_LEVELS, np.int32) - 1, (fine * FINE_CHANNELS, coarse * COARSE_CHANNELS)

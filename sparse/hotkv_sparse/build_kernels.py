@@ -174,7 +174,8 @@ PACK_2, PACK_3 = _pack_run(2), _pack_run(3)
 
 @numba.njit(nogil=True, cache=True)
 def _rotate_lanes(y: Any, factors: Any, starts: Any, sizes: Any) -> None:
-    """Rotates y [>= D, 16] in place; each lane (column) is a vector of D channels."""
+    """Applies the fixed rotation of `hotkv_sparse.rotation` to y [>= D, 16] in place. Each lane
+    (column) is a vector of D channels."""
     for index in range(starts.shape[0]):
         size, rows = sizes[index], y.ctypes.data + starts[index] * 64
         SCALE_ROWS(rows, factors[index, starts[index] :].ctypes.data, size)
@@ -243,7 +244,7 @@ def build_tokens(
 
 @numba.njit(nogil=True, cache=True)
 def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
-    """Sets parts[0] to the mean of keys [T, D] minus `mu`; 0 without keys."""
+    """Sets parts[0] to the mean over the tokens of keys [T, D] minus `mu`; to 0 without keys."""
     parts[0] = 0
     for token in range(keys.shape[0]):
         for channel in range(keys.shape[1]):
@@ -254,8 +255,8 @@ def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _edges_of(keys: Any, mu: Any, parts: Any) -> None:
-    """Sets parts[0] to the maximum and parts[1] to the minimum over the tokens of keys [T, D] minus
-    `mu`; 0 without keys."""
+    """For each channel of keys [T, D] minus `mu`, sets parts[0] to the maximum over the tokens and
+    parts[1] to the minimum. Without keys, sets both to 0."""
     high, low = parts[0], parts[1]
     high[:] = -np.inf if keys.shape[0] else 0
     low[:] = np.inf if keys.shape[0] else 0
@@ -295,7 +296,7 @@ def prepare(
     """Quantises queries [Q, D] to int8 codes [Q, P, C]. Also computes the sum of the codes of each
     part, sums [Q, P].
 
-    Code 127 stands for peaks [Q], the size of the query's largest channel.
+    Code 127 of a query stands for its entry in peaks [Q], the size of the query's largest channel.
 
     rotated: whether to rotate the queries first (token formats).
     kind: 0: two parts, the positive and the negative channels of q (quest); 1: one part, q.
@@ -498,8 +499,8 @@ def build_axes(
     cache=True,
 )
 def prepare_axes(query: Any, weights: Any, offsets: Any, peaks: Any, sums: Any, codes: Any) -> None:
-    """Quantises queries [Q, D] for mix2 to int8 codes [Q, C]. Code 127 stands for peaks [Q], the
-    size of the largest channel.
+    """Quantises queries [Q, D] for mix2 to int8 codes [Q, C]. Code 127 of a query stands for its
+    entry in peaks [Q], the size of the largest channel of query @ weights.
 
     Sets sums [Q] to minus the sum of code * offset over the channels.
 

@@ -53,7 +53,7 @@ def measured_bias(
     recent tokens are not measured, because they are always kept.
 
     name: the token format.
-    mu_HD: the centre with which keys are encoded; None: 0.
+    mu_HD: the centre (mean key of each head) with which keys are encoded; None: 0.
     keys_SHD: float32, keys of a context from its first token on.
     queries_NQD: float32, queries of the tokens at `positions_N`.
     scale: scale of attention; None: 1 / sqrt(D).

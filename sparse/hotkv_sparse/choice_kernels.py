@@ -192,9 +192,9 @@ COUNT, COLLECT = operation(4, _emit_count), operation(4, _emit_collect)
 def _exps(
     scores: Any, head: Any, log_mass: Any, tail: Any, words: Any, weights: Any, sums: Any
 ) -> tuple[Any, Any]:
-    """Adds the weights of the previous head to `sums`, then computes the weights of this head: sums
-    += weights * words[2], then weights = e^(scores[head] - peak). `peak` is the largest of log_mass
-    and the head's scores.
+    """Computes the attention weights of a head: weights = e^(scores[head] - peak), with the maximum
+    `peak` of log_mass and the head's scores. Before that, adds the weights of the previous head to
+    `sums`: sums += weights * words[2].
 
     Returns e^(log_mass - peak), and the same number plus the sum of the new weights. `weights` and
     `sums` are padded to whole runs of 16. words[2] is the factor of the previous head's weights.
@@ -306,12 +306,13 @@ def choose(
     blocks: Any,
     weights: Any,
 ) -> tuple[Any, Any]:
-    """Computes the share of the attention mass that each candidate block has, from scores
-    [query heads, candidates], and chooses the candidates with the largest shares.
+    """Computes from scores [query heads, candidates] the share of the attention mass that each
+    candidate block has. Chooses the candidates with the largest shares.
 
     Writes the selection to `blocks` and `weights`. The candidates are the blocks from `first` on.
-    The blocks before and after the candidates, up to `count`, are always kept and get the weight
-    inf. Returns the share of the always kept blocks, and the share of the chosen candidates.
+    The other blocks (before the candidates, and after them up to `count`) are always kept and get
+    the weight inf. Returns the share of the always kept blocks, and the share of the chosen
+    candidates.
 
     always_log_mass: float32 [query heads], log of the attention mass of the always kept blocks.
     """

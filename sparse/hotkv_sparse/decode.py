@@ -2,9 +2,10 @@
 blocks, and adds some of them to the hot set (the blocks of the layer that are on the device).
 
 `decode` gives the same result as `selection.select_layer` followed by `hotset.HotSet.step`. Callers
-use these two functions instead if there is no hot set, or with fusion or `adaptive_p`, for which
-numpy chooses the blocks. `decode` is faster than the two functions: a call into compiled code costs
-about a microsecond, passing arrays between two calls costs more, and a model has tens of layers.
+use these two functions instead if there is no hot set, or with the settings `fusion` or
+`adaptive_p`, for which numpy chooses the blocks. `decode` is faster than the two functions: a call
+into compiled code costs about a microsecond, passing arrays between two calls costs more, and a
+model has tens of layers.
 
 The attention mass of a block is the sum of exp(q · k * scale) over its tokens; the log mass is the
 logarithm of the mass.
@@ -115,16 +116,19 @@ class Always:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The result of a layer's decode step. The caller must attend to all blocks of `map`.
+    """The result of a layer's decode step. A candidate is a block that is not always kept, so that
+    the step may select it or not.
 
+    map: the hot set (blocks on the device) after the step. The caller must attend to all of its
+        blocks.
     selection: the selected blocks. `map` may lack some of them. A missing block in `ahead` is added
         in the next step; any other missing block is added only if it is selected again.
     ahead: int32, hot slots that the caller must fill before the next step, each with the block that
         `hot.block_of` names.
-    num_loaded: number of candidate blocks that this step's selection added to `map`. The caller
-        must load these blocks before it attends.
-    num_adopted: number of candidate blocks that were prefetched after the previous step and that
-        this step added to `map`.
+    num_loaded: number of candidates that this step's selection added to `map`. The caller must load
+        these blocks before it attends.
+    num_adopted: number of candidates that were prefetched after the previous step and that this
+        step added to `map`.
     num_selected: number of selected candidates, without always kept blocks.
     num_resident: number of selected candidates that were already in the map.
     """
@@ -149,8 +153,9 @@ def decode(
     arriving: I32,
     selected: Mask,
 ) -> Decoded:
-    """Selects among the candidates of `hot.span` with this step's query, and updates the hot set
-    (the blocks of the layer that are on the device).
+    """Selects blocks with this step's query, and updates the hot set (the blocks of the layer that
+    are on the device). Selects among the candidates of `hot.span`: the blocks that are not always
+    kept.
 
     Raises INVALID_FIELD if a row is outside the pool, IndexError if a block of `always` is outside
     the pages. The hot set is then unchanged. The shapes of the arrays are not checked.
@@ -159,7 +164,7 @@ def decode(
     rows_C: int32, for each block of the context, the row of its representation (compact form of its
         keys) in the scorer's pool; ignored for always kept blocks.
     budget_blocks: number of blocks to select, including the always kept blocks.
-    max_loads: most candidates that the step may add to the map.
+    max_loads: largest number of candidates that the step may add to the hot set.
     arriving: int32, `Decoded.ahead` of the previous step. The caller has filled all these slots.
     selected: bool [at least the blocks of the context], output: True for each selected block.
     """

@@ -135,7 +135,7 @@ class HotSet:
 
     Methods raise INVALID_FIELD for invalid arguments.
 
-    capacity_blocks: the most blocks that the map may name.
+    capacity_blocks: largest number of blocks that the map may name.
     spare_slots: number of slots beyond the capacity. Prefetches use them.
     policy: `lru` evicts the least recently selected block. `none` evicts all blocks that the
         current selection does not contain.
@@ -257,7 +257,8 @@ class HotSet:
         self.swapping[blocks] = False
 
     def seed(self, blocks: I32) -> SlotMoves:
-        """Adds `blocks` to the map, in order, until there is no room. Evicts no blocks.
+        """Adds `blocks` to the map, in order, until there is no room. Skips blocks that have a slot
+        already. Evicts no blocks.
 
         The caller passes the most important blocks first. All blocks must have a copy in host
         memory. The caller copies the returned blocks into their slots before it attends.

@@ -20,7 +20,7 @@ from numba import types
 from hotkv_sparse.hotset import SlotState
 
 _FEW = 16
-"""Most keys that `_sort` sorts by insertion sort; it sorts more keys by radix sort."""
+"""Largest number of keys that `_sort` sorts by insertion sort. It sorts more keys by radix sort."""
 _FREE, _MAPPED, _LOADING, _READY, _CANCELLED = (int(state) for state in SlotState)
 _NO_SLOT = -1
 REFUSED = -1
@@ -277,7 +277,7 @@ def hot_step(
 
     blocks, weights: [n], the selection.
     old: [M], the blocks of the map.
-    capacity: most blocks of the map.
+    capacity: largest number of blocks in the map.
     clock: number of the step.
     keeps_unselected: True for the policy `lru`, False for `none`.
     first, last, count: the span of the context (`selection.Span`).

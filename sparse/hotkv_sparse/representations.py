@@ -75,7 +75,7 @@ def build(
     Raises INVALID_FIELD if an array has a wrong shape or dtype, or the format is unknown. Does not
     block; compiled code runs without the GIL.
 
-    mu_HD: centre of the keys; None: 0.
+    mu_HD: centre (mean key of each head), float32 [KV heads, channels]; None: 0.
     num_tokens_B: valid tokens of each block; None: all tokens are valid.
     axes: required for mix2; None for other formats.
     """

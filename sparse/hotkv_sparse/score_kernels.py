@@ -57,9 +57,9 @@ _AHEAD_BLOCKS = 2
 """Number of blocks by which kernels prefetch ahead. The CPU's own prefetch stops at the end of a
 memory page."""
 _TRANSPOSED_RUNS = 2
-"""Largest number of runs (of 16 tokens) in a block whose scores are transposed, so that sums need
-no operation across lanes. The scores of larger blocks are summed lane by lane and then across
-lanes, which is faster for them."""
+"""If a block has at most this many runs (of 16 tokens), its scores are transposed before they are
+summed, so that the sums need no operation across lanes. For larger blocks it is faster to sum lane
+by lane and then across lanes."""
 _PACKED = types.Array(types.uint8, 3, "A", readonly=True)
 _F32_1, _F32_2 = (
     types.Array(types.float32, 1, "C", readonly=True),

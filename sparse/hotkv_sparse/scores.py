@@ -65,7 +65,7 @@ def prepare(
     Raises INVALID_FIELD if the shapes do not fit. The rounding to int8 loses less than 1 % of the
     norm of a rotated query, far less than the codes of the keys lose.
 
-    mu_HD: the centre with which the representations were built; None: 0.
+    mu_HD: the centre (mean key of each head) with which the representations were built; None: 0.
     scale: scale of attention; None: 1 / sqrt(D).
     bias: by how much scores overestimate the log of a block's attention mass with this centre, in
         nats. It is subtracted from scores. None: the format's bias.

@@ -232,7 +232,8 @@ class Source:
     """The representations (compact forms of blocks' keys) of a layer in one format.
 
     pool: uint8 [blocks, KV heads, bytes], a row for each block.
-    mu: float32 [KV heads, channels], the centre with which the representations were built; None: 0.
+    mu: float32 [KV heads, channels], the centre (mean key of each head) with which the
+        representations were built; None: 0.
     bias: by how much scores with this centre overestimate the log of a block's attention mass, in
         nats; None: the format's bias.
     axes: the principal axes with which the representations were built; None if the format has no

@@ -118,7 +118,7 @@ def decode_step(
     rotation: the factors, first channels and numbers of channels of the rotation's passes, from
         `rotation.factors` and `rotation.pass_arrays`.
     axes: for mix2, `Axes.weights` [H, D, C] and `axes.offsets_of` [C]; empty for other formats.
-    mu: [H, D], the centre; empty: 0.
+    mu: [H, D], the centre (mean key of each head); empty: 0.
     form: five numbers of the format: number of its kernel (0: a summary format), P, kind of a
         summary format, C, bytes of a run.
     units: scale of attention, `level_unit` of the format, bias.

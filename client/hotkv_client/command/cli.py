@@ -63,8 +63,8 @@ def top(client: AdminClient, options: argparse.Namespace) -> None:
 
 
 def devices(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Shows GPUs: bytes copied, the measured speed of each copy method, registered part of the
-    arena."""
+    """Shows GPUs: bytes copied, the measured speed of each copy method, the part of the arena that
+    is registered with CUDA."""
     answer: dict[str, Any] = client.info()["devices"]
     return answer
 
@@ -187,7 +187,8 @@ def drain(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def hints(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Lists the hints of routers with their outcomes and what they saved."""
+    """Lists the hints of routers (such as hints to pin or prefetch blocks) with their outcomes and
+    the time that they saved."""
     return client.hints(options.message, options.limit)
 
 
@@ -278,7 +279,7 @@ def parser(kind: type[CommandParser] = CommandParser) -> CommandParser:
 
 
 def examine(options: argparse.Namespace) -> int:
-    """Checks this host: what keeps hotkv from working well, and the commands that repair it.
+    """Checks this host for problems with hotkv, and prints the commands that fix them.
 
     Needs no server. Returns exit status 1 if a finding is bad.
     """
@@ -288,10 +289,11 @@ def examine(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Times this host in a minute, with a server of its own: memory, lookups, stores, loads, tiers.
+    """Measures this host in a minute: memory, lookups, stores, loads, tiers. Starts a server for
+    that.
 
-    Returns exit status 1 if the benchmark can't run or a tier does not work. A signal exits with
-    128 plus its number.
+    Returns exit status 1 if the benchmark can't run or a tier does not work. After a signal, the
+    exit status is 128 plus the signal's number.
     """
 
     def end(number: int, frame: object) -> None:
@@ -311,10 +313,11 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def size(options: argparse.Namespace) -> int:
-    """Says which share of prompt tokens an arena of a given size would hit, and what it saves.
+    """Computes which share of prompt tokens would hit in an arena of a given size, and how much
+    time that saves.
 
-    Exit status as of other commands: 1 if the server refused or the simulator can't run, 2 for bad
-    input.
+    The exit status is the same as for other commands: 1 if the server refused or the simulator
+    can't run, 2 for bad input.
     """
 
     def connect() -> AdminClient:

@@ -22,7 +22,8 @@ VALUES = "__values"
 KEY_SPACE, SESSION, HASH = "key-space", "session", "hash"
 OF_FLAGS = {"--key-space": KEY_SPACE, "--session": SESSION}
 OF_WORDS = {"evict": HASH, "explain": HASH}
-"""For commands whose positional arguments are values of a live server: the kind of these values."""
+"""Commands whose positional arguments are values of a live server, each with the kind of these
+values."""
 
 BASH = """\
 _hotkv() {{
@@ -51,8 +52,9 @@ _hotkv_values() {{
 }}
 complete -o default -F _hotkv hotkv
 """
-"""The script for bash. Clients choose the names of sessions, so values are quoted, and `compgen -W`
-does not get them: it would run commands in them."""
+"""The script for bash. Clients choose the names of sessions, so a name may contain shell commands.
+The script therefore quotes the values and does not pass them to `compgen -W`, which would run these
+commands."""
 ZSH_HEAD = "autoload -U +X bashcompinit && bashcompinit\n"
 
 

@@ -104,10 +104,10 @@ def sizes(path: Path) -> tuple[int, int]:
 
 
 def doors(version: str) -> Doors | None:
-    """Runs the connector in another process and returns its report about this version of vLLM.
-    Returns None if the process fails or takes longer than COMPARING_S.
+    """Returns the connector's report about this version of vLLM. Runs the connector in another
+    process, because the client does not import the connector.
 
-    The client does not import the connector.
+    Returns None if the process fails or takes longer than COMPARING_S.
     """
     command = [sys.executable, "-m", "hotkv_vllm.compat.uses", version]
     try:
@@ -391,8 +391,8 @@ def report(findings: list[Finding], *, as_json: bool) -> str:
 
 
 def _printable(text: str) -> str:
-    """Returns `text` with question marks in place of unprintable characters, because it may have
-    names of files of other users."""
+    """Replaces unprintable characters of `text` by question marks. The text may contain file names
+    that other users have chosen."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
 
 

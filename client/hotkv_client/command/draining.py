@@ -1,4 +1,5 @@
-"""`hotkv drain --wait`: drains a server and waits until it has ended."""
+"""`hotkv drain --wait`: makes a server drain (refuse new work and end its work in flight), and
+waits until the server has ended."""
 
 import socket
 import time
@@ -20,12 +21,13 @@ CONNECT_S = 5.0
 def drain(
     client: AdminClient, target: str, timeout_s: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Drains the server and waits until it has ended: its admin socket is closed, or another server
-    answers there.
+    """Makes the server drain (refuse new work and end its work in flight), and waits until the
+    server has ended. It has ended when its admin socket is closed, or when another server answers
+    there.
 
-    Returns the server's answer, which has the number of leases and transfers at the start, with the
-    waiting time (`waited_s`) added. Raises HotKVError if the server refuses. Also raises it if the
-    server still runs CLOSING_S after its time limit for work in flight, which is in its answer.
+    Returns the server's answer, which has the number of leases and transfers at the start, and adds
+    the waiting time (`waited_s`). Raises HotKVError if the server refuses. Also raises it if the
+    server still runs CLOSING_S after the time limit for work in flight that it named in its answer.
 
     timeout_s: longest wait for work in flight; 0: the server's default.
     say: called every TOLD_S with a text about the remaining work.

@@ -88,13 +88,14 @@ def own_server(arena_bytes: int, shared_memory: Path = SHARED_MEMORY) -> Iterato
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment without the variables HOTKV_*, which may be meant for another
-    server."""
+    """Returns the environment without the variables HOTKV_*, because they may be meant for another
+    server than the benchmark's."""
     return {name: value for name, value in os.environ.items() if not name.startswith("HOTKV_")}
 
 
 def _die_with_parent() -> None:
-    """Makes the server end when the benchmark ends for any reason."""
+    """Asks the kernel to send SIGTERM to this process (the server) when its parent (the benchmark)
+    has ended, whatever the reason."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -143,8 +144,8 @@ def check_tiers(flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
 
 LAYERS, PAGE_BYTES = 32, 64 << 10
 BLOCK_BYTES = LAYERS * PAGE_BYTES
-"""2 MiB, as for 16 tokens of an 8B model with 8 KV heads of 128 channels in bfloat16: 128 KiB a
-token."""
+"""Size of a block: 2 MiB. A block of 16 tokens has this size if a token's KV has 128 KiB, as in an
+8B model with 8 KV heads of 128 channels in bfloat16."""
 OPERATION_BLOCKS = 32
 LOOKED_UP = 1000
 MEMCPY_BYTES = 256 << 20

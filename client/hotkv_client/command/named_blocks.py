@@ -15,12 +15,12 @@ from hotkv_client.command.tables import space_name
 MIN_DIGITS = 4
 MAX_DIGITS = 64
 MAX_CANDIDATES = 8
-"""Most candidates that an error lists."""
+"""Largest number of candidates that an error lists."""
 LOOKED_AT = 200
-"""Most blocks that are requested from the server for a prefix. It exceeds MAX_CANDIDATES, because a
-hash may have a block in each group and key space."""
+"""Largest number of blocks that are requested from the server for a prefix. It exceeds
+MAX_CANDIDATES, because a hash may have a block in each group and key space."""
 Place = tuple[int, int]
-"""Key space id and group index."""
+"""The group to which a block belongs: key space id and group index."""
 
 
 def places(

@@ -96,9 +96,12 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
 
 
 def _is_adapter(model: Any, url: str, timeout_s: float) -> bool:
-    """Returns True if an engine lists the model as a LoRA adapter: as a model with a parent. Raises
-    ValueError if the engine wants an API key other than VLLM_API_KEY's. `url`: address of the
-    engine's list of models."""
+    """Returns True if the model is a LoRA adapter: in the engine's list of models, an adapter has a
+    parent. Returns False if the list can't be read. Raises ValueError if the engine rejects the API
+    key in VLLM_API_KEY.
+
+    url: address of the engine's list of models.
+    """
     key = os.environ.get("VLLM_API_KEY", "")
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
     try:

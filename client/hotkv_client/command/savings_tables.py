@@ -10,15 +10,16 @@ GROUPS = ("tenant", "model", "engine")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MAX_SINCE_S = 8 * 86_400
 NAMES = {"tenant": ("tenant",), "model": ("tenant", "model"), "engine": ("model", "engine")}
-"""For each way to group rows: the columns that name a row in the table."""
+"""For each way to group rows: the columns of the table that together name a row."""
 SHOWN = {"tenant": "tenant", "model": "model_name", "engine": "engine_name"}
-"""The field that each of these columns shows."""
+"""For each column in NAMES: the field of the server's ledger that the column shows. The ledger
+counts which prompt tokens hit and missed."""
 FIELDS = {
     "tenant": ("tenant",),
     "model": ("tenant", "model_name", "model"),
     "engine": ("model_name", "model", "engine_name", "engine_id"),
 }
-"""For each way to group rows: the fields that name a row in JSON."""
+"""For each way to group rows: the fields that together name a row in JSON."""
 SUMS = (
     "request_count",
     "prompt_token_count",
@@ -66,8 +67,8 @@ def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Joins rows that show the same names into one row with their sums. Returns the joined rows in
-    the order in which their names first occur.
+    """Joins rows with equal names into a row with the sums of their counts. Returns the joined rows
+    in the order in which their names first occur.
 
     A joined row has the ids of the first row that it contains. The server lists the rows in the
     order of their last use, the latest first.

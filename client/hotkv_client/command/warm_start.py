@@ -17,13 +17,14 @@ from hotkv_client.admin import AdminClient
 
 FORMAT = "hotkv-blocks-1"
 CALL_BLOCKS = 2_000
-"""Most blocks in a call. Calls run one after the other, so the hottest blocks are promoted
-first."""
+"""Largest number of blocks in a call. Calls run one after the other, so the hottest blocks are
+promoted first."""
 TOKEN_BYTES = 4
 MAX_LINE_CHARS = 1 << 26
-"""Longest line that is read. A file with a longer line (as /dev/zero) has another format."""
+"""Largest number of characters that are read of a line. A file with a longer line, such as
+/dev/zero, is not a file of blocks or prompts."""
 UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error)
-"""The exceptions that a line of another format raises."""
+"""Exceptions that reading a line raises if the line does not have the expected format."""
 COUNTS = (
     "present_block_count",
     "fetched_block_count",
@@ -155,10 +156,10 @@ def _groups(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[bytes]
 
 
 def _calls(lines: Iterable[tuple[int, list[bytes]]]) -> Iterator[list[tuple[int, bytes]]]:
-    """Yields the blocks to name in each call of `AdminClient.prefetch_blocks`, as pairs of a group
-    index and packed hashes. A call has at most CALL_BLOCKS blocks.
+    """Yields, for each call of `AdminClient.prefetch_blocks`, the blocks that the call names, as
+    pairs of a group index and packed hashes. A call has at most CALL_BLOCKS blocks.
 
-    lines: pairs of a group index and a list of hashes, as the lines of a file of blocks have them.
+    lines: pairs of a group index and a list of hashes, one for each line of a file of blocks.
     """
     groups: list[tuple[int, bytes]] = []
     room = CALL_BLOCKS

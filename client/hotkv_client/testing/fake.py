@@ -53,12 +53,13 @@ from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 
 ARENA_BYTES = 64 << 20
-"""Size of the double's arena. The system allocates its memory when slots are first written."""
+"""Size of the arena of `FakeServer`. The system allocates its memory when slots are first
+written."""
 
 
 class FakeServer:
-    """The state of the double, shared by all of its sessions. The docstring of the module lists the
-    attributes that a test may set."""
+    """A test double of the server: the state that all of its sessions share. The docstring of the
+    module lists the attributes that a test may set."""
 
     def __init__(self) -> None:
         self.up = True
@@ -136,7 +137,7 @@ class FakeServer:
         return len(now)
 
     def resume(self) -> None:
-        """Holds no further calls, and resolves the held ones."""
+        """Resolves the held calls, and holds no calls from now on."""
         self.hold = set()
         self.settle()
 

@@ -20,7 +20,7 @@ Key = tuple[bytes, int, bytes]
 """The key of a block or of a representation (compact form of a block's keys): its key space, its
 group index (for a representation its salt), and the block hash."""
 LeaseName = tuple[str, str]
-"""Engine id, lease id."""
+"""The name of a write lease: engine id and lease id."""
 Shards = dict[int, bytes]
 
 # -------------------------------------------------------------------------------- memory of engines
@@ -111,7 +111,7 @@ SLOT_ALIGN = 4096
 
 
 class FakeArena:
-    """Replaces `hotkv_client.Arena`. Its memory belongs to this process."""
+    """A test double of `hotkv_client.Arena`. Its memory belongs to this process."""
 
     def __init__(self, num_bytes: int) -> None:
         self.memory: NDArray[np.uint8] = np.zeros(num_bytes, np.uint8)
@@ -125,7 +125,7 @@ class FakeArena:
 
 @dataclass
 class FakeResidency:
-    """An open residency of the double: the room that is reserved for a request, and the request's
+    """An open residency of `FakeServer`: the room that is reserved for a request, and the request's
     pinned blocks.
 
     asked: number of blocks for which the engine reserved room, by group index.
@@ -139,7 +139,7 @@ class FakeResidency:
 
 
 class FakeResidencies:
-    """All residencies of a server, by engine id and residency id.
+    """All residencies (rooms reserved for requests) of `FakeServer`, by engine id and residency id.
 
     most: largest number of open residencies; None: no limit.
     most_blocks: largest number of blocks that all residencies together reserve; None: no limit.
@@ -243,8 +243,8 @@ class FakeResidencies:
         self.refused = {name for name in self.refused if name[0] != engine_id}
 
     def restart(self) -> None:
-        """Simulates a restart of the server: forgets the open residencies, and raises the
-        generation, the number that the server gives to all residencies that it opens.
+        """Simulates a restart of the server: removes the open residencies, and increments the
+        generation, a number that all residencies of the restarted server get.
 
         The validity words stay as they are, so readers of the old residencies may continue.
         """
@@ -479,7 +479,7 @@ class FakeWrites:
                 self._settle(lease)
 
     def forget(self) -> None:
-        """Simulates the death of a server: forgets all leases, so that stores in flight can't
+        """Simulates the death of a server: drops all leases, so that stores in flight can't
         commit."""
         self.leases.clear()
         self._owners.clear()

@@ -1,6 +1,6 @@
-"""The double of `hotkv_client.Session`, over a `FakeServer`. Loads and stores copy the blocks'
-bytes. A call's future resolves at once, unless an attribute of the server (such as `hold`) delays
-the answer.
+"""A test double of `hotkv_client.Session`. It calls a `FakeServer` in the same process. Loads and
+stores copy the blocks' bytes. A call's future resolves at once, unless an attribute of the server
+(such as `hold`) delays the answer.
 
 Always true: a call is recorded in `FakeServer.calls` before its future resolves. A store commits no
 block if its session is closed or has called `revoke_stores`. If a store over a shared fence (a page
@@ -63,7 +63,7 @@ RUBBISH = b"\x5a"
 
 
 class FakeSession:
-    """Replaces `hotkv_client.Session`.
+    """A test double of `hotkv_client.Session` that calls a `FakeServer`.
 
     layout: where the session's blocks lie in its memory; None: a session without memory.
     """
@@ -103,7 +103,7 @@ class FakeSession:
 
     @property
     def stored_bytes(self) -> int:
-        """Returns 0: the double does not count bytes."""
+        """Returns 0, because this test double does not count bytes."""
         return 0
 
     @property
@@ -241,7 +241,7 @@ class FakeSession:
         hashes: Sequence[bytes],
         select: SelectConfig | None = None,
     ) -> Future[Any]:
-        """Records the sequence. The double makes no selections."""
+        """Records the sequence. This test double makes no selections for it."""
 
         def act() -> SequenceCreated:
             self.server.sequences[id(self), sequence_id] = (self.space, group_index, list(hashes))
@@ -299,6 +299,8 @@ class FakeSession:
         begin: Callable[[], None] = lambda: None,
     ) -> Future[Any]:
         """Records a call, and resolves its future at once or holds it until `FakeServer.settle`.
+        The future fails with SessionLostError if the session is not connected, or if the kind of
+        the mark `after` is not the session's `order_kind`.
 
         kind: name of the call.
         name: id of the call's lease, transfer, residency or sequence; empty without an id.

@@ -40,8 +40,8 @@ SERVING = b"\x08\x01"
 
 
 class Stubs:
-    """The admin and event stubs of a channel. Make them while the channel is open: for a closed
-    channel gRPC crashes the process."""
+    """The admin and event stubs of a channel. Make them only while the channel is open: with a
+    closed channel gRPC crashes the process."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
@@ -285,9 +285,9 @@ def poll_hints(
 
 WarmStartStub = warm_pb2_grpc.WarmStartServiceStub
 DEFAULT_WAIT_S = 10.0
-"""How long a server waits for promotions if a call names no time."""
+"""Time that a server waits for promotions if the call names no time, in seconds."""
 NamedGroups = Sequence[tuple[int, bytes]]
-"""Pairs of a group index and packed hashes."""
+"""The blocks that a call names, as pairs of a group index and packed hashes."""
 
 
 def export(
@@ -329,7 +329,7 @@ def prefetch(
     groups: the blocks, as pairs of a group index and packed hashes.
     prompts: further blocks: all blocks of some prompts. Each prompt is a pair of packed hashes and
         packed token ids. If a prompt's hashes are empty, the server computes them from the ids.
-    wait_s: longest time that the server waits for the promotions.
+    wait_s: longest time that the server waits for the promotions; 0: DEFAULT_WAIT_S.
     """
     request = warm_pb2.PrefetchBlocksRequest(
         groups=[cache_pb2.GroupHashes(group_index=at, hashes=hashes) for at, hashes in groups],

@@ -34,7 +34,7 @@ from hotkv_proto.v1 import events_pb2, session_pb2
 from hotkv_proto.versions import Feature, agreed_features
 
 ANSWERED_AS = {"register_memory": "memory_registered", "ping": "pong", "flush": "flushed"}
-"""Maps a call to the name of its answer, if the two names differ."""
+"""For calls whose answer has another name than the call: the name of the answer."""
 
 Response = session_pb2.ConnectResponse
 

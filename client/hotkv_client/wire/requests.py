@@ -50,7 +50,8 @@ from hotkv_proto.versions import FEATURES, MAX_BATCH_BYTES, NEWEST_VERSION, OLDE
 
 Request = session_pb2.ConnectRequest
 Stub = session_pb2_grpc.SessionServiceStub
-"""Make a stub while its channel is open: for a closed channel gRPC crashes the process."""
+"""The gRPC stub of a session's calls. Make a stub only while its channel is open: with a closed
+channel gRPC crashes the process."""
 
 
 def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
@@ -284,9 +285,9 @@ DEFERRED = frozenset({"release_lease", "report_use", "report_sparse", "close_res
 message holds both."""
 DEFER_S = 0.005
 IN_BATCH_BYTES = 4
-"""Most bytes that a batch adds to each of its requests. `batched` adds them to the size of each
-request, so that a batch of tiny requests does not exceed the server's limit of fields in a
-message."""
+"""Largest number of bytes that a batch adds to each of its requests. `batched` adds this number to
+the size of each request, so that a batch of tiny requests does not exceed the server's limit of
+fields in a message."""
 
 
 def batched(

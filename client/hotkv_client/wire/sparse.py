@@ -19,7 +19,8 @@ from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 
 SelectRequest = sparse_pb2.SelectBlocksRequest
 Stub = sparse_pb2_grpc.SparseServiceStub
-"""Make a stub while its channel is open: for a closed channel gRPC crashes the process."""
+"""The gRPC stub of the calls about sparse decode. Make a stub only while its channel is open: with
+a closed channel gRPC crashes the process."""
 
 
 def _read_int32s(packed: bytes) -> Int32s:

@@ -35,10 +35,10 @@ Uint8s = NDArray[np.uint8]
 BoolMask = NDArray[np.bool_]
 GroupIndex = Callable[[int], int]
 MAX_STORED_BLOCKS = 1 << 16
-"""Most blocks that a call may reserve or store: half of MAX_LOADED_BLOCKS, because making room
-takes longer than finding blocks."""
+"""Largest number of blocks that a call may reserve or store. It is half of MAX_LOADED_BLOCKS,
+because making room takes longer than finding blocks."""
 MAX_LOADED_BLOCKS = 1 << 17
-"""Most blocks of a load, and most blocks of a call that acquires a lease."""
+"""Largest number of blocks that a call may load, or for which a call may acquire a lease."""
 
 # ---------------------------------------------------------------------------------------- hashes
 

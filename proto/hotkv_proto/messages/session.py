@@ -20,7 +20,8 @@ from hotkv_proto.table import Words
 from hotkv_proto.v1 import hints_pb2, session_pb2
 
 MAX_REPORTS = 1024
-"""Most scheduled requests, ended requests or ended loads in a message."""
+"""Largest number of scheduled requests, of ended requests and of ended loads that a message may
+report."""
 MAX_REPORTED_S = 86_400.0
 """Longest time in a client's report, in seconds. A longer time is reduced to this."""
 

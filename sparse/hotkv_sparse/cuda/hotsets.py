@@ -9,8 +9,8 @@ In each step and layer the engine calls:
 Always true: the hot sets are the same as the hot sets of `hotkv_sparse.hotset` with the policy
 `lru` or `none`. `grow` and `correct` queue work on one stream, allocate no memory and never wait.
 
-Shapes: R rows of a step, Z states (sequences with hot sets), B most blocks of a sequence, K hot
-slots of a sequence, L most blocks that a step loads, S most blocks of a selection.
+Shapes: R rows of a step, Z states (sequences with hot sets), K hot slots of a sequence. Upper
+limits: B blocks of a sequence, L blocks that a step loads, S blocks of a selection.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,8 @@ class CudaHotSets:
     lengths: int32 [rows], number of tokens in the blocks of `table`.
     counts: int32 [rows, 8], counts of the last step. The indices of the columns are LOADED and the
         constants after it.
-    loads: int32 [rows, 2, most loads], the blocks that the last step loaded, and their slots.
+    loads: int32 [rows, 2, `Workspace.max_loads`], the blocks that the last step loaded, and their
+        slots.
     victims: int32 [rows, hot slots], the blocks that the last step evicted.
     prefetch: int32 [rows, max_prefetch], selected blocks that the last step did not load, heaviest
         first.
@@ -136,7 +137,7 @@ class CudaHotSets:
 
         `workspace.faults[1]` counts blocks that had no copy in the arena.
 
-        blocks: int32 [rows, most selected blocks], the selected blocks of each row.
+        blocks: int32 [rows, `Workspace.max_selected`], the selected blocks of each row.
         weights: float32, same shape, the selected blocks' weights; inf for always kept blocks.
         numbers: int32 [rows], number of selected blocks of each row.
         """

@@ -118,13 +118,14 @@ class IndexShape:
 
     @property
     def num_lines(self) -> int:
-        """Returns the number of lines of codes in a run (16 tokens), as the kernel `score_tokens`
-        counts them."""
+        """Returns the number of lines in a run (16 tokens), as the kernel `score_tokens` counts
+        them. A line has codes of several channels for the 16 tokens (`hotkv_sparse.formats`)."""
         return self.channels // _LINE_CHANNELS[self.form.bits]
 
     @property
     def line_groups(self) -> int:
-        """Returns the number of groups of four lines of codes in a run (16 tokens)."""
+        """Returns the number of groups of four lines in a run (16 tokens). A line has codes of
+        several channels for the 16 tokens (`hotkv_sparse.formats`)."""
         return -(-self.num_lines // 4)
 
     @property
@@ -146,7 +147,8 @@ class Index:
     """The representations (compact forms of blocks' keys) of a layer in device memory.
 
     pool: uint8 [rows, row_bytes], a row per block.
-    mu_HD: the centre, which is subtracted from keys before they are encoded; None: 0.
+    mu_HD: the centre (mean key of each head), which is subtracted from keys before they are
+        encoded; None: 0.
     bias: by how much scores overestimate the log of a block's attention mass, in nats; None: the
         format's bias.
     """

@@ -18,8 +18,8 @@ Always true:
 - `epochs` has a number for each state. When the number changes, all layers build the state's hot
   sets again from the start.
 
-Shapes: R rows of a batch, S states, B most blocks of a sequence, K hot slots of a sequence, P pages
-of the engine's pool.
+Shapes: R rows of a batch, S states, B blocks of a sequence (upper limit), K hot slots of a
+sequence, P pages of the engine's pool.
 """
 
 from dataclasses import dataclass
@@ -114,11 +114,11 @@ class Residents:
     ) -> None:
         """Allocates the tables on the device.
 
-        num_rows: most rows of a batch.
+        num_rows: largest number of rows in a batch.
         num_states: number of states (requests that the tables can hold).
-        max_blocks: most blocks of a sequence.
+        max_blocks: largest number of blocks in a sequence.
         num_pages: number of pages of the engine's pool.
-        max_tokens: most tokens of a step, over all rows.
+        max_tokens: largest number of tokens in a step, summed over all rows.
         """
         self.device, self.config = device, config
         self.num_rows, self.num_states = num_rows, num_states
@@ -167,13 +167,13 @@ class Residents:
             self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def name_rows(self, rows: dict[int, NamedRow]) -> None:
-        """Writes to the device which row of the next step belongs to which state (index of a
-        request in the tables).
+        """Writes to the device, for each row of the next step, its state (index of a request in the
+        tables) and whether it attends sparsely.
 
         Raises INVALID_FIELD if a block or state is out of range.
 
-        rows: by the id of the block (page) that a row writes last, the state of the row. Rows that
-            are not named attend to the blocks of the engine's table.
+        rows: the decision about each row, by the id of the block (page) that the row writes last.
+            Rows without a decision attend to the blocks of the engine's table.
         """
         for block, (state, _) in rows.items():
             if not 0 <= block < self.num_pages or not 0 <= state < self.num_states:
@@ -194,7 +194,7 @@ class Residents:
     def find(self, batch: EngineBatch, rows: Array, state_of: Array) -> None:
         """Finds the state (index of a request in the tables) of each row of the batch. Writes the
         state to `own_of`. For rows that attend sparsely, writes it also to `state_of`, which the
-        kernels of sparse attention read.
+        kernels of sparse attention read. Also writes `lengths`, and for the other rows `table`.
 
         rows: int32 [states, blocks], for each block of a state, the row of its representation
             (compact form of its keys) in the pools.

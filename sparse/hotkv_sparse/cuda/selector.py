@@ -15,8 +15,8 @@ Always true:
   `CupyDevice.compile` before the capture.
 - Selections are the same as from `hotkv_sparse.selection.select_layer`.
 
-Shapes: R sequences, Q query heads, H KV heads, D channels, B most blocks of a sequence, K hot slots
-of a sequence, S most blocks of a selection.
+Shapes: R sequences, Q query heads, H KV heads, D channels, K hot slots of a sequence. Upper limits:
+B blocks of a sequence, S blocks of a selection.
 """
 
 import math
@@ -55,7 +55,7 @@ class CudaSelector:
     hot: the layer's hot sets (the blocks on the device to which a step attends).
 
     A step writes its selection to these arrays:
-    blocks: int32 [sequences, most selected blocks], the selected blocks of each sequence.
+    blocks: int32 [sequences, `Workspace.max_selected`], the selected blocks of each sequence.
     chosen: float32, same shape, the weights of `blocks`; inf for always kept blocks.
     numbers: int32 [sequences], number of selected blocks.
     mass: float32 [sequences], estimated share of the attention mass of the selected blocks.

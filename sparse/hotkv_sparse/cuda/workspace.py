@@ -13,8 +13,8 @@ A *row* is a sequence of the current step. A *state* is a sequence with hot sets
 memory to which its steps attend); its tables are kept for many steps. `state_of` maps rows to
 states.
 
-Shapes: R rows of a step, S states, Q query heads, B most blocks of a sequence, K hot slots of a
-sequence.
+Shapes: R rows of a step, S states, Q query heads, B blocks of a sequence (upper limit), K hot slots
+of a sequence.
 """
 
 from dataclasses import dataclass
@@ -41,13 +41,13 @@ _PIECE_BLOCKS = 2048
 class StepShape:
     """The fixed sizes of a workspace.
 
-    num_sequences: most sequences (rows) of a step.
-    max_blocks: most blocks of a sequence.
+    num_sequences: largest number of sequences (rows) in a step.
+    max_blocks: largest number of blocks in a sequence.
     num_slots: hot slots (pages of device memory for selected blocks) of a sequence and layer,
         including spare slots.
-    max_prefetch: most blocks that a step names for prefetch.
-    num_states: most sequences with hot sets (blocks on the device) at the same time; 0: the same as
-        `num_sequences`.
+    max_prefetch: largest number of blocks that a step names for prefetch.
+    num_states: largest number of sequences that have hot sets (blocks on the device) at the same
+        time; 0: the same as `num_sequences`.
     """
 
     num_sequences: int

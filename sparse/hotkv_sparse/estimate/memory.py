@@ -38,7 +38,7 @@ class Figure:
 
 
 def figures_of(owner: "DataclassInstance") -> dict[str, Figure]:
-    """Returns those fields of a dataclass that are figures, by name."""
+    """Returns those fields of a dataclass whose values are `Figure` objects, by name."""
     found = {item.name: getattr(owner, item.name) for item in fields(owner)}
     return {name: value for name, value in found.items() if isinstance(value, Figure)}
 
@@ -208,8 +208,9 @@ def _representations(model: Model, plan: Plan, mode: Mode) -> Figure:
 
 
 def _host_request(model: Model, plan: Plan, mode: Mode) -> Figure:
-    """Computes the host memory of a request: the whole context and its representations (compact
-    forms of blocks' keys)."""
+    """Computes the host memory of a request. In mode RESIDENT it holds the whole context and its
+    representations (compact forms of blocks' keys). In mode SPARSE it holds the representations if
+    `representations_on_host` is set. Otherwise it is 0."""
     on_host = mode is Mode.RESIDENT or (mode is Mode.SPARSE and plan.representations_on_host)
     if not on_host:
         return Figure(0.0, "bytes", "none needed")

@@ -1,5 +1,5 @@
-"""Describes the case to estimate: a plan (context, batch, budget, place of the KV), a model and a
-device.
+"""Describes the case whose memory is estimated: a plan (context, batch, budget, place of the KV), a
+model and a device.
 
 A `Plan` checks its values when it is made; `Plan.check` compares them with the model. Every error
 names the field and the fix. This module also counts the blocks that a request has on the device.
@@ -35,7 +35,8 @@ def refuse(name: str, value: object, fix: str) -> HotKVError:
 
 
 MAX_COUNT = 10**18
-"""Largest whole number of a case. Products of several such numbers still fit into a float."""
+"""Largest whole number that a plan, a model or a device may have. Products of several such numbers
+still fit into a float."""
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:

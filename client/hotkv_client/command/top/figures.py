@@ -18,7 +18,8 @@ from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 
 
 RECENT_S = 600.0
-"""Length of the period that docstrings of this module call "the last minutes", in seconds."""
+"""Length of the period that recent figures cover, in seconds. Recent figures are
+`recent_hit_ratio`, `ceiling_ratio`, `misses`, `saved_s` and `waited_s`."""
 Answer = dict[str, Any]
 
 
@@ -117,12 +118,12 @@ class EngineRates:
     loaded_bytes_per_s: float
     stored_bytes_per_s: float
     misses: dict[str, int]
-    """Missed tokens of the last minutes by reason, the most frequent first."""
+    """Missed tokens of the last RECENT_S seconds by reason, the most frequent reason first."""
     saved_s: float
     waited_s: float
     selects_per_s: float
-    """Selections of sparse decode per second, summed over layers. The next two fields are about
-    sparse decode too."""
+    """Selections of sparse decode per second, summed over layers. `hot_set_hit_ratio` and
+    `swap_bytes_per_s` are figures of sparse decode too."""
     hot_set_hit_ratio: float | None
     swap_bytes_per_s: float
     weights: "Weights"
@@ -196,9 +197,9 @@ class Figures:
     lag_p99_s: float
     lag_longest_s: float
     saved_s: float
-    """Prefill time that hits saved in the last minutes."""
+    """Prefill time that hits saved in the last RECENT_S seconds."""
     waited_s: float
-    """Time that requests waited for the cache in the last minutes."""
+    """Time that requests waited for the cache in the last RECENT_S seconds."""
     tiers: list[TierRates] = field(default_factory=list)
     engines: list[EngineRates] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -252,7 +253,7 @@ class _Between:
 
 
 def is_same_server(before: Reading, after: Reading) -> bool:
-    """Returns True if both readings come from the same process.
+    """Returns True if both readings come from the same process of a server.
 
     Compares the process ids and also the uptimes, because in a container a restarted server may
     have the same process id.

@@ -77,8 +77,8 @@ def sparse_row(engine: EngineRates | ModelRates) -> tuple[str, ...]:
 
 
 def misses(engine: EngineRates) -> str:
-    """Formats the reasons why prompt tokens missed in the last minutes, with the share of each
-    reason."""
+    """Formats the reasons why prompt tokens missed in the last RECENT_S seconds (ten minutes), with
+    the share of each reason."""
     all_missed = sum(engine.misses.values())
     shares = (f"{why.replace('_', ' ')} {n / all_missed:.0%}" for why, n in engine.misses.items())
     return ", ".join(shares) if all_missed else "nothing missed"
