@@ -54,7 +54,9 @@ def size(
     try:
         client = connect()
     except HotKVError as error:
-        raise _unknown(error) from error
+        if options.traces:
+            raise _unknown(error) from error
+        raise
     with client:
         try:
             number, space = recorder.chosen_key_space(client, options.key_space)

@@ -430,7 +430,8 @@ def _sparse_growth(between: _Between, engine: str) -> dict[str, float]:
 
     now = sums(between.after.layers)
     then = sums(between.before.layers) if between.before else now
-    return {name: now[name] - then[name] for name in SPARSE_COUNTERS}
+    # An engine that connects again may count from 0.
+    return {name: max(0.0, now[name] - then[name]) for name in SPARSE_COUNTERS}
 
 
 def _warnings(between: _Between, grown: Mapping[str, Any]) -> Iterable[str]:
