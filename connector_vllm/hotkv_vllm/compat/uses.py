@@ -157,7 +157,8 @@ class Uses:
 
 
 def form_of(names: Names, found: Found, *, is_member: bool) -> Form:
-    """Returns the form of a definition; sets only `kind` and `gives`.
+    """Returns the `Form` of a definition in vLLM's sources, in which only `kind` and `gives` are
+    set.
 
     found: the definition.
     is_member: True if the definition is a member of a class.
@@ -250,7 +251,8 @@ def unknown_kinds(names: Names, uses: Uses) -> dict[str, None]:
 
 def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None]) -> str:
     """Compares a name in vLLM's sources with the forms that it had in the tested versions. Returns
-    an empty text if it has one of these forms, otherwise how it differs from the last of them."""
+    an empty text if it still has one of these forms. Otherwise returns how it differs from the last
+    form."""
     problems = [_differs_from(names, module, name, form) for form in forms]
     return next(one for one in reversed(problems) if one) if all(problems) else ""
 
@@ -314,7 +316,8 @@ def _refuses(names: Names, name: str, found: Found, form: Form) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a door (one of the two connectors) works with a version of vLLM, and why.
+    """The answer to the question whether a door (one of the two connectors) works with a version of
+    vLLM, and why.
 
     changed: a line of text for each difference; None if no sources were compared, because the
         version is tested.
