@@ -116,7 +116,7 @@ class Room:
 
     def offer(self, request_id: str) -> bool:
         """Counts a row for a chunk that vLLM is about to promote, and returns True. If promotions
-        may use no further row, counts no row and returns False."""
+        already use all rows that they may use, counts no row and returns False."""
         is_alone = self._requests <= {request_id}
         share = SHARE_ALONE if is_alone else SHARE_TOGETHER
         if self.num_taken >= max(1, int(share * self.num_rows)):
@@ -136,7 +136,7 @@ class Room:
 
     def end_step(self) -> None:
         """Forgets the offers of the step. By now vLLM has submitted their promotions, or had no
-        rows for them."""
+        free rows for these promotions."""
         self._offered.clear()
 
     def check_invariants(self) -> None:

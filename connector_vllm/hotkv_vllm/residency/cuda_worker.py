@@ -173,7 +173,7 @@ class CudaSequences:
     # ------------------------------------------------------------------------------------ lifetime
 
     def begin_step(self) -> None:
-        """Handles the beginning of a step, before its rows are processed."""
+        """Begins a step. Must be called before the step's rows are processed (`follow`)."""
         self._reported = {block: left - 1 for block, left in self._reported.items() if left}
 
     def end(self, request_id: str) -> None:
@@ -229,8 +229,8 @@ class CudaSequences:
             self._lost.add(sequence.first_block)
 
     def lose_rows(self, first_blocks: Iterable[int], why: str) -> None:
-        """Marks all requests with these first blocks as lost. A first block for which no request is
-        known is reported too (`take_lost`).
+        """Marks all requests with these first blocks as lost. If no request is known for a first
+        block, `take_lost` reports this block nevertheless.
 
         first_blocks: ids of the first blocks of contexts.
         why: the reason, for the log.
@@ -513,8 +513,9 @@ class CudaWorker:
 
     def begin_batch(self, batch: HostBatch) -> None:
         """Processes the step's batch. If `begin_resident` was not called for the step, the batch is
-        prepared as a batch without resident requests. This is right for vLLM's dummy runs and
-        captures. With model runner V2, `begin_resident` follows and plans the batch."""
+        prepared as a batch without resident requests. This is right for vLLM's dummy runs and for
+        captures. It is also the first part of a step with model runner V2, which calls
+        `begin_resident` afterwards to plan the batch."""
         self._batch = batch
         if self._plans_in_build and self._is_told:
             self._plan(batch)
@@ -533,9 +534,9 @@ class CudaWorker:
                 self._catch_up(sequence)
 
     def _catch_up(self, sequence: CudaSequence) -> None:
-        """Builds the representations (compact forms of keys) of the blocks that were complete
-        before this step, if some of them have none yet, such as the blocks of a hit. For blocks
-        that a step completes, `layer_step` builds them."""
+        """Builds the representations (compact forms of keys) that are missing for blocks that were
+        complete before this step, such as the blocks of a hit. The representations of blocks that
+        the step itself completes are built by `layer_step`."""
         tokens = self._work.shape.block_tokens
         count = (sequence.context_tokens - sequence.new_tokens) // tokens
         if count > sequence.num_built:
@@ -547,9 +548,9 @@ class CudaWorker:
         sequence.num_built = sequence.context_tokens // tokens
 
     def _runs(self, batch: HostBatch) -> tuple[AttentionRun, ...]:
-        """Divides the batch's rows among calls of attention: each row that needs the staging area
-        gets a call of its own. If there may be such a row, waits for the device, to read from it
-        which request each row belongs to."""
+        """Divides the batch's rows among calls of attention. Each row that needs the staging area
+        gets its own call. If there may be such a row, waits for the device, to read which request
+        each row belongs to."""
         num_rows = batch.device.num_rows
         away = [one for one in self._step if not one.is_sparse and self.sequences.is_away(one)]
         if not any(not one.is_lost for one in away):
@@ -629,8 +630,8 @@ class CudaWorker:
 
     def gave_up(self, layer_name: str) -> None:
         """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. Marks
-        requests of the step with blocks only in host memory as lost. Must be called while the
-        exception is handled, because it is logged."""
+        those requests of the step as lost that have blocks only in host memory. Must be called
+        while the exception is handled, because this method logs it."""
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: sparse attention of %s broke", layer_name)
         self.sequences.lose_away(self._step, f"attention of {layer_name} broke")
@@ -648,17 +649,17 @@ class CudaWorker:
 
     def start_over(self) -> None:
         """Handles a step for which the scheduler's message was lost. Reports requests with blocks
-        only in host memory as lost. Forgets all requests, because the message may have said that a
-        request was preempted and begins anew."""
+        only in host memory as lost. Then forgets all requests, because the lost message may have
+        said that a request was preempted and begins anew."""
         self._step, self._is_told = [], False
         self._residents.name_rows({})
         self.sequences.forget_all("a step's plan was lost")
 
     def find_lost(self) -> None:
         """Checks the step's requests that have blocks only in the arena. Marks a request as lost if
-        the server no longer pins these blocks; marks all of them as lost if a kernel lacked a hot
-        slot or an address. If there are such requests, first waits until the device has ended the
-        step, because the pins must be tested after the last read."""
+        the server no longer pins these blocks. If a kernel lacked a hot slot or an address, marks
+        all these requests as lost. If there are such requests, first waits until the device has
+        ended the step, because the pins must be tested after the last read."""
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)

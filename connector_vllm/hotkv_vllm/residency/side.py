@@ -1,7 +1,8 @@
 """Connects the block manager of an engine with residency (`compat.residency.ResidentManager`) to
-`ResidentRequests`. Tells the manager how many tokens of a request the server has pinned, and which
-requests may begin. Before each step, takes requests that must wait for room in the server out of
-the step, and moves requests off the device if the device's pool lacks blocks.
+`ResidentRequests`, which manages the requests whose old blocks may be only in the server's memory.
+Answers the manager's questions: how many tokens of a request the server has pinned, and whether a
+request may begin. Before each step, leaves requests out of the step that must wait for room in the
+server, and moves requests off the device if the device's pool lacks blocks.
 
 In an engine without residency these methods do nothing.
 """
@@ -54,8 +55,9 @@ class ResidentSide:
 
     @hook(lambda *_: None, is_part=True)
     def _step_starts(self) -> None:
-        """Prepares the step that vLLM is about to plan. Takes requests whose next block has no room
-        in the server out of the step. Moves requests off the device if the pool lacks blocks."""
+        """Prepares the step that vLLM is about to plan. Leaves requests out of the step if their
+        next block has no room in the server. Moves requests off the device if the device's pool
+        lacks blocks."""
         residencies = self._residencies
         self._pool.leave_out(() if residencies is None else residencies.held(time.monotonic()))
         if residencies is not None:

@@ -290,8 +290,8 @@ class ResidentWorker(SparseWorker):
         self, layer: SparseLayer, plan: ResidentPlan, query_of: Callable[[int], F32]
     ) -> dict[int, I32]:
         """Returns, by row, the positions of the blocks to attend to, for each row whose block table
-        must be rewritten (`_hot_table`). Omits rows that attend to their whole context without hot
-        slots (device blocks for selected blocks), and rows whose selection raised.
+        must be rewritten (`_hot_table`). Leaves out rows that attend to their whole context without
+        hot slots (device blocks for selected blocks), and rows whose selection raised.
 
         query_of: takes the index of a token in the batch, and returns the token's query.
         """
