@@ -146,7 +146,7 @@ class StoresInFlight:
     ) -> None:
         """max_bytes: limit of `num_bytes`, the size of all stores in flight together (`is_full`).
         id_prefix: the ids of write leases begin with it.
-        on_end: called with each store that is removed, whatever its result.
+        on_end: called with each store that is removed, however the store has ended.
         """
         self.fence = fence
         self._on_end = on_end
@@ -342,8 +342,8 @@ def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
 
 
 def stored_whole(store: StoreInFlight) -> tuple[Any, int]:
-    """Returns a mask of the store's blocks, True if the server has the shards of all ranks, and the
-    number of these blocks that the store has added to the server."""
+    """Returns a mask of the store's blocks, True if the server has a block's shards of all ranks.
+    Also returns how many of these blocks the store has added to the server."""
     num_blocks = store.num_blocks
     answers = np.full((max(1, len(store.results)), num_blocks), BlockResult.ABORTED, np.uint8)
     for row, result in enumerate(store.results):
