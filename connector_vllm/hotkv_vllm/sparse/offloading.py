@@ -352,7 +352,8 @@ class ResidencyPages:
                 self._unstage(block)
 
     def _forget(self, block: int) -> None:
-        """Forgets the names of a host block (`name`), and where its pages are."""
+        """Forgets the names under which a host block is stored (`name`), and where its pages
+        are."""
         self._names.pop(block, None)
         self._offsets.pop(block, None)
         self._unstage(block)
@@ -378,9 +379,8 @@ class ResidencyPages:
             names[sequence_id] = place, block_hash
 
     def _last_name(self, block: int) -> tuple[str, int, bytes]:
-        """Returns the name (`name`) under which a host block is stored: a sequence, the block's
-        position there, and its hash. If several sequences have named the block, returns the latest
-        name."""
+        """Returns the latest name that was assigned to a host block (`name`), under which the block
+        is stored: a sequence, the block's position in the sequence, and its hash."""
         sequence_id, (place, block_hash) = next(reversed(self._names[block].items()))
         return sequence_id, place, block_hash
 

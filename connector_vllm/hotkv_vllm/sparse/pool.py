@@ -224,8 +224,8 @@ def _source(shape: LayerShape, name: str, pool: U8) -> Source:
 
 
 def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[PoolRows, ...], int]:
-    """Returns the parts of a pool for these layers, and the pool's size in bytes. Each part begins
-    on a new memory page."""
+    """Returns the layout of a pool for these layers: its parts, one per layer and format, and its
+    size in bytes. Each part begins on a new memory page."""
     rows, at = [], 0
     for index in sorted(layers):
         for name in layers[index].formats:

@@ -128,9 +128,9 @@ class SparseRank:
 
     @hook(nothing, is_part=True)
     def opened(self) -> None:
-        """Makes the server's arena readable for a CUDA device, now that the rank's session was
-        opened. Does it this early because CUDA may refuse to register memory once vLLM captures
-        graphs."""
+        """Makes the server's arena readable for a CUDA device. Called when the rank's session has
+        been opened, before vLLM captures graphs: during a capture CUDA may refuse to register
+        memory."""
         if self.cuda is not None and not self.cuda.map_arena():
             logger.warning(
                 "hotkv: the device can't read the server's arena yet; the first request that "

@@ -302,8 +302,9 @@ class SparseSequences:
                 one.ids = ()
 
     def _delete(self, one: _Followed) -> None:
-        """Deletes a request's sequences in the server, after sending the request's last complete
-        blocks. Does nothing if the stream in which the sequences were created has ended."""
+        """Deletes a request's sequences in the server. First sends the request's last complete
+        blocks. Does nothing if the stream (connection) in which the sequences were created has
+        ended."""
         if one.stream != self._streams.number or not self._session.connected:
             return
         self._append(one)

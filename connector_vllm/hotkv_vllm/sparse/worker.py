@@ -258,9 +258,9 @@ class SparseWorker:
             )
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer in which all rows attend to everything in this step, because its block
-        tables could not be rewritten. If an exception is being handled, the exception counts as a
-        fault of the layer (`fault`)."""
+        """Handles a layer whose block tables could not be rewritten, so that all rows attend to
+        everything in this step. If an exception is being handled, the exception counts as a fault
+        of the layer (`fault`)."""
         if sys.exception() is not None:
             self.fault(layer_name)
 
@@ -316,8 +316,8 @@ class SparseWorker:
         return len(blocks) < len(row.blocks_C)
 
     def _update(self, index: int, blocks: list[I32]) -> None:
-        """Builds the missing representations (compact forms of keys) of complete blocks in a layer,
-        and counts them.
+        """Builds the missing representations (compact forms of keys) of complete blocks in a layer.
+        Adds the number of built blocks and the time to the counters.
 
         index: index of the layer.
         blocks: arrays of block ids.
@@ -456,7 +456,8 @@ class SparseWorker:
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
         """Returns True if the quality of selections is to be measured in this layer and step. It is
-        measured once in `recall_steps` steps, in one layer, and the next time in the next layer."""
+        measured in one of `recall_steps` steps, and in one layer of this step. The layers take
+        turns."""
         if not self._recall_steps or self._num_steps % self._recall_steps:
             return False
         return self._order[layer.name] == self._num_steps // self._recall_steps % len(self._order)

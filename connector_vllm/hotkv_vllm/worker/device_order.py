@@ -76,11 +76,11 @@ class MarkedDevice(Protocol):
     def uuid(self) -> bytes: ...
     @property
     def stream(self) -> int:
-        """Returns the number of the current stream."""
+        """Returns the number (handle) of the device's current stream."""
 
     def new_event(self, *, interprocess: bool) -> MarkEvent: ...
     def record(self, event: MarkEvent) -> None:
-        """Records the event at the end of the current stream."""
+        """Records the event at the end of the device's current stream."""
 
     def new_words(self, count: int) -> Words: ...
 
@@ -112,8 +112,8 @@ class Mark:
         return self.has_passed
 
     def lets_send(self) -> bool:
-        """Returns True if a transfer that names the mark may be sent to the server now: the server
-        can test the mark, or the device has passed it."""
+        """Returns True if a transfer that names this mark may be sent to the server now: either the
+        server can test the mark, or the device has passed the mark."""
         return self.after is not None or self.passed()
 
 
@@ -202,7 +202,8 @@ class Marks:
         return After(OrderKind.FLAGS, DeviceMark(index, value))
 
     def use(self, mark: Mark) -> Mark:
-        """Counts one more use of the mark, for a transfer that names it. Returns the mark."""
+        """Counts one more transfer that names the mark, and returns the mark. `done` ends the
+        use."""
         mark.uses += 1
         return mark
 

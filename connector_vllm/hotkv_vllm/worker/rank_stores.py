@@ -125,8 +125,8 @@ class RankStores:
         store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 
     def fail_unsent(self, jobs: Iterable[StoreJob]) -> None:
-        """Handles the stores in `jobs` after the hook that begins stores has raised: stores that
-        were not sent fail, and are never sent."""
+        """Handles the stores in `jobs` after the hook that begins stores has raised. Stores that
+        were not sent fail and will not be sent."""
         for job in jobs:
             store = self.active.get(job.store_id)
             if store is None:
