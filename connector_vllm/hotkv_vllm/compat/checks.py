@@ -178,9 +178,9 @@ def publishes_events(vllm_config: Any) -> bool:
 
 def preferred_layout(vllm_config: Any) -> str | None:
     """Returns the KV cache layout that hotkv prefers, as vLLM names it; None on platforms other
-    than CUDA. In the layout, all layers' pages of a block are contiguous. With residency all
-    blocks' pages of a layer are contiguous instead, because residency's kernels need this. Raises
-    ConfigError if a setting is wrong."""
+    than CUDA. In the layout, all layers' pages of a block are contiguous. In an engine with
+    residency (contexts beyond device memory) all blocks' pages of a layer are contiguous instead,
+    because its kernels need this. Raises ConfigError if a setting is wrong."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():

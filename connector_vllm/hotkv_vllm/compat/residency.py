@@ -47,8 +47,8 @@ from hotkv_vllm.residency.moves import Demand, Relief
 
 SPARE_SLOTS = 8
 """Number of additional hot slots (device blocks for selected blocks) of a request, beside the slots
-that its hot set can use. If the next step is likely to add a block to the hot set, the block is
-copied into an additional slot ahead of time."""
+that its hot set (the blocks to attend to) can use. If the next step is likely to add a block to the
+hot set, the block is copied into an additional slot ahead of time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class ResidentSpec(FullAttentionSpec):
 
 def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
     """Returns the number of hot slots (device blocks for selected blocks) of a request: the most
-    that a layer's hot set can use, plus SPARE_SLOTS."""
+    that the hot set of a layer (the blocks to attend to) can use, plus SPARE_SLOTS."""
     endless = 1 << 40
     # The budget is larger than what is always kept (`SparseConfig.check`).
     return USUAL_SETS * config.budget_blocks(endless, block_tokens) + SPARE_SLOTS
@@ -201,7 +201,7 @@ class ResidentManager(FullAttentionManager):
 
     def _outgrows(self, request_id: str, num_tokens: int) -> bool:
         """Returns True if some blocks of the request do not stay on the device. Only such a request
-        has hot slots and frees blocks.
+        has hot slots (device blocks for selected blocks) and frees blocks.
 
         num_tokens: length of the request. If the request was admitted with a greater length, the
             greater length counts.
@@ -395,7 +395,8 @@ class ResidentManager(FullAttentionManager):
 
     def move(self, request_id: str, processed_tokens: int) -> None:
         """Moves a request off the device: frees the blocks that the server has pinned, except for
-        sinks and recent window, and allocates its hot slots (device blocks for selected blocks)."""
+        the sinks (first blocks) and the recent window, and allocates its hot slots (device blocks
+        for selected blocks)."""
         self.moved.add(request_id)
         self._free(request_id, processed_tokens)
         self._take_hot(request_id, self.spec.hot_blocks)
@@ -452,8 +453,8 @@ class ResidentManager(FullAttentionManager):
 
 
 def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
-    """Returns the KV cache spec of a layer in an engine with residency: a `ResidentSpec` for plain
-    full attention.
+    """Returns the KV cache spec of a layer in an engine with residency (contexts beyond device
+    memory): a `ResidentSpec` for plain full attention.
 
     Returns `spec` unchanged for a layer of another kind, and for all layers if hotkv is off with
     this version of vLLM. vLLM then requires that the longest context fits on the device.
@@ -480,8 +481,8 @@ def resident_spec(kv_cache_config: Any) -> ResidentSpec | None:
 
 
 def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
-    """Raises ConfigError if residency can't work in this engine. The message says which setting to
-    change."""
+    """Raises ConfigError if residency (contexts beyond device memory) can't work in this engine.
+    The message says which setting to change."""
     name = f"{SPARSE}.residency = {config.residency!r}"
     spec = resident_spec(kv_cache_config)
     if spec is None:

@@ -127,8 +127,8 @@ class Uses:
     specs: names of the reviewed KV cache spec classes.
     backends: by name of an enumeration of vLLM: the names of its attention backends that were
         reviewed.
-    doors: by door, module and name: the different forms that the name has in the versions
-        `made_from`. An entry None stands for versions without the name.
+    doors: by door (one of hotkv's two connectors), module and name: the different forms that the
+        name has in the versions `made_from`. An entry None stands for versions without the name.
     """
 
     made_from: tuple[str, ...]

@@ -245,7 +245,8 @@ class DoorScheduler:
 
     def _loaded_tokens(self, request: Any, device_hit_tokens: int, external_tokens: int) -> int:
         """Returns how many tokens of the request's hit count as loaded from the server: the tokens
-        from the first chunk that was promoted from the server to the end of the hit.
+        from the first chunk that was promoted (copied from the server into the primary tier) to the
+        end of the hit.
 
         device_hit_tokens: length of the hit in vLLM's own prefix cache.
         external_tokens: number of tokens that vLLM's offloading loads.
@@ -314,8 +315,8 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def load_failed(self, invalid_blocks: Collection[int], offloading: Any) -> None:
-        """Keeps wrong KV out of the primary tier and the server, after another connector of a
-        MultiConnector has failed to load blocks.
+        """Keeps wrong KV out of the primary tier (the CPU memory of vLLM's offloading) and the
+        server, after another connector of a MultiConnector has failed to load blocks.
 
         invalid_blocks: ids of the blocks that were not loaded. KV that was computed from them is
             wrong.
@@ -422,8 +423,8 @@ class DoorScheduler:
 
     @property
     def _is_idle(self) -> bool:
-        """Returns True if the engine has nothing to compute, so that waiting for a promotion delays
-        nothing else."""
+        """Returns True if the engine has nothing to compute, so that waiting for a promotion (copy
+        from the server into the primary tier) delays nothing else."""
         return self._may_wait and not self._admitted
 
     @hook(lambda *_: False, of="door")
@@ -446,8 +447,8 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def end_step(self) -> None:
-        """Waits up to IDLE_WAIT_S until a promotion has ended, if promotions are in progress and
-        the engine has nothing to compute."""
+        """Waits up to IDLE_WAIT_S until a promotion (copy from the server into the primary tier)
+        has ended, if promotions are in progress and the engine has nothing to compute."""
         if self._tier.transfers is not None and self._is_idle:
             self._tier.transfers.wait_for_end(IDLE_WAIT_S)
 
@@ -510,9 +511,10 @@ class DoorScheduler:
                 self._reports.load_ended(state, failed=False)
 
     def _become_unclean(self) -> None:
-        """Records that the engine's caches (device and primary tier) have blocks of other weights,
-        so that the tier must share no chunk until both are emptied. Logs this once until the next
-        reset. Does nothing if a reset has emptied them and no step has computed blocks since."""
+        """Records that the engine's caches (the device and the primary tier, which is the CPU
+        memory of vLLM's offloading) have blocks of other weights, so that the tier must share no
+        chunk until both are emptied. Logs this once until the next reset. Does nothing if a reset
+        has emptied them and no step has computed blocks since."""
         if self._is_empty and self._weights.under_way:
             return
         self._is_clean = False

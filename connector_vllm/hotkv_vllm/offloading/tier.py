@@ -74,8 +74,8 @@ PROBE_AGAIN_S = 0.25
 """Time after which the block table is probed again for a request's chunks, seconds. The result of a
 probe is only a hint. The lease that a load acquires decides."""
 ROOM_PATIENCE_S = 2.0
-"""A request waits at most this long for rows of the primary tier while promotions of other requests
-use too many rows, seconds."""
+"""A request waits at most this long for rows of the primary tier (vLLM's CPU memory) while
+promotions (copies from the server into rows) of other requests use too many rows, seconds."""
 HELD_STEPS = 3
 """Number of steps after a reset in which no promotion begins, because the workers may still copy
 into rows that the reset has freed. vLLM 0.33 delays promotions for the same reason."""
@@ -401,9 +401,9 @@ class HotKVTier(SecondaryTierManager):
         self, session: Session, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
         """Probes the block table, if there is one, for `key` and for all chunks of the request that
-        may be promoted. Also asks the server about these chunks, by a lookup call, in two cases:
-        there is no block table, or the server has tiers below host memory and the request has no
-        promotion yet.
+        may be promoted (copied from the server into vLLM's primary tier). Also asks the server
+        about these chunks, by a lookup call, in two cases: there is no block table, or the server
+        has tiers below host memory and the request has no promotion yet.
 
         If the request has sent a lookup before, another lookup is sent only without a block table
         and before the first promotion, and the request does not wait for the answer. Chunks that an
@@ -453,10 +453,10 @@ class HotKVTier(SecondaryTierManager):
         return known.ready[key]
 
     def _without_room(self, known: RequestInTier) -> LookupResult:
-        """Returns the answer to a lookup if the server has the chunk, but promotions may use no
-        further row of the primary tier. Before its first promotion a request waits up to
-        ROOM_PATIENCE_S: the answer is "ask again", because vLLM would take a miss as final. Later
-        the answer is a miss."""
+        """Returns the answer to a lookup if the server has the chunk, but promotions (copies from
+        the server into the primary tier) may use no further row of the primary tier. Before its
+        first promotion a request waits up to ROOM_PATIENCE_S: the answer is "ask again", because
+        vLLM would take a miss as final. Later the answer is a miss."""
         now_s = time.monotonic()
         known.room_until_s = known.room_until_s or now_s + ROOM_PATIENCE_S
         if now_s < known.room_until_s and not known.promotions.waves:
@@ -626,9 +626,9 @@ class HotKVTier(SecondaryTierManager):
     @hook(nothing, of="tier")
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forgets a request that has ended, and reports to the server which chunks the request has
-        used without loading them from the server. The server does not see hits on the device and
-        in the primary tier, and would otherwise evict these chunks too early. Reports nothing
-        about requests that `HotKVOffloadingConnector` reports."""
+        used without loading them from the server. The server does not see hits on the device and in
+        the primary tier (vLLM's CPU memory), and would otherwise evict these chunks too early.
+        Reports nothing about requests that `HotKVOffloadingConnector` reports."""
         known = self._told.pop(req_context.req_id, None)
         if known is None or known.is_excluded or known.request is not None:
             # `HotKVOffloadingConnector` reports such a request itself.
@@ -641,8 +641,8 @@ class HotKVTier(SecondaryTierManager):
 
     @hook(nothing, of="tier")
     def shutdown(self) -> None:
-        """Closes the session and the primary tier's file. The server ends the session's
-        transfers."""
+        """Closes the session and the file of the primary tier (vLLM's CPU memory). The server ends
+        the session's transfers."""
         session, self._session, self._transfers = self._session, None, None
         try:
             if session is not None:

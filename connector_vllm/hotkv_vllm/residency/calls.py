@@ -37,7 +37,8 @@ OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
 """Reasons of refusals that depend on the present state of the session. After such a refusal the
 request does not fail: the call is repeated."""
 CLOSED = -1
-"""Value of `Resident.stream` if the residency is not open on any connection."""
+"""Value of `Resident.stream` if the request's residency (the server's record of its reserved room
+and pinned blocks) is not open on any connection."""
 
 
 class ResidencyCalls:
@@ -69,8 +70,8 @@ class ResidencyCalls:
         return one.opened is not None and one.stream == self._streams.number
 
     def is_served(self, one: Resident) -> bool:
-        """Returns True if the session is connected and the request's residency is open (see
-        `is_open`)."""
+        """Returns True if the session is connected and the server has reserved room for the request
+        on this connection (`is_open`)."""
         return self.is_connected and self.is_open(one)
 
     def open(self, one: Resident, now_s: float) -> None:
@@ -93,9 +94,10 @@ class ResidencyCalls:
         one.opening = self._session.open_residency(one.residency_id, {0: num_blocks})
 
     def close(self, one: Resident) -> None:
-        """Closes the request's residency if it is open or being opened. The server then frees the
-        residency's room and unpins its blocks. If the residency was refused, the server learns that
-        the request no longer waits for room."""
+        """Closes the request's residency (the server's record of its reserved room and pinned
+        blocks) if it is open or being opened. The server then frees the residency's room and unpins
+        its blocks. If the residency was refused, the server learns that the request no longer waits
+        for room."""
         if one.opening is not None or one.opened is not None or one.was_refused:
             self._session.close_residency(one.residency_id)
         one.opening, one.opened, one.room = None, None, 0

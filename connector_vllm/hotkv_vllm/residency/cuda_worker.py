@@ -71,7 +71,8 @@ class DeviceArena:
 
 @dataclass(slots=True, eq=False)
 class CudaSequence:
-    """A worker's state of a resident request. All positions are positions of blocks in its context.
+    """A worker's state of a resident request (a request whose old blocks may be only in the
+    server's memory). All positions are positions of blocks in its context.
 
     state: index of the request's entries in the device's arrays.
     first_block: id of the device block with the context's first tokens. The worker reports the
@@ -114,10 +115,10 @@ class CudaSequence:
 
 
 class CudaSequences:
-    """Holds the `CudaSequence` of each resident request, and keeps the request's entries in device
-    memory up to date: its rows of representations (compact forms of keys), hot slots (device blocks
-    for selected blocks) and arena addresses. Allocates state indices and rows to requests. Used by
-    one thread.
+    """Holds the `CudaSequence` of each resident request (a request whose old blocks may be only in
+    the server's memory), and keeps the request's entries in device memory up to date: its rows of
+    representations (compact forms of keys), hot slots (device blocks for selected blocks) and arena
+    addresses. Allocates state indices and rows to requests. Used by one thread.
 
     workspace: the kernels' arrays in device memory, which hold these entries.
     num_rows: number of rows for representations.
@@ -151,8 +152,8 @@ class CudaSequences:
         return iter(list(self._sequences.values()))
 
     def of_state(self, state: int) -> CudaSequence | None:
-        """Returns the `CudaSequence` of the request with this state index (`CudaSequence.state`);
-        None if the index is free."""
+        """Returns the `CudaSequence` of the request with this state index (its place in the
+        device's arrays, `CudaSequence.state`); None if the index is free."""
         return self._by_state.get(state)
 
     def of(self, request_id: str) -> CudaSequence | None:
@@ -177,8 +178,8 @@ class CudaSequences:
         self._reported = {block: left - 1 for block, left in self._reported.items() if left}
 
     def end(self, request_id: str) -> None:
-        """Forgets a request that has ended or was preempted. Frees its state index, and its rows
-        for representations (compact forms of keys)."""
+        """Forgets a request that has ended or was preempted. Frees its state index (place in the
+        device's arrays), and its rows for representations (compact forms of keys)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             del self._by_state[sequence.state]
@@ -229,8 +230,8 @@ class CudaSequences:
             self._lost.add(sequence.first_block)
 
     def lose_rows(self, first_blocks: Iterable[int], why: str) -> None:
-        """Marks all requests with these first blocks as lost. If no request is known for a first
-        block, `take_lost` reports this block nevertheless.
+        """Marks all requests with these first blocks as lost, so that vLLM computes them anew. If
+        no request is known for a first block, `take_lost` reports this block nevertheless.
 
         first_blocks: ids of the first blocks of contexts.
         why: the reason, for the log.
@@ -242,7 +243,8 @@ class CudaSequences:
         self._lost |= found
 
     def lose_away(self, among: Iterable[CudaSequence], why: str) -> None:
-        """Marks each request in `among` as lost if it has blocks only in host memory.
+        """Marks each request in `among` as lost if it has blocks only in host memory. vLLM computes
+        lost requests anew.
 
         why: the reason, for the log.
         """
@@ -251,8 +253,8 @@ class CudaSequences:
                 self.lose(sequence, why)
 
     def forget_all(self, why: str) -> None:
-        """Reports each request that has blocks only in host memory as lost, and forgets all
-        requests.
+        """Reports each request that has blocks only in host memory as lost, so that vLLM computes
+        it anew. Then forgets all requests.
 
         why: the reason, for the log.
         """
@@ -264,7 +266,7 @@ class CudaSequences:
 
     def take_lost(self) -> set[int]:
         """Returns the id of the first block of each request that was marked as lost since the last
-        call."""
+        call. vLLM computes these requests anew."""
         lost, self._lost = self._lost, set()
         return lost
 
@@ -304,7 +306,8 @@ class CudaSequences:
 
     def _give_rows(self, sequence: CudaSequence) -> None:
         """Allocates rows for the representations (compact forms of keys) of the context's blocks
-        that have no row yet. Marks the request as lost if too few rows are free."""
+        that have no row yet. If too few rows are free, marks the request as lost, so that vLLM
+        computes it anew."""
         tokens, known = self._work.shape.block_tokens, len(sequence.rows)
         needed = min(-(-sequence.context_tokens // tokens), self._work.shape.max_blocks)
         if needed <= known or sequence.is_lost:
@@ -513,9 +516,10 @@ class CudaWorker:
 
     def begin_batch(self, batch: HostBatch) -> None:
         """Processes the step's batch. If `begin_resident` was not called for the step, the batch is
-        prepared as a batch without resident requests. This is right for vLLM's dummy runs and for
-        captures. It is also the first part of a step with model runner V2, which calls
-        `begin_resident` afterwards to plan the batch."""
+        prepared as a batch without resident requests (requests whose old blocks may be only in the
+        server's memory). This is right for vLLM's dummy runs and for captures. It is also the first
+        part of a step with model runner V2, which calls `begin_resident` afterwards to plan the
+        batch."""
         self._batch = batch
         if self._plans_in_build and self._is_told:
             self._plan(batch)
@@ -574,8 +578,8 @@ class CudaWorker:
     def layer_step(self, layer: CudaLayer, query: torch.Tensor) -> None:
         """Launches the kernels that prepare a layer's attention. They build the representations
         (compact forms of keys) of blocks that the step has completed, choose the blocks to attend
-        to, and copy chosen blocks into hot slots. Afterwards `table` and `lengths` describe what
-        the layer attends to.
+        to, and copy chosen blocks into hot slots (device blocks for selected blocks). Afterwards
+        `table` and `lengths` describe what the layer attends to.
 
         query: [tokens, query heads, head size], after RoPE. The step's keys must be in the pages
             already.
@@ -630,15 +634,16 @@ class CudaWorker:
 
     def gave_up(self, layer_name: str) -> None:
         """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. Marks
-        those requests of the step as lost that have blocks only in host memory. Must be called
-        while the exception is handled, because this method logs it."""
+        those requests of the step as lost that have blocks only in host memory; vLLM computes them
+        anew. Must be called while the exception is handled, because this method logs it."""
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: sparse attention of %s broke", layer_name)
         self.sequences.lose_away(self._step, f"attention of {layer_name} broke")
 
     def batch_broke(self, first_blocks: Iterable[int]) -> None:
-        """Handles a batch whose planning raised. Marks all its requests as lost, because a graph
-        may be replayed with the plan of an earlier batch.
+        """Handles a batch whose planning raised. Marks all its requests as lost, so that vLLM
+        computes them anew: they may have wrong KV, because a graph may be replayed with the plan of
+        an earlier batch.
 
         first_blocks: the id of each row's first block.
         """
@@ -656,10 +661,11 @@ class CudaWorker:
         self.sequences.forget_all("a step's plan was lost")
 
     def find_lost(self) -> None:
-        """Checks the step's requests that have blocks only in the arena. Marks a request as lost if
-        the server no longer pins these blocks. If a kernel lacked a hot slot or an address, marks
-        all these requests as lost. If there are such requests, first waits until the device has
-        ended the step, because the pins must be tested after the last read."""
+        """Checks the step's requests that have blocks only in the arena. Marks a request as lost,
+        so that vLLM computes it anew, if the server no longer pins these blocks. If a kernel lacked
+        a hot slot (device block for a selected block) or an address, marks all these requests as
+        lost. If there are such requests, first waits until the device has ended the step, because
+        the pins must be tested after the last read."""
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)
@@ -675,7 +681,8 @@ class CudaWorker:
 
     def take_lost(self) -> set[int]:
         """Returns the id of the first block of each request that was marked as lost since the last
-        call. Called after a step's last layer; may wait for the device."""
+        call, so that vLLM computes it anew. Called after a step's last layer; may wait for the
+        device."""
         self.find_lost()
         return self.sequences.take_lost()
 
@@ -690,7 +697,8 @@ class CudaWorker:
         self._has_captured = True
 
     def _reset_capture_state(self) -> None:
-        """Resets the arrays that captured graphs may have written. Marks all requests as lost."""
+        """Resets the arrays that captured graphs may have written. Marks all requests as lost, so
+        that vLLM computes them anew."""
         self._has_captured = False
         self._residents.name_rows({})
         for sequence in self.sequences:

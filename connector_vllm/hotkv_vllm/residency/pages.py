@@ -301,8 +301,8 @@ class LostBytesError(Exception):
 
 
 class ResidentPages:
-    """Copies pages and representations that are only in the server's arena, for the requests of a
-    step.
+    """Copies pages and representations (compact forms of keys) that are only in the server's arena,
+    for the requests of a step.
 
     staging: the staging areas, for steps in which a request attends to its whole context.
     counted: numbers of copied pages, by names of `counter_help.COUNTERS`.
@@ -341,7 +341,7 @@ class ResidentPages:
     def slots(self, sequence: ResidentSequence, positions: Positions) -> I64:
         """Returns the addresses of the arena slots that hold a request's blocks, and records that
         the blocks are read (`has_read`). Raises LostBytesError if an address is not known, or if
-        the request is lost.
+        the request is lost (marked to be computed anew).
 
         positions: positions of the blocks in the context, ascending.
         """

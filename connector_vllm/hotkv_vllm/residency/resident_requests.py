@@ -57,8 +57,9 @@ without a new token in between."""
 
 
 class ResidentRequests:
-    """Opens, follows and closes the residency of each resident request. A residency is the server's
-    record of the request: its reserved room and its pinned blocks.
+    """Opens, follows and closes the residency of each resident request (a request whose old blocks
+    may be only in the server's memory). A residency is the server's record of the request: its
+    reserved room and its pinned blocks.
 
     reservations: sends the calls to the server.
     groups: computes the shared names (hashes) of a request's blocks.
@@ -109,9 +110,10 @@ class ResidentRequests:
         self._reservations.open(one, now_s)
 
     def _new_id(self, request_id: str) -> str:
-        """Returns an id that no residency has ever had. Private names are computed from this id, so
-        no two residencies have the same private names. The id ends with the request's id, shortened
-        and without characters that the server refuses."""
+        """Returns a new id for a residency (the server's record of a request), which no residency
+        has ever had. Private names are computed from this id, so no two residencies have the same
+        private names. The id ends with the request's id, shortened and without characters that the
+        server refuses."""
         shown = "".join(filter(str.isprintable, request_id[:MAX_SHOWN_CHARS]))
         return f"{self._prefix}-{next(self._numbers)}-{shown}"
 
@@ -259,8 +261,8 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- moves
 
     def _may_move(self, one: Resident) -> bool:
-        """Returns True if the request may be moved off the device: its residency is open and has
-        room for all its blocks, and none of them is lost."""
+        """Returns True if the request may be moved off the device: the server has reserved room for
+        all its blocks on the present connection, and has lost none of them."""
         return self._fits(one) and self._reservations.is_served(one) and not one.is_lost
 
     def make_room(self) -> None:
@@ -323,8 +325,9 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- names
 
     def names(self, state: RequestState, until: int) -> Sequence[bytes]:
-        """Returns the names of a resident request's blocks: the hashes under which the server
-        stores them. Names at least the first `until` blocks, which must be computed.
+        """Returns the names of the blocks of a resident request (whose old blocks may be only in
+        the server's memory): the hashes under which the server stores them. Names at least the
+        first `until` blocks, which must be computed.
 
         A block that must not be shared when it is first named gets a private name, which no other
         request has. The name of a block that the server has pinned never changes.
@@ -398,8 +401,9 @@ class ResidentRequests:
         return one.kept * self._block_tokens
 
     def is_freeing(self, now_s: float) -> bool:
-        """Returns True if resident requests will soon free device blocks, so that vLLM can wait for
-        them instead of preempting a request."""
+        """Returns True if resident requests (requests whose old blocks may be only in the server's
+        memory) will soon free device blocks, so that vLLM can wait for them instead of preempting a
+        request."""
         if self._pool.has_lost or any(one.is_lost for one in self._residents.values()):
             return False
         return any(
@@ -421,9 +425,9 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self, scheduler_output: Any, rows: RowNames, now_s: float) -> ResidentStep:
-        """Advances all resident requests by a step, and returns the step's message to the workers
-        about resident requests. Must be called before vLLM adds the step's tokens to the requests'
-        `num_computed_tokens`.
+        """Advances all resident requests (requests whose old blocks may be only in the server's
+        memory) by a step, and returns the step's message to the workers about them. Must be called
+        before vLLM adds the step's tokens to the requests' `num_computed_tokens`.
 
         rows: holds vLLM's object of each running request.
         """
@@ -527,8 +531,9 @@ class ResidentRequests:
                     self._fail(one, f"its bytes in host memory were lost {MAX_LOSSES} times")
 
     def _start_over(self, one: Resident) -> None:
-        """Closes the request's residency and forgets all blocks that the server holds for the
-        request. Gives the request a new residency id. The new residency is opened later."""
+        """Closes the request's residency (the server's record of its room and pinned blocks) and
+        forgets all blocks that the server holds for the request. Gives the request a new residency
+        id. The new residency is opened later."""
         self._reservations.close(one)
         one.residency_id, one.is_lost = self._new_id(one.request_id), False
         one.begin_anew(0)

@@ -19,8 +19,8 @@ from hotkv_vllm.scheduler.sharing import Sharing
 
 
 class ResidentSide:
-    """Answers the block manager's questions about resident requests, and handles losses of their
-    blocks. Scheduler thread only.
+    """Answers the block manager's questions about resident requests (requests whose old blocks may
+    be only in the server's memory), and handles losses of their blocks. Scheduler thread only.
 
     pool: gives access to vLLM's block manager and to the device's blocks.
     sharing: has the `ResidentRequests` of the present key space.
@@ -64,8 +64,9 @@ class ResidentSide:
             residencies.make_room()
 
     def is_freeing(self) -> bool:
-        """Returns True if resident requests will soon free device blocks, so that vLLM can wait for
-        them instead of preempting a request."""
+        """Returns True if resident requests (requests whose old blocks may be only in the server's
+        memory) will soon free device blocks, so that vLLM can wait for them instead of preempting a
+        request."""
         return self._residencies is not None and self._residencies.is_freeing(time.monotonic())
 
     def lost(self, first_blocks: Set[int]) -> None:

@@ -1,4 +1,5 @@
-"""Computes how much memory a rank of an engine with residency needs, before it is allocated.
+"""Computes how much memory a rank of an engine with residency (contexts beyond device memory)
+needs, before it is allocated.
 
 Always true: the sum covers vLLM's KV pool, and all memory that hotkv allocates in the rank for one
 request of the longest context. The sum does not include the server's arena. If a rank has less free

@@ -225,7 +225,8 @@ def leased_positions(blocks: range, left_out: range) -> Int32s:
 
 def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
     """Returns, per group, how many leading blocks of the request need not be stored after the load
-    of its hit, because the server has these blocks and their representations."""
+    of its hit, because the server has these blocks and their representations (compact forms of
+    keys)."""
     found = []
     for index, spec in enumerate(groups.specs):
         num_blocks = hit.hit_tokens // spec.block_tokens
@@ -418,8 +419,8 @@ class HitFinder:
         representations: plans which representations (compact forms of keys) are leased and loaded
             with blocks; None without representations.
         left_out: a function that gets the length of a hit in tokens, and returns the positions of
-            the blocks in the first group that are neither leased nor loaded. With residency these
-            blocks stay in the server only.
+            the blocks in the first group that are neither leased nor loaded. In an engine with
+            residency (contexts beyond device memory) these blocks stay in the server only.
         failed_loads: the engine's record of requests whose load failed. The engine keeps it when
             the key space changes. None creates a new record.
         stores: False if the engine stores nothing.

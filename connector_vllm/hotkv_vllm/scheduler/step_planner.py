@@ -53,8 +53,8 @@ class StepPlanner:
 
     def plan(self, scheduler_output: Any) -> HotKVMetadata:
         """Returns this step's message for the workers: the loads, the stores, the rows (requests)
-        that attend sparsely, and with residency the arena slots of blocks that are not on the
-        device.
+        that attend sparsely, and, with residency (contexts beyond device memory), the arena slots
+        of blocks that are not on the device.
 
         scheduler_output: vLLM's `SchedulerOutput` of the step.
         """
@@ -78,8 +78,8 @@ class StepPlanner:
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
         """Returns the step's message without the parts that `plan` adds: the sparse rows, the
-        message about resident requests, and the orders that are sent in one step only (loads,
-        adapters)."""
+        message about resident requests (requests whose old blocks may be only in the server's
+        memory), and the orders that are sent in one step only (loads, adapters)."""
         written = self._requests.written
         self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
         if self._requests.room.holders:

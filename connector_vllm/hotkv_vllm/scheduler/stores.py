@@ -424,8 +424,8 @@ are stored as soon as they are computed. In models with sliding windows or recur
 of the answer are stored as soon as they are computed too."""
 
 Whose = tuple[Retention, str, RequestTrace | None]
-"""Properties that all blocks of a store share: retention, id of the resident request (or empty),
-and trace of the request (or None)."""
+"""Properties that all blocks of a store share: retention, id of the resident request (whose old
+blocks may be only in the server's memory; otherwise empty), and trace of the request (or None)."""
 
 
 class StorePlanner:
@@ -434,10 +434,12 @@ class StorePlanner:
 
     num_ranks: number of ranks that must report the end of each store.
     id_prefix: the ids of write leases begin with it.
-    fence: revokes stores; None: only the workers revoke stores.
+    fence: revokes stores by words in memory shared with the ranks; None: only the workers revoke
+        stores.
     exactness: knows which tokens have exact KV, so that only their blocks are stored; None: all
         tokens count as exact.
-    residencies: the resident requests, whose inexact blocks are stored too; None without residency.
+    residencies: the resident requests (requests whose old blocks may be only in the server's
+        memory), whose inexact blocks are stored too; None without residency.
     unfinished_tokens: number of a request's last computed tokens that are not stored yet, because
         the next step may change their KV.
     in_flight: the stores on which ranks are working.
@@ -594,7 +596,8 @@ class StorePlanner:
             does not know the request.
         handoffs: the recurrent states that vLLM offers for storing in this step.
         written_blocks: returns the ids of the blocks that the step is about to write. Called only
-            if there are stores in flight or tails, because it costs time.
+            if there are stores in flight or tails (last blocks of ended requests), because it costs
+            time.
         """
         lost = self.in_flight.step()
         if lost:
@@ -723,7 +726,7 @@ class StorePlanner:
         counts the blocks as dropped, if all words of the fence (shared page in which stores are
         revoked) are in use: the store could then not be revoked.
 
-        runs: the blocks and representations to store.
+        runs: the blocks and representations (compact forms of keys) to store.
         whose: the properties that all blocks of the store share (`Whose`).
         """
         (retention, request_id, trace), residencies = whose, self._residencies

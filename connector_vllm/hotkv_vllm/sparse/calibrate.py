@@ -129,7 +129,7 @@ def recorders(worker: Any) -> dict[int, Recorder]:
 
 
 class ContextSums:
-    """Collects the recorded contexts of each layer, and computes centres from them."""
+    """Collects the recorded contexts of each layer, and computes centres (mean keys) from them."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, list[tuple[F32, F32, list[int], float]]] = {}
@@ -243,8 +243,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: Any) -> Centres:
-    """Runs a model over texts and returns its centres. Blocks for minutes. Raises ValueError or
-    HotKVError (INVALID_FIELD) if the model can't be calibrated.
+    """Runs a model over texts and returns its centres (mean keys). Blocks for minutes. Raises
+    ValueError or HotKVError (INVALID_FIELD) if the model can't be calibrated.
 
     texts: the texts, by name.
     num_tokens: tokens of each text to use, at most.
