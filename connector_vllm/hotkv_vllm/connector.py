@@ -145,15 +145,15 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         """Closes the worker's session, because vLLM is about to discard the KV memory.
 
-        Called by vLLM 0.33 and later. vLLM 0.32 does not call it; there an engine can sleep only if
-        its memory is of a kind that hotkv can't share, and then hotkv is off.
+        Called by vLLM 0.33 and later. With vLLM 0.32 only engines can sleep whose memory hotkv
+        can't share. In these engines hotkv is off, so this call is not needed.
         """
         self._worker.unregister()
 
     @hook(lambda self: self._worker.memory_broke("shared again after a sleep"))
     def restore_kv_caches(self) -> None:
-        """Registers the KV memory again after a sleep. The memory is at its old addresses, but its
-        contents are lost."""
+        """Registers the KV memory with the server again after a sleep. The memory is at its old
+        addresses, but has lost its contents."""
         self._worker.restore()
 
     @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))

@@ -141,8 +141,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     # A time that vLLM measures while it loads the weights.
     "OnlineQuantizationConfig": _names("online_quantization_time"),
 }
-"""By name of a class of vLLM (a config class or KV cache spec, or a base class of it) or of
-`ResidentSpec`: the fields that do not change the bytes of KV."""
+"""By class name: the fields that do not change the bytes of KV. The classes are vLLM's config
+classes, its KV cache specs, base classes of these, and `ResidentSpec`."""
 
 HARMLESS_ENVIRONMENT = _names("""
     # Build and packaging.

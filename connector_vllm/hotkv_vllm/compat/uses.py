@@ -218,9 +218,9 @@ def differences(source: Readable, door: str, uses: Uses) -> list[str]:
 
 
 def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[str, None]:
-    """Compares the API that a door uses with the sources of a version of vLLM. For each definition
-    whose form (its signature, for example) is not listed in `uses`, the result has a line of text
-    as a key, in the order of the list.
+    """Compares the API that a door uses with the sources of a version of vLLM. The result has a
+    line of text as a key for each definition whose form (its signature, for example) is not listed
+    in `uses`. The lines have the order of the list.
 
     door: one of hotkv's two connectors, `own` or `offloading`.
     names: finds definitions in the sources, by parsing only parts of files. If a definition is not

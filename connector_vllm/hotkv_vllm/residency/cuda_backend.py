@@ -64,9 +64,9 @@ class HotFlashBackend(FlashAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Returns a layer's KV cache spec. In an engine with residency (old blocks of long contexts
-        only in host memory) this is a `ResidentSpec` (see `compat.residency.customized`). The
-        settings of the model that this process has built last decide whether the engine has
-        residency."""
+        only in host memory) this is a `ResidentSpec` (see `compat.residency.customized`). Whether
+        the engine has residency is read from the settings of the model that this process built
+        last."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec

@@ -136,10 +136,10 @@ class StepPlanner:
         cache.finder.patience.begin_step()
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
-        """Continues in the key space of the weights that the ranks have reported
-        (`Sharing.adopt`). If these are not the weights of the present key space, or a rank noticed
-        a write to its weights, also marks all KV on the device as inexact, and looks all requests
-        up anew.
+        """Continues in the key space of the weights that the ranks have reported (`Sharing.adopt`).
+        In two cases also marks all KV on the device as inexact, and looks all requests up anew: if
+        these weights are not those of the present key space, and if a rank noticed a write to its
+        weights.
 
         cache: the parts of the scheduler side that use the session.
         identity: identifies the weights by their content.

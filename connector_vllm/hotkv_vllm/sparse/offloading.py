@@ -718,8 +718,8 @@ class SparseOffloadingHandler:
         return self._keys_of(self._read(layer_idx, blocks))
 
     def _read(self, layer_idx: int, blocks: I32) -> U8:
-        """Returns the pages of host blocks in a layer, read in the handler's thread: after the
-        copies submitted before, some of which may write these blocks."""
+        """Returns the pages of host blocks in a layer. They are read in the handler's thread, after
+        the copies that were submitted earlier, because these copies may write the same blocks."""
         return self._copier.submit(self._host.read, layer_idx, blocks).result()
 
     # --------------------------------------------------------------------------------------- copies
