@@ -43,8 +43,8 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetada
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
 
 PARTS = frozenset({"requests", "residents", "sparse", "steps"})
-"""Names of the attributes through which the connector reaches parts of a side, such as `requests`
-of `HotKVScheduler`. A `NoSide` has these attributes too."""
+"""Names of the attributes through which the connector reaches parts of its scheduler side or worker
+side, such as `requests` of `HotKVScheduler`. A `NoSide` has these attributes too."""
 ANSWERS: dict[str, Callable[..., Any]] = {
     "is_freeing": lambda *_: False,
     "match": lambda *_: (0, False),

@@ -53,7 +53,8 @@ hot set, the block is copied into an additional slot ahead of time."""
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentSpec(FullAttentionSpec):
-    """The KV cache spec of a full-attention layer with residency.
+    """The KV cache spec of a full-attention layer in an engine with residency (contexts beyond
+    device memory).
 
     sink_blocks: number of a context's first blocks (sinks), which stay on the device.
     recent_tokens: length of the recent window, which stays on the device.

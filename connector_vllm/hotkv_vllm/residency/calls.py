@@ -42,8 +42,8 @@ and pinned blocks) is not open on any connection."""
 
 
 class ResidencyCalls:
-    """Sends the calls of resident requests to the server. Scheduler thread only, except for
-    callbacks of a call's future.
+    """Sends the calls for resident requests (requests whose old blocks may be only in the server's
+    memory) to the server. Scheduler thread only, except for callbacks of a call's future.
 
     streams: counts the session's connections (streams) to the server.
     has_cramped: True while a running request has no room in the server for its next block.

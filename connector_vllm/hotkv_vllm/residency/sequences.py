@@ -142,13 +142,14 @@ class ResidentSequence:
 
     first_block: id of the device block with the context's first tokens. The worker reports the
         request as lost by this id.
-    may_outgrow: True if the request is resident, so that its blocks may be freed on the device.
+    may_outgrow: True if the request is resident: its old blocks may be freed on the device, and are
+        then only in the server's memory.
     num_freed: the blocks between the sinks (first blocks) and this position are not on the device.
-    hot_blocks: ids of the request's hot slots, int32.
+    hot_blocks: ids of the request's hot slots (device blocks for selected blocks), int32.
     addresses: by position, the address of the block's arena slot in this process, int64; -1 if not
         known.
-    representations: by position, the address of the arena slot with the block's representations,
-        int64; -1 if the server lacks them.
+    representations: by position, the address of the arena slot with the block's representations
+        (compact forms of keys), int64; -1 if the server lacks them.
     rows: by position, the row of `KeptRows` with the block's representations, int32.
     num_kept: by layer index, the number of leading blocks whose representations are in `rows`.
     content: by layer index, the position of the block that each hot slot holds.

@@ -448,8 +448,8 @@ class ResidencyPages:
             self._send([block for _, block in run])
 
     def _send(self, blocks: list[int]) -> None:
-        """Stores blocks that are neighbours in a sequence, and records where the server has pinned
-        them. Waits for the server's answers, each for at most `timeout_s`. Raises HotKVError if the
+        """Stores consecutive blocks of a sequence, and records where the server has pinned them.
+        Waits for the server's answers, each for at most `timeout_s`. Raises HotKVError if the
         server has not stored the blocks, TimeoutError without an answer. If the store fails or its
         answer is late, it is revoked, so pages that change after this call are never stored."""
         sequence_id, first, _ = self._last_name(blocks[0])
