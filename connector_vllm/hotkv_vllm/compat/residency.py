@@ -141,15 +141,16 @@ def _blocks(num_tokens: int, block_tokens: int) -> int:
 
 
 class ResidentManager(FullAttentionManager):
-    """Manages the device blocks of all requests in an engine with residency, for vLLM's scheduler.
+    """Manages the device blocks of all requests in an engine with residency (contexts beyond device
+    memory), for vLLM's scheduler.
 
     stored_tokens: takes a request id, and returns how many leading tokens of the request the server
         has pinned. The scheduler side sets this function, `has_room` and `step_starts`
         (`DevicePool.bind`).
     has_room: takes a request id, and returns True if the server has reserved room for the request.
     step_starts: called before vLLM plans a step.
-    freed_blocks: by request, the position at which its freed blocks end; they begin after the
-        sinks (first blocks).
+    freed_blocks: by request, the position at which its freed blocks end; they begin after the sinks
+        (first blocks).
     hot: by request, its hot slots (device blocks for selected blocks).
     hot_ids: by request, the ids of its hot slots.
     lost: ids of requests that have lost blocks in the server; they get no further block.
@@ -528,9 +529,10 @@ _register()
 
 
 class DevicePool:
-    """Gives the scheduler side access to the device's blocks in an engine with residency: which
-    blocks requests hold, and functions to move, preempt or fail a request. In an engine without
-    residency its methods do nothing, and every request stays on the device.
+    """Gives the scheduler side access to the device's blocks in an engine with residency (contexts
+    beyond device memory): which blocks requests hold, and functions to move, preempt or fail a
+    request. In an engine without residency its methods do nothing, and every request stays on the
+    device.
 
     Usable after `bind`. Uses, of vLLM 0.32: the state of `ResidentManager`, `Scheduler.requests`,
     `running`, `waiting`, `kv_holding_waiting`, `max_num_active_reqs`, `max_num_scheduled_tokens`,
@@ -602,7 +604,7 @@ class DevicePool:
         """Returns True if the request was preempted after vLLM planned its last step (by
         `leave_out`, or by `Scheduler.reset_prefix_cache`). The coming step must not resume such a
         request, because the message of this step tells the workers that the request was preempted.
-        Always False without residency."""
+        Always False in an engine without residency (contexts beyond device memory)."""
         scheduler = None if self.spec is None else self._scheduler
         return scheduler is not None and request_id in scheduler.reset_preempted_req_ids
 
@@ -635,9 +637,9 @@ class DevicePool:
         they need not be on the device once the server has pinned them. Agrees with
         `ResidentManager._gap`.
 
-        Empty without residency. Also empty with `residency = "auto"`: there `ResidentManager`
-        decides only at the allocation which blocks come to the device, so all blocks of the hit are
-        leased.
+        Empty in an engine without residency (contexts beyond device memory). Also empty with
+        `residency = "auto"`: there `ResidentManager` decides only at the allocation which blocks
+        come to the device, so all blocks of the hit are leased.
 
         hit_tokens: length of the hit.
         """
@@ -772,7 +774,8 @@ class DevicePool:
 
     def num_freed(self, request_id: str) -> int:
         """Returns the position at which the request's freed blocks end; they begin after the sinks
-        (first blocks). 0 if no block was freed. Must be called only in an engine with residency."""
+        (first blocks). 0 if no block was freed. Must be called only in an engine with residency
+        (contexts beyond device memory)."""
         assert self._manager is not None
         return self._manager.freed_blocks.get(request_id, 0)
 

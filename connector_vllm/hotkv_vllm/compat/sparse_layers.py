@@ -38,8 +38,8 @@ def override_cpu_attention(class_path: str) -> None:
 
 def override_cuda_attention(class_path: str) -> None:
     """Registers a class in place of vLLM's FlashAttention backend, unless another plugin has
-    replaced that backend. In engines without residency hotkv's class behaves as vLLM's own
-    (`residency.cuda_backend`).
+    replaced that backend. In engines without residency (contexts beyond device memory) hotkv's
+    class behaves as vLLM's own (`residency.cuda_backend`).
 
     class_path: full name of the class.
     """

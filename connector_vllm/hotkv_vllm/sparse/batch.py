@@ -88,7 +88,8 @@ class SparseRow:
     row: index of the row in the batch.
     token: index of the row's only token in the batch.
     blocks_C: for each block of the context, the index of its representation (compact form of keys)
-        in the arrays of representations. Without residency this is the block id.
+        in the arrays of representations. In an engine without residency (contexts beyond device
+        memory) this is the block id.
     where: which blocks of the context can be chosen, and which are always attended.
     budget_blocks: the most blocks that a step may choose.
     always_blocks: ids of the blocks that are always attended (the sinks, which are the first

@@ -604,8 +604,8 @@ class SparseOffloadingHandler:
 
     def extend(self, sequence_id: str, layer_idx: int, seq_len: int) -> int:
         """Extends a sequence's context in a layer to `seq_len` tokens. Returns the index of the hot
-        slot of the context's last block, into which the step writes. Must be called before the step
-        writes its keys."""
+        slot (block of device memory) of the context's last block, into which the step writes. Must
+        be called before the step writes its keys."""
         block_tokens = self._layers[layer_idx].block_tokens
         where = span(self._config, seq_len, block_tokens)
         state = self._states.get((sequence_id, layer_idx))

@@ -167,7 +167,7 @@ class SparseRank:
     def find_lost(self, request_ids: Iterable[str]) -> set[str]:
         """Returns the requests among `request_ids` whose KV may be wrong, because this step or an
         earlier step has read blocks that the server no longer held. Called after a step's last
-        layer. Empty without residency."""
+        layer. Empty in an engine without residency (contexts beyond device memory)."""
         asked = set(request_ids)
         if asked and self.cuda is not None:
             self.cuda.find_lost()
