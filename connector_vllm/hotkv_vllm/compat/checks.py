@@ -344,8 +344,9 @@ def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
 def check_earlier(earlier: tuple[str, ...], device_type: str) -> None:
     """Raises Unsupported if another connector has registered the addresses of the KV cache earlier.
     hotkv is about to move the KV cache of a CPU engine to shared memory, so these addresses would
-    become invalid. For a connector that is not among vLLM's own, only logs a warning, because it
-    may not keep addresses. Does nothing in an engine on another device, where hotkv moves nothing.
+    become invalid. Connectors in MOVE_WITH_THE_CACHE are allowed, because they keep no addresses.
+    For a connector that is not in vLLM's registry, only logs a warning, because it may keep none
+    either. Does nothing in an engine on another device, where hotkv moves nothing.
 
     earlier: the result of `earlier_connectors`.
     device_type: type of the device that holds the KV cache, such as `cpu`.

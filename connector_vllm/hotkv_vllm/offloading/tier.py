@@ -77,8 +77,9 @@ ROOM_PATIENCE_S = 2.0
 """A request waits at most this long for rows of the primary tier (vLLM's CPU memory) while
 promotions (copies from the server into rows) of other requests use too many rows, seconds."""
 HELD_STEPS = 3
-"""Number of steps after a reset in which no promotion begins, because the workers may still copy
-into rows that the reset has freed. vLLM 0.33 delays promotions for the same reason."""
+"""Number of steps after a reset in which no promotion (copy from the server into the primary tier)
+begins, because the workers may still copy into rows that the reset has freed. vLLM 0.33 delays
+promotions for the same reason."""
 OWED_S = 600.0
 """Time after a failed store in which vLLM offers all chunks of each new request to the tiers again,
 seconds. Normally vLLM offers a chunk to its tiers only once, so the server would never get the

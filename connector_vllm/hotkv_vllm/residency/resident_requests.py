@@ -317,8 +317,8 @@ class ResidentRequests:
 
     def _is_outwaited(self, one: Resident) -> bool:
         """Returns True if other requests got this request's room after a reconnect, and this
-        request has waited for `timeout_s` since. Such a request is parked (vLLM preempts it, and it
-        waits for room again) instead of ended with an error."""
+        request has waited for `timeout_s`. Such a request is parked (vLLM preempts it, and it waits
+        for room again) instead of ended with an error."""
         is_long = one.waited_s >= self._timeout_s
         return one.has_lost_room and is_long and self._reservations.is_connected
 

@@ -309,8 +309,9 @@ class ResidentSequences:
             self._lost.add(sequence.first_block)
 
     def lose_named(self, request_ids: Iterable[str]) -> None:
-        """Marks `request_ids` as lost. The scheduler's message names these requests, because after
-        a reconnect the server did not pin their blocks at the old offsets."""
+        """Marks the requests with these ids as lost, so that vLLM computes them anew. The
+        scheduler's message names these requests, because after a reconnect the server did not pin
+        their blocks at the old offsets."""
         for request_id in request_ids:
             if request_id in self._sequences:
                 self.lose(self._sequences[request_id], "the server has lost its blocks")
