@@ -43,8 +43,8 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetada
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
 
 PARTS = frozenset({"requests", "residents", "sparse", "steps"})
-"""Names of attributes of a side that the connector uses, such as `requests` of `HotKVScheduler`. A
-`NoSide` has these attributes too."""
+"""Names of the attributes through which the connector reaches parts of its scheduler side or worker
+side, such as `requests` of `HotKVScheduler`. A `NoSide` has these attributes too."""
 ANSWERS: dict[str, Callable[..., Any]] = {
     "is_freeing": lambda *_: False,
     "match": lambda *_: (0, False),
@@ -58,17 +58,17 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "take_lost": lambda *_: set(),
     "lost_broke": lambda *_: set(),
 }
-"""By name of a method: the function that `NoSide` calls in its place. All other methods of `NoSide`
-return None. The names are methods of `HotKVScheduler`, of `HotKVWorker`, or of their parts
-(PARTS)."""
+"""By name of a method: the function that a `NoSide` calls in place of the method. All other methods
+of a `NoSide` return None. The names are methods of `HotKVScheduler`, of `HotKVWorker`, or of their
+parts (PARTS)."""
 
 
 class NoSide:
     """Replaces a side that this process does not have: the worker side in the scheduler, the
     scheduler side in a worker, or both if hotkv is off.
 
-    Accepts every call and does nothing, so hooks need not test whether a side exists. With its
-    answers (`ANSWERS`) vLLM runs as without hotkv.
+    Accepts every call and does nothing, so hooks (methods that vLLM calls) need not test whether a
+    side exists. Its return values (`ANSWERS`) make vLLM run as it would without hotkv.
     """
 
     def __init__(self) -> None:
@@ -145,15 +145,15 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         """Closes the worker's session, because vLLM is about to discard the KV memory.
 
-        Called by vLLM 0.33 and later. vLLM 0.32 does not call it; there an engine can sleep only if
-        its memory is of a kind that hotkv can't share, and then hotkv is off.
+        Called by vLLM 0.33 and later. With vLLM 0.32 only engines can sleep whose memory hotkv
+        can't share. In these engines hotkv is off, so this call is not needed.
         """
         self._worker.unregister()
 
     @hook(lambda self: self._worker.memory_broke("shared again after a sleep"))
     def restore_kv_caches(self) -> None:
-        """Registers the KV memory again after a sleep. The memory is at its old addresses, but its
-        contents are lost."""
+        """Registers the KV memory with the server again after a sleep. The memory is at its old
+        addresses, but has lost its contents."""
         self._worker.restore()
 
     @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))

@@ -159,11 +159,11 @@ FALLBACKS: dict[str, str] = {
     "build_kv_connector_stats": "Nothing is counted.",
     "build_prom_metrics": "vLLM has no metrics of hotkv's.",
 }
-"""By name of a hook: what happens if the hook raises, and so why no request is lost and no wrong KV
-is served.
+"""By name of a hook: what happens if the hook raises. This explains why no request is lost and no
+wrong KV is served.
 
-Some names are methods that a hook calls (`is_part`): if such a method raises, the rest of the hook
-still runs. `hook` refuses a method whose name is missing here.
+Some names are methods that a hook calls (`is_part`). If such a method raises, the rest of the hook
+still runs. The decorator `hook` refuses a method whose name is missing here.
 """
 
 
@@ -177,8 +177,8 @@ HOOKS: dict[str, FunctionType] = {}
 
 
 class HookEdge:
-    """Records the time and the exceptions of a connector's hooks. (The decorator `hook` stops the
-    exceptions.)
+    """Records the time and the exceptions of a connector's hooks (methods that vLLM calls). The
+    decorator `hook` catches the exceptions.
 
     clock: adds up the time of each hook.
     broken: names of the hooks that have raised.
@@ -194,7 +194,8 @@ class HookEdge:
         return f"HookEdge(broken: {sorted(self.broken)})"
 
     def broke(self, name: str) -> None:
-        """Counts the present exception. Logs its traceback the first time that this hook raises.
+        """Counts the exception that is being handled. Logs its traceback the first time that this
+        hook raises.
 
         name: name of the hook that raised.
         """
@@ -207,14 +208,15 @@ class HookEdge:
 def hook(
     otherwise: Callable[..., Any], *, last: Any = None, is_part: bool = False, of: str = ""
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorates a hook: records its time and stops its exceptions before they reach vLLM. The
-    object to which the method belongs must have an attribute `edge`, a `HookEdge`.
+    """Decorates a hook (a method that vLLM calls): records its time, and catches its exceptions so
+    that they do not reach vLLM. The object to which the method belongs must have an attribute
+    `edge`, a `HookEdge`.
 
-    otherwise: the fallback. If the hook raises, it is called with the object and the hook's
-        arguments, and its result is the answer.
-    last: the answer if the fallback raises too.
-    is_part: True if a hook calls the method, and vLLM does not. It is not timed by itself. If it
-        raises, the rest of the hook still runs.
+    otherwise: the fallback. If the hook raises, the fallback is called with the object and the
+        hook's arguments, and vLLM gets its result.
+    last: what vLLM gets if the fallback raises too.
+    is_part: True for a method that a hook calls, and vLLM does not. The method is not timed by
+        itself. If it raises, the rest of the hook still runs.
     of: prefix of the hook's name in `FALLBACKS`, if the method belongs to another object than the
         connector (such as `tier`).
     """
@@ -258,13 +260,13 @@ def _answer(
 def class_hook(
     otherwise: Callable[..., Any], last: Any = None
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorates a hook that vLLM calls on the class, before a connector exists. Stops the hook's
-    exceptions and logs them, but does not count them or time the hook.
+    """Decorates a hook that vLLM calls on the class, before a connector exists. Catches and logs
+    the hook's exceptions, but does not count them or time the hook.
 
-    otherwise: the fallback. If the hook raises, it is called with the class and the hook's
-        arguments, and its result is the answer.
-    last: the answer if the fallback raises too. The default None is the answer of vLLM's own base
-        class.
+    otherwise: the fallback. If the hook raises, the fallback is called with the class and the
+        hook's arguments, and vLLM gets its result.
+    last: what vLLM gets if the fallback raises too. The default None is the result of vLLM's own
+        base class.
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
@@ -291,4 +293,5 @@ def class_hook(
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Returns None, whatever the arguments: the fallback of hooks whose result is not needed."""
+    """Returns None, whatever the arguments. Used as the fallback of hooks whose result vLLM does
+    not use."""

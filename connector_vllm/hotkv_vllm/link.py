@@ -62,8 +62,9 @@ def await_server(session: Session, wait_s: float, opening_s: float = 0.0) -> boo
 
 def close_aside(session: Session) -> None:
     """Closes a session in another thread, because closing waits for the server. If the system
-    refuses a thread, closes it in this thread, which takes at most 5 seconds. An exception would
-    leave the session open in its old key space, and its owner could open no other session."""
+    refuses a thread, closes the session in this thread, which takes at most 5 seconds. Does not
+    raise in that case: an exception would leave the session open in its old key space, and its
+    owner could open no other session."""
     thread = threading.Thread(target=session.close, name="hotkv-close", daemon=True)
     try:
         thread.start()
@@ -105,7 +106,7 @@ class StateLog:
             self._log(state, why)
 
     def waited(self, wait_s: float) -> None:
-        """Logs that the engine's start has found no server, because the session itself reports this
+        """Logs that the engine's start has found no server. The session itself would report this
         only seconds later. Does nothing if the session has already reported a state.
 
         wait_s: how long the start has waited, seconds. If it is 0, logs only that the server's

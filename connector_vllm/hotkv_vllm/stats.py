@@ -59,8 +59,8 @@ class HotKVStats(KVConnectorStats):
 
 class HotKVPromMetrics(KVConnectorPromMetrics):
     """Exposes each counter in `COUNTERS`, per engine, as a Prometheus counter. The name of a
-    Prometheus counter is `vllm:hotkv_`, followed by `exported(name)` (the counter's name with the
-    unit written as in Prometheus). All counters start at 0."""
+    Prometheus counter is `vllm:hotkv_`, followed by the counter's name with its unit written as in
+    Prometheus (`exported(name)`). All counters start at 0."""
 
     def __init__(
         self,

@@ -178,9 +178,9 @@ def publishes_events(vllm_config: Any) -> bool:
 
 def preferred_layout(vllm_config: Any) -> str | None:
     """Returns the KV cache layout that hotkv prefers, as vLLM names it; None on platforms other
-    than CUDA. In the layout, all layers' pages of a block are contiguous. With residency all
-    blocks' pages of a layer are contiguous instead, because residency's kernels need this. Raises
-    ConfigError if a setting is wrong."""
+    than CUDA. In the layout, all layers' pages of a block are contiguous. In an engine with
+    residency (contexts beyond device memory) all blocks' pages of a layer are contiguous instead,
+    because its kernels need this. Raises ConfigError if a setting is wrong."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -255,8 +255,9 @@ class RankPlace:
 
 
 def rank_place(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
-    """Returns the position of this worker and of its shard. Assumes that all pipeline stages have
-    the same number of ranks with copies of the same KV."""
+    """Returns the position of this worker in the engine, and the position of its shard in a slot.
+    Assumes that every pipeline stage has the same number of ranks, and that in every stage the same
+    number of ranks hold a copy of the same KV."""
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
     parallel = vllm_config.parallel_config
@@ -275,7 +276,8 @@ def rank_place(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
 
 
 def num_ranks(vllm_config: Any) -> int:
-    """Returns the number of this engine's workers. A data-parallel replica counts as an engine."""
+    """Returns the number of workers of this engine. Each data-parallel replica is an engine of its
+    own."""
     parallel = vllm_config.parallel_config
     return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
@@ -287,14 +289,17 @@ MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
 def outer_configs() -> tuple[Any, ...]:
     """Returns the configuration of each MultiConnector that contains hotkv's connector, innermost
-    first. Must be called while the MultiConnector constructs or calls hotkv's connector. Empty if
-    hotkv is not in a MultiConnector. An entry is None if the configuration was not found.
+    first. An entry is None if the configuration was not found. The result is empty if hotkv is not
+    in a MultiConnector. Must be called while the MultiConnector constructs or calls hotkv's
+    connector, because this function looks for MultiConnectors on the call stack. It keeps no
+    reference to a frame.
 
-    A connector must know whether it is a child of a MultiConnector, for three reasons. A child gets
-    a copy of the engine's configuration, and vLLM does not see changes that the child makes in it.
-    MultiConnector forwards the handshake of only one child, to all children. MultiConnector raises
-    if two children ask for different KV cache layouts. vLLM does not tell a connector, so this
-    function looks for MultiConnectors on the call stack. It keeps no reference to a frame.
+    A connector must know whether it is a child of a MultiConnector, and vLLM does not tell it. The
+    connector needs to know for three reasons:
+    - A child gets a copy of the engine's configuration. vLLM does not see changes that the child
+      makes in this copy.
+    - MultiConnector forwards the handshake of only one child, to all children.
+    - MultiConnector raises if two children ask for different KV cache layouts.
     """
     multi: type | None = getattr(sys.modules.get(MULTI_CONNECTOR), "MultiConnector", None)
     found: list[Any] = []
@@ -337,9 +342,11 @@ def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def check_earlier(earlier: tuple[str, ...], device_type: str) -> None:
-    """Raises Unsupported if another connector has registered the addresses of the KV cache before
-    hotkv moves the cache to shared memory. hotkv moves it only in a CPU engine. If vLLM does not
-    know the other connector, only logs a warning, because that connector may not keep addresses.
+    """Raises Unsupported if another connector has registered the addresses of the KV cache earlier.
+    hotkv is about to move the KV cache of a CPU engine to shared memory, so these addresses would
+    become invalid. Connectors in MOVE_WITH_THE_CACHE are allowed, because they keep no addresses.
+    For a connector that is not in vLLM's registry, only logs a warning, because it may keep none
+    either. Does nothing in an engine on another device, where hotkv moves nothing.
 
     earlier: the result of `earlier_connectors`.
     device_type: type of the device that holds the KV cache, such as `cpu`.

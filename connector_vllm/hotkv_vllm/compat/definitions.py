@@ -1,9 +1,10 @@
 """Finds definitions in vLLM's source files: modules, classes with their members and bases,
-functions with their parameters, and annotated types.
+functions with their parameters, and annotated types. `compat.uses` checks with them whether a
+version of vLLM still has the API that hotkv uses.
 
 The module reads syntax trees, and does not import or run code of vLLM. If a definition or type
 can't be determined (names of other packages, values without an annotation), the result is None, and
-the module `uses` does not check it.
+`compat.uses` does not check it.
 
 An engine's start reads about forty files of vLLM. To be fast, a file's text is cut at its top-level
 statements, and only statements that may define the requested name are parsed. If a statement can't
@@ -122,8 +123,9 @@ def told(kind: Type) -> str:
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields the statements of a body, and recursively the statements inside its `if`, `try`,
-    `with`, `for`, `while` and `match` statements, whatever their conditions."""
+    """Yields the statements of a body. For an `if`, `try`, `with`, `for`, `while` or `match`
+    statement, also yields the statements of all its branches, recursively. Conditions are not
+    evaluated."""
     for node in body:
         yield node
         if isinstance(node, ast.Match):
@@ -151,7 +153,8 @@ COLON = re.compile(r":[ \t]*(?:#.*)?$", re.MULTILINE)
 """Matches the colon at the end of a method's signature."""
 CLOSING = re.compile(r"^    \)", re.MULTILINE)
 NEXT = re.compile(r"^ {0,4}[^\s)#]", re.MULTILINE)
-"""Matches the beginning of the statement after a method of a class, or after the class."""
+"""Matches the beginning of the first statement after a method's body: the next statement of the
+class, or the first statement after the class."""
 
 
 def without_bodies(text: str) -> str:
@@ -393,9 +396,9 @@ class Names:
         return module.full(cls.node)
 
     def owner(self, cls: Found, name: str) -> Found | None:
-        """Returns the class that has a member of this name: `cls`, or a subclass of `cls` in the
-        same module. Subclasses count, because a value that is annotated with the base class may be
-        an instance of a subclass. Returns None if there is no such class."""
+        """Returns the class that has a member of this name: `cls`, or else a subclass of `cls` in
+        the same module; None if neither has it. A subclass counts because a value that is annotated
+        with the base class may be an instance of the subclass."""
         if self.member(cls, name) is not None:
             return cls
         module = self.module(cls.module)
@@ -586,8 +589,7 @@ def _targets(target: ast.AST) -> set[str]:
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """The form of a call: which arguments the call passes. The text of a form is, for example,
-    `a, b, c=, ...`.
+    """The arguments that a call in source code passes. Its text is, for example, `a, b, c=, ...`.
 
     positional: names of the parameters that get positional arguments.
     keywords: names of the arguments that are passed by name, in alphabetical order.
@@ -614,9 +616,9 @@ class Call:
 
 
 def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Call:
-    """Returns the form of a call in source code. In the form, `*` stands for a positional argument
-    that a parameter `*args` gets, and `?` for a positional argument that the function does not
-    accept.
+    """Converts a call in source code to a `Call`, which lists the arguments that the call passes.
+    In `Call.positional`, `*` stands for an argument that the function collects in its parameter
+    `*args`, and `?` for an argument that the function does not accept.
 
     parameters: the parameters of the called function.
     has_self: True if the first parameter is `self` or `cls`, so that the call does not pass it.
@@ -632,9 +634,9 @@ def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Cal
 
 
 def cannot_take(call: Call, parameters: ast.arguments, *, has_self: bool) -> str:
-    """Returns why a call does not fit a function: the function does not accept the call, or would
-    assign its positional arguments to other parameters than those that `call.positional` lists.
-    Empty if the call fits.
+    """Returns why a function can't be called in this way; empty if it can. There are two reasons:
+    the function does not accept the arguments, or it would assign a positional argument to another
+    parameter than `call.positional` lists.
 
     parameters: the parameters of the function.
     has_self: True if the first parameter is `self` or `cls`, so that the call does not pass it.

@@ -28,7 +28,8 @@ KINDS = {
 
 
 def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
-    """Converts the server's event that consecutive blocks became ready to vLLM's event.
+    """Converts an event of the server to vLLM's event class: the event that consecutive blocks
+    became ready.
 
     group: the KV cache group of the blocks.
     run: the server's event.
@@ -55,7 +56,7 @@ def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
 
 
 def removed(group: CacheGroup, gone: BlocksRemoved) -> BlockRemoved:
-    """Converts the server's event that blocks were removed to vLLM's event.
+    """Converts an event of the server to vLLM's event class: the event that blocks were removed.
 
     group: the KV cache group of the blocks.
     gone: the server's event.

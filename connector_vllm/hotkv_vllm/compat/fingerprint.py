@@ -141,8 +141,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     # A time that vLLM measures while it loads the weights.
     "OnlineQuantizationConfig": _names("online_quantization_time"),
 }
-"""By name of a class of vLLM (a config class or KV cache spec, or a base class of it) or of
-`ResidentSpec`: the fields that do not change the bytes of KV."""
+"""By class name: the fields that do not change the bytes of KV. The classes are vLLM's config
+classes, its KV cache specs, base classes of these, and `ResidentSpec`."""
 
 HARMLESS_ENVIRONMENT = _names("""
     # Build and packaging.
@@ -191,8 +191,9 @@ HARMLESS_ENVIRONMENT = _names("""
 part of the key space, if they are set."""
 
 MEDIA_ENVIRONMENT = ("VLLM_MEDIA_CONNECTOR", "VLLM_VIDEO_LOADER_BACKEND")
-"""Environment variables of vLLM that decide which frames a video has. `compile_factors` leaves them
-out, although vLLM may hash the file in place of the frames. Source:
+"""Environment variables of vLLM that decide which frames of a video the model gets. They are part
+of the key space: vLLM may hash the file of a video instead of its frames, so block hashes may not
+cover the frames. vLLM's own list, `compile_factors`, lacks these variables. Source:
 `MultiModalHasher.serialize_item` in vLLM 0.32."""
 
 
@@ -204,10 +205,10 @@ _WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_spec
 
 
 def key_space_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the settings that decide KV bytes, for the key space: the versions of vLLM and
-    transformers, and a text `name=digest` for each of vLLM's config objects and for further parts
-    such as the environment. So if two engines don't share KV, one can compare their settings part
-    by part.
+    """Returns the settings that decide KV bytes, as texts for the key space: the versions of vLLM
+    and transformers, and `name=digest` for each of vLLM's config objects and for further parts such
+    as the environment. If two engines don't share KV, an operator can compare these texts to find
+    the part that differs.
 
     layer_specs: KV cache spec of each layer, by layer name.
     """

@@ -154,18 +154,18 @@ def _drops_last_block(vllm_config: Any) -> bool:
 def unfinished_tokens(vllm_config: Any) -> int:
     """Returns how many of a request's last computed tokens have KV that the next step may change.
 
-    Source: `KVCacheCoordinator.get_num_cacheable_tokens` in vLLM 0.32. If a drafter has several MTP
-    modules, the last module reads this many tokens further ahead than the first. The next step
-    computes these tokens again, with the tokens that were accepted after them.
+    Several MTP modules of a drafter cause this: the last module reads this many tokens further
+    ahead than the first. The next step computes these tokens again, together with the tokens that
+    were accepted after them. Source: `KVCacheCoordinator.get_num_cacheable_tokens` in vLLM 0.32.
     """
     return max(0, int(vllm_config.num_prefill_lookahead_tokens) - 1)
 
 
 def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
     """Returns the number of tokens of a block, per vLLM group. Returns 0 for a group of recurrent
-    states, and for a group that prefix caching can't use. In these two kinds of groups one can't
-    tell from a token's position whether a step writes its block: blocks need not be in the order of
-    the tokens, or vLLM allocates new blocks for the tokens of a hit."""
+    states, and for a group that prefix caching can't use. In such a group a token's position does
+    not tell whether a step writes the token's block: blocks need not be in the order of the tokens,
+    or vLLM allocates new blocks for the tokens of a hit."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return tuple(
         0

@@ -44,13 +44,15 @@ STRIDE_BYTES = 1 << 20
 CHUNK_BYTES = 8 << 20
 MAX_HEADER_BYTES = 256 << 20
 MAX_SLICES = 4096
-"""If a stacked tensor (such as all experts of a layer) has at most this many slices, pieces of each
-slice are read. A tensor with more slices is treated as a single slice."""
+"""The digest of a weights file covers samples of each tensor. If a stacked tensor (such as all
+experts of a layer) has at most this many slices, each slice is sampled. A tensor with more slices
+is sampled as a single slice."""
 MAX_LINKS = 40
 SUBFOLDERS = ("audio_tokenizer", "whisper-large-v3")
 """Subfolders from which vLLM loads further weights (MiMo-Audio, Kimi-Audio)."""
 OTHER_MODELS = ("text_model_id", "audio_model_id")
-"""Fields of a config (Ultravox) that name other models, from which vLLM loads further weights."""
+"""Fields of a model's config (Ultravox has them) that name other models. vLLM loads further weights
+from these models."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
 SIDE_FILES = (
     "model.safetensors.index.json",
@@ -79,8 +81,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _OTHERS_CODE = re.compile(r'"([^"]+)--')
 """Matches the repository in a class's name in `auto_map`, such as "org/model--modeling.Model"."""
 _EMBEDDINGS = re.compile(r"embed|wte|wpe")
-"""Matches names of embedding tensors. A model reads single rows of them, so a change of a single
-row matters."""
+"""Matches names of embedding tensors. These are read as a whole, because a model uses single rows
+of them: even a change of a single row matters."""
 
 
 def is_commit(revision: str) -> bool:
@@ -203,12 +205,13 @@ def _tensor_ranges(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
 
 
 def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
-    """Returns the byte ranges of a tensor to read: pieces at the beginning, middle and end of each
-    slice; for an embedding, the whole tensor. Offsets count from the end of the file's header.
+    """Returns the byte ranges of a tensor to read: for an embedding, the whole tensor; for other
+    tensors, pieces at the beginning, middle and end of each slice. Offsets count from the end of
+    the file's header.
 
     If the tensor has three axes or more, a slice is an entry of the first axis (for example an
-    expert of a layer). Otherwise, and with more than MAX_SLICES such entries, the whole tensor is
-    one slice.
+    expert of a layer). The whole tensor is a single slice if it has fewer axes, or more than
+    MAX_SLICES such entries.
 
     entry: the tensor's entry in the file's header.
     """
@@ -230,9 +233,9 @@ def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
 
 def weights_identity(vllm_config: Any) -> str:
     """Returns the identity of the weights of all the engine's models (`_models`). A model is
-    identified by its commit, by the digest of its files, or (if its weights are random) by a digest
-    of its config and the seed. Python code and scales from elsewhere than the model are identified
-    too.
+    identified by its commit, or by the digest of its files. A model with random weights is
+    identified by a digest of its config and by the seed. The identity also covers Python code and
+    scales that the engine loads from elsewhere.
 
     Raises Unsupported if the weights can't be identified, OSError if files can't be read.
     """
@@ -242,9 +245,9 @@ def weights_identity(vllm_config: Any) -> str:
 
 
 def _code(model: Any) -> str:
-    """Returns the commits of the Python code that the model takes from other repositories or
-    revisions than its weights, as far as the hub's cache has such code. Raises Unsupported if the
-    code may come from ModelScope, whose cache is not read."""
+    """Returns the commits of Python code that the model loads from other repositories, or from
+    another revision than its weights. Code that is missing in the hub's cache is left out. Raises
+    Unsupported if the code may come from ModelScope, whose cache this module does not read."""
     if not model.trust_remote_code:
         return ""
     places = set(_OTHERS_CODE.findall(json.dumps(getattr(model.hf_config, "auto_map", {}))))
@@ -281,9 +284,9 @@ def weights_may_be_older(vllm_config: Any) -> bool:
 
 
 def _models(vllm_config: Any) -> list[tuple[Any, Any]]:
-    """Returns the configs of the models whose weights decide KV bytes, each with its load config:
-    the model itself, a draft model with weights of its own, and other models that their configs
-    name."""
+    """Returns the configs of the models whose weights decide KV bytes, each with its load config.
+    These are the model itself, a draft model that has its own weights, and other models that the
+    configs of these two name."""
     load, draft = vllm_config.load_config, draft_model(vllm_config)
     models = [(vllm_config.model_config, load)]
     if draft is not None:

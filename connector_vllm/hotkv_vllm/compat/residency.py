@@ -47,13 +47,14 @@ from hotkv_vllm.residency.moves import Demand, Relief
 
 SPARE_SLOTS = 8
 """Number of additional hot slots (device blocks for selected blocks) of a request, beside the slots
-that its hot set can use. If the next step is likely to add a block to the hot set, the block is
-copied into an additional slot ahead of time."""
+that its hot set (the blocks to attend to) can use. If the next step is likely to add a block to the
+hot set, the block is copied into an additional slot ahead of time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentSpec(FullAttentionSpec):
-    """The KV cache spec of a full-attention layer with residency.
+    """The KV cache spec of a full-attention layer in an engine with residency (contexts beyond
+    device memory).
 
     sink_blocks: number of a context's first blocks (sinks), which stay on the device.
     recent_tokens: length of the recent window, which stays on the device.
@@ -129,7 +130,7 @@ class ResidentSpec(FullAttentionSpec):
 
 def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
     """Returns the number of hot slots (device blocks for selected blocks) of a request: the most
-    that a layer's hot set can use, plus SPARE_SLOTS."""
+    that the hot set of a layer (the blocks to attend to) can use, plus SPARE_SLOTS."""
     endless = 1 << 40
     # The budget is larger than what is always kept (`SparseConfig.check`).
     return USUAL_SETS * config.budget_blocks(endless, block_tokens) + SPARE_SLOTS
@@ -140,15 +141,16 @@ def _blocks(num_tokens: int, block_tokens: int) -> int:
 
 
 class ResidentManager(FullAttentionManager):
-    """Manages the device blocks of all requests in an engine with residency, for vLLM's scheduler.
+    """Manages the device blocks of all requests in an engine with residency (contexts beyond device
+    memory), for vLLM's scheduler.
 
     stored_tokens: takes a request id, and returns how many leading tokens of the request the server
         has pinned. The scheduler side sets this function, `has_room` and `step_starts`
         (`DevicePool.bind`).
     has_room: takes a request id, and returns True if the server has reserved room for the request.
     step_starts: called before vLLM plans a step.
-    freed_blocks: by request, the position at which its freed blocks end; they begin after the
-        sinks (first blocks).
+    freed_blocks: by request, the position at which its freed blocks end; they begin after the sinks
+        (first blocks).
     hot: by request, its hot slots (device blocks for selected blocks).
     hot_ids: by request, the ids of its hot slots.
     lost: ids of requests that have lost blocks in the server; they get no further block.
@@ -192,16 +194,16 @@ class ResidentManager(FullAttentionManager):
     # --------------------------------------------------------------------------------- hot slots
 
     def _missing_hot(self, request_id: str, num_tokens: int) -> int:
-        """Returns how many hot slots (device blocks for selected blocks) must be allocated to a
-        request of `num_tokens`. 0 if the request has its hot slots already, or needs no hot
-        slots."""
+        """Returns how many hot slots (device blocks for selected blocks) must still be allocated to
+        a request of `num_tokens`. Returns 0 if the request has its hot slots already or needs
+        none."""
         if not self._outgrows(request_id, num_tokens):
             return 0
         return self.spec.hot_blocks - len(self.hot.get(request_id, ()))
 
     def _outgrows(self, request_id: str, num_tokens: int) -> bool:
-        """Returns True if not all blocks of the request stay on the device. Only such a request has
-        hot slots and frees blocks.
+        """Returns True if some blocks of the request do not stay on the device. Only such a request
+        has hot slots (device blocks for selected blocks) and frees blocks.
 
         num_tokens: length of the request. If the request was admitted with a greater length, the
             greater length counts.
@@ -274,9 +276,10 @@ class ResidentManager(FullAttentionManager):
 
     def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
         """Decides, with `residency = "auto"`, whether a new request begins as if it had been moved
-        off the device. The request does if the device now lacks room for all its blocks
-        (`room_for`) but has room for the blocks of a moved request, and the server has reserved
-        room for it. The decision is made again each time vLLM tries to admit the request."""
+        off the device. It does so if three conditions hold: the device now lacks room for all its
+        blocks (`room_for`), the device has room for the blocks of a moved request, and the server
+        has reserved room for the request. The decision is made again each time vLLM tries to admit
+        the request."""
         self._begins_moved.discard(request_id)
         free = self.block_pool.get_num_free_blocks()
         needed = self._most_blocks(request_id, num_tokens)
@@ -293,9 +296,9 @@ class ResidentManager(FullAttentionManager):
         device: the free blocks, minus the blocks that admitted requests still need for their
         prompts.
 
-        is_hit: True for a request with a hit. Then the blocks that other waiting requests need are
-            subtracted too. If they were not, the request might soon be moved off the device to make
-            room for the other requests, and its load would have been in vain.
+        is_hit: True for a request with a hit. The result is then reduced by the blocks that other
+            waiting requests need. Otherwise the request might soon be moved off the device to make
+            room for them, and the load of its hit would be wasted.
         """
         room = self.block_pool.get_num_free_blocks() - self.promised_blocks
         if is_hit:
@@ -380,8 +383,8 @@ class ResidentManager(FullAttentionManager):
         return max(0, needed - len(self.req_to_blocks[request_id]))
 
     def relief(self, request_id: str, processed_tokens: int, stored_tokens: int) -> Relief:
-        """Returns how many blocks vLLM's block pool gains if the request is moved off the device,
-        and how many blocks fewer the request then needs for its prompt.
+        """Returns the `Relief` of moving the request off the device: how many blocks vLLM's block
+        pool gains, and how many fewer blocks the request still needs for its prompt.
 
         processed_tokens: number of the request's tokens whose computation has ended.
         stored_tokens: number of the request's leading tokens that the server has pinned.
@@ -394,7 +397,8 @@ class ResidentManager(FullAttentionManager):
 
     def move(self, request_id: str, processed_tokens: int) -> None:
         """Moves a request off the device: frees the blocks that the server has pinned, except for
-        sinks and recent window, and allocates its hot slots (device blocks for selected blocks)."""
+        the sinks (first blocks) and the recent window, and allocates its hot slots (device blocks
+        for selected blocks)."""
         self.moved.add(request_id)
         self._free(request_id, processed_tokens)
         self._take_hot(request_id, self.spec.hot_blocks)
@@ -451,8 +455,8 @@ class ResidentManager(FullAttentionManager):
 
 
 def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
-    """Returns the KV cache spec of a layer in an engine with residency: a `ResidentSpec` for plain
-    full attention.
+    """Returns the KV cache spec of a layer in an engine with residency (contexts beyond device
+    memory): a `ResidentSpec` for plain full attention.
 
     Returns `spec` unchanged for a layer of another kind, and for all layers if hotkv is off with
     this version of vLLM. vLLM then requires that the longest context fits on the device.
@@ -479,8 +483,8 @@ def resident_spec(kv_cache_config: Any) -> ResidentSpec | None:
 
 
 def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
-    """Raises ConfigError if residency can't work in this engine. The message says which setting to
-    change."""
+    """Raises ConfigError if residency (contexts beyond device memory) can't work in this engine.
+    The message says which setting to change."""
     name = f"{SPARSE}.residency = {config.residency!r}"
     spec = resident_spec(kv_cache_config)
     if spec is None:
@@ -525,9 +529,10 @@ _register()
 
 
 class DevicePool:
-    """Gives the scheduler side access to the device's blocks in an engine with residency: which
-    blocks requests hold, and functions to move, preempt or fail a request. In an engine without
-    residency its methods do nothing, and every request stays on the device.
+    """Gives the scheduler side access to the device's blocks in an engine with residency (contexts
+    beyond device memory): which blocks requests hold, and functions to move, preempt or fail a
+    request. In an engine without residency its methods do nothing, and every request stays on the
+    device.
 
     Usable after `bind`. Uses, of vLLM 0.32: the state of `ResidentManager`, `Scheduler.requests`,
     `running`, `waiting`, `kv_holding_waiting`, `max_num_active_reqs`, `max_num_scheduled_tokens`,
@@ -577,8 +582,9 @@ class DevicePool:
 
     def leave_out(self, held: Collection[str]) -> None:
         """Leaves the requests in `held` (request ids) out of the step that vLLM is about to plan.
-        Also preempts running requests that have lost blocks in the server. Such a request gets no
-        further block, so vLLM might otherwise preempt other requests to make room for it."""
+        Also preempts running requests that have lost blocks in the server. Such a request can't get
+        further blocks, and if it stayed in the queue, vLLM might preempt other requests to make
+        room for it."""
         scheduler = self._scheduler
         if scheduler is None or self._manager is None:
             return
@@ -596,10 +602,9 @@ class DevicePool:
 
     def was_preempted(self, request_id: str) -> bool:
         """Returns True if the request was preempted after vLLM planned its last step (by
-        `leave_out`, or by `Scheduler.reset_prefix_cache`). The coming step must not resume the
-        request, because this step's message tells the workers that it was preempted. Always False
-        without residency.
-        """
+        `leave_out`, or by `Scheduler.reset_prefix_cache`). The coming step must not resume such a
+        request, because the message of this step tells the workers that the request was preempted.
+        Always False in an engine without residency (contexts beyond device memory)."""
         scheduler = None if self.spec is None else self._scheduler
         return scheduler is not None and request_id in scheduler.reset_preempted_req_ids
 
@@ -632,9 +637,9 @@ class DevicePool:
         they need not be on the device once the server has pinned them. Agrees with
         `ResidentManager._gap`.
 
-        Empty without residency. Also empty with `residency = "auto"`: there `ResidentManager`
-        decides only at the allocation which blocks come to the device, so all blocks of the hit are
-        leased.
+        Empty in an engine without residency (contexts beyond device memory). Also empty with
+        `residency = "auto"`: there `ResidentManager` decides only at the allocation which blocks
+        come to the device, so all blocks of the hit are leased.
 
         hit_tokens: length of the hit.
         """
@@ -644,9 +649,10 @@ class DevicePool:
     # ------------------------------------------------------------------- requests that may be whole
 
     def stays_whole(self, request: Any) -> bool:
-        """Returns True if the request may have all its blocks on the device although it can outgrow
-        the device. This is possible only with `residency = "auto"`: if the request was not moved
-        off the device and its present blocks fit in vLLM's block pool."""
+        """Returns True if all present blocks of the request may stay on the device, although the
+        request can outgrow the device later. This is possible only with `residency = "auto"`, for a
+        request that was not moved off the device and whose present blocks fit in vLLM's block
+        pool."""
         spec = self.spec
         if spec is None or not spec.begins_whole or self._is_moved(request.request_id):
             return False
@@ -665,9 +671,10 @@ class DevicePool:
         return -(-int(request.num_tokens) // spec.block_size) <= room
 
     def demand(self, has_room: Callable[[str], bool]) -> Demand | None:
-        """Returns how many blocks the coming step needs, and how many are free in the device's
-        pool. Returns None if the pool surely has enough free blocks. Also returns None without
-        `residency = "auto"`, because requests are then not moved off the device.
+        """Returns how many blocks the coming step needs and how many blocks of the device's pool
+        are free, as a `Demand`. Returns None if the pool surely has enough free blocks. Also
+        returns None unless `residency = "auto"`, because otherwise no request is moved off the
+        device.
 
         has_room: takes a request id, and returns True if the server has reserved room for the
             request.
@@ -698,10 +705,9 @@ class DevicePool:
         return Demand(free, manager.promised_blocks, running, first)
 
     def _first_needs(self, has_room: Callable[[str], bool]) -> int | None:
-        """Returns the fewest free blocks with which vLLM would admit the first waiting request.
-        Returns 0 if this request holds blocks already, because its further blocks count as promised
-        (`promised_blocks`). Returns None if no request waits, or if vLLM may not run more
-        requests."""
+        """Returns how many free blocks vLLM needs to admit the first waiting request. Returns 0 if
+        this request holds blocks already: its further blocks are counted in `promised_blocks`.
+        Returns None if no request waits, or if vLLM may not run more requests."""
         spec, scheduler = self.spec, self._scheduler
         assert spec is not None
         if len(scheduler.running) >= scheduler.max_num_active_reqs:
@@ -723,9 +729,9 @@ class DevicePool:
         return [request.request_id for request in self._scheduler.running]
 
     def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
-        """Returns how many blocks vLLM's block pool gains if the request is moved off the device,
-        and how many blocks fewer the request then needs for its prompt. Returns None if the request
-        has no blocks or was moved already.
+        """Returns the `Relief` of moving the request off the device: how many blocks vLLM's block
+        pool gains, and how many fewer blocks the request still needs for its prompt. Returns None
+        if the request has no blocks or was moved already.
 
         stored_tokens: number of leading tokens that the server has pinned.
         """
@@ -768,7 +774,8 @@ class DevicePool:
 
     def num_freed(self, request_id: str) -> int:
         """Returns the position at which the request's freed blocks end; they begin after the sinks
-        (first blocks). 0 if no block was freed. Must be called only in an engine with residency."""
+        (first blocks). 0 if no block was freed. Must be called only in an engine with residency
+        (contexts beyond device memory)."""
         assert self._manager is not None
         return self._manager.freed_blocks.get(request_id, 0)
 
@@ -810,17 +817,17 @@ class DevicePool:
                     request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def fail(self, request_id: str, why: str) -> None:
-        """Makes vLLM end the request with an error, and logs `why`. To do so, adds the request to
-        vLLM's set for mismatches of its encoder cache, because vLLM ends every request in that
-        set."""
+        """Logs `why`, and makes vLLM end the request with an error. For this the request is added
+        to the scheduler's set of requests with an encoder cache mismatch: vLLM ends every request
+        in that set."""
         logger.error("hotkv: request %s ends with an error: %s", request_id, why)
         if self._scheduler is not None:
             self._scheduler.encoder_cache_mismatch_reqs.add(request_id)
 
     def requests_of(self, blocks: Set[int]) -> list[str]:
-        """Returns the requests that hold one of these blocks. A block may have been reallocated to
-        another request since a worker reported it as lost; then the other request is recomputed
-        too."""
+        """Returns the ids of the requests that hold one of these blocks. A worker has reported the
+        blocks as lost, and since then vLLM may have reallocated a block to another request. Then
+        the other request is in the result too, and is recomputed."""
         tables = {} if self._manager is None else self._manager.req_to_blocks
         return [
             request_id

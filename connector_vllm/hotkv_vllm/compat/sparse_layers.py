@@ -38,8 +38,8 @@ def override_cpu_attention(class_path: str) -> None:
 
 def override_cuda_attention(class_path: str) -> None:
     """Registers a class in place of vLLM's FlashAttention backend, unless another plugin has
-    replaced that backend. In engines without residency hotkv's class behaves as vLLM's own
-    (`residency.cuda_backend`).
+    replaced that backend. In engines without residency (contexts beyond device memory) hotkv's
+    class behaves as vLLM's own (`residency.cuda_backend`).
 
     class_path: full name of the class.
     """
@@ -144,8 +144,8 @@ def check_centres(vllm_config: Any, kv_cache_config: Any, centres: Centres) -> N
 
 
 def sparse_groups(kv_cache_config: Any) -> tuple[tuple[int, int], ...]:
-    """Returns the KV cache groups of full attention, whose layers may attend sparsely: each as
-    (number of the vLLM group, tokens of a block)."""
+    """Returns the KV cache groups of full attention, whose layers may attend sparsely. Each is a
+    tuple: number of the group in vLLM, tokens of a block."""
     return tuple(
         (index, group.kv_cache_spec.block_size)
         for index, group in enumerate(kv_cache_config.kv_cache_groups)

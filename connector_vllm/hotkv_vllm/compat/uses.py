@@ -127,8 +127,8 @@ class Uses:
     specs: names of the reviewed KV cache spec classes.
     backends: by name of an enumeration of vLLM: the names of its attention backends that were
         reviewed.
-    doors: by door, module and name: the different forms that the name has in the versions
-        `made_from`. An entry None stands for versions without the name.
+    doors: by door (one of hotkv's two connectors), module and name: the different forms that the
+        name has in the versions `made_from`. An entry None stands for versions without the name.
     """
 
     made_from: tuple[str, ...]
@@ -157,7 +157,8 @@ class Uses:
 
 
 def form_of(names: Names, found: Found, *, is_member: bool) -> Form:
-    """Returns the form of a definition; sets only `kind` and `gives`.
+    """Returns the `Form` of a definition in vLLM's sources, in which only `kind` and `gives` are
+    set.
 
     found: the definition.
     is_member: True if the definition is a member of a class.
@@ -217,9 +218,9 @@ def differences(source: Readable, door: str, uses: Uses) -> list[str]:
 
 
 def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[str, None]:
-    """Compares the API that a door uses with the sources of a version of vLLM. For each definition
-    whose form (its signature, for example) is not listed in `uses`, the result has a line of text
-    as a key, in the order of the list.
+    """Compares the API that a door uses with the sources of a version of vLLM. The result has a
+    line of text as a key for each definition whose form (its signature, for example) is not listed
+    in `uses`. The lines have the order of the list.
 
     door: one of hotkv's two connectors, `own` or `offloading`.
     names: finds definitions in the sources, by parsing only parts of files. If a definition is not
@@ -250,7 +251,8 @@ def unknown_kinds(names: Names, uses: Uses) -> dict[str, None]:
 
 def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None]) -> str:
     """Compares a name in vLLM's sources with the forms that it had in the tested versions. Returns
-    an empty text if it has one of these forms, otherwise how it differs from the last of them."""
+    an empty text if it still has one of these forms. Otherwise returns how it differs from the last
+    form."""
     problems = [_differs_from(names, module, name, form) for form in forms]
     return next(one for one in reversed(problems) if one) if all(problems) else ""
 
@@ -314,7 +316,8 @@ def _refuses(names: Names, name: str, found: Found, form: Form) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a door (one of the two connectors) works with a version of vLLM, and why.
+    """The answer to the question whether a door (one of the two connectors) works with a version of
+    vLLM, and why.
 
     changed: a line of text for each difference; None if no sources were compared, because the
         version is tested.

@@ -39,8 +39,8 @@ from hotkv_vllm.scheduler.request import NO_HIT, Answer, HitChoice, RequestState
 from hotkv_vllm.stats import HotKVStats
 
 COSTED = 16
-"""The server's times are learnt from this many recent answers and this many recent loads, so that
-predictions follow changes."""
+"""The server's times are predicted from this many recent answers and this many recent loads, so
+that the predictions follow changes."""
 CHANGED = 4.0
 """If a measured time is greater than this multiple of its prediction (plus SLACK_S), or smaller
 than the prediction divided by this number, the server counts as changed, and earlier times are
@@ -197,8 +197,8 @@ class LoadChoice:
         self.drop(state, spent_s)
 
     def drop(self, state: RequestState, spent_s: float) -> None:
-        """Ends the choice about the request's hit, because no load of it begins. A trial returns to
-        the allowance what it did not spend.
+        """Ends the choice about the request's hit, because no load of it begins. If the load was to
+        be a trial, returns the trial's unspent time to the allowance for trials.
 
         spent_s: time that the server has taken for its answers, seconds.
         """
@@ -215,7 +215,8 @@ class LoadChoice:
     def _weigh(
         self, finder: HitFinder, state: RequestState, num_tokens: int, computed_tokens: int
     ) -> None:
-        """Decides whether a leased hit is loaded, and how many of its tokens are loaded.
+        """Decides whether a leased hit is loaded, and how many of its tokens are loaded. Writes the
+        decision to the request's `HitChoice`.
 
         num_tokens: length of the hit beyond `computed_tokens`.
         computed_tokens: length of the hit in vLLM's own prefix cache.
@@ -235,8 +236,9 @@ class LoadChoice:
             choice.prefill_s = self._prefill_s(computed_tokens, computed_tokens + choice.num_tokens)
 
     def _weigh_load(self, choice: HitChoice) -> None:
-        """Decides whether to take, try or leave a hit whose length is known now. Replaces the
-        preliminary choice of `_chosen`, which assumed that the hit covers the whole prompt."""
+        """Decides whether to load a hit (TAKE), to try a load of a part of it (TRY), or to compute
+        its tokens (LEAVE). The hit's length is known now. So the result replaces the preliminary
+        choice of `_chosen`, which assumed that the hit covers the whole prompt."""
         held_s = choice.budget_s if choice.verdict is Verdict.TRY else 0.0
         if self.costs.load_s(choice.num_tokens) <= choice.prefill_s + SLACK_S:
             if held_s:
@@ -263,16 +265,16 @@ class LoadChoice:
         return min(prefill_s, max(self._share * prefill_s, few_s))
 
     def time_for(self, state: RequestState, timeout_s: float) -> float:
-        """Returns the time limit for a request's load, seconds. This is `timeout_s`, or the time
-        that the server's answers have left of the hit's time limit (`HitChoice.budget_s`), if that
-        is shorter (but at least LEAST_LOAD_S)."""
+        """Returns the time limit for a request's load, seconds. This is `timeout_s`, or the rest of
+        the hit's time limit (`HitChoice.budget_s`) that the server's answers have not used,
+        whichever is shorter. The rest counts as at least LEAST_LOAD_S."""
         choice = state.choice
         if choice is None or not choice.budget_s:
             return timeout_s
         return min(timeout_s, max(choice.budget_s - choice.ask_s, LEAST_LOAD_S))
 
     def told(self, states: Mapping[str, RequestState], load_seconds: Mapping[str, float]) -> None:
-        """Records the ranks' reports of load times.
+        """Records the load times that the ranks have reported.
 
         states: the requests that hotkv follows, by id.
         load_seconds: by request, the time that the server took for its load; negative if the load
@@ -285,8 +287,9 @@ class LoadChoice:
                 choice.is_late |= load_s < 0
 
     def end(self, state: RequestState, has_failed: bool) -> bool:
-        """Ends the choice about a request's hit, because its load has ended in all ranks. Learns
-        from the load's time. Returns True if the load failed because it reached its time limit."""
+        """Handles the end of a load in all ranks: learns from the load's time, and ends the choice
+        about the request's hit. If the load failed because it reached its time limit, returns True,
+        and the choice stays, so that the hit's tokens are computed."""
         choice, state.choice = state.choice, None
         if choice is None:
             return False
@@ -303,7 +306,7 @@ class LoadChoice:
 
     def _won(self, choice: HitChoice) -> None:
         """Learns from a load that has ended within its time limit. If the load's time is not known
-        (`choice.load_s` is 0), learns only that the trial was in time."""
+        (`choice.load_s` is 0), learns only that the load was in time."""
         self._share = TRIED_SHARE
         was_tried = choice.verdict is Verdict.TRY
         self._tried_tokens = 2 * choice.num_tokens if was_tried else LEAST_TRIED_TOKENS
@@ -353,9 +356,10 @@ class LoadChoice:
         self._stats.add("left_requests")
 
     def _lost(self, choice: HitChoice, seconds: float) -> bool:
-        """Handles a hit whose answers or load were given up at the time limit: from now on the
-        decision about the hit is LEAVE. Returns True if the decision was TAKE, because `seconds`
-        then shows how slow the server is. The time limit of a trial is too short to show this.
+        """Handles a hit whose lookup, lease or load was given up at the time limit: from now on the
+        decision about the hit is LEAVE (compute its tokens). Returns True if the decision was TAKE:
+        then `seconds` shows how slow the server is. For a trial it does not, because a trial's time
+        limit is too short.
 
         seconds: time that the server had taken when it was given up.
         """
@@ -388,8 +392,8 @@ class LoadChoice:
         self._seen_s = now_s
 
     def _judge(self, choice: HitChoice, is_sooner: bool) -> None:
-        """Counts a choice about a hit, and whether it was right (`judged_choices` and
-        `right_choices`).
+        """Counts a decision about a hit, and whether it was right, in the counters `judged_choices`
+        and `right_choices`.
 
         is_sooner: True if the load was faster than computing the hit's tokens.
         """

@@ -19,8 +19,8 @@ LEAST_STEP_TOKENS = 256
 """Steps with fewer tokens are not measured, because the fixed cost of a step dominates their
 time."""
 RECENT = 15
-"""The speed is the median over this many recent steps, because some steps take longer than their
-prefill: they wait for stores or for a compiler."""
+"""The speed is the median over this many recent steps. The median ignores single slow steps, such
+as steps that wait for stores or for a compiler."""
 LEAST_SPREAD_TOKENS = 2048
 """The engine learns how the cost per token grows with the length of the context only if the
 contexts of the measured steps differ by at least this many tokens."""
@@ -45,9 +45,9 @@ class PrefillSpeed:
     """Learns how fast the engine computes prompts, and predicts prefill times.
 
     A step begins when it is planned (`begin_step`) and ends when its results arrive (`end_step`).
-    With asynchronous scheduling the next step is planned before the results of a step arrive. So a
-    step has a number, which the workers report with its results. And the measured time of a step
-    begins no earlier than the end of the step before.
+    With asynchronous scheduling, vLLM plans the next step before the results of the present step
+    arrive. So each measured step has a number, which the workers report with the step's results.
+    The measured time of a step begins no earlier than the end of the step before.
 
     last_end_s: time at which the results of the last step of any kind arrived. The caller sets it.
     """
@@ -121,8 +121,8 @@ class PrefillSpeed:
         self._fit = None
 
     def _fitted(self) -> tuple[float, float]:
-        """Fits a line to the measured steps. Returns the seconds per token without context, and the
-        further seconds per token for each token of context.
+        """Fits a line to the costs of the measured steps. Returns the seconds per token without
+        context, and the further seconds per token that each token of context adds.
 
         Uses medians of slopes and of residuals (Theil 1950, Sen 1968). The result stays usable if
         up to 29 % of the steps have waited for something else than prefill.

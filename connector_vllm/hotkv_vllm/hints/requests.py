@@ -172,7 +172,7 @@ class HintReader:
 
 
 def _message_id(request_id: str) -> str:
-    """Returns an id for the hints of a request, for a client that has given no id. It is made from
+    """Returns an id for the hints of a request whose client has given no id. The id is made from
     the request's id. Characters that are not printable are removed, because clients can choose a
     part of the request's id."""
     printable = "".join(filter(str.isprintable, request_id[:MAX_ID_CHARS]))

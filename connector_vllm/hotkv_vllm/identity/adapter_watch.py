@@ -25,8 +25,8 @@ from hotkv_vllm.identity.weights_watch import calling_worker
 from hotkv_vllm.link import logger
 
 MAX_AHEAD = 4
-"""Most adapters that are read ahead of vLLM at a time. If vLLM's `max_loras` (adapters in a batch)
-is larger, that is the limit."""
+"""The most adapters that are read ahead of vLLM at a time. If vLLM's `max_loras` (adapters in a
+batch) is larger, `max_loras` is the limit."""
 
 
 class AdapterWatch:
@@ -75,7 +75,7 @@ class AdapterWatch:
 
     def before_step(self, work: AdapterWork) -> None:
         """Carries out the adapters' part of a step's message: releases adapters, and answers the
-        scheduler's questions, postponed questions first."""
+        scheduler's questions which bytes an adapter has. Answers postponed questions first."""
         self._unacknowledged -= work.acknowledged
         for adapter_id in work.released:
             self._ahead.pop(adapter_id, None)
@@ -105,10 +105,10 @@ class AdapterWatch:
         return report
 
     def _name(self, lora_request: Any) -> str:
-        """Returns the identity of the bytes that vLLM uses, or will use, for the adapter. Reads the
-        adapter ahead if vLLM has not loaded it. Returns UNKNOWN if the bytes can't be identified or
-        have changed, and LATER if no further adapter may be read ahead.
-        """
+        """Returns the identity of the bytes that vLLM uses, or will use, for the adapter. If vLLM
+        has not loaded the adapter yet, reads it ahead. Returns UNKNOWN if the bytes can't be
+        identified or have changed. Returns LATER if the limit of adapters that are read ahead is
+        reached."""
         if self._manager is None:
             return UNKNOWN
         adapter_id = lora_request.lora_int_id

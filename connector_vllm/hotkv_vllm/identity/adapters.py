@@ -231,9 +231,9 @@ class Adapters:
             self._to_release.add(live[0])
 
     def standing(self, request: Any, now_s: float) -> Standing:
-        """Returns whether a request with an adapter may use hotkv now, and if not, whether the
-        request should wait (see `Standing`). Returns NEVER if `arrived` did not register the
-        request, or if the adapter's bytes have changed or can't be identified."""
+        """Returns whether a request with an adapter may use hotkv now, or should wait (see
+        `Standing`). Returns NEVER if `arrived` did not register the request, or if the adapter's
+        bytes have changed or can't be identified."""
         live = self._live.get(request.request_id)
         if live is None or self._adapters[live[1]].is_refused:
             return Standing.NEVER
@@ -299,8 +299,8 @@ class Adapters:
         return self._taken
 
     def give_back(self) -> None:
-        """Undoes the last `take_work`, because the message of its step was not sent to the workers:
-        the returned questions, releases and acknowledgements are due again."""
+        """Undoes the last `take_work`, because the message with its result was not sent to the
+        workers. The questions, releases and acknowledgements in it are due again."""
         for number, _ in self._taken.asked:
             if number in self._questions:
                 self._questions[number].asked_s = None

@@ -80,8 +80,8 @@ class Exactness:
         self.is_watching |= is_streamed and self._doubtful_tokens is not None
 
     def loads(self, request_id: str, num_tokens: int) -> None:
-        """Records that hotkv loads `num_tokens` for the request: the tokens after its hit in vLLM's
-        own prefix cache."""
+        """Records that hotkv loads `num_tokens` tokens of the request. These tokens follow the
+        request's hit in vLLM's own prefix cache."""
         if request_id in self._own_tokens:
             self._own_tokens[request_id] += num_tokens
 

@@ -66,8 +66,8 @@ class RankNote:
 
 
 class MissingNoteError(Unsupported):
-    """The note of a rank (its description of itself for the other ranks) has not arrived in time.
-    Other ranks may have got all notes, and agree."""
+    """Raised if the note of a rank (its description of itself for the other ranks) has not arrived
+    in time. Other ranks may have received all notes and agreed on a key space."""
 
 
 def this_host() -> str:
@@ -80,13 +80,14 @@ def this_host() -> str:
 
 
 def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, RankPlace]:
-    """Exchanges notes with all ranks. Returns the engine's key space, which is the same in all
-    ranks, and this rank's place (position and index of its shard). Blocks until all ranks have
-    called this function, for at most AGREE_TIMEOUT_S. A rank that can't use the cache only posts
-    its note.
+    """Exchanges notes (a rank's description of itself) with all ranks, and derives the engine's key
+    space. Returns the key space, which is the same in all ranks, and this rank's place (position
+    and index of its shard). Blocks until the notes of all ranks have arrived, for at most
+    AGREE_TIMEOUT_S.
 
-    Raises Unsupported if the engine can't use the cache. If all notes have arrived, the reason is
-    the same in all ranks that could use the cache.
+    Raises Unsupported if the engine can't use the cache. A rank that itself can't use the cache
+    posts its note and raises at once. If all notes have arrived, the reason is the same in all
+    ranks that could use the cache.
 
     note: this rank's note.
     engine_id: vLLM's id of the engine; part of the keys under which the notes are posted.
@@ -115,8 +116,8 @@ def process_group_store() -> Store:
 def exchange(
     store: Store, prefix: str, note: RankNote, num_ranks: int, timeout_s: float
 ) -> list[RankNote]:
-    """Posts this rank's note and returns the notes of all ranks. Raises MissingNoteError if a
-    note does not arrive within `timeout_s`.
+    """Posts this rank's note (its description of itself) and returns the notes of all ranks. Raises
+    MissingNoteError if a note does not arrive within `timeout_s`.
 
     prefix: prefix of the keys in the store; must be new in each call.
     """

@@ -124,7 +124,7 @@ class Rekeying:
         self.media_are_old &= not has_paused
 
     def ask(self, now_s: float) -> None:
-        """Begins a check: the next step asks all ranks which weights they have."""
+        """Begins a check of the weights: the next step asks all ranks which weights they have."""
         if not self._is_asking:
             self._since_s = now_s
         self._began_fresh = self.is_fresh
@@ -206,9 +206,9 @@ class Rekeying:
         self.were_written = False
 
     def order(self) -> WeightsOrder | None:
-        """Returns the order about weights for a step's message; None if there was no check of the
-        weights, or if `begin` has stopped it. Every step repeats the order, because a step may be
-        lost."""
+        """Returns the order about weights for a step's message. Each step repeats the order,
+        because the message of a step may be lost. Returns None if there was no check of the
+        weights, or if `begin` has stopped the check."""
         if not self._question:
             return None
         return WeightsOrder(self._question, "" if self._is_asking else self.identity)

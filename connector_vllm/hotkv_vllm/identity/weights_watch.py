@@ -51,7 +51,7 @@ WRITERS = (
 )
 """Methods of vLLM's worker and model runner that may change weights."""
 EXPERTS = frozenset({"w13_weight", "w2_weight"})
-"""Names of the parameters that hold a layer's experts."""
+"""Names of the parameters in which vLLM stores the weights of a layer's experts."""
 MAX_FRAMES = 40
 
 
@@ -103,17 +103,17 @@ class WeightsWatch:
         return self._known
 
     def _read(self) -> None:
-        """Reads all weights, and sets the digest `_known` if they may have changed."""
+        """Reads all weights. Sets `_known`, their digest, if the weights may have changed since the
+        last reading."""
         kernels = [kernel for model in self._models for kernel in _hiding_kernels(model)]
         found = self._digest(_sums), kernels
         if found != self._found or None in kernels:
             self._found, self._known = found, uuid.uuid4().hex if kernels else found[0]
 
     def forget_original(self) -> None:
-        """Forgets the original digest, so that a check identifies the weights by their contents in
-        memory. Used if the weights in memory may differ from the model's files, by which the
-        engine's key space identifies them.
-        """
+        """Forgets the digest of the original weights. Later checks then identify the weights by
+        their contents in memory, not by the model's files. Used if the weights in memory may differ
+        from these files."""
         self.original = ""
         self.touched = True
 

@@ -62,7 +62,8 @@ class DoorMetadata(OffloadingConnectorMetadata):
         wants_formats: bool,
         timed_step: int,
     ) -> "DoorMetadata":
-        """Returns the message with vLLM's orders (`theirs`) and hotkv's orders."""
+        """Returns a message with the orders of vLLM's own offloading (`theirs`) and hotkv's
+        orders."""
         hotkv = {"weights": weights, "wants_formats": wants_formats, "timed_step": timed_step}
         return DoorMetadata(**_values(theirs) | hotkv)
 
@@ -100,7 +101,8 @@ class DoorReport(OffloadingWorkerMetadata):
         return joined.beside(theirs)
 
     def beside(self, theirs: KVConnectorWorkerMetadata | None) -> "DoorReport":
-        """Returns this report with the values of vLLM's own report (`theirs`) added."""
+        """Returns a copy of this report in which the values of vLLM's own offloading are those of
+        `theirs`. hotkv's values stay."""
         names = ("weights", "formats", "timed_step", "hook_errors")
         ours = {name: getattr(self, name) for name in names}
         return DoorReport(**({} if theirs is None else _values(theirs)) | ours)

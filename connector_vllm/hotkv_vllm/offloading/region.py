@@ -13,7 +13,8 @@ import numpy as np
 
 
 class NoRegion(ValueError):
-    """Raised if the primary tier is not in a single shared file that this process has open."""
+    """Raised if vLLM's primary tier (the CPU memory of its offloading) is not in a single shared
+    file that this process has open."""
 
 
 @dataclass(frozen=True, slots=True)

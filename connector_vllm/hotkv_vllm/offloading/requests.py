@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 
 MAX_WAVES = 3
 SHARE_ALONE = 0.9
-"""Largest share of the primary tier's rows that promotions may use while only one request has
-promotions."""
+"""Largest share of the rows of the primary tier (vLLM's CPU memory) that promotions (copies from
+the server into these rows) may use while only one request has promotions."""
 SHARE_TOGETHER = 0.5
-"""Largest share of the primary tier's rows that promotions may use while several requests have
-promotions. It is smaller than SHARE_ALONE, so that a further request finds free rows sooner."""
+"""Largest share of the rows of the primary tier (vLLM's CPU memory) that promotions (copies from
+the server into these rows) may use while several requests have promotions. It is smaller than
+SHARE_ALONE, so that a further request finds free rows sooner."""
 
 Key = bytes
 """vLLM's `OffloadKey`, which identifies a chunk: the hash of the chunk's last block, and four bytes
@@ -55,8 +56,9 @@ class Promotions:
     reach: dict[bytes, int] = field(default_factory=dict)
 
     def may_promote(self, key: Key, end_tokens: int) -> bool:
-        """Returns True if the chunk with this key may be promoted. If it returns False, the
-        request's lookup must answer "miss", even if the server has the chunk.
+        """Returns True if the chunk with this key may be promoted (copied from the server into
+        vLLM's primary tier). If it returns False, the request's lookup must answer "miss", even if
+        the server has the chunk.
 
         end_tokens: end of the chunk in the prompt.
         """
@@ -67,7 +69,8 @@ class Promotions:
         return self.waves < MAX_WAVES and end_tokens <= self.reach.get(group_of(key), 0)
 
     def submitted(self, ends_tokens: Mapping[Key, int]) -> None:
-        """Records a promotion that vLLM has submitted.
+        """Records a promotion (copy of chunks from the server into vLLM's primary tier) that vLLM
+        has submitted.
 
         ends_tokens: by key of each chunk of the promotion: the end of the chunk in the prompt.
         """
@@ -78,7 +81,7 @@ class Promotions:
             self.reach[group] = max(end_tokens, self.reach.get(group, 0))
 
     def ended(self, keys: Iterable[Key], loaded: Collection[Key]) -> None:
-        """Records the end of a promotion.
+        """Records the end of a promotion (copy of chunks from the server into vLLM's primary tier).
 
         keys: the keys of the promotion's chunks.
         loaded: the keys of the chunks that were loaded; all other chunks of `keys` have failed.
@@ -87,9 +90,10 @@ class Promotions:
 
 
 class Room:
-    """Counts the rows of the primary tier (vLLM's CPU memory) that promotions use: the rows of the
-    promotions in progress, and one row for each offer of this step. An offer is a lookup that has
-    answered "hit", so that vLLM is about to promote the chunk.
+    """Counts the rows of the primary tier (vLLM's CPU memory) that promotions (copies from the
+    server into these rows) use: the rows of the promotions in progress, and one row for each offer
+    of this step. An offer is a lookup that has answered "hit", so that vLLM is about to promote the
+    chunk.
 
     num_rows: number of rows of the primary tier.
     """
@@ -115,8 +119,9 @@ class Room:
         return bool(self._offered)
 
     def offer(self, request_id: str) -> bool:
-        """Counts a row for a chunk that vLLM is about to promote, and returns True. If promotions
-        may use no further row, counts no row and returns False."""
+        """Counts a row for a chunk that vLLM is about to promote (copy from the server into the
+        primary tier), and returns True. If promotions already use all rows that they may use,
+        counts no row and returns False."""
         is_alone = self._requests <= {request_id}
         share = SHARE_ALONE if is_alone else SHARE_TOGETHER
         if self.num_taken >= max(1, int(share * self.num_rows)):
@@ -125,18 +130,21 @@ class Room:
         return True
 
     def begin(self, request_id: str, num_rows: int) -> None:
-        """Records that a promotion into `num_rows` rows begins."""
+        """Records that a promotion (copy from the server) into `num_rows` rows of the primary tier
+        begins."""
         self._under_way[request_id] = self._under_way.get(request_id, 0) + num_rows
 
     def end(self, request_id: str, num_rows: int) -> None:
-        """Records that a promotion into `num_rows` rows has ended."""
+        """Records that a promotion (copy from the server) into `num_rows` rows of the primary tier
+        has ended."""
         left = self._under_way.pop(request_id, 0) - num_rows
         if left > 0:
             self._under_way[request_id] = left
 
     def end_step(self) -> None:
-        """Forgets the offers of the step. By now vLLM has submitted their promotions, or had no
-        rows for them."""
+        """Forgets the offers of the step: the rows that were counted for chunks that vLLM was about
+        to promote (copy from the server). By now vLLM has submitted their promotions, or had no
+        free rows for these promotions."""
         self._offered.clear()
 
     def check_invariants(self) -> None:

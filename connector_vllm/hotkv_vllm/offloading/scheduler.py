@@ -49,8 +49,8 @@ from hotkv_vllm.sparse.rows import sparse_rows
 IDLE_WAIT_S = 0.01
 """Longest wait for promotions (copies from the server into the primary tier) in a step in which the
 engine has nothing to compute, seconds. Without this wait vLLM would ask for the hit again every
-millisecond. That takes processor time and the GIL from the threads that execute the promotion, and
-makes a hit a third slower."""
+millisecond. These questions would take processor time and the GIL from the threads that execute the
+promotion, and make a hit a third slower."""
 
 
 class DoorScheduler:
@@ -190,9 +190,9 @@ class DoorScheduler:
     # ------------------------------------------------------------------------------------- requests
 
     def _is_excluded(self, request: Any) -> bool:
-        """Returns True if the request must not use hotkv, because vLLM's hashes do not cover
-        everything that decides its KV: they name adapters by path, may name media by a counter, and
-        do not name the weights that have encoded the media."""
+        """Returns True if the request must not use hotkv, because vLLM's block hashes do not cover
+        everything that decides its KV. The hashes identify LoRA adapters by path, may identify
+        media by a counter, and do not cover the weights that have encoded the media."""
         leaves_media_out = self._counts_media or self._weights.media_are_old
         return request.lora_request is not None or bool(leaves_media_out and request.mm_features)
 
@@ -245,7 +245,8 @@ class DoorScheduler:
 
     def _loaded_tokens(self, request: Any, device_hit_tokens: int, external_tokens: int) -> int:
         """Returns how many tokens of the request's hit count as loaded from the server: the tokens
-        from the first chunk that was promoted from the server to the end of the hit.
+        from the first chunk that was promoted (copied from the server into the primary tier) to the
+        end of the hit.
 
         device_hit_tokens: length of the hit in vLLM's own prefix cache.
         external_tokens: number of tokens that vLLM's offloading loads.
@@ -262,15 +263,16 @@ class DoorScheduler:
         return max(0, device_hit_tokens + external_tokens - begin)
 
     def _share_nothing(self, *_: Any) -> None:
-        """Stops all lookups and stores of the tier until vLLM has emptied its caches. Called if a
-        hook raises that keeps wrong KV out of the server and the primary tier."""
+        """Stops all lookups and stores of the tier until vLLM has emptied its caches. This is the
+        fallback of those hooks that keep wrong KV out of the server and the primary tier."""
         self._tier.is_held = True
         self._is_clean = False
 
     @hook(_share_nothing, of="door")
     def got_blocks(self, request: Any, blocks: Any, offloading: Any) -> None:
-        """Records the blocks that vLLM has allocated to a request. A turn of streamed input may
-        bring the request's first media, so it may have to be excluded from hotkv now.
+        """Records the blocks that vLLM has allocated to a request. Also excludes the request from
+        hotkv if it must not use hotkv any more: a later turn of streamed input may bring its first
+        media.
 
         offloading: vLLM's `OffloadingConnectorScheduler`.
         """
@@ -281,10 +283,10 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def tell_written(self, scheduler_output: Any, offloading: Any) -> None:
-        """Tells vLLM's offloading which blocks the step writes (see `steps.tell_written`), which
-        recurrent states it must not store (`steps.withdraw_states`), and how many leading tokens of
-        each request it may store. Must be called before vLLM's offloading plans the stores of the
-        step.
+        """Informs vLLM's offloading about the step: which blocks the step writes (see
+        `steps.tell_written`), which recurrent states must not be stored (`steps.withdraw_states`),
+        and how many leading tokens of each request may be stored. Must be called before vLLM's
+        offloading plans the stores of the step.
 
         A request's tokens may be stored up to its first unsafe block. A block is unsafe if its KV
         is from before a reset, or if another connector of a MultiConnector has decoded it sparsely.
@@ -313,8 +315,8 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def load_failed(self, invalid_blocks: Collection[int], offloading: Any) -> None:
-        """Keeps wrong KV out of the primary tier and the server, after another connector of a
-        MultiConnector has failed to load blocks.
+        """Keeps wrong KV out of the primary tier (the CPU memory of vLLM's offloading) and the
+        server, after another connector of a MultiConnector has failed to load blocks.
 
         invalid_blocks: ids of the blocks that were not loaded. KV that was computed from them is
             wrong.
@@ -323,8 +325,8 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def leave_out_holes(self, scheduler_output: Any, offloading: Any) -> None:
-        """Prevents the store of incomplete chunks: a hit could need a block that is missing in the
-        chunk (`steps.leave_out_holes`)."""
+        """Prevents the store of chunks in which a block is missing, because a hit could need this
+        block (`steps.leave_out_holes`)."""
         steps.leave_out_holes(offloading, scheduler_output)
 
     @hook(_share_nothing, of="door")
@@ -375,7 +377,8 @@ class DoorScheduler:
 
     def _hold(self, *_: Any, **__: Any) -> int:
         """Stops all lookups and stores of the tier until the ranks have reported their weights.
-        Called if `begin_step` or `update` raises, which process these reports."""
+        Called if `begin_step` or `update` raises, because these two methods process the ranks'
+        reports."""
         self._tier.is_held = True
         self._weights.suspect()
         # The step may compute blocks before the next check begins.
@@ -412,15 +415,16 @@ class DoorScheduler:
         return self._prefill.begin_step(steps.scheduled_rows(scheduler_output), now_s)
 
     def _passed(self, num_tokens: int) -> None:
-        """Records that the step computes this number of tokens."""
+        """Records that the step computes `num_tokens` tokens. If it computes any, the engine's
+        caches no longer count as empty."""
         if num_tokens:
             self._is_empty = False
             self._weights.is_fresh = False
 
     @property
     def _is_idle(self) -> bool:
-        """Returns True if the engine has nothing to compute, so that waiting for a promotion delays
-        nothing else."""
+        """Returns True if the engine has nothing to compute, so that waiting for a promotion (copy
+        from the server into the primary tier) delays nothing else."""
         return self._may_wait and not self._admitted
 
     @hook(lambda *_: False, of="door")
@@ -443,8 +447,8 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def end_step(self) -> None:
-        """Waits up to IDLE_WAIT_S until a promotion has ended, if promotions are in progress and
-        the engine has nothing to compute."""
+        """Waits up to IDLE_WAIT_S until a promotion (copy from the server into the primary tier)
+        has ended, if promotions are in progress and the engine has nothing to compute."""
         if self._tier.transfers is not None and self._is_idle:
             self._tier.transfers.wait_for_end(IDLE_WAIT_S)
 
@@ -507,9 +511,10 @@ class DoorScheduler:
                 self._reports.load_ended(state, failed=False)
 
     def _become_unclean(self) -> None:
-        """Records that the engine's caches (device and primary tier) have blocks of other weights,
-        so that the tier must share no chunk until both are emptied. Logs this once until the next
-        reset. Does nothing if a reset has emptied them and no step has computed blocks since."""
+        """Records that the engine's caches (the device and the primary tier, which is the CPU
+        memory of vLLM's offloading) have blocks of other weights, so that the tier must share no
+        chunk until both are emptied. Logs this once until the next reset. Does nothing if a reset
+        has emptied them and no step has computed blocks since."""
         if self._is_empty and self._weights.under_way:
             return
         self._is_clean = False

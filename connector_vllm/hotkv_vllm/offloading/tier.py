@@ -63,24 +63,26 @@ from hotkv_vllm.stats import HookClock, HotKVStats
 
 CLIENT_NAME = "hotkv-offloading"
 BY_CONNECTOR = "opened_by_connector"
-"""Name of the setting by which `HotKVOffloadingConnector` tells the tier that the connector opens
-the session."""
+"""Name of a setting that `HotKVOffloadingConnector` adds to the tier's settings. With this setting
+the connector opens the tier's session, so the tier does not open one by itself."""
 HANDLE = "primary"
 HOOK_ERRORS = "vllm:hotkv_offloading_hook_errors"
-"""Name of the metric. It differs from the metric of `HotKVConnector`, because both connectors may
-be in one MultiConnector, and vLLM registers a name only once."""
+"""Name of the metric that counts exceptions in hotkv's hooks. It differs from the metric of
+`HotKVConnector`, because both connectors may be in one MultiConnector, and vLLM registers a name
+only once."""
 PROBE_AGAIN_S = 0.25
-"""After this time, seconds, the block table is probed again for a request's chunks. The result of a
-probe is only a hint: the lease that a load acquires decides."""
+"""Time after which the block table is probed again for a request's chunks, seconds. The result of a
+probe is only a hint. The lease that a load acquires decides."""
 ROOM_PATIENCE_S = 2.0
-"""A request waits at most this long for rows of the primary tier while promotions of other requests
-use too many rows, seconds."""
+"""A request waits at most this long for rows of the primary tier (vLLM's CPU memory) while
+promotions (copies from the server into rows) of other requests use too many rows, seconds."""
 HELD_STEPS = 3
-"""Number of steps after a reset in which no promotion begins, because the workers may still copy
-into rows that the reset has freed. vLLM 0.33 delays promotions for the same reason."""
+"""Number of steps after a reset in which no promotion (copy from the server into the primary tier)
+begins, because the workers may still copy into rows that the reset has freed. vLLM 0.33 delays
+promotions for the same reason."""
 OWED_S = 600.0
-"""For this time after a failed store, seconds, vLLM offers all chunks of each new request to the
-tiers again. Normally vLLM offers a chunk to its tiers only once, so the server would never get the
+"""Time after a failed store in which vLLM offers all chunks of each new request to the tiers again,
+seconds. Normally vLLM offers a chunk to its tiers only once, so the server would never get the
 chunks that were computed while it was away."""
 
 
@@ -399,12 +401,15 @@ class HotKVTier(SecondaryTierManager):
     def _probe(
         self, session: Session, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
-        """Looks up all chunks of the request, and `key`, in the block table if there is one. Also
-        sends a lookup to the server if there is no block table, or if the server has tiers below
-        host memory and the request has no promotion yet. Sends another lookup about the same chunks
-        only without a block table and before the first promotion; the request does not wait for its
-        answer. Chunks that an answer named as ready stay ready, because they may be in a tier below
-        host memory."""
+        """Probes the block table, if there is one, for `key` and for all chunks of the request that
+        may be promoted (copied from the server into vLLM's primary tier). Also asks the server
+        about these chunks, by a lookup call, in two cases: there is no block table, or the server
+        has tiers below host memory and the request has no promotion yet.
+
+        If the request has sent a lookup before, another lookup is sent only without a block table
+        and before the first promotion, and the request does not wait for the answer. Chunks that an
+        earlier answer named as ready stay ready, because they may be in a tier below host memory.
+        """
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
         by_group = self._by_group(keys if key in ends else [*keys, key])
@@ -449,10 +454,10 @@ class HotKVTier(SecondaryTierManager):
         return known.ready[key]
 
     def _without_room(self, known: RequestInTier) -> LookupResult:
-        """Returns the answer to a lookup whose chunk the server has, if promotions may use no
-        further row of the primary tier. Before its first promotion a request waits up to
-        ROOM_PATIENCE_S ("ask again"), because vLLM would take a miss as final. Later the answer is
-        a miss."""
+        """Returns the answer to a lookup if the server has the chunk, but promotions (copies from
+        the server into the primary tier) may use no further row of the primary tier. Before its
+        first promotion a request waits up to ROOM_PATIENCE_S: the answer is "ask again", because
+        vLLM would take a miss as final. Later the answer is a miss."""
         now_s = time.monotonic()
         known.room_until_s = known.room_until_s or now_s + ROOM_PATIENCE_S
         if now_s < known.room_until_s and not known.promotions.waves:
@@ -622,9 +627,9 @@ class HotKVTier(SecondaryTierManager):
     @hook(nothing, of="tier")
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forgets a request that has ended, and reports to the server which chunks the request has
-        used without loading them from the server. The server does not see hits on the device and
-        in the primary tier, and would otherwise evict these chunks too early. Reports nothing
-        about requests that `HotKVOffloadingConnector` reports."""
+        used without loading them from the server. The server does not see hits on the device and in
+        the primary tier (vLLM's CPU memory), and would otherwise evict these chunks too early.
+        Reports nothing about requests that `HotKVOffloadingConnector` reports."""
         known = self._told.pop(req_context.req_id, None)
         if known is None or known.is_excluded or known.request is not None:
             # `HotKVOffloadingConnector` reports such a request itself.
@@ -637,8 +642,8 @@ class HotKVTier(SecondaryTierManager):
 
     @hook(nothing, of="tier")
     def shutdown(self) -> None:
-        """Closes the session and the primary tier's file. The server ends the session's
-        transfers."""
+        """Closes the session and the file of the primary tier (vLLM's CPU memory). The server ends
+        the session's transfers."""
         session, self._session, self._transfers = self._session, None, None
         try:
             if session is not None:

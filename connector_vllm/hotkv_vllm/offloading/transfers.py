@@ -249,9 +249,9 @@ class Transfers:
                 )
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Waits until a load or store has ended, for at most `timeout_s`. If no load is in
-        progress, returns at once, even if stores are in progress. Returns True if there are ended
-        jobs that `take_ended` has not returned."""
+        """Waits until a load or store has ended, for at most `timeout_s`. Returns at once if no
+        load is in progress, even if stores are. Returns True if there are ended jobs that
+        `take_ended` has not returned."""
         with self._settled:
             if self._num_loads:
                 self._settled.wait_for(lambda: self._ended, timeout_s)
@@ -286,8 +286,8 @@ class Transfers:
 
 
 def _then(future: "Future[Any]", done: Callable[[Any], None], failed: Callable[[], None]) -> None:
-    """Calls `done` with the future's result once the future is resolved. Calls `failed` instead if
-    the future holds an exception, and also if `done` raises."""
+    """Calls `done` with the future's result once the future is resolved. If the future holds an
+    exception, or if `done` raises, calls `failed`."""
 
     def ended(future: "Future[Any]") -> None:
         try:

@@ -34,15 +34,16 @@ TURN_S = 2.0
 """Once a request has waited this many seconds for room, later requests do not ask for room until
 this request has got its room."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
-"""Reasons of refusals that hold only for the present state of the session. Such a refusal does not
-make the request fail: the call is repeated."""
+"""Reasons of refusals that depend on the present state of the session. After such a refusal the
+request does not fail: the call is repeated."""
 CLOSED = -1
-"""Value of `Resident.stream` if the residency is not open on any connection."""
+"""Value of `Resident.stream` if the request's residency (the server's record of its reserved room
+and pinned blocks) is not open on any connection."""
 
 
 class ResidencyCalls:
-    """Sends the calls of resident requests to the server. Scheduler thread only, except for
-    callbacks of a call's future.
+    """Sends the calls for resident requests (requests whose old blocks may be only in the server's
+    memory) to the server. Scheduler thread only, except for callbacks of a call's future.
 
     streams: counts the session's connections (streams) to the server.
     has_cramped: True while a running request has no room in the server for its next block.
@@ -69,14 +70,14 @@ class ResidencyCalls:
         return one.opened is not None and one.stream == self._streams.number
 
     def is_served(self, one: Resident) -> bool:
-        """Returns True if the session is connected and the request's residency is open (see
-        `is_open`)."""
+        """Returns True if the session is connected and the server has reserved room for the request
+        on this connection (`is_open`)."""
         return self.is_connected and self.is_open(one)
 
     def open(self, one: Resident, now_s: float) -> None:
         """Asks the server to reserve room for the request, unless other requests must get room
-        first. For a request that had room before a reconnect it always asks, because the request's
-        blocks must be pinned again."""
+        first. If the request had room before a reconnect, does not wait for other requests, because
+        the request's blocks must be pinned again."""
         if one.opened is None and not self._has_turn(one, now_s):
             return
         self._ask_room(one, one.wanted if one.opened is None else one.room)
@@ -93,9 +94,10 @@ class ResidencyCalls:
         one.opening = self._session.open_residency(one.residency_id, {0: num_blocks})
 
     def close(self, one: Resident) -> None:
-        """Closes the request's residency if it is open or being opened. The server then frees the
-        residency's room and unpins its blocks. If the residency was refused, the server learns that
-        the request no longer waits for room."""
+        """Closes the request's residency (the server's record of its reserved room and pinned
+        blocks) if it is open or being opened. The server then frees the residency's room and unpins
+        its blocks. If the residency was refused, the server learns that the request no longer waits
+        for room."""
         if one.opening is not None or one.opened is not None or one.was_refused:
             self._session.close_residency(one.residency_id)
         one.opening, one.opened, one.room = None, None, 0
@@ -105,7 +107,7 @@ class ResidencyCalls:
     def wait(self, one: Resident) -> None:
         """Makes a request that has released its room wait for room again. Its waiting time counts
         from its arrival. Once this time exceeds TURN_S, requests that arrived later do not ask for
-        room before this request has got its room."""
+        room until this request has got room."""
         self._refused[one.request_id] = one.arrived_s
 
     def renew(self, one: Resident, now_s: float) -> None:
@@ -189,20 +191,21 @@ class ResidencyCalls:
         self._compared.append((request_id, opened, is_same))
 
     def take_compared(self) -> list[tuple[str, ResidencyOpened, bool]]:
-        """Returns the results of the calls that pin a request's blocks again after a reconnect.
-        Each result is returned once, as (id of the request, the server's answer that opened the
-        residency again, True if all blocks are pinned at their old offsets in the arena)."""
+        """Returns the results of the calls that pin requests' blocks again after a reconnect. A
+        result is a tuple: id of the request, the server's answer that opened the residency again,
+        and True if all blocks are pinned at their old offsets in the arena. Each result is returned
+        once."""
         return [self._compared.popleft() for _ in range(len(self._compared))]
 
     # ----------------------------------------------------------------------------------------- pins
 
     def ask(self, one: Resident, until: int) -> None:
         """Asks the server to pin the request's next stored blocks. Does nothing while such a call
-        is in flight, or without a connection or an open residency.
+        is in flight, without a connection, or without an open residency.
 
-        The first of these blocks is the block after the blocks that are pinned already. The last
-        is before `until`, before the end of the reserved room, and before the first block without
-        a name (the hash under which the server stores the block).
+        The call begins with the first block that is not pinned yet. It ends before block `until`,
+        before the end of the reserved room, or before the first block without a name (the hash
+        under which the server stores the block), whichever comes first.
 
         until: position of a block in the context.
         """

@@ -36,8 +36,8 @@ from hotkv_vllm.residency.cuda_worker import AttentionRun, CudaLayer, CudaWorker
 
 
 def _wanted() -> tuple[SparseConfig, Any] | None:
-    """Returns the settings of sparse decode and vLLM's config of the engine whose model is being
-    built; None if the engine does not use this backend's residency."""
+    """Returns two values for the engine whose model is being built: its settings of sparse decode,
+    and vLLM's config. Returns None if the engine does not use this backend's residency."""
     vllm_config = get_current_vllm_config()
     transfer = vllm_config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
@@ -64,9 +64,9 @@ class HotFlashBackend(FlashAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Returns a layer's KV cache spec. In an engine with residency (old blocks of long contexts
-        only in host memory) this is a `ResidentSpec` (see `compat.residency.customized`). The
-        settings of the model that this process has built last decide whether the engine has
-        residency."""
+        only in host memory) this is a `ResidentSpec` (see `compat.residency.customized`). Whether
+        the engine has residency is read from the settings of the model that this process built
+        last."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
@@ -208,9 +208,9 @@ def _batch(built: FlashAttentionMetadata, common: CommonAttentionMetadata) -> Ho
 
 
 def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
-    """Returns the metadata with the worker's block table, and the worker's number of tokens to
-    attend to in each row (`seq_lens`), in place of vLLM's. The worker's arrays have the same
-    addresses in each step, as captured graphs need."""
+    """Returns the metadata in which the worker's block table and lengths (`seq_lens`, the number of
+    tokens to attend to in each row) replace vLLM's. The worker's arrays have the same addresses in
+    each step, as captured graphs need."""
     table, lengths = worker.table, worker.lengths
     assert isinstance(table, torch.Tensor) and isinstance(lengths, torch.Tensor)
     num_rows = len(metadata.seq_lens)

@@ -47,7 +47,8 @@ def install(
     """Creates the worker and attaches it to all layers. Raises Unsupported, with the reason, if a
     layer can't attend to blocks that are only in host memory (residency).
 
-    representation_tokens: number of tokens for whose representations memory is allocated.
+    representation_tokens: number of tokens for whose representations (compact forms of keys) memory
+        is allocated.
     kv_caches: the tensor of each layer, by layer name.
     centres: the model's mean keys, by which representations are computed; None without them.
     device: the device to use; None for the device of `kv_caches`.
@@ -176,7 +177,8 @@ def totals(
 ) -> Totals:
     """Computes the memory that a rank needs: vLLM's pool, and all memory that `install` allocates.
 
-    representation_tokens: number of tokens for whose representations memory is allocated.
+    representation_tokens: number of tokens for whose representations (compact forms of keys) memory
+        is allocated.
     """
     spec = residency.resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"

@@ -71,7 +71,8 @@ class DeviceArena:
 
 @dataclass(slots=True, eq=False)
 class CudaSequence:
-    """A worker's state of a resident request. All positions are positions of blocks in its context.
+    """A worker's state of a resident request (a request whose old blocks may be only in the
+    server's memory). All positions are positions of blocks in its context.
 
     state: index of the request's entries in the device's arrays.
     first_block: id of the device block with the context's first tokens. The worker reports the
@@ -114,10 +115,10 @@ class CudaSequence:
 
 
 class CudaSequences:
-    """Holds the `CudaSequence` of each resident request, and keeps the request's entries in device
-    memory up to date: its rows of representations (compact forms of keys), hot slots (device blocks
-    for selected blocks) and arena addresses. Allocates state indices and rows to requests. Used by
-    one thread.
+    """Holds the `CudaSequence` of each resident request (a request whose old blocks may be only in
+    the server's memory), and keeps the request's entries in device memory up to date: its rows of
+    representations (compact forms of keys), hot slots (device blocks for selected blocks) and arena
+    addresses. Allocates state indices and rows to requests. Used by one thread.
 
     workspace: the kernels' arrays in device memory, which hold these entries.
     num_rows: number of rows for representations.
@@ -151,8 +152,8 @@ class CudaSequences:
         return iter(list(self._sequences.values()))
 
     def of_state(self, state: int) -> CudaSequence | None:
-        """Returns the `CudaSequence` of the request with this state index (`CudaSequence.state`);
-        None if the index is free."""
+        """Returns the `CudaSequence` of the request with this state index (its place in the
+        device's arrays, `CudaSequence.state`); None if the index is free."""
         return self._by_state.get(state)
 
     def of(self, request_id: str) -> CudaSequence | None:
@@ -173,12 +174,12 @@ class CudaSequences:
     # ------------------------------------------------------------------------------------ lifetime
 
     def begin_step(self) -> None:
-        """Handles the beginning of a step, before its rows are processed."""
+        """Begins a step. Must be called before the step's rows are processed (`follow`)."""
         self._reported = {block: left - 1 for block, left in self._reported.items() if left}
 
     def end(self, request_id: str) -> None:
-        """Forgets a request that has ended or was preempted. Frees its state index, and its rows
-        for representations (compact forms of keys)."""
+        """Forgets a request that has ended or was preempted. Frees its state index (place in the
+        device's arrays), and its rows for representations (compact forms of keys)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             del self._by_state[sequence.state]
@@ -229,8 +230,8 @@ class CudaSequences:
             self._lost.add(sequence.first_block)
 
     def lose_rows(self, first_blocks: Iterable[int], why: str) -> None:
-        """Marks all requests with these first blocks as lost. A first block for which no request is
-        known is reported too (`take_lost`).
+        """Marks all requests with these first blocks as lost, so that vLLM computes them anew. If
+        no request is known for a first block, `take_lost` reports this block nevertheless.
 
         first_blocks: ids of the first blocks of contexts.
         why: the reason, for the log.
@@ -242,7 +243,8 @@ class CudaSequences:
         self._lost |= found
 
     def lose_away(self, among: Iterable[CudaSequence], why: str) -> None:
-        """Marks each request in `among` as lost if it has blocks only in host memory.
+        """Marks each request in `among` as lost if it has blocks only in host memory. vLLM computes
+        lost requests anew.
 
         why: the reason, for the log.
         """
@@ -251,8 +253,8 @@ class CudaSequences:
                 self.lose(sequence, why)
 
     def forget_all(self, why: str) -> None:
-        """Reports each request that has blocks only in host memory as lost, and forgets all
-        requests.
+        """Reports each request that has blocks only in host memory as lost, so that vLLM computes
+        it anew. Then forgets all requests.
 
         why: the reason, for the log.
         """
@@ -264,7 +266,7 @@ class CudaSequences:
 
     def take_lost(self) -> set[int]:
         """Returns the id of the first block of each request that was marked as lost since the last
-        call."""
+        call. vLLM computes these requests anew."""
         lost, self._lost = self._lost, set()
         return lost
 
@@ -304,7 +306,8 @@ class CudaSequences:
 
     def _give_rows(self, sequence: CudaSequence) -> None:
         """Allocates rows for the representations (compact forms of keys) of the context's blocks
-        that have no row yet. Marks the request as lost if too few rows are free."""
+        that have no row yet. If too few rows are free, marks the request as lost, so that vLLM
+        computes it anew."""
         tokens, known = self._work.shape.block_tokens, len(sequence.rows)
         needed = min(-(-sequence.context_tokens // tokens), self._work.shape.max_blocks)
         if needed <= known or sequence.is_lost:
@@ -513,8 +516,10 @@ class CudaWorker:
 
     def begin_batch(self, batch: HostBatch) -> None:
         """Processes the step's batch. If `begin_resident` was not called for the step, the batch is
-        prepared as a batch without resident requests. This is right for vLLM's dummy runs and
-        captures. With model runner V2, `begin_resident` follows and plans the batch."""
+        prepared as a batch without resident requests (requests whose old blocks may be only in the
+        server's memory). This is right for vLLM's dummy runs and for captures. It is also the first
+        part of a step with model runner V2, which calls `begin_resident` afterwards to plan the
+        batch."""
         self._batch = batch
         if self._plans_in_build and self._is_told:
             self._plan(batch)
@@ -533,9 +538,9 @@ class CudaWorker:
                 self._catch_up(sequence)
 
     def _catch_up(self, sequence: CudaSequence) -> None:
-        """Builds the representations (compact forms of keys) of the blocks that were complete
-        before this step, if some of them have none yet, such as the blocks of a hit. For blocks
-        that a step completes, `layer_step` builds them."""
+        """Builds the representations (compact forms of keys) that are missing for blocks that were
+        complete before this step, such as the blocks of a hit. The representations of blocks that
+        the step itself completes are built by `layer_step`."""
         tokens = self._work.shape.block_tokens
         count = (sequence.context_tokens - sequence.new_tokens) // tokens
         if count > sequence.num_built:
@@ -547,9 +552,9 @@ class CudaWorker:
         sequence.num_built = sequence.context_tokens // tokens
 
     def _runs(self, batch: HostBatch) -> tuple[AttentionRun, ...]:
-        """Divides the batch's rows among calls of attention: each row that needs the staging area
-        gets a call of its own. If there may be such a row, waits for the device, to read from it
-        which request each row belongs to."""
+        """Divides the batch's rows among calls of attention. Each row that needs the staging area
+        gets its own call. If there may be such a row, waits for the device, to read which request
+        each row belongs to."""
         num_rows = batch.device.num_rows
         away = [one for one in self._step if not one.is_sparse and self.sequences.is_away(one)]
         if not any(not one.is_lost for one in away):
@@ -573,8 +578,8 @@ class CudaWorker:
     def layer_step(self, layer: CudaLayer, query: torch.Tensor) -> None:
         """Launches the kernels that prepare a layer's attention. They build the representations
         (compact forms of keys) of blocks that the step has completed, choose the blocks to attend
-        to, and copy chosen blocks into hot slots. Afterwards `table` and `lengths` describe what
-        the layer attends to.
+        to, and copy chosen blocks into hot slots (device blocks for selected blocks). Afterwards
+        `table` and `lengths` describe what the layer attends to.
 
         query: [tokens, query heads, head size], after RoPE. The step's keys must be in the pages
             already.
@@ -629,15 +634,16 @@ class CudaWorker:
 
     def gave_up(self, layer_name: str) -> None:
         """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. Marks
-        requests of the step with blocks only in host memory as lost. Must be called while the
-        exception is handled, because it is logged."""
+        those requests of the step as lost that have blocks only in host memory; vLLM computes them
+        anew. Must be called while the exception is handled, because this method logs it."""
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: sparse attention of %s broke", layer_name)
         self.sequences.lose_away(self._step, f"attention of {layer_name} broke")
 
     def batch_broke(self, first_blocks: Iterable[int]) -> None:
-        """Handles a batch whose planning raised. Marks all its requests as lost, because a graph
-        may be replayed with the plan of an earlier batch.
+        """Handles a batch whose planning raised. Marks all its requests as lost, so that vLLM
+        computes them anew: they may have wrong KV, because a graph may be replayed with the plan of
+        an earlier batch.
 
         first_blocks: the id of each row's first block.
         """
@@ -648,17 +654,18 @@ class CudaWorker:
 
     def start_over(self) -> None:
         """Handles a step for which the scheduler's message was lost. Reports requests with blocks
-        only in host memory as lost. Forgets all requests, because the message may have said that a
-        request was preempted and begins anew."""
+        only in host memory as lost. Then forgets all requests, because the lost message may have
+        said that a request was preempted and begins anew."""
         self._step, self._is_told = [], False
         self._residents.name_rows({})
         self.sequences.forget_all("a step's plan was lost")
 
     def find_lost(self) -> None:
-        """Checks the step's requests that have blocks only in the arena. Marks a request as lost if
-        the server no longer pins these blocks; marks all of them as lost if a kernel lacked a hot
-        slot or an address. If there are such requests, first waits until the device has ended the
-        step, because the pins must be tested after the last read."""
+        """Checks the step's requests that have blocks only in the arena. Marks a request as lost,
+        so that vLLM computes it anew, if the server no longer pins these blocks. If a kernel lacked
+        a hot slot (device block for a selected block) or an address, marks all these requests as
+        lost. If there are such requests, first waits until the device has ended the step, because
+        the pins must be tested after the last read."""
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)
@@ -674,7 +681,8 @@ class CudaWorker:
 
     def take_lost(self) -> set[int]:
         """Returns the id of the first block of each request that was marked as lost since the last
-        call. Called after a step's last layer; may wait for the device."""
+        call, so that vLLM computes it anew. Called after a step's last layer; may wait for the
+        device."""
         self.find_lost()
         return self.sequences.take_lost()
 
@@ -689,7 +697,8 @@ class CudaWorker:
         self._has_captured = True
 
     def _reset_capture_state(self) -> None:
-        """Resets the arrays that captured graphs may have written. Marks all requests as lost."""
+        """Resets the arrays that captured graphs may have written. Marks all requests as lost, so
+        that vLLM computes them anew."""
         self._has_captured = False
         self._residents.name_rows({})
         for sequence in self.sequences:

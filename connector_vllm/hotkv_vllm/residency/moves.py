@@ -56,15 +56,15 @@ class Relief:
 
     @property
     def total(self) -> int:
-        """Returns by how much the move increases the pool's free blocks, not counting those that
-        admitted requests still need for their prompts (`Demand.promised`)."""
+        """Returns by how much the move increases the number of free blocks that are not promised to
+        admitted requests (`Demand.promised`)."""
         return self.freed + self.unpromised
 
 
 def to_move(demand: Demand, reliefs: Mapping[str, Relief]) -> list[str]:
     """Decides which requests to move off the device, so that its pool has enough blocks for the
     coming step and for the first waiting request. Returns their ids in the order of the moves. Each
-    move takes the request that yields the most blocks of those that are left.
+    move takes the remaining request that yields the most blocks.
 
     reliefs: by request id, the blocks that moving the request would yield. Contains the requests
         that can be moved, in the order in which vLLM admitted them.

@@ -167,8 +167,8 @@ class _Ahead:
 
 
 def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """Returns the position of each page in a staging area, int32. Pages that are only in the arena
-    come first, then the pages on the device.
+    """Returns the position that each page gets in a staging area, int32: first all pages that are
+    only in the arena, then all pages on the device.
 
     is_away: for each page, True if it is only in the arena.
     """
@@ -275,8 +275,8 @@ class PageStaging:
         self._ahead = _Ahead(layer.index, slots, area, done)
 
     def _copy_ahead(self, pages: torch.Tensor, source: I64, page_bytes: int) -> None:
-        """Copies pages; runs on the staging thread. Its reference to `pages` keeps their memory
-        alive meanwhile."""
+        """Copies pages into a staging area, on the staging thread. Holds a reference to the area
+        `pages` meanwhile, so that its memory is not freed."""
         to = pages.data_ptr() + np.arange(len(source)) * page_bytes
         self._thread_copier.copy(to, source, page_bytes)
 
@@ -301,8 +301,8 @@ class LostBytesError(Exception):
 
 
 class ResidentPages:
-    """Copies pages and representations that are only in the server's arena, for the requests of a
-    step.
+    """Copies pages and representations (compact forms of keys) that are only in the server's arena,
+    for the requests of a step.
 
     staging: the staging areas, for steps in which a request attends to its whole context.
     counted: numbers of copied pages, by names of `counter_help.COUNTERS`.
@@ -341,7 +341,7 @@ class ResidentPages:
     def slots(self, sequence: ResidentSequence, positions: Positions) -> I64:
         """Returns the addresses of the arena slots that hold a request's blocks, and records that
         the blocks are read (`has_read`). Raises LostBytesError if an address is not known, or if
-        the request is lost.
+        the request is lost (marked to be computed anew).
 
         positions: positions of the blocks in the context, ascending.
         """

@@ -30,7 +30,8 @@ ENDLESS = 1 << 40
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """The state of a resident request. All positions are positions of blocks in its context.
+    """The state of a resident request (a request whose old blocks may be only in the server's
+    memory). All positions are positions of blocks in its context.
 
     most_blocks: the most blocks that the request may ever have.
     residency_id: id of the request's residency, the server's record of its room and pinned blocks.
@@ -40,7 +41,8 @@ class Resident:
     kept: number of leading blocks that the server has pinned.
     places: where the server holds these blocks, in order.
     told: number of `places` that were sent to the workers.
-    told_pin, told_hot: the pin and the hot slots that were last sent to the workers.
+    told_pin, told_hot: the pin and the hot slots (device blocks for selected blocks) that were last
+        sent to the workers.
     asked: the call in flight that asks the server to pin more blocks, and the positions of these
         blocks; None without a call in flight.
     asks_again: True if the server was asked to pin the blocks of the request's hit, and it is not
@@ -237,7 +239,8 @@ class ResidentRows:
     """Builds the entries (`ResidentRow`) of a step's message to the workers, one for each request
     of the step. The entries say where the blocks are that are not on the device.
 
-    residents: the resident requests, by id.
+    residents: the resident requests (requests whose old blocks may be only in the server's memory),
+        by id.
     """
 
     def __init__(

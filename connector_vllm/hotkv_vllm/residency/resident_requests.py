@@ -57,8 +57,9 @@ without a new token in between."""
 
 
 class ResidentRequests:
-    """Opens, follows and closes the residency of each resident request. A residency is the server's
-    record of the request: its reserved room and its pinned blocks.
+    """Opens, follows and closes the residency of each resident request (a request whose old blocks
+    may be only in the server's memory). A residency is the server's record of the request: its
+    reserved room and its pinned blocks.
 
     reservations: sends the calls to the server.
     groups: computes the shared names (hashes) of a request's blocks.
@@ -109,9 +110,10 @@ class ResidentRequests:
         self._reservations.open(one, now_s)
 
     def _new_id(self, request_id: str) -> str:
-        """Returns an id that no residency has ever had. Private names are computed from this id, so
-        no two residencies have the same private names. The id ends with the request's id, shortened
-        and without characters that the server refuses."""
+        """Returns a new id for a residency (the server's record of a request), which no residency
+        has ever had. Private names are computed from this id, so no two residencies have the same
+        private names. The id ends with the request's id, shortened and without characters that the
+        server refuses."""
         shown = "".join(filter(str.isprintable, request_id[:MAX_SHOWN_CHARS]))
         return f"{self._prefix}-{next(self._numbers)}-{shown}"
 
@@ -138,7 +140,8 @@ class ResidentRequests:
         reservation that the server has refused.
 
         Also registers a request that this object does not know. Such a request arrived when the
-        engine had other weights, and so another object of this class (one per key space).
+        engine had other weights, and so another key space. Each key space has its own object of
+        this class.
         """
         request_id = state.request.request_id
         if request_id not in self._residents:
@@ -163,10 +166,11 @@ class ResidentRequests:
     def keeps_hit(self, request: Any, hit_tokens: int) -> bool | None:
         """Decides whether the request may begin with a hit. Returns True if the device has room for
         all blocks of the request, or if the server has pinned all blocks of the hit for this
-        request. Returns None while the server's answer to the call that pins them is awaited.
+        request. Returns None while the server's answer to the call that pins these blocks is
+        awaited.
 
-        With `residency = "auto"`, also returns True if the server can't pin all of them but the
-        device's pool is large enough for the request. In all other cases returns False.
+        With `residency = "auto"`, also returns True if the server can't pin all blocks of the hit
+        but the device's pool is large enough for the request. In all other cases returns False.
 
         hit_tokens: length of the hit, including the hit in vLLM's own prefix cache.
         """
@@ -205,8 +209,10 @@ class ResidentRequests:
         return min(one.most_blocks, -(-tokens // self._block_tokens))
 
     def _reserve(self, one: Resident) -> None:
-        """Sets `one.wanted`, the number of blocks for which the request should have room: its
-        present blocks and QUANTUM_TOKENS more, or only its present blocks while it is held."""
+        """Sets `one.wanted`, the number of blocks for which the request should have room in the
+        server. For a held request (it is left out of steps) these are its present blocks. For other
+        requests these are its present blocks and QUANTUM_TOKENS more; the number is raised when
+        less than half of the additional room is left."""
         needed = self._needed(one)
         quantum = -(-QUANTUM_TOKENS // self._block_tokens)
         if one.is_held:
@@ -219,8 +225,9 @@ class ResidentRequests:
         no room for their next block. Asks the server for room for these requests. Called before
         each step (`ResidentManager.step_starts`).
 
-        Also parks a request (vLLM preempts it, and it waits for room again) if all running requests
-        have been held for `PARK_S`, or if the request has waited too long for room that others got.
+        Also parks requests. A parked request is preempted by vLLM and waits for room again. A
+        request is parked if all running requests have been held for `PARK_S` (`_park`), or if it
+        has waited too long for room that other requests got (`_is_outwaited`).
         """
         held = []
         for one in self._residents.values():
@@ -254,8 +261,8 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- moves
 
     def _may_move(self, one: Resident) -> bool:
-        """Returns True if the request may be moved off the device: its residency is open and has
-        room for all its blocks, and none of them is lost."""
+        """Returns True if the request may be moved off the device: the server has reserved room for
+        all its blocks on the present connection, and has lost none of them."""
         return self._fits(one) and self._reservations.is_served(one) and not one.is_lost
 
     def make_room(self) -> None:
@@ -276,11 +283,11 @@ class ResidentRequests:
             self._stats.add("moved_residencies")
 
     def _park(self, now_s: float) -> str | None:
-        """Parks a request if all running requests have been held for `PARK_S`: the request that has
-        room and arrived last releases its room, so that the other requests can go on. Returns the
-        id of the parked request; None if no request was parked. The blocks of the parked request
-        stay in the arena until the server evicts them, so the request may hit them when it begins
-        again."""
+        """Parks one request if all running requests have been held (left out of steps for lack of
+        room in the server) for `PARK_S`: the request that has room and arrived last releases its
+        room, so that the other requests can go on. Returns the id of the parked request; None if no
+        request was parked. The blocks of the parked request stay in the arena until the server
+        evicts them, so the request may hit them when it begins again."""
         running = [one for name, one in self._residents.items() if self._pool.has_blocks(name)]
         last = next((one for one in reversed(self._residents.values()) if one.opened), None)
         is_stuck = bool(running) and all(one.is_held for one in running)
@@ -309,17 +316,18 @@ class ResidentRequests:
         one.waited_s = 0.0
 
     def _is_outwaited(self, one: Resident) -> bool:
-        """Returns True if other requests got the request's room after a reconnect, and the request
-        has waited for `timeout_s`. It is then parked (vLLM preempts it, and it waits for room
-        again), not ended with an error."""
+        """Returns True if other requests got this request's room after a reconnect, and this
+        request has waited for `timeout_s`. Such a request is parked (vLLM preempts it, and it waits
+        for room again) instead of ended with an error."""
         is_long = one.waited_s >= self._timeout_s
         return one.has_lost_room and is_long and self._reservations.is_connected
 
     # ---------------------------------------------------------------------------------------- names
 
     def names(self, state: RequestState, until: int) -> Sequence[bytes]:
-        """Returns the names of a resident request's blocks: the hashes under which the server
-        stores them. Names at least the first `until` blocks, which must be computed.
+        """Returns the names of the blocks of a resident request (whose old blocks may be only in
+        the server's memory): the hashes under which the server stores them. Names at least the
+        first `until` blocks, which must be computed.
 
         A block that must not be shared when it is first named gets a private name, which no other
         request has. The name of a block that the server has pinned never changes.
@@ -332,8 +340,8 @@ class ResidentRequests:
         return one.name(self._groups.own_hashes(request, 0), until, 0)
 
     def reset(self, request_id: str) -> None:
-        """Handles a reset of the cache for a request. A request with blocks on the device goes on
-        with them: the blocks that the server has not pinned yet get names that no other request
+        """Handles a reset of the cache for a request. A request with blocks on the device keeps
+        them: those that the server has not pinned yet get private names, which no other request
         finds (`_make_private`). A request without blocks on the device is computed anew if the
         server may have pinned any of its blocks, because their KV is from before the reset."""
         one = self._residents[request_id]
@@ -359,8 +367,8 @@ class ResidentRequests:
         one.store_from(one.kept)
 
     def distrust(self) -> None:
-        """Handles that the KV on the device has become inexact. Device blocks that the server has
-        not pinned yet are stored under private names, which no other request finds."""
+        """Handles that the KV on the device has become inexact: device blocks that the server has
+        not pinned yet get private names, so that no other request finds them in the server."""
         for request_id, one in self._residents.items():
             if self._pool.has_blocks(request_id):
                 self._make_private(one)
@@ -369,7 +377,7 @@ class ResidentRequests:
 
     def stores(self, request_id: str, job: StoreJob) -> None:
         """Records that `job` stores blocks of the request. The server is asked to pin these blocks
-        only after the store has ended."""
+        after the store has ended."""
         one = self._residents.get(request_id)
         runs = (*job.runs, *job.representations)
         if one is not None and runs:
@@ -393,8 +401,9 @@ class ResidentRequests:
         return one.kept * self._block_tokens
 
     def is_freeing(self, now_s: float) -> bool:
-        """Returns True if resident requests will soon free device blocks, so that vLLM can wait for
-        them instead of preempting a request."""
+        """Returns True if resident requests (requests whose old blocks may be only in the server's
+        memory) will soon free device blocks, so that vLLM can wait for them instead of preempting a
+        request."""
         if self._pool.has_lost or any(one.is_lost for one in self._residents.values()):
             return False
         return any(
@@ -406,7 +415,8 @@ class ResidentRequests:
 
     def _would_free(self, one: Resident) -> bool:
         """Returns True if the request will free device blocks once the server has pinned more of
-        its blocks. A request that is wholly on the device frees blocks if it can then be moved."""
+        its blocks. A request that is wholly on the device will free blocks only if it can then be
+        moved off the device."""
         if not self._pool.stays_whole(one.state.request):
             return True
         relief = self._pool.relief(one.request_id, one.state.request.num_tokens)
@@ -415,9 +425,9 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self, scheduler_output: Any, rows: RowNames, now_s: float) -> ResidentStep:
-        """Advances all resident requests by a step, and returns the step's message to the workers
-        about resident requests. Must be called before vLLM adds the step's tokens to the requests'
-        `num_computed_tokens`.
+        """Advances all resident requests (requests whose old blocks may be only in the server's
+        memory) by a step, and returns the step's message to the workers about them. Must be called
+        before vLLM adds the step's tokens to the requests' `num_computed_tokens`.
 
         rows: holds vLLM's object of each running request.
         """
@@ -521,8 +531,9 @@ class ResidentRequests:
                     self._fail(one, f"its bytes in host memory were lost {MAX_LOSSES} times")
 
     def _start_over(self, one: Resident) -> None:
-        """Closes the request's residency and forgets all blocks that the server holds for the
-        request. Gives the request a new residency id. The new residency is opened later."""
+        """Closes the request's residency (the server's record of its room and pinned blocks) and
+        forgets all blocks that the server holds for the request. Gives the request a new residency
+        id. The new residency is opened later."""
         self._reservations.close(one)
         one.residency_id, one.is_lost = self._new_id(one.request_id), False
         one.begin_anew(0)

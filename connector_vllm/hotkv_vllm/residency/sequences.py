@@ -142,13 +142,14 @@ class ResidentSequence:
 
     first_block: id of the device block with the context's first tokens. The worker reports the
         request as lost by this id.
-    may_outgrow: True if the request is resident, so that its blocks may be freed on the device.
+    may_outgrow: True if the request is resident: its old blocks may be freed on the device, and are
+        then only in the server's memory.
     num_freed: the blocks between the sinks (first blocks) and this position are not on the device.
-    hot_blocks: ids of the request's hot slots, int32.
+    hot_blocks: ids of the request's hot slots (device blocks for selected blocks), int32.
     addresses: by position, the address of the block's arena slot in this process, int64; -1 if not
         known.
-    representations: by position, the address of the arena slot with the block's representations,
-        int64; -1 if the server lacks them.
+    representations: by position, the address of the arena slot with the block's representations
+        (compact forms of keys), int64; -1 if the server lacks them.
     rows: by position, the row of `KeptRows` with the block's representations, int32.
     num_kept: by layer index, the number of leading blocks whose representations are in `rows`.
     content: by layer index, the position of the block that each hot slot holds.
@@ -245,7 +246,7 @@ class ResidentSequences:
 
     def end(self, request_id: str) -> None:
         """Forgets a request that has ended or was preempted, and frees its rows of `KeptRows`
-        (places for representations of its blocks)."""
+        (places for representations, compact forms of keys, of its blocks)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._kept.give_back(sequence.rows)
@@ -296,9 +297,9 @@ class ResidentSequences:
     # ----------------------------------------------------------------------------------------- loss
 
     def lose(self, sequence: ResidentSequence, why: str) -> None:
-        """Marks the request as lost, and queues it to be reported with this step. Does nothing if
-        it is marked already: it would be reported by the id of its first block, and this block may
-        meanwhile belong to another request.
+        """Marks the request as lost (vLLM then computes it anew), and queues it to be reported with
+        this step. Does nothing if it is marked already: it would be reported by the id of its first
+        block, and this block may meanwhile belong to another request.
 
         why: the reason, for the log.
         """
@@ -308,16 +309,17 @@ class ResidentSequences:
             self._lost.add(sequence.first_block)
 
     def lose_named(self, request_ids: Iterable[str]) -> None:
-        """Marks `request_ids` as lost. The scheduler's message names these requests, because after
-        a reconnect the server did not pin their blocks at the old offsets."""
+        """Marks the requests with these ids as lost, so that vLLM computes them anew. The
+        scheduler's message names these requests, because after a reconnect the server did not pin
+        their blocks at the old offsets."""
         for request_id in request_ids:
             if request_id in self._sequences:
                 self.lose(self._sequences[request_id], "the server has lost its blocks")
 
     def forget_all(self, why: str) -> None:
-        """Reports each request that has blocks only in host memory as lost, and forgets all
-        requests. Used if a message of the scheduler was lost, which may have said that a request
-        was preempted and begins anew.
+        """Reports each request that has blocks only in host memory as lost, so that vLLM computes
+        it anew. Then forgets all requests. Used if a message of the scheduler was lost, which may
+        have said that a request was preempted and begins anew.
 
         why: the reason, for the log.
         """
@@ -329,7 +331,8 @@ class ResidentSequences:
 
     def lose_unnamed(self, first_block: int, has_gaps: bool) -> None:
         """Handles a row of vLLM's batch that the scheduler's message does not list. If blocks of
-        its request are only in host memory, marks the request as lost.
+        its request are only in host memory, marks the request as lost, so that vLLM computes it
+        anew.
 
         first_block: id of the row's first block, by which the request is found.
         has_gaps: True if the row's block table has null blocks, so that some of its blocks are not
@@ -343,8 +346,8 @@ class ResidentSequences:
             self._unnamed[first_block] = STEPS_IN_FLIGHT
 
     def find_lost(self) -> None:
-        """Marks a request as lost if its blocks were read from the arena in this step but are no
-        longer pinned. Called after a step's last layer."""
+        """Marks a request as lost, so that vLLM computes it anew, if its blocks were read from the
+        arena in this step but are no longer pinned. Called after a step's last layer."""
         for sequence in self._sequences.values():
             if sequence.has_read and not sequence.still_holds():
                 self.lose(sequence, "the server pins its blocks no more")
@@ -357,7 +360,7 @@ class ResidentSequences:
 
     def take_lost(self) -> set[int]:
         """Returns the id of the first block of each request that was marked as lost since the last
-        call. Called after a step's last layer."""
+        call, so that vLLM computes it anew. Called after a step's last layer."""
         self.find_lost()
         for sequence in self._sequences.values():
             sequence.has_read = False

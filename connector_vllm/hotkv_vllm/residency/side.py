@@ -1,7 +1,8 @@
 """Connects the block manager of an engine with residency (`compat.residency.ResidentManager`) to
-`ResidentRequests`. Tells the manager how many tokens of a request the server has pinned, and which
-requests may begin. Before each step, takes requests that must wait for room in the server out of
-the step, and moves requests off the device if the device's pool lacks blocks.
+`ResidentRequests`, which manages the requests whose old blocks may be only in the server's memory.
+Answers the manager's questions: how many tokens of a request the server has pinned, and whether a
+request may begin. Before each step, leaves requests out of the step that must wait for room in the
+server, and moves requests off the device if the device's pool lacks blocks.
 
 In an engine without residency these methods do nothing.
 """
@@ -18,8 +19,8 @@ from hotkv_vllm.scheduler.sharing import Sharing
 
 
 class ResidentSide:
-    """Answers the block manager's questions about resident requests, and handles losses of their
-    blocks. Scheduler thread only.
+    """Answers the block manager's questions about resident requests (requests whose old blocks may
+    be only in the server's memory), and handles losses of their blocks. Scheduler thread only.
 
     pool: gives access to vLLM's block manager and to the device's blocks.
     sharing: has the `ResidentRequests` of the present key space.
@@ -54,16 +55,18 @@ class ResidentSide:
 
     @hook(lambda *_: None, is_part=True)
     def _step_starts(self) -> None:
-        """Prepares the step that vLLM is about to plan. Takes requests whose next block has no room
-        in the server out of the step. Moves requests off the device if the pool lacks blocks."""
+        """Prepares the step that vLLM is about to plan. Leaves requests out of the step if their
+        next block has no room in the server. Moves requests off the device if the device's pool
+        lacks blocks."""
         residencies = self._residencies
         self._pool.leave_out(() if residencies is None else residencies.held(time.monotonic()))
         if residencies is not None:
             residencies.make_room()
 
     def is_freeing(self) -> bool:
-        """Returns True if resident requests will soon free device blocks, so that vLLM can wait for
-        them instead of preempting a request."""
+        """Returns True if resident requests (requests whose old blocks may be only in the server's
+        memory) will soon free device blocks, so that vLLM can wait for them instead of preempting a
+        request."""
         return self._residencies is not None and self._residencies.is_freeing(time.monotonic())
 
     def lost(self, first_blocks: Set[int]) -> None:

@@ -71,7 +71,8 @@ class ResidentRow:
 
 @dataclass(frozen=True, slots=True)
 class ResidentStep:
-    """A step's message about resident requests.
+    """A step's message to the workers about resident requests (requests whose old blocks may be
+    only in the server's memory).
 
     rows: the step's requests.
     preempted: ids of requests that were preempted since the last message.

@@ -1,4 +1,5 @@
-"""Computes how much memory a rank of an engine with residency needs, before it is allocated.
+"""Computes how much memory a rank of an engine with residency (contexts beyond device memory)
+needs, before it is allocated.
 
 Always true: the sum covers vLLM's KV pool, and all memory that hotkv allocates in the rank for one
 request of the longest context. The sum does not include the server's arena. If a rank has less free
@@ -83,7 +84,7 @@ def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig
 
 
 def totals(config: SparseConfig, vllm_config: Any, kv_cache_config: Any) -> Totals:
-    """Computes the memory that a rank of a CPU engine with residency needs (contexts whose old
+    """Computes the memory that a rank needs in a CPU engine with residency (contexts whose old
     blocks are only in the server's memory)."""
     spec = resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"

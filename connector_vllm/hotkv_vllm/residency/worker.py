@@ -134,7 +134,7 @@ class ResidentWorker(SparseWorker):
 
     def start_over(self) -> None:
         """Handles a step for which the scheduler's message was lost. Reports requests with blocks
-        only in host memory as lost, and forgets all requests."""
+        only in host memory as lost, so that vLLM computes them anew. Then forgets all requests."""
         self.residents.begin_step(())
         self.residents.forget_all("a step's plan was lost")
         super().start_over()
@@ -145,7 +145,7 @@ class ResidentWorker(SparseWorker):
     def gave_up(self, layer_name: str) -> None:
         """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. This
         attention has read freed blocks. So requests of the step with blocks only in host memory are
-        marked as lost."""
+        marked as lost, and vLLM computes them anew."""
         super().gave_up(layer_name)
         for sequence in self.residents.of_step.values():
             if sequence.num_freed > self._num_sinks:
@@ -282,16 +282,16 @@ class ResidentWorker(SparseWorker):
     # ------------------------------------------------------------------------------------ rewriting
 
     def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if the row's hot set would hold the whole context, so that no blocks need to
-        be chosen."""
+        """Returns True if the row's hot set (the blocks to attend to) would hold the whole context,
+        so that no blocks need to be chosen."""
         return row.attends_to_all
 
     def _chosen(
         self, layer: SparseLayer, plan: ResidentPlan, query_of: Callable[[int], F32]
     ) -> dict[int, I32]:
         """Returns, by row, the positions of the blocks to attend to, for each row whose block table
-        must be rewritten (`_hot_table`). Omits rows that attend to their whole context without hot
-        slots (device blocks for selected blocks), and rows whose selection raised.
+        must be rewritten (`_hot_table`). Leaves out rows that attend to their whole context without
+        hot slots (device blocks for selected blocks), and rows whose selection raised.
 
         query_of: takes the index of a token in the batch, and returns the token's query.
         """

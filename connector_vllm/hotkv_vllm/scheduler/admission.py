@@ -128,7 +128,7 @@ class Admission:
             memory.arrived(request)
 
     def _refusal(self, request: Any) -> Miss | None:
-        """Returns the reason why the request may not load from hotkv now; None if it may."""
+        """Returns why the request may not load from hotkv now; None if it may."""
         sharing = self._sharing
         if (
             not self._may_load

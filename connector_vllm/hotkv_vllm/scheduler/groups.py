@@ -71,7 +71,8 @@ class CachedGroups:
 
     def keys(self, request: Any) -> Sequence[bytes]:
         """Returns the hashes that identify a request's tokens in the server, one for each of vLLM's
-        hashes. Empty for a request that may not share KV with other requests (see the class)."""
+        hashes. Empty for a request that must not share KV with other requests: its LoRA adapter is
+        not identified, or vLLM's hashes do not cover its media."""
         if not self.may_share(request):
             return ()
         plain: Sequence[bytes] = request.block_hashes
@@ -82,8 +83,8 @@ class CachedGroups:
     def hashes(self, request: Any, index: int) -> Sequence[bytes]:
         """Returns the shared names of the request's blocks in the group `index`: the hashes by
         which all engines find the blocks in the server. Has one hash for each block whose tokens
-        are all known. Empty for a request that may not share KV with other requests (see the
-        class)."""
+        are all known. Empty for a request that must not share KV with other requests: its LoRA
+        adapter is not identified, or vLLM's hashes do not cover its media."""
         return self._of_group(self.keys(request), index)
 
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:

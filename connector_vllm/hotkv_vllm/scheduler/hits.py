@@ -99,7 +99,7 @@ class HiddenKeys:
             del self._keys[key]
 
     def clear(self, group: int, block_hash: bytes) -> None:
-        """Removes a key that the server has stored again."""
+        """Removes a key, because its block was stored again."""
         self._keys.pop((group, block_hash), None)
 
     def clear_all(self) -> None:
@@ -176,8 +176,8 @@ class TableProbe:
         return tuple(masks)
 
     def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if the request may have a longer hit than the block table shows: the table
-        lists only blocks in host memory, and the server's lower tiers may have further blocks.
+        """Returns True if the request may have a longer hit than the block table shows. The table
+        lists only blocks in host memory, so the server may have further blocks in lower tiers.
 
         masks: the ready blocks according to the block table, as `ready` returns them.
         computed_tokens: length of the request's hit in vLLM's own prefix cache.
@@ -225,7 +225,8 @@ def leased_positions(blocks: range, left_out: range) -> Int32s:
 
 def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
     """Returns, per group, how many leading blocks of the request need not be stored after the load
-    of its hit, because the server has these blocks and their representations."""
+    of its hit, because the server has these blocks and their representations (compact forms of
+    keys)."""
     found = []
     for index, spec in enumerate(groups.specs):
         num_blocks = hit.hit_tokens // spec.block_tokens
@@ -302,7 +303,7 @@ ANSWER_PATIENCE_S = 0.002
 """Longest time that one step of the scheduler waits for the server's answers, seconds. With
 asynchronous scheduling the workers compute meanwhile."""
 MOST_PASSED_BY = 63
-"""After waits in vain, `Patience` lets at most this many answers pass without waiting for them."""
+"""The most waits in succession that `Patience` skips after waits in which no answer came."""
 
 
 def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
@@ -384,13 +385,13 @@ class Patience:
 # ------------------------------------------------------------------------ from a request to its hit
 
 MISS_MEMORY_S = 0.05
-"""After a miss, a request is not looked up again for this time, seconds."""
+"""Time after a miss in which the request is not looked up again, seconds."""
 HINT_MEMORY_S = 0.02
-"""For this time after its arrival, seconds, a request may use the answer of that moment: the block
-table's hint (which blocks are ready), or the server's answer to a lookup."""
+"""Time after a request's arrival in which the answer of that moment is still used, seconds. This
+answer is the block table's hint (which blocks are ready), or the server's answer to a lookup."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
-"""A load may begin only during this first share of its lease's lifetime, so that the lease does not
-expire before the load ends."""
+"""Share of a lease's lifetime in which a load under the lease may begin. A load that begins later
+might not end before the lease expires."""
 NEVER_AGAIN = 1 << 30
 """A number of failed loads that no limit allows: the request is never offered a hit again."""
 
@@ -418,8 +419,8 @@ class HitFinder:
         representations: plans which representations (compact forms of keys) are leased and loaded
             with blocks; None without representations.
         left_out: a function that gets the length of a hit in tokens, and returns the positions of
-            the blocks in the first group that are neither leased nor loaded. With residency these
-            blocks stay in the server only.
+            the blocks in the first group that are neither leased nor loaded. In an engine with
+            residency (contexts beyond device memory) these blocks stay in the server only.
         failed_loads: the engine's record of requests whose load failed. The engine keeps it when
             the key space changes. None creates a new record.
         stores: False if the engine stores nothing.
@@ -514,8 +515,8 @@ class HitFinder:
         return self._session.connected
 
     def lookup(self, state: RequestState) -> "Future[Masks]":
-        """Sends a lookup for all blocks that a hit of the request could use: asks the server which
-        of them are ready. Does not lease them."""
+        """Sends a lookup to the server: asks which of the blocks that a hit of the request could
+        use are ready. Does not lease the blocks."""
         return self._session.lookup(self._all_blocks(state.request))
 
     def begin_load(
@@ -575,8 +576,8 @@ class HitFinder:
         load.
 
         failed: True if the load failed. The keys of its blocks are then hidden (`HiddenKeys`),
-            unless the load failed for a reason other than its blocks: a cancel by this engine, a
-            lost connection, or a case of `is_excused`.
+            unless the failure says nothing about the blocks: after a cancel by this engine, after a
+            lost connection, and with `is_excused`.
         is_excused: True if the load reached its time limit, or if a worker has lost its session.
         """
         hit = state.hit
@@ -662,7 +663,7 @@ class HitFinder:
 
     def _after_call(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
         """Continues a hit whose lookup or lease call is in flight. Returns "ask again" while the
-        answer is awaited, and "no hit" if it is late or an error."""
+        server's answer is awaited. Returns "no hit" if the answer is late or an error."""
         hit, answer = state.hit, state.hit.answer
         assert answer is not None, "a phase with a call in flight"
         if not answer.done():

@@ -74,9 +74,9 @@ class LoadOrders:
         self.awaited.add(request_id)
 
     def ended(self, request_ids: Iterable[str]) -> Iterator[str]:
-        """Handles the ends of loads that the workers report. Yields the requests that are in
-        `awaited`, and removes them from it. Ignores other requests, whose loads belong to other
-        connectors."""
+        """Handles the ends of loads that the workers report. Yields each request that is in
+        `awaited`, and removes it from there. Ignores all other requests, whose loads belong to
+        other connectors."""
         for request_id in request_ids:
             if request_id in self.awaited:
                 self.awaited.discard(request_id)
@@ -255,9 +255,8 @@ class FailedLoads:
         return True
 
     def outwait(self, granted_s: float, now_s: float) -> bool:
-        """Returns True if a granted hit must be dropped, because its request has waited for
-        admission longer than ADMISSION_PATIENCE_S. Always False if no request with a failed load
-        waits to be scheduled.
+        """Returns True if a granted hit must be dropped: its request has waited for admission
+        longer than ADMISSION_PATIENCE_S, while a request with a failed load waits to be scheduled.
 
         granted_s: time at which the hit's lease was granted.
         """
@@ -470,8 +469,9 @@ class OtherLoads:
 
     def settled(self, step: int, went_well: bool) -> None:
         """Handles the workers' report that a step has ended. A step is open until it is reported.
-        Reports arrive in order, so if an earlier step is still open, its report was lost. Then the
-        blocks of requests that were admitted for the earlier step are never stored.
+        Reports arrive in order, so if an earlier step is still open, its report has not reached the
+        scheduler. Then the blocks of requests that were admitted for the earlier step are never
+        stored.
 
         step: the number that `step` returned for the reported step.
         went_well: False if a synchronous load failed in the step. Then the blocks of requests that

@@ -87,9 +87,10 @@ class UseReports:
             self._waiting.append((state, external_tokens))
 
     def ended(self, state: RequestState) -> None:
-        """Records that a request has ended, and ends its trace. The next message reports the end if
-        the request was admitted and its hints name a client session or contain actions
-        (`RequestHints.lasts`). It also reports the end of the request's load in progress."""
+        """Records that a request has ended, and ends its trace. If the request was admitted, and
+        its hints name a client session or contain actions (`RequestHints.lasts`), the next message
+        reports the request's end. If a load of the request is in progress, the next message reports
+        the load's end too."""
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
         if state.is_loading:

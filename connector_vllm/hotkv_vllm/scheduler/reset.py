@@ -32,10 +32,10 @@ class Stores(Protocol):
 
 
 class CacheReset:
-    """Carries out a reset over several steps. Scheduler thread only.
+    """Carries out a reset of the shared cache over several steps. Scheduler thread only.
 
     under_way: True from the call of `begin` or `hold` until the server has confirmed the last flush
-        that the reset needs.
+        (deletion of the key space's blocks) that the reset needs.
     """
 
     def __init__(self, session: Session, stores: Stores) -> None:
@@ -49,11 +49,12 @@ class CacheReset:
         return f"CacheReset(under_way={self.under_way}, waiting={self._answer is not None})"
 
     def begin(self, timeout_s: float) -> bool:
-        """Sends a flush of the key space to the server, and waits for the answer, at most
-        `timeout_s`. Returns False if a connected server has not confirmed the flush in this time.
+        """Asks the server to flush the key space (delete its blocks), and waits for the answer, at
+        most `timeout_s`. Returns False if a connected server has not confirmed the flush in this
+        time.
 
-        Returns True if the session has no server: loads are impossible then, and `step` sends the
-        flush when the server is back.
+        Returns True if the session has no server: loads are impossible then, and `step` requests
+        the flush when the server is back.
         """
         self.hold()
         answer = self._session.flush()
@@ -79,15 +80,16 @@ class CacheReset:
         return accepted
 
     def hold(self) -> None:
-        """Stops loads and stores and leaves the flush to the next steps. Used if the hook
-        `reset_cache` has raised."""
+        """Stops loads and stores and leaves the flush (deletion of the key space's blocks in the
+        server) to the next steps. Used if the hook `reset_cache` has raised."""
         self.under_way = self._stores.is_held = True
         self._answer = None
         self._retry_at_s = 0.0
 
     def step(self, now_s: float) -> None:
-        """Continues the reset, if there is one: sends the next flush once the stores in flight have
-        ended, and ends the reset when the flush is confirmed. Does not wait."""
+        """Continues the reset, if there is one: asks the server again to flush the key space
+        (delete its blocks) once the stores in flight have ended, and ends the reset when the flush
+        is confirmed. Does not wait."""
         if not self.under_way or self._stores.in_flight:
             return
         if self._answer is None:
@@ -111,7 +113,8 @@ def _is_good(answer: "Future[Flushed]") -> bool:
 
 
 def _warn_of_pending(answer: "Future[Flushed]") -> None:
-    """Logs a warning with the tiers that have not confirmed the flush yet."""
+    """Logs a warning with the names of the tiers in which the key space's blocks are not deleted
+    yet."""
     if pending := answer.result().pending_tiers:
         logger.warning(
             "hotkv: the shared cache was emptied, but not yet in the tiers %s, which do not "

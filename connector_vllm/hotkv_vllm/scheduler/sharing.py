@@ -601,7 +601,7 @@ class Sharing:
 
     def say_on(self) -> None:
         """Logs that hotkv is on, if the scheduler and all workers have a session. Called in each
-        step; logs again only after a session was lost and all sessions have returned."""
+        step; logs again only after a session has ended and all sessions have been opened again."""
         is_on = self.is_connected and self.links.are_complete
         if is_on and not self._has_said_on and self.cache is not None:
             link.say_on(self.cache.session, self._engine.config.target)

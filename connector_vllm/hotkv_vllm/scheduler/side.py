@@ -249,9 +249,9 @@ class HotKVScheduler:
                 cache.finder.give_up(state)
 
     def reset_broke(self) -> bool:
-        """Handles a reset if `reset_cache` raised: stops all loads and stores until the server has
-        confirmed a flush, and never stores the blocks of present requests, nor the blocks that are
-        on the device. Present requests get no hits any more.
+        """Handles a reset if `reset_cache` raised. Stops all loads and stores until the server has
+        confirmed a flush. The blocks of present requests, and all blocks that are on the device
+        now, are never stored. Present requests get no hits any more.
 
         Returns False, so that vLLM reports that the reset has failed. Returns True if the engine
         pauses or sleeps, because with False vLLM's pause would fail.

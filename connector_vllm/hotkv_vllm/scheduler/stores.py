@@ -41,11 +41,11 @@ from hotkv_vllm.tracing.requests import RequestTrace
 class StorableBlocks:
     """Determines the blocks of a group that a hit could ever use. Only these blocks are stored.
 
-    A hit ends at a multiple of `alignment_tokens`. It needs the group's blocks from some first
-    block up to its end; with a sliding window, for example, only the last blocks. The first block
-    that a longer hit needs is never before the first block that a shorter hit needs. So of all hits
-    that end at or after a block, the shortest decides: if it does not need the block, no hit does.
-    The pattern of needed blocks repeats along the prompt, so it is computed for one period only.
+    A hit ends at a multiple of `alignment_tokens`. It needs consecutive blocks of the group up to
+    its end: with full attention all blocks, with a sliding window only the last blocks. A longer
+    hit never begins to need blocks earlier than a shorter hit. So of all hits that end at or after
+    a block, only the shortest must be examined: if it does not need the block, no hit does. The
+    pattern of needed blocks repeats along the prompt, so it is computed for one period only.
 
     alignment_tokens: every hit ends at a multiple of this, which is a multiple of the group's block
         size.
@@ -147,16 +147,14 @@ Handoffs = Mapping[str, Sequence[Handoff]]
 
 class MissingBlocks:
     """Finds which of a request's full blocks the server lacks, as runs (consecutive blocks of a
-    group).
-
-    Also finds the blocks whose representation (a compact form of the keys, for sparse attention)
-    the server lacks.
+    group). Also finds the blocks whose representation (a compact form of the keys, for sparse
+    attention) the server lacks.
 
     state_interval_tokens: the setting `hotkv.state_interval_tokens` (`StorableBlocks`).
     in_flight: the stores on which ranks are working.
 
-    Always true: each block in the result, stored itself or by its representation only, can be used
-    by a hit (`StorableBlocks`), and no store in flight reads it.
+    Always true: a hit can use each block in the result (`StorableBlocks`), and no store in flight
+    reads the block. This also holds for a block of which only the representation is stored.
     """
 
     def __init__(
@@ -198,8 +196,9 @@ class MissingBlocks:
         planned: set[int],
     ) -> list[BlockRun]:
         """Returns the blocks among `ids` that are to be stored, as runs (consecutive blocks). Also
-        returns runs of representations (compact forms of keys): of the blocks that a hit could use
-        and whose representation the server lacks, even if it has the block itself.
+        returns runs of the representations (compact forms of keys) that the server lacks, for those
+        blocks that a hit could use. The server may lack the representation of a block although it
+        has the block.
 
         state: the request that holds the blocks.
         index: index of the group.
@@ -325,8 +324,9 @@ class MissingBlocks:
 
 
 def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:
-    """Distributes runs (consecutive blocks of a group), in their order, over stores of at most
-    STORE_BLOCKS blocks and STORE_RUNS runs. A run must not have more blocks than that."""
+    """Distributes runs (consecutive blocks of a group), in their order, over stores. Each store
+    gets at most STORE_BLOCKS blocks and STORE_RUNS runs. A run must not have more than STORE_BLOCKS
+    blocks."""
     stores: list[list[BlockRun]] = []
     room = 0
     for run in runs:
@@ -392,8 +392,8 @@ class Tails:
 
 def _before(tail: tuple[BlockRun, ...], written: Collection[int]) -> tuple[BlockRun, ...]:
     """Returns the part of a tail (last blocks of an ended request) before its first block that is
-    in `written`. Returns the whole tail if none of its blocks is in `written`. Otherwise, if the
-    tail has several runs, returns an empty tuple."""
+    in `written`: the whole tail if it has no such block. A tail of several runs can't be cut, so if
+    it has such a block, the result is empty."""
     kept = [
         next((n for n, block in enumerate(run.block_ids.tolist()) if block in written), None)
         for run in tail
@@ -420,12 +420,12 @@ def _before(tail: tuple[BlockRun, ...], written: Collection[int]) -> tuple[Block
 ANSWER_BLOCKS = 8
 """A decoding request stores this many blocks of its answer at a time, and the remaining blocks at
 its end, because few long stores cost the server less than many short stores. Blocks of the prompt
-are stored as soon as they are computed. In models with sliding windows or recurrent states, so are
-all blocks of the answer."""
+are stored as soon as they are computed. In models with sliding windows or recurrent states, blocks
+of the answer are stored as soon as they are computed too."""
 
 Whose = tuple[Retention, str, RequestTrace | None]
-"""Properties that all blocks of a store share: retention, id of the resident request (or empty),
-and trace of the request (or None)."""
+"""Properties that all blocks of a store share: retention, id of the resident request (whose old
+blocks may be only in the server's memory; otherwise empty), and trace of the request (or None)."""
 
 
 class StorePlanner:
@@ -434,10 +434,12 @@ class StorePlanner:
 
     num_ranks: number of ranks that must report the end of each store.
     id_prefix: the ids of write leases begin with it.
-    fence: revokes stores; None: only the workers revoke stores.
+    fence: revokes stores by words in memory shared with the ranks; None: only the workers revoke
+        stores.
     exactness: knows which tokens have exact KV, so that only their blocks are stored; None: all
         tokens count as exact.
-    residencies: the resident requests, whose inexact blocks are stored too; None without residency.
+    residencies: the resident requests (requests whose old blocks may be only in the server's
+        memory), whose inexact blocks are stored too; None without residency.
     unfinished_tokens: number of a request's last computed tokens that are not stored yet, because
         the next step may change their KV.
     in_flight: the stores on which ranks are working.
@@ -504,9 +506,10 @@ class StorePlanner:
         return StoreState([0] * len(self._cache_groups), block_tokens)
 
     def comes(self, state: RequestState) -> None:
-        """Considers all blocks of a request for storing once more, because the request holds no
+        """Makes all blocks of a request due for storing once more, because the request holds no
         blocks on the device: it is new, was preempted (stores of its blocks may have been revoked),
-        or its load has failed. Does nothing for a resident request."""
+        or its load has failed. Does nothing for a resident request (whose old blocks may be only in
+        the server's memory)."""
         if not self._is_resident(state):
             state.store = replace(self.new_state(), may_store=state.store.may_store)
 
@@ -593,7 +596,8 @@ class StorePlanner:
             does not know the request.
         handoffs: the recurrent states that vLLM offers for storing in this step.
         written_blocks: returns the ids of the blocks that the step is about to write. Called only
-            if there are stores in flight or tails, because it costs time.
+            if there are stores in flight or tails (last blocks of ended requests), because it costs
+            time.
         """
         lost = self.in_flight.step()
         if lost:
@@ -711,8 +715,9 @@ class StorePlanner:
         return runs
 
     def _is_resident(self, state: RequestState) -> bool:
-        """Returns True if the request is resident: the server must then hold all its blocks, exact
-        or not."""
+        """Returns True if the request is resident (its old blocks may be only in the server's
+        memory). The server must then hold all blocks of the request, even blocks with inexact
+        KV."""
         residencies = self._residencies
         return residencies is not None and residencies.is_resident(state.request.request_id)
 
@@ -721,7 +726,7 @@ class StorePlanner:
         counts the blocks as dropped, if all words of the fence (shared page in which stores are
         revoked) are in use: the store could then not be revoked.
 
-        runs: the blocks and representations to store.
+        runs: the blocks and representations (compact forms of keys) to store.
         whose: the properties that all blocks of the store share (`Whose`).
         """
         (retention, request_id, trace), residencies = whose, self._residencies

@@ -57,19 +57,22 @@ class StoreFence:
         return self.revocations.take() or None
 
     def revoke(self, index: int) -> None:
-        """Sets the word with this index in all ranks' fences. From then on the store to which the
-        word belongs can't commit. Does nothing if stores have no words."""
+        """Sets the word with this index in the fences of all ranks (memory pages that the scheduler
+        shares with them). From then on the store to which the word belongs can't commit. Does
+        nothing if the engine has no fences."""
         if self.revocations is not None:
             self.revocations.revoke(index)
 
     def revoke_all(self) -> None:
-        """Sets the words of all stores in flight, so that none of them can commit."""
+        """Sets the words of all stores in flight in the ranks' fences (shared memory pages), so
+        that none of these stores can commit."""
         if self.revocations is not None:
             self.revocations.revoke_all()
 
     def end(self, index: int) -> None:
-        """Frees the word with this index. Also revokes its store, because a rank may have stopped
-        waiting for the store although the server is still working on it."""
+        """Frees the word with this index in the ranks' fences (shared memory pages). Also revokes
+        the store to which the word belonged, because a rank may have stopped waiting for the store
+        although the server is still working on it."""
         if self.revocations is not None:
             self.revocations.end(index)
 
@@ -82,8 +85,8 @@ _store_ids = itertools.count(1)
 report stores of an earlier planner."""
 UNREPORTED_S = 60.0
 """If a rank has not reported the end of a store after steps that took this many seconds in all, a
-message was lost. The store is then revoked and forgotten. A store may stay unreported for longer in
-an idle engine, because only steps carry reports."""
+message to or from the rank must have been lost. The store is then revoked and forgotten. A store
+may stay unreported for longer in an idle engine, because only steps carry reports."""
 MOST_STEP_S = 1.0
 """A pause between two plans of steps counts as this many seconds at most."""
 
@@ -92,8 +95,9 @@ MOST_STEP_S = 1.0
 class StoreInFlight:
     """A store that ranks are working on.
 
-    runs: the stored blocks, as runs; without the runs of representations.
-    read: ids of all device blocks that the store reads, also to build representations.
+    runs: the stored blocks, as runs; without the runs of representations (compact forms of keys).
+    read: ids of all device blocks that the store reads, including blocks of which only the
+        representation is stored.
     num_bytes: size of the store in all ranks together.
     ranks_left: number of ranks that have not reported the store's end.
     results: the results that ranks have reported: for each rank, a byte per block, the server's
@@ -103,7 +107,8 @@ class StoreInFlight:
     planned_s: time at which the store was planned, on the clock of `StoresInFlight`. This clock
         counts at most MOST_STEP_S between two steps, so that it almost stops while the engine is
         idle.
-    request_id: id of the resident request to which the store belongs, or empty.
+    request_id: id of the resident request (its old blocks may be only in the server's memory) to
+        which the store belongs, or empty.
     span: the store's trace span; None if the store is not traced.
     """
 
@@ -146,7 +151,7 @@ class StoresInFlight:
     ) -> None:
         """max_bytes: limit of `num_bytes`, the size of all stores in flight together (`is_full`).
         id_prefix: the ids of write leases begin with it.
-        on_end: called with each store that is removed, whatever its result.
+        on_end: called with each store that is removed, however the store has ended.
         """
         self.fence = fence
         self._on_end = on_end
@@ -171,12 +176,12 @@ class StoresInFlight:
         )
 
     def step(self) -> dict[int, StoreInFlight]:
-        """Records that vLLM plans a new step, so the stores of all earlier steps were sent to the
-        workers.
+        """Records that vLLM plans a new step. The stores of all earlier steps were sent to the
+        workers by now.
 
         Also removes and returns lost stores: stores that were not reported for UNREPORTED_S, and
-        stores that all ranks have ended but that were not removed because of a fault. A worker
-        may still hold these stores, so the step's message must list them.
+        stores that all ranks have ended but that were not removed because of a fault. A worker may
+        still hold these stores, so the step's message must list them.
         """
         self._last_sent = self._last_planned
         now_s = time.monotonic()
@@ -213,7 +218,8 @@ class StoresInFlight:
         representations: runs of the representations (compact forms of keys) to store.
         num_bytes: size of the store in all ranks together.
         options: how long the server should retain the blocks, and other options of the store.
-        request_id: id of the resident request to which the store belongs, or empty.
+        request_id: id of the resident request (its old blocks may be only in the server's memory)
+            to which the store belongs, or empty.
         trace: the trace of the request that owns the blocks; None if the request is not traced.
         """
         fence_index = self.fence.take()
@@ -269,7 +275,8 @@ class StoresInFlight:
         return ended
 
     def _drop(self, store_id: int) -> None:
-        """Removes a store: frees its word of the fence and calls `on_end`."""
+        """Removes a store: frees its word in the ranks' fences (shared memory pages) and calls
+        `on_end`."""
         self._stop_reading(store_id)
         store = self.stores.pop(store_id)
         self.num_bytes -= store.num_bytes
@@ -342,8 +349,8 @@ def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
 
 
 def stored_whole(store: StoreInFlight) -> tuple[Any, int]:
-    """Returns a mask of the store's blocks, True if the server has the shards of all ranks, and the
-    number of these blocks that the store has added to the server."""
+    """Returns a mask of the store's blocks, True if the server has a block's shards of all ranks.
+    Also returns how many of these blocks the store has added to the server."""
     num_blocks = store.num_blocks
     answers = np.full((max(1, len(store.results)), num_blocks), BlockResult.ABORTED, np.uint8)
     for row, result in enumerate(store.results):

@@ -10,7 +10,7 @@ from hotkv_vllm.compat import NULL_BLOCK, steps
 
 
 class WrittenBlocks:
-    """Collects reallocated blocks from one step to the next.
+    """Collects reallocated blocks for the message of the next step.
 
     `allocated` adds the blocks that vLLM allocates when it admits a request. Loads of this
     connector, or of another connector in a MultiConnector, may write these blocks. `step` and
@@ -30,7 +30,7 @@ class WrittenBlocks:
         return f"WrittenBlocks(requests {len(self._matched_tokens)}, blocks {len(self._blocks)})"
 
     def matched(self, request_id: str, num_tokens: int) -> None:
-        """Records the length of the request's hit in vLLM's own prefix cache. These tokens' blocks
+        """Records the length of the request's hit in vLLM's own prefix cache. The blocks of the hit
         are not written."""
         self._matched_tokens[request_id] = num_tokens
 
@@ -48,7 +48,8 @@ class WrittenBlocks:
         self._blocks.discard(NULL_BLOCK)
 
     def add(self, blocks: Collection[int]) -> None:
-        """Adds further reallocated blocks, such as hot slots."""
+        """Adds further reallocated blocks, such as hot slots (device blocks into which selected
+        blocks are copied)."""
         self._blocks.update(blocks)
 
     def ended(self, request_id: str) -> None:

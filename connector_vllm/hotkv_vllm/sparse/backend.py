@@ -46,9 +46,9 @@ class HotAttentionBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Returns a layer's KV cache spec. With residency (old blocks only in host memory) this is
-        a `ResidentSpec`. The settings of the model that this process has built last decide whether
-        the engine has residency."""
+        """Returns a layer's KV cache spec. In an engine with residency (old blocks only in host
+        memory) this is a `ResidentSpec`. Whether the engine has residency is read from the settings
+        of the model that this process built last."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec

@@ -88,11 +88,12 @@ class SparseRow:
     row: index of the row in the batch.
     token: index of the row's only token in the batch.
     blocks_C: for each block of the context, the index of its representation (compact form of keys)
-        in the arrays of representations. Without residency this is the block id.
+        in the arrays of representations. In an engine without residency (contexts beyond device
+        memory) this is the block id.
     where: which blocks of the context can be chosen, and which are always attended.
     budget_blocks: the most blocks that a step may choose.
-    always_blocks: ids of the blocks that are always attended (sinks, recent window, partial block),
-        int32.
+    always_blocks: ids of the blocks that are always attended (the sinks, which are the first
+        blocks; the recent window; the partial last block), int32.
     always_tokens: number of tokens in these blocks; the last block may be partial.
     attends_to_all: True if the hot set (the blocks that a layer attends to) would hold the whole
         context.
@@ -124,7 +125,8 @@ class SparseRow:
         row: index of the row in the batch.
         token: index of the row's only token in the batch.
         table_C: the row's block table.
-        rows_C: for each block, the index of its representation (`SparseRow.blocks_C`).
+        rows_C: for each block, the index of its representation (compact form of keys,
+            `SparseRow.blocks_C`).
         """
         config, tokens = context.config, context.num_tokens
         where = span(config, tokens, context.block_tokens)

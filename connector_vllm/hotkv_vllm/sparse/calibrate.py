@@ -36,8 +36,8 @@ from hotkv_sparse.centre_file import write_centres
 F32 = npt.NDArray[np.float32]
 DEFAULT_TOKENS = 8192
 QUERY_EVERY_TOKENS = 256
-"""One query is recorded for every so many tokens. The biases of formats are measured with these
-queries."""
+"""One query is recorded for each QUERY_EVERY_TOKENS tokens of a context. These queries are used to
+measure the biases of formats."""
 
 
 @dataclass(slots=True)
@@ -79,8 +79,8 @@ class Recorder:
         *more: Any,
         **named: Any,
     ) -> Any:
-        """Records keys and queries, then calls the wrapped `forward`. Does not record a call
-        without metadata (vLLM's memory profiling)."""
+        """Records keys and queries, then calls the wrapped `forward`. A call without metadata is
+        not recorded, because it belongs to vLLM's memory profiling."""
         if metadata is not None:
             self._keep(query, key, metadata.num_actual_tokens)
         return self.forward(layer, query, key, value, kv_cache, metadata, *more, **named)
@@ -129,7 +129,7 @@ def recorders(worker: Any) -> dict[int, Recorder]:
 
 
 class ContextSums:
-    """Collects the recorded contexts of each layer, and computes centres from them."""
+    """Collects the recorded contexts of each layer, and computes centres (mean keys) from them."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, list[tuple[F32, F32, list[int], float]]] = {}
@@ -148,10 +148,10 @@ class ContextSums:
             )
 
     def centres(self, model: str) -> Centres:
-        """Returns the centre, axes and biases of every layer. The bias of a format says by how much
-        its scores overestimate the log of a block's attention mass. A returned bias is the mean
-        of the biases measured in each context. Raises HotKVError (INVALID_FIELD) if there were too
-        few tokens.
+        """Returns the centre (mean keys), principal axes and biases of every layer. The bias of a
+        format says by how much its scores overestimate the log of a block's attention mass. A
+        returned bias is the mean of the biases measured in each context. Raises HotKVError
+        (INVALID_FIELD) if there were too few tokens.
 
         model: name of the model.
         """
@@ -243,8 +243,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: Any) -> Centres:
-    """Runs a model over texts and returns its centres. Blocks for minutes. Raises ValueError or
-    HotKVError (INVALID_FIELD) if the model can't be calibrated.
+    """Runs a model over texts and returns its centres (mean keys). Blocks for minutes. Raises
+    ValueError or HotKVError (INVALID_FIELD) if the model can't be calibrated.
 
     texts: the texts, by name.
     num_tokens: tokens of each text to use, at most.

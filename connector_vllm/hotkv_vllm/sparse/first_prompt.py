@@ -5,8 +5,8 @@ distribution of a layer's keys and queries. `FirstPrompt` records this distribut
 `ENOUGH_TOKENS` tokens that the engine computes in the layer. Until then the layer has no such
 representations, and its rows attend to everything. Afterwards the layer's axes are fixed.
 
-RoPE rotates keys by their position, so axes that fit only the positions of a short prompt would not
-fit later positions. So the tokens are treated as if they were spread over the longest context that
+RoPE rotates keys by their position. Axes that fit only the positions of a short prompt would not
+fit later positions, so the tokens are treated as if they were spread over the longest context that
 the engine accepts (`hotkv_sparse.axes`). Tokens whose KV came from a cache are not computed, so
 they don't count. Engines don't share this calibration, because they see different prompts.
 
@@ -67,7 +67,7 @@ class FirstPrompt:
 
     @staticmethod
     def of(layers: Iterable[SparseLayer], turning: Turning, then: Calibrated) -> "FirstPrompt":
-        """Returns a `FirstPrompt` for those layers that need a calibration."""
+        """Returns a `FirstPrompt` that calibrates those of `layers` that are not calibrated yet."""
         shapes = {layer.index: layer.shape for layer in layers if not layer.shape.is_calibrated}
         return FirstPrompt(
             {index: (shape.kv_heads, shape.head_size) for index, shape in shapes.items()},

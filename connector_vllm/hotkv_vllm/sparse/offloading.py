@@ -101,7 +101,7 @@ class SparseOffloadingManager:
 
         block_hashes: the hashes of the context's blocks.
         query: the step's query, float32 [query heads, channels].
-        layer_idx: number of the layer; its representations are scored.
+        layer_idx: number of the layer; its representations (compact forms of keys) are scored.
         """
         rows = self._ready_prefix(block_hashes)
         context_tokens = len(rows) * self._block_tokens
@@ -196,7 +196,8 @@ class HostPages(Protocol):
         ...
 
     def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies the layer's pages of `blocks` [n] from host memory to hot slots.
+        """Copies the layer's pages of `blocks` [n] from host memory to hot slots (blocks of device
+        memory).
 
         hot: the layer's hot slots, uint8 [slots, page bytes].
         slots: the hot slot for each block [n].
@@ -204,8 +205,8 @@ class HostPages(Protocol):
         ...
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies the layer's pages from hot slots to the host blocks `blocks` [n]. Raises
-        HotKVError if the pages can't be stored.
+        """Copies the layer's pages from hot slots (blocks of device memory) to the host blocks
+        `blocks` [n]. Raises HotKVError if the pages can't be stored.
 
         hot: the layer's hot slots, uint8 [slots, page bytes].
         slots: the hot slot for each block [n].
@@ -333,14 +334,15 @@ class ResidencyPages:
     # ------------------------------------------------------------------------------------ sequences
 
     def open(self, sequence_id: str, num_blocks: int) -> None:
-        """Opens a sequence's residency: reserves room in the server for `num_blocks`, the most
-        blocks that the sequence may ever have. Waits for the server's answer, at most `timeout_s`.
-        Raises HotKVError if the server has no room."""
+        """Opens a sequence's residency (the server's record of the sequence): reserves room in the
+        server for `num_blocks`, the most blocks that the sequence may ever have. Waits for the
+        server's answer, at most `timeout_s`. Raises HotKVError if the server has no room."""
         answer = self._session.open_residency(sequence_id, {0: num_blocks})
         self._opened[sequence_id] = answer.result(self._timeout_s)
 
     def close(self, sequence_id: str) -> None:
-        """Closes the sequence's residency, so that the server may evict its blocks."""
+        """Closes the sequence's residency (the server's record of its reserved room and pinned
+        blocks), so that the server may evict its blocks."""
         del self._opened[sequence_id]
         self._session.close_residency(sequence_id)
         for block in [block for block, names in self._names.items() if sequence_id in names]:
@@ -352,7 +354,8 @@ class ResidencyPages:
                 self._unstage(block)
 
     def _forget(self, block: int) -> None:
-        """Forgets the names of a host block (`name`), and where its pages are."""
+        """Forgets the names under which a host block is stored (`name`), and where its pages
+        are."""
         self._names.pop(block, None)
         self._offsets.pop(block, None)
         self._unstage(block)
@@ -378,9 +381,8 @@ class ResidencyPages:
             names[sequence_id] = place, block_hash
 
     def _last_name(self, block: int) -> tuple[str, int, bytes]:
-        """Returns the name (`name`) under which a host block is stored: a sequence, the block's
-        position there, and its hash. If several sequences have named the block, returns the latest
-        name."""
+        """Returns the latest name that was assigned to a host block (`name`), under which the block
+        is stored: a sequence, the block's position in the sequence, and its hash."""
         sequence_id, (place, block_hash) = next(reversed(self._names[block].items()))
         return sequence_id, place, block_hash
 
@@ -446,8 +448,8 @@ class ResidencyPages:
             self._send([block for _, block in run])
 
     def _send(self, blocks: list[int]) -> None:
-        """Stores blocks that are neighbours in a sequence, and records where the server has pinned
-        them. Waits for the server's answers, each for at most `timeout_s`. Raises HotKVError if the
+        """Stores consecutive blocks of a sequence, and records where the server has pinned them.
+        Waits for the server's answers, each for at most `timeout_s`. Raises HotKVError if the
         server has not stored the blocks, TimeoutError without an answer. If the store fails or its
         answer is late, it is revoked, so pages that change after this call are never stored."""
         sequence_id, first, _ = self._last_name(blocks[0])
@@ -481,8 +483,8 @@ class ResidencyPages:
 
 @dataclass(frozen=True, slots=True)
 class SwapSpec:
-    """The copies between host memory and hot slots for a sequence in a layer. Copy i is between
-    host block `blocks[i]` and hot slot `slots[i]`.
+    """The copies between host memory and hot slots (blocks of device memory) for a sequence in a
+    layer. Copy i is between host block `blocks[i]` and hot slot `slots[i]`.
 
     positions: position of each block in the context, int32 [copies].
     blocks: id of each host block, int32 [copies].
@@ -503,7 +505,8 @@ class DecodeMetadata:
     """The blocks and the length of a sequence in a layer.
 
     block_table: the blocks to attend to, in order, int32. As the argument of `handle_layer`: ids of
-        the host blocks of the whole context. In its result: indices of hot slots.
+        the host blocks of the whole context. In its result: indices of hot slots (blocks of device
+        memory).
     seq_len: number of tokens in these blocks; the last block may be partial.
     """
 
@@ -584,7 +587,7 @@ class SparseOffloadingHandler:
 
     def begin(self, sequence_id: str) -> None:
         """Begins a sequence whose complete blocks are all in host memory. Raises HotKVError
-        (OVERLOADED) if all regions of hot slots are in use."""
+        (OVERLOADED) if all regions of hot slots (blocks of device memory) are in use."""
         if not self._regions:
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -593,16 +596,16 @@ class SparseOffloadingHandler:
         self._region_of[sequence_id] = self._regions.pop()
 
     def end(self, sequence_id: str) -> None:
-        """Ends a sequence and frees its region of hot slots. All copies of the sequence must have
-        ended before (`wait`)."""
+        """Ends a sequence and frees its region of hot slots (blocks of device memory). All copies
+        of the sequence must have ended before (`wait`)."""
         self._regions.append(self._region_of.pop(sequence_id))
         for owner in [owner for owner in self._states if owner[0] == sequence_id]:
             del self._states[owner]
 
     def extend(self, sequence_id: str, layer_idx: int, seq_len: int) -> int:
         """Extends a sequence's context in a layer to `seq_len` tokens. Returns the index of the hot
-        slot of the context's last block, into which the step writes. Must be called before the step
-        writes its keys."""
+        slot (block of device memory) of the context's last block, into which the step writes. Must
+        be called before the step writes its keys."""
         block_tokens = self._layers[layer_idx].block_tokens
         where = span(self._config, seq_len, block_tokens)
         state = self._states.get((sequence_id, layer_idx))
@@ -620,7 +623,8 @@ class SparseOffloadingHandler:
         return int(self._slots_of(sequence_id, state.hot, np.array([num_complete], np.int32))[0])
 
     def _slots_of(self, sequence_id: str, hot: HotSet, positions: I32) -> I32:
-        """Returns the indices of the hot slots of blocks in the hot set, int32.
+        """Returns, for blocks of the hot set (the blocks that are on the device), the indices of
+        their hot slots (blocks of device memory), int32.
 
         positions: positions of the blocks in the context.
         """
@@ -689,8 +693,8 @@ class SparseOffloadingHandler:
 
     def _always_log_mass(self, metadata: DecodeMetadata, layer_idx: int, query: F32) -> F32:
         """Returns the exact log of the attention mass, float32 [query heads], of the blocks that
-        are always attended. Reads their keys from hot slots, or from host memory if they are not in
-        a hot slot."""
+        are always attended. Reads their keys from hot slots (blocks of device memory), or from host
+        memory for blocks that are not in a hot slot."""
         hot, block_tokens = (
             self._states[metadata.sequence_id, layer_idx].hot,
             self._layers[layer_idx].block_tokens,
@@ -714,8 +718,8 @@ class SparseOffloadingHandler:
         return self._keys_of(self._read(layer_idx, blocks))
 
     def _read(self, layer_idx: int, blocks: I32) -> U8:
-        """Returns the pages of host blocks in a layer, read in the handler's thread: after the
-        copies submitted before, some of which may write these blocks."""
+        """Returns the pages of host blocks in a layer. They are read in the handler's thread, after
+        the copies that were submitted earlier, because these copies may write the same blocks."""
         return self._copier.submit(self._host.read, layer_idx, blocks).result()
 
     # --------------------------------------------------------------------------------------- copies

@@ -69,7 +69,7 @@ class LayerShape:
     @property
     def is_calibrated(self) -> bool:
         """Returns True if representations (compact forms of keys) can be built in all formats: the
-        axes are known, or no format needs axes."""
+        principal axes of the keys are known, or no format needs axes."""
         return self.axes is not None or not any(map(needs_axes, self.formats))
 
     def row_bytes(self, name: str) -> int:
@@ -81,7 +81,7 @@ class LayerShape:
 
     def centre_of(self, name: str) -> F32 | None:
         """Returns `mu` for a format that codes each token. Returns None for a format that
-        summarizes blocks, because it uses no centre.
+        summarizes blocks, because it uses no centre (mean key).
 
         name: name of the format.
         """
@@ -146,7 +146,8 @@ class BlockReprManager:
         return self._sources[layer_idx]
 
     def shape(self, layer_idx: int) -> LayerShape:
-        """Returns a layer's shape. Includes centre and axes if the layer was calibrated."""
+        """Returns a layer's shape. Includes centre (mean keys) and principal axes if the layer was
+        calibrated."""
         return self._layers[layer_idx]
 
     def is_calibrated(self, layer_idx: int) -> bool:
@@ -224,8 +225,8 @@ def _source(shape: LayerShape, name: str, pool: U8) -> Source:
 
 
 def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[PoolRows, ...], int]:
-    """Returns the parts of a pool for these layers, and the pool's size in bytes. Each part begins
-    on a new memory page."""
+    """Returns the layout of a pool for these layers: its parts, one per layer and format, and its
+    size in bytes. Each part begins on a new memory page."""
     rows, at = [], 0
     for index in sorted(layers):
         for name in layers[index].formats:

@@ -41,7 +41,8 @@ class SparseRank:
     edge: records the time and the exceptions of the hooks.
     worker: the sparse worker of a CPU engine; None without sparse decode or before
         `install_sparse`.
-    cuda: the worker of a CUDA engine with residency; None in other engines.
+    cuda: the worker of a CUDA engine with residency (contexts beyond device memory); None in other
+        engines.
     reporter: collects selections and counters for the scheduler; None without `worker`.
     """
 
@@ -107,9 +108,9 @@ class SparseRank:
 
     @property
     def lacks_residency(self) -> bool:
-        """Returns True if the settings ask for residency, but it could not be installed. Then the
-        rank must be turned off, because its layers can't attend to blocks that the scheduler has
-        freed."""
+        """Returns True if the settings ask for residency (contexts beyond device memory), but it
+        could not be installed. Then the rank must be turned off, because its layers can't attend to
+        blocks that the scheduler has freed."""
         return self._is_resident and self.worker is None and self.cuda is None
 
     def _install_cuda(self, config: SparseConfig, kv_caches: Mapping[str, Any]) -> None:
@@ -128,9 +129,9 @@ class SparseRank:
 
     @hook(nothing, is_part=True)
     def opened(self) -> None:
-        """Makes the server's arena readable for a CUDA device, now that the rank's session was
-        opened. Does it this early because CUDA may refuse to register memory once vLLM captures
-        graphs."""
+        """Makes the server's arena readable for a CUDA device. Called when the rank's session has
+        been opened, before vLLM captures graphs: during a capture CUDA may refuse to register
+        memory."""
         if self.cuda is not None and not self.cuda.map_arena():
             logger.warning(
                 "hotkv: the device can't read the server's arena yet; the first request that "
@@ -166,7 +167,7 @@ class SparseRank:
     def find_lost(self, request_ids: Iterable[str]) -> set[str]:
         """Returns the requests among `request_ids` whose KV may be wrong, because this step or an
         earlier step has read blocks that the server no longer held. Called after a step's last
-        layer. Empty without residency."""
+        layer. Empty in an engine without residency (contexts beyond device memory)."""
         asked = set(request_ids)
         if asked and self.cuda is not None:
             self.cuda.find_lost()
@@ -177,8 +178,9 @@ class SparseRank:
         return set()
 
     def take_lost(self) -> set[int]:
-        """Returns the requests that have lost blocks in host memory since the last call, each as
-        the id of its first device block. Empty without residency."""
+        """Returns the requests that have lost blocks in host memory since the last call, so that
+        vLLM must compute them anew. Each request is given as the id of its first device block.
+        Empty without residency (contexts beyond device memory)."""
         if self.cuda is not None:
             return self.cuda.take_lost()
         worker = self.worker
@@ -186,7 +188,8 @@ class SparseRank:
 
     def lost_broke(self) -> set[int]:
         """Returns all requests that have blocks only in host memory, each as the id of its first
-        device block. Used if `take_lost` raised: all these requests then count as lost."""
+        device block. Used if `take_lost` raised: all these requests then count as lost, and vLLM
+        computes them anew."""
         if self.cuda is not None:
             return self.cuda.all_away()
         worker = self.worker

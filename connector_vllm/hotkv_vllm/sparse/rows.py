@@ -36,8 +36,8 @@ class SparseRows:
 
 @dataclass(frozen=True, slots=True)
 class ResidentOnly:
-    """Limits which rows may attend sparsely on CUDA: only rows of resident requests, whose old
-    blocks may be only in the server's memory.
+    """Limits which rows may attend sparsely on CUDA: only rows of resident requests (requests whose
+    old blocks may be only in the server's memory).
 
     outgrows: takes a request id, and returns True if the request is resident.
     has_away: takes a request id, and returns True if some blocks of the request are only in host

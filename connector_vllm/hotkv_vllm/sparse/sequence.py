@@ -76,8 +76,8 @@ class LayerSequence:
         return f"LayerSequence(layer {self._layer}, {self._hot})"
 
     def slots_of(self, positions: I32) -> I32:
-        """Returns the index of the hot slot of each block at `positions`, int32. All these blocks
-        must be in the hot set of the last step.
+        """Returns the index of the hot slot (place in the hot set) of each block at `positions`,
+        int32. All these blocks must be in the hot set (the blocks to attend to) of the last step.
 
         positions: positions of blocks in the context, int32.
         """
@@ -236,7 +236,7 @@ def holds_all(config: SparseConfig, where: Span, budget_blocks: int) -> bool:
 
 def _filling(config: SparseConfig) -> SparseConfig:
     """Returns a copy of `config` for the first step of a sequence. With this configuration the step
-    selects as many blocks as the hot set can hold."""
+    selects as many blocks as the hot set (the blocks to attend to) can hold."""
     topk = config.sparse_topk
     return replace(
         config,

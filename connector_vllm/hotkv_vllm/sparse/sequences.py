@@ -146,8 +146,9 @@ class SparseSequences:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any) -> None:
-        """Begins to report a new request, if the context of its first decode step will have at
-        least `min_context_tokens`. Must be called only for a request whose KV may be shared."""
+        """Begins to report the blocks of a new request to the server, if the context of its first
+        decode step will have at least `min_context_tokens`. Must be called only for a request whose
+        KV may be shared."""
         is_new = request.request_id not in self._followed
         if is_new and request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
             self._follow(request)
@@ -169,7 +170,8 @@ class SparseSequences:
         self._to_name[request_id] = None
 
     def _follow(self, request: Any) -> _Followed | None:
-        """Begins to report a request. Returns None if too many requests have sequences."""
+        """Begins to report the blocks of a request to the server: its sequences will be created in
+        a later step. Returns None if too many requests have sequences."""
         if len(self._followed) + len(self._ending) >= MAX_FOLLOWED:
             return None
         one = self._followed[request.request_id] = _Followed(request)
@@ -302,8 +304,9 @@ class SparseSequences:
                 one.ids = ()
 
     def _delete(self, one: _Followed) -> None:
-        """Deletes a request's sequences in the server, after sending the request's last complete
-        blocks. Does nothing if the stream in which the sequences were created has ended."""
+        """Deletes a request's sequences in the server. First sends the request's last complete
+        blocks. Does nothing if the stream (connection) in which the sequences were created has
+        ended."""
         if one.stream != self._streams.number or not self._session.connected:
             return
         self._append(one)

@@ -92,9 +92,9 @@ def install(
 
 
 def _turning(layers: list[SparseLayer], vllm_config: Any) -> Turning:
-    """Returns how the model's RoPE rotates keys by their position. Layers that must be calibrated
-    from a prompt need this (`first_prompt`). Returns NO_TURNING if there are no such layers. Raises
-    Unsupported if there are such layers but the rotation can't be determined."""
+    """Returns how the model's RoPE rotates keys by their position, for layers that must be
+    calibrated from a prompt (`first_prompt`). Returns NO_TURNING if there are no such layers.
+    Raises Unsupported if there are such layers but the rotation can't be determined."""
     sizes = {layer.shape.head_size for layer in layers if not layer.shape.is_calibrated}
     if not sizes:
         return NO_TURNING

@@ -115,7 +115,7 @@ class LayerFaults:
 class _Sequence:
     """The state of a request that decodes sparsely.
 
-    layers: by name of a layer, the request's hot set in this layer.
+    layers: by name of a layer, the request's hot set (the blocks to attend to) in this layer.
     selected: a mask over the blocks of the context, True if a layer has selected the block since
         the last report.
     """
@@ -133,7 +133,8 @@ class _Sequence:
 
 class SparseWorker:
     """Decides which blocks the rows of a batch attend to, in one rank. Owns the representations
-    (compact forms of keys), the hot sets of all requests, and the counters. Used by one thread.
+    (compact forms of keys), the hot sets of all requests (the blocks to which each layer attends),
+    and the counters. Used by one thread.
 
     layers: the layers that may attend sparsely, by name.
     recall_steps: the quality of a selection is measured once in this many steps; 0: never.
@@ -188,9 +189,8 @@ class SparseWorker:
 
     def start_over(self) -> None:
         """Handles a step for which it is not known which rows (requests) are sparse and which
-        blocks the step writes. All its rows attend to everything. Discards all hot sets and
-        representations (compact forms of keys).
-        """
+        blocks the step writes. All its rows attend to everything. Discards all hot sets (blocks to
+        attend to) and representations (compact forms of keys)."""
         self._request_of, self._plans, self._sequences = {}, {}, {}
         self.representations.forget_all()
 
@@ -243,9 +243,9 @@ class SparseWorker:
         return taken
 
     def fault(self, layer_name: str) -> None:
-        """Handles an exception in a layer: counts it, discards all hot sets of the layer, and turns
-        sparse attention off for a while if the layer keeps failing. Must be called while the
-        exception is handled."""
+        """Handles an exception in a layer: counts it, discards the hot sets (blocks to attend to)
+        of all requests in the layer, and turns sparse attention off for a while if the layer keeps
+        failing. Must be called while the exception is handled."""
         self._counters.add(self.layers[layer_name].index, "faults", 1)
         for sequence in self._sequences.values():
             sequence.layers.pop(layer_name, None)
@@ -258,9 +258,9 @@ class SparseWorker:
             )
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer in which all rows attend to everything in this step, because its block
-        tables could not be rewritten. If an exception is being handled, the exception counts as a
-        fault of the layer (`fault`)."""
+        """Handles a layer whose block tables could not be rewritten, so that all rows attend to
+        everything in this step. If an exception is being handled, the exception counts as a fault
+        of the layer (`fault`)."""
         if sys.exception() is not None:
             self.fault(layer_name)
 
@@ -316,8 +316,8 @@ class SparseWorker:
         return len(blocks) < len(row.blocks_C)
 
     def _update(self, index: int, blocks: list[I32]) -> None:
-        """Builds the missing representations (compact forms of keys) of complete blocks in a layer,
-        and counts them.
+        """Builds the missing representations (compact forms of keys) of complete blocks in a layer.
+        Adds the number of built blocks and the time to the counters.
 
         index: index of the layer.
         blocks: arrays of block ids.
@@ -401,8 +401,8 @@ class SparseWorker:
         own: LayerSequence,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
-        """Selects blocks with the query of the row (request), and updates the row's hot set in the
-        layer.
+        """Selects blocks with the query of the row (request), and updates the row's hot set (the
+        blocks to attend to) in the layer.
 
         own: the row's hot set in the layer.
         selected: a mask over the blocks of the context. The method sets it to True for the selected
@@ -456,7 +456,8 @@ class SparseWorker:
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
         """Returns True if the quality of selections is to be measured in this layer and step. It is
-        measured once in `recall_steps` steps, in one layer, and the next time in the next layer."""
+        measured in one of `recall_steps` steps, and in one layer of this step. The layers take
+        turns."""
         if not self._recall_steps or self._num_steps % self._recall_steps:
             return False
         return self._order[layer.name] == self._num_steps // self._recall_steps % len(self._order)

@@ -26,8 +26,8 @@ from hotkv_proto import native
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 Fragments = list[tuple[int, int, int]]
-"""The parts in which a page is copied, each as (offset in the engine's page, offset in the page
-inside a row, number of bytes)."""
+"""The parts in which a page is copied. Each part is a tuple: offset in the engine's page, offset in
+the page inside a row, number of bytes."""
 
 
 class HostTieringSpec(TieringOffloadingSpec):

@@ -37,11 +37,11 @@ from hotkv_vllm.worker.layout import ExportedMemory, cuda_device_uuid, cuda_hand
 logger = link.logger
 
 NUM_EVENTS = 64
-"""Number of interprocess events. Each mark of this kind in use needs its own event. A step makes at
-most two marks: one for its loads, one for its stores."""
+"""Number of interprocess CUDA events. Each mark (point in the device's queue) that is made by an
+event needs a free event. A step makes at most two marks: one for its loads, one for its stores."""
 NUM_WORDS = 4
-"""Number of words. Each stream on which marks of this kind are made needs its own word. vLLM 0.32
-runs the hooks on one stream."""
+"""Number of words in device memory. Each stream on which marks (points in the device's queue) are
+made by words needs a word for itself. vLLM 0.32 runs the hooks on one stream."""
 WORDS_HANDLE = "hotkv-order"
 
 
@@ -65,7 +65,8 @@ class Words(Protocol):
     @property
     def fds(self) -> Mapping[str, int]: ...
     def write(self, index: int, value: int) -> None:
-        """Queues a write of `value` to the word at `index`, at the end of the current stream."""
+        """Queues a write of `value` to the word at `index` in device memory, at the end of the
+        current stream."""
 
 
 class MarkedDevice(Protocol):
@@ -76,11 +77,11 @@ class MarkedDevice(Protocol):
     def uuid(self) -> bytes: ...
     @property
     def stream(self) -> int:
-        """Returns the number of the current stream."""
+        """Returns the number (handle) of the device's current stream."""
 
     def new_event(self, *, interprocess: bool) -> MarkEvent: ...
     def record(self, event: MarkEvent) -> None:
-        """Records the event at the end of the current stream."""
+        """Records the event at the end of the device's current stream."""
 
     def new_words(self, count: int) -> Words: ...
 
@@ -112,8 +113,9 @@ class Mark:
         return self.has_passed
 
     def lets_send(self) -> bool:
-        """Returns True if a transfer that names the mark may be sent to the server now: the server
-        can test the mark, or the device has passed it."""
+        """Returns True if a transfer that names this mark (point in the device's queue) may be sent
+        to the server now: either the server can test the mark, or the device has passed the
+        mark."""
         return self.after is not None or self.passed()
 
 
@@ -175,8 +177,8 @@ class Marks:
         return ExportedMemory(layout, {**memory.fds, **self._words.fds})
 
     def make(self, kind: OrderKind) -> Mark:
-        """Makes a mark at the end of the current stream. The caller must call `done` when it does
-        not use the mark any more.
+        """Makes a mark (a point in the device's queue) at the end of the current stream. The caller
+        must call `done` when it does not use the mark any more.
 
         kind: the kind of mark that the session has chosen. If no event or word of that kind is
             free, only this process can test the mark.
@@ -202,13 +204,14 @@ class Marks:
         return After(OrderKind.FLAGS, DeviceMark(index, value))
 
     def use(self, mark: Mark) -> Mark:
-        """Counts one more use of the mark, for a transfer that names it. Returns the mark."""
+        """Counts one more transfer that names the mark (point in the device's queue), and returns
+        the mark. `done` ends the use."""
         mark.uses += 1
         return mark
 
     def done(self, mark: Mark) -> None:
-        """Ends one use of the mark. After the last use, the mark's event is free for another
-        mark."""
+        """Ends one use of the mark (point in the device's queue). After the last use, the mark's
+        event is free for another mark."""
         mark.uses -= 1
         if mark.uses or mark.event is None:
             return

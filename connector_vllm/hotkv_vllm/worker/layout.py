@@ -234,9 +234,9 @@ def _layer_pages(
 
 
 def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
-    """Returns a text with the axes inside a layer's pages, in physical order with their sizes, and
-    the bytes of an element. Example: `H4N32C256:2` for 4 heads, 32 tokens, 256 channels of two
-    bytes."""
+    """Returns a text with the axes inside a layer's pages and the bytes of an element. The axes are
+    in physical order, each a letter with its size. Example: `H4N32C256:2` for 4 heads, 32 tokens,
+    256 channels of two bytes."""
     tensor = group_kernel_blocks(tensor, num_blocks)
     letters = "KHNC" if tensor.dim() == 5 else "HNC" if tensor.dim() == 4 else "XYZW"
     axes = sorted(
@@ -265,8 +265,9 @@ def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
 
 
 def _folded(layers: Sequence[LayerPages]) -> list[list[LayerPages]]:
-    """Returns the layers in groups of consecutive layers. The pages of a group's layers have the
-    same form and are at equal distances in memory, so that one `PageTensor` can describe them."""
+    """Divides the layers into runs of consecutive layers. Within a run the pages of all layers have
+    the same shape and are at equal distances in memory, so that one `PageTensor` can describe
+    them."""
     runs: list[list[LayerPages]] = []
     for layer in layers:
         span = layer.run + sum((count - 1) * stride for count, stride in layer.dims)

@@ -277,9 +277,9 @@ class RankLoads:
             del self._active[load.job.request_id]
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
-        """Returns those of `transfer_ids` whose transfers can't write to this rank's memory any
-        more, and the hung loads (reported as failed before they had ended) that have ended since
-        the last call.
+        """Returns two lists. The first has the ids in `transfer_ids` whose transfers can't write to
+        this rank's memory any more. The second has the hung loads (reported as failed before they
+        had ended) that have ended since the last call.
 
         transfer_ids: ids of the loads whose blocks the scheduler holds back from vLLM's pool.
         """

@@ -125,8 +125,8 @@ class RankStores:
         store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 
     def fail_unsent(self, jobs: Iterable[StoreJob]) -> None:
-        """Handles the stores in `jobs` after the hook that begins stores has raised: stores that
-        were not sent fail, and are never sent."""
+        """Handles the stores in `jobs` after the hook that begins stores has raised. Stores that
+        were not sent fail and will not be sent."""
         for job in jobs:
             store = self.active.get(job.store_id)
             if store is None:
@@ -138,9 +138,9 @@ class RankStores:
 
     def end_before_step(self, store_ids: Sequence[int]) -> None:
         """Ends the stores whose blocks the step overwrites. Waits for stores that may be copying
-        (the device has passed their mark) at most `flush_timeout_s`, and then revokes them. Revokes
-        a store at once if the device has not passed its mark, or if the scheduler has already
-        revoked it in the fence (a shared page).
+        (the device has passed their mark, a point in its queue) at most `flush_timeout_s`, and then
+        revokes them. Revokes a store at once if the device has not passed its mark, or if the
+        scheduler has already revoked it in the fence (a shared page).
 
         store_ids: ids of the stores that the step's message lists; stores that have ended are
             ignored.

@@ -112,8 +112,9 @@ class RankReport:
     def _step_report(
         self, meta: HotKVMetadata | None, handshake: Callable[[], HotKVHandshake | None]
     ) -> None:
-        """Adds the answers to the step's message: the numbers by which the message names the step
-        (`timed_step`, `settles_step`), and the rank's handshake if the scheduler wants it."""
+        """Adds the rank's answers to the step's message to the report: the numbers of the step that
+        the message contains (`timed_step`, `settles_step`), and the rank's handshake if the
+        scheduler wants it."""
         if meta is None:
             return
         self._next.timed_step = meta.timed_step

@@ -259,7 +259,7 @@ class RankSession:
 
     def begin(self) -> None:
         """Opens a session for the exported memory and the present key space, without waiting for
-        the server. If the system refuses a thread or a file, there is no session."""
+        the server. If the system refuses a thread or a file, logs this and opens no session."""
         assert self._session_config is not None and self.memory is not None
         try:
             self.session = link.open_session(
@@ -376,8 +376,8 @@ class RankSession:
             self.session.cancel(self._name(transfer_id))
 
     def _name(self, transfer_id: str) -> str:
-        """Returns the id of this rank's part of a transfer in the server, made from `transfer_id`,
-        which is the same in all ranks."""
+        """Returns the id under which the server knows this rank's part of a transfer. The id is
+        made from `transfer_id`, which is the same in all ranks."""
         return f"{transfer_id}-k{self.place.rank}"
 
     def _begun(

@@ -111,7 +111,8 @@ class HotKVWorker:
 
     def restore(self) -> None:
         """Exports the KV memory again after a sleep, and opens a session. The memory has lost its
-        old contents. A rank that has turned off only tells the other ranks why (`ranks.agree`)."""
+        old contents. If this rank has turned hotkv off, it only notifies the other ranks of the
+        reason (`ranks.agree`)."""
         if self._is_unregistered:
             self._is_unregistered = False
             self._export()
@@ -238,8 +239,8 @@ class HotKVWorker:
         self.rank.marks.done(after)
 
     def stores_broke(self, meta: HotKVMetadata) -> None:
-        """Reports those stores of the step as failed that were not sent, because `save` has
-        raised."""
+        """Handles the stores of a step after `save` has raised: reports the stores that were not
+        sent as failed."""
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
