@@ -108,8 +108,8 @@ def resident_rate(
 
 
 def rates(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """Returns the decode rates of batches of growing size, in the memory of `DENSE_ROWS` whole
-    contexts."""
+    """Returns the decode rates as the batch grows. For residency, returns also its memory as a
+    share of the memory of `DENSE_ROWS` whole contexts."""
     steps, config = (SMALL_STEPS, SMALL_CONFIG) if small else (STEPS, CONFIG)
     whole_bytes = host.num_tokens * model.shape.token_bytes
     figures, dense, resident = list[Figure](), list[float](), list[float]()

@@ -4,7 +4,7 @@ step of a layer.
 
 `python -m bench.gpu.sparse [--json]`, on a machine with CuPy; some 20 s and 6 GB of device memory.
 A layer of 8 KV heads of 4 query heads, d = 128, blocks of 16, a sequence of a million tokens. Four
-pools take turns, so that no processor cache holds them.
+pools take turns, so that no cache of the device holds them.
 
 The selection step has a sequence of 128k tokens, in a CUDA graph of four layers. It includes the
 work that layers of a step share: representations of new blocks, the attention mass of the blocks

@@ -1,4 +1,5 @@
-"""LMCache's server in a child process, and the settings that a CPU engine needs to use it."""
+"""Runs LMCache's server in a child process, and returns the settings that a CPU engine needs to use
+it."""
 
 import http.client
 import socket
@@ -16,9 +17,9 @@ START = "import sys; from lmcache.cli.main import main; sys.exit(main())"
 
 
 class LMCacheServer:
-    """The server of LMCache 0.5.6, with host memory of `size_gib`. Use in a `with` block.
+    """A server of LMCache 0.5.6, with `size_gib` of host memory. Use it in a `with` block.
 
-    python: an interpreter with LMCache.
+    python: an interpreter that has LMCache installed.
     """
 
     def __init__(self, python: str, folder: Path, size_gib: int) -> None:
@@ -71,7 +72,7 @@ class LMCacheServer:
         return True
 
     def transfer_config(self) -> dict[str, Any]:
-        """Returns an engine's `kv_transfer_config`."""
+        """Returns the `kv_transfer_config` for an engine that uses this server."""
         return {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",

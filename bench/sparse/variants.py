@@ -1,11 +1,12 @@
-"""Variants that are compared: ways to choose the blocks that a decode step attends to.
+"""The variants that `bench.sparse_quality` compares: ways to choose the blocks to which a decode
+step attends.
 
-A variant is a scorer, a budget, a block size, a set for all KV heads together or for each, and how
-fresh selections are:
-- `fresh`: the blocks that this step's query chooses.
-- `lru`: a hot set of twice the budget, fed by the previous steps' selections; all of it is
-  attended. At most `corrections` missing blocks a set are loaded with the fresh query before that;
-  the rest arrives before the next step.
+A variant is a scorer, a budget, a block size, one set of blocks for all KV heads or one for each,
+and a freshness of selections:
+- `fresh`: attends to the blocks that this step's query selects.
+- `lru`: attends to a whole hot set of twice the budget, which previous steps' selections have
+  filled. Before that, at most `corrections` missing blocks per set are loaded for this step's
+  query; the other missing blocks are loaded before the next step.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ FRESH, LRU = "fresh", "lru"
 class Variant:
     """A way to choose the blocks of a decode step, as the module describes.
 
-    budget: a share of the context (float) or tokens (int), always kept tokens included.
+    budget: a share of the context (float) or tokens (int), including the tokens that are always
+        kept.
     ends: numbers of tokens at the start and at the end that are always kept.
     """
 
@@ -40,16 +42,16 @@ class Variant:
 
     @property
     def key(self) -> str:
-        """Returns the name of its figures in JSON, such as `rot2u_10_32_shared_lru_2`; it leaves
-        out `ends`, which all rows of a table have in common."""
+        """Returns the variant's name in JSON, such as `rot2u_10_32_shared_lru_2`. The name omits
+        `ends`, which are the same in all rows of a table."""
         freshness = f"{LRU}_{self.corrections}" if self.freshness == LRU else self.freshness
         sets = "shared" if self.shared else "per_head"
         budget = f"{self.budget * 100:g}" if isinstance(self.budget, float) else f"{self.budget}t"
         return f"{self.scorer}_{budget}_{self.block_tokens}_{sets}_{freshness}"
 
     def config(self) -> SparseConfig:
-        """Returns the variant as a config of hotkv_sparse; scorers that hotkv_sparse lacks are
-        ignored there."""
+        """Returns the variant as a config of hotkv_sparse. Names `rot2u` for a scorer that
+        hotkv_sparse lacks; the caller does not use it."""
         scorer = self.scorer if self.scorer in FORMATS else "rot2u"
         return SparseConfig(
             sparse_topk=self.budget,
@@ -85,8 +87,7 @@ FIELD_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "sketch4", "rot3u", "sk
 
 
 def default_variants(*, with_file: bool = False) -> list[Variant]:
-    """Returns the variants that have targets, and beside them exact scores, summaries, codes on
-    trial, and sinks and recent window alone."""
+    """Returns the variants that have targets, and others to compare them with."""
     more = FROM_FILE if with_file else ()
     tight = [Variant(scorer, *TIGHT) for scorer in (*TIGHT_SCORERS, *more)]
     served = [Variant(scorer, *SERVED, LRU, 2) for scorer in (*SERVED_SCORERS, *more)]
@@ -100,8 +101,8 @@ def default_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def resident_variants(*, with_file: bool = False) -> list[Variant]:
-    """Returns the variants of residency: sparse in every layer, at shares of the context and at
-    absolute budgets."""
+    """Returns the variants for residency (contexts in host memory): sparse in every layer, with
+    budgets as shares of the context and in tokens."""
     more = FROM_FILE if with_file else ()
     rows = [
         Variant(scorer, budget, *RESIDENT)
@@ -116,8 +117,8 @@ def resident_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def field_variants(*, with_file: bool = False) -> list[Variant]:
-    """Returns the variants of published comparisons: absolute budgets beside exact block mass, no
-    dense layers."""
+    """Returns the variants that publications measure: budgets in tokens, compared with exact block
+    mass, and no dense layers."""
     more = FROM_FILE if with_file else ()
     return [
         Variant(scorer, budget, *FIELD, ends=FIELD_ENDS)
@@ -127,7 +128,8 @@ def field_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def bytes_per_token(variant: Variant, head_size: int) -> float | None:
-    """Returns the bytes of a representation for a token and KV head, or None."""
+    """Returns the bytes per token and KV head of a variant's representations. Returns None if the
+    variant has none."""
     name = variant.scorer.partition(CENTRED)[0]
     if name in SKETCHES:
         size = SKETCHES[name].page_bytes(variant.block_tokens, head_size)
@@ -139,7 +141,7 @@ def bytes_per_token(variant: Variant, head_size: int) -> float | None:
 
 
 def passes(variants: Sequence[Variant], size: int) -> list[Sequence[Variant]]:
-    """Returns groups of at most `size` variants that decode together. Variants that share
+    """Divides the variants into groups of at most `size` that decode together. Variants that share
     representations are neighbours."""
     ordered = sorted(variants, key=lambda variant: (variant.block_tokens, variant.scorer))
     return [ordered[first : first + size] for first in range(0, len(ordered), size)]
