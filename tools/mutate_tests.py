@@ -1,4 +1,4 @@
-"""The tests that belong to a source file, for `tools.mutate`."""
+"""The tests that belong to each source file. `tools.mutate` runs them for the file's mutants."""
 
 CORE = (
     "tests/core/test_cache.py tests/core/test_space.py tests/core/test_slabs.py "

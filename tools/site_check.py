@@ -1,9 +1,8 @@
-"""Checks a built site: every link and anchor within it leads somewhere, pages load only from the
-site, Markdown was understood, no title is the name of a Markdown file, and the search knows every
-page.
+"""Checks a built site: every internal link and anchor has a target, pages load resources only from
+the site, no Markdown syntax remains in the text, no title is the name of a Markdown file, and the
+search index has every page.
 
-It reads files only. Links to other hosts are not followed.
-"""
+The tool only reads files. It does not follow links to other hosts."""
 
 import json
 import re
@@ -28,7 +27,7 @@ UNSEARCHED = {"search.html"}
 
 @dataclass
 class Page(HTMLParser):
-    """The links and addresses of a page of the site, and its anchors."""
+    """An HTML parser that collects a page's links, anchors, titles and loaded addresses."""
 
     anchors: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
@@ -80,7 +79,8 @@ def read_pages(site: Path) -> dict[Path, Page]:
 
 
 def broken_link(link: str, path: Path, site: Path, pages: dict[Path, Page]) -> str | None:
-    """Returns the fault of a link of a page; None if it is sound, or leads to another host."""
+    """Returns a message if a link of a page is broken. Returns None if the link is valid, or leads
+    to another host."""
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
         return None
@@ -97,7 +97,7 @@ def broken_link(link: str, path: Path, site: Path, pages: dict[Path, Page]) -> s
 
 
 def check(site: Path) -> tuple[list[str], int, int]:
-    """Returns (problems, pages, links) of a site."""
+    """Checks a site. Returns (problems, number of pages, number of links)."""
     pages = read_pages(site)
     problems = []
     for path, page in pages.items():
@@ -129,7 +129,7 @@ def check(site: Path) -> tuple[list[str], int, int]:
 
 
 def not_indexed(site: Path, pages: dict[Path, Page]) -> list[str]:
-    """Returns pages that the search's index lacks."""
+    """Returns the pages that are missing in the site's search index."""
     index = site / INDEX
     text = index.read_text() if index.is_file() else "{}"
     known = set(json.loads(text[text.index("{") : text.rindex("}") + 1]).get("docnames", ()))
