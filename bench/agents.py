@@ -46,10 +46,12 @@ from hotkv_server.simulate.replay import (
 from hotkv_server.simulate.trace import Trace, load_trace
 
 PRIOR_GAPS, FIRST_GAP_S, LEAST_GAP_S = 3.0, 5.0, 0.02
-"""A session counts as having had PRIOR_GAPS gaps of the mean of all sessions, and before the first
-gap of any session as FIRST_GAP_S. Gaps shorter than LEAST_GAP_S count as LEAST_GAP_S."""
+"""The expected gap of a session is computed as if it had already had PRIOR_GAPS gaps with the mean
+of all sessions. Before the first gap of any session, this mean is FIRST_GAP_S. Gaps shorter than
+LEAST_GAP_S count as LEAST_GAP_S."""
 LATEST_GAPS, NEW_GAPS = 1000, 20
-"""Continuum's distribution: it has LATEST_GAPS gaps, and is computed again after NEW_GAPS more."""
+"""Size of Continuum's distribution: the latest LATEST_GAPS gaps. It is computed again after every
+NEW_GAPS gaps."""
 NEVER_S = 1e6
 RULES = ("continuum", "cachewise", "cachewise_told")
 ROWS = ("lru", "hotness", "hints", "learnt", *RULES, "clairvoyant")

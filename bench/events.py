@@ -1,9 +1,10 @@
 """Measures what KV events cost the server's event loop. `python -m bench.events [--json]`.
 
 Compares four servers. The first publishes no events, the second publishes over ZMQ, the third lets
-an engine read its events, and the fourth answers queries about them (`events.answers`). Each server
-gets the same stores: prompts of 16 and of 256 blocks, and single blocks as decoding stores them.
-The figure is the processor time per store of the server's main thread, which runs the event loop.
+an engine read its events, and the fourth answers routers that ask which blocks of a prompt are
+cached (setting `events.answers`). Each server gets the same stores: prompts of 16 and of 256
+blocks, and single blocks as decoding stores them. The figure is the processor time per store of the
+server's main thread, which runs the event loop.
 
 In each round the servers take turns many times, so that other load on the machine affects all of
 them. `loop_share` is the median over rounds of the ratio to the server without events: the part of
@@ -24,13 +25,13 @@ from hotkv_client import BlockRun
 from hotkv_client.testing import PagedEngine
 
 SIZES = {1: 50, 16: 25, 256: 4}
-"""Stores in a turn of a server, by blocks in a store."""
+"""Number of stores in a server's turn, by number of blocks in a store."""
 TURNS = 6
-"""Turns of each server in a round."""
+"""Number of turns of each server in a round."""
 ROUNDS = 9
 HALF = 0.5
 READ_S = 0.05
-"""Pause between two reads of an engine (`hotkv_vllm.scheduler.events`)."""
+"""Pause in seconds between two reads of events by an engine (`hotkv_vllm.scheduler.events`)."""
 BOUND: Bound = at_most(0.03)
 
 

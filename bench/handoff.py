@@ -49,9 +49,10 @@ NUM_TOKENS = 4000
 ANSWER_TOKENS = 8
 DELAY_MS = 0.5
 SETTLE_S = 1.3
-"""Seconds for which an engine settles: vLLM's worker polls its queue for a second after a step."""
+"""Seconds to wait until an engine is idle: vLLM's worker polls its queue for a second after a
+step."""
 HERE = {"do_remote_prefill": False}
-"""Parameters of a request whose prompt no other engine computes."""
+"""`kv_transfer_params` of a request whose prompt no other engine computes."""
 
 
 # ------------------------------------------------------------------------------------- the network

@@ -32,7 +32,7 @@ from hotkv_server.startup.process import SWITCH_INTERVAL_S
 
 FLUSHED_BLOCKS = 1 << 18
 MAX_TENSORS = 4096
-"""About the most tensors for which a message has room."""
+"""About the largest number of tensors that fit into a message."""
 LEASES = 16
 SMALL_STORE_BLOCKS = 64
 KEPT = Retention(pin=True, ttl_s=50.0)

@@ -53,7 +53,8 @@ def print_json(figures: Mapping[str, object], as_json: bool) -> None:
 
 
 def rows_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Returns a table of rows that have the same names. Numbers of bytes are shown with a unit."""
+    """Returns the rows as a table with their keys as its headers. All rows must have the same keys.
+    Numbers of bytes are shown with a unit."""
     cells = [[_shown(name, value) for name, value in row.items()] for row in rows]
     return table([name.replace("_", " ") for name in rows[0]], cells)
 

@@ -74,8 +74,8 @@ from hotkv_client.command.tables import table
 ARENA = "1GiB"
 LONG_ARENA = "512MiB"
 BATCH_ARENA, BATCH_ARENA_BYTES = "1GiB", 1 << 30
-"""Room for the residencies of all requests of the batch, which promise and pin `residency.share`
-of the arena at most."""
+"""An arena with enough space for the residencies (pinned contexts) of all requests of the batch.
+Residencies may occupy at most the share `residency.share` of an arena."""
 CASES = ("smollm2", "llama", "exact", "memory", "together", "mixed", "long")
 
 
@@ -306,9 +306,10 @@ RATIOS = {
     "prefill_over_sparse": ("resident_prefill_s", "sparse_prefill_s"),
     "hit_first_token_share": ("hit_first_s", "resident_prefill_s"),
 }
-"""Figures of a round: numerator and denominator."""
+"""The ratios of a round's values: numerator and denominator."""
 OF_THE_LLAMA = ("step_over_dense_32k", "hit_")
-"""Figures that only the Llama gives, at 32k; SmolLM2 gives the others, if it was run."""
+"""Beginnings of the names of figures that are reported for the Llama, at 32k. The other figures are
+reported for SmolLM2, if it was run."""
 
 
 def suffixes(model: str, name: str, models: Sequence[str]) -> list[str]:

@@ -101,8 +101,8 @@ class Shape:
         in_process: bool = True,
         **more: Any,
     ) -> EngineSettings:
-        """Returns the settings of an engine with a pool of `pool_tokens`. vLLM reserves one more
-        block for itself."""
+        """Returns the settings of an engine with a pool of `pool_tokens`. Adds one block, which
+        vLLM reserves for itself."""
         num_bytes = (pool_tokens // BLOCK_TOKENS + 1) * self.model.block_bytes
         connector: dict[str, Any] = {
             "hotkv.sparse_recall_steps": 0,
@@ -295,7 +295,8 @@ def compared(
 
 
 def largest_difference(found: Batch, wanted: Batch) -> float:
-    """Returns the largest difference of logprobs, up to the first token that differs."""
+    """Returns the largest difference of logprobs, up to and including the first token that
+    differs."""
     largest = 0.0
     for ours, theirs, mine, others in zip(
         found.tokens, wanted.tokens, found.logprobs, wanted.logprobs, strict=True

@@ -12,7 +12,7 @@ from hotkv_client.testing import PagedEngine
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOM_BYTES = 256 * MIB
-"""Room of a server's folder beside the arena: for table, state and logs."""
+"""Bytes that a server's folder needs besides the arena: for table, state and logs."""
 STORED_BLOCKS = 50_000
 
 

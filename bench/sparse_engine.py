@@ -29,7 +29,8 @@ CONTEXT_TOKENS = 8192
 COMPARED_TOKENS = 127
 RATIO_BOUND = 1.5
 RESIDENT_KL = {"prose": 0.010, "gpl3": 0.020}
-"""Bounds of residency at 10 %; the copy text's ΔNLL is to be 0 at most."""
+"""Bounds of the KL for residency with a budget of 10 %, by text. The copy text's ΔNLL must be at
+most 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ from tools.smollm2 import prepare
 
 PROMPT_TOKENS = 3600
 ANSWER_TOKENS = 12
-"""Seven digits, each a token in many vocabularies, and the tokens that may precede them."""
+"""Enough for seven digits, each a token in many vocabularies, and for the tokens that may precede
+them."""
 HELD_SCORERS = ("rot2u", "mix2")
 BUDGETS = (0.1, 256)
 SCORERS = ("mix2", "rot3u", "rot2u", "quest", "mean")
@@ -72,8 +73,8 @@ def measure(
 
 
 def missed(rows: Sequence[Row]) -> list[str]:
-    """Returns the settings that miss the bound: those with a scorer of `HELD_SCORERS` that answer
-    over one prompt fewer than dense decode."""
+    """Returns the settings that miss the bound: those with a scorer of `HELD_SCORERS` whose right
+    answers are more than one fewer than those of dense decode."""
     dense = next(row.total for row in rows if row.setup is None)
     return [
         f"{row.setup.scorer} at {row.setup.budget}"

@@ -61,8 +61,8 @@ COMPARED_TOKENS = 256
 DENSE_LAYERS = 2
 RESIDENT_KL = {"prose": 0.010, "gpl3": 0.020}
 PASS_VARIANTS = 28
-"""Variants that decode together: they share the reading of weights, and their tails share the
-memory of the prompt."""
+"""Number of variants that decode together. They share the reading of weights, and their tails share
+the memory of the prompt."""
 HELD_SCORERS = ("rot2u", "rot2u+mu", "mix2+mu", "mix2+first")
 
 
@@ -151,7 +151,7 @@ class Seen:
 
 
 def seen(model: Llama, text: Text, first_layer: int, num_compared: int) -> Seen:
-    """Runs a text through the model."""
+    """Runs a text through the model. Returns its dense pass and the calibrations from it."""
     begin = time.monotonic()
     dense = dense_pass(model, torch.tensor(text.tokens[:-1]), num_compared, first_layer)
     own = Own.of(dense)
@@ -162,7 +162,7 @@ def seen(model: Llama, text: Text, first_layer: int, num_compared: int) -> Seen:
 def measure(
     model: Llama, seen: Seen, calibrated: Calibration, variants: Sequence[Variant]
 ) -> list[Row]:
-    """Measures all variants on a text."""
+    """Decodes a text in all variants. Returns a row for each variant."""
     begin, text = time.monotonic(), seen.text
     outcomes: list[Outcome] = []
     num_threads = torch.get_num_threads()

@@ -48,8 +48,8 @@ from hotkv_sparse.selection import Source, choose, select_layer
 KV_HEADS, GROUP, HEAD_SIZE, BLOCK_TOKENS = 8, 4, 128, 16
 QUERY_HEADS = KV_HEADS * GROUP
 DISTINCT_BLOCKS = 512
-"""Blocks of random keys. Larger pools repeat them, since a kernel's time does not depend on
-values."""
+"""Number of different blocks of random keys. Larger pools repeat them, since a kernel's time does
+not depend on values."""
 
 # ------------------------------------------------------------------------------------ By the server
 # A `SelectBlocks` round trip beside the same selection in this process. A real server holds the
@@ -57,7 +57,7 @@ values."""
 # queries, in turns.
 
 PAGE_BYTES = 4096
-"""Bytes that stand for a block's KV, which a selection does not read."""
+"""Bytes of a dummy page in place of a block's KV, which a selection does not read."""
 CONFIG = hotkv_sparse.SparseConfig(sparse_topk=0.1, dense_layers=())
 ARENA_BYTES = 512 * MIB
 
@@ -130,7 +130,8 @@ class _Engine:
         self.log_mass = np.full(QUERY_HEADS, 5.0, np.float32)
 
     def measure(self, rounds: int) -> dict[str, float]:
-        """Returns the figures of `service_figures`."""
+        """Measures the selection by the server and in this process. Returns the figures of
+        `service_figures`."""
         tokens = len(self.rows) * BLOCK_TOKENS
         source = {CONFIG.scorer: Source(self.pool)}
         times_s: dict[str, list[float]] = {"service": [], "local": []}

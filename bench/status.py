@@ -40,7 +40,7 @@ from hotkv_server.told.status import as_json_values, read_status
 
 BOUNDS = {"loop_ms": at_most(10.0)}
 NUM_SESSIONS = 1000
-"""About as many sessions as a server accepts; a status lists only the first of them."""
+"""Number of sessions, about as many as a server accepts. A status lists only the first of them."""
 T = TypeVar("T")
 
 

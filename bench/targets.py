@@ -44,8 +44,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sparse_quality": (),
     "sparse_needles": ("--prompts", "6"),
 }
-"""Arguments of each benchmark in a short run. They leave out rounds and tails, not cases. `soak`
-needs a minute at half load: the server's own figures are of the last minute."""
+"""Arguments of each benchmark in a short run. They reduce the number of rounds, but leave out no
+case. `soak` needs a minute at half load, because the server's own figures cover the last minute."""
 TIMEOUT_S = 1800.0
 
 

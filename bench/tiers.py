@@ -54,7 +54,8 @@ FILE_BYTES = GIB
 BUFFER_BYTES = 64 * MIB
 DEPTH = 16
 LANES, CALL_BYTES = 4, BATCH_BYTES
-"""Number of calls that are always under way; bytes of a call, as the server writes them."""
+"""LANES: number of calls that are always in progress. CALL_BYTES: bytes of a call, as large as the
+server's own writes."""
 ROUND_S = 2.0
 SLAB_BYTES = 4 * MIB
 BOUNDS = {

@@ -28,8 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 START_DEADLINE_S = 150.0
-"""Deadline of a server's start; a server that has ended is noticed at once. A server whose arena
-is on a disk may stop for a minute, while other processes write as fast as the disk can."""
+"""Seconds until a server must have started; a server that has ended is noticed at once. A server
+whose arena is on a disk may stop for a minute, while other processes write as fast as the disk
+can."""
 STOP_DEADLINE_S = 60.0
 HURRY_DEADLINE_S = 3.0
 STORE_DEADLINE_S = 20.0
@@ -43,7 +44,7 @@ VLLM_SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""Variables of engines."""
+"""Default environment variables of engines."""
 
 
 class ChildError(RuntimeError):
@@ -281,7 +282,7 @@ class Engine:
         max_tokens: int,
         transfer: dict[str, Any] | None = None,
     ) -> Answer:
-        """Runs one prompt to its end.
+        """Runs a prompt until its last token. Returns the answer.
 
         transfer: the request's `kv_transfer_params`.
         """

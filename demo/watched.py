@@ -14,7 +14,8 @@ from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import HotKVError
 
 SETTLING_STEPS = 4
-"""Number of the first steps of a decode, in which its hot sets fill."""
+"""Number of first decode steps that are not timed, because the hot sets (blocks to attend to) fill
+in them."""
 POLL_S = 0.2
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 

@@ -143,7 +143,7 @@ class Engine:
 
 
 def _worker() -> Any:
-    """Returns the engine's sparse worker."""
+    """Returns the part of the connector's worker that does sparse decode."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()

@@ -21,7 +21,7 @@ MANIFEST = ROOT / "deploy" / "kubernetes" / "hotkv.yaml"
 OF_THE_CHART = ("runtime_dir", "arena.dir", "tiers.disk.path", "security.admin_socket")
 """Settings that follow from the chart's `directories`, so its `settings` must not have them."""
 WRITTEN = ("security.audit_file",)
-"""Files that the server writes; a Secret has the files that it reads."""
+"""Settings that name files which the server writes. Files that it reads come from a Secret."""
 HELMS_OWN = ("# Source:", "helm.sh/chart:", "app.kubernetes.io/managed-by:")
 HEAD = """\
 # hotkv on every node with engines, for those who don't use Helm: kubectl apply -f hotkv.yaml.

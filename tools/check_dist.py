@@ -31,14 +31,14 @@ from tools import helm
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "sparse", "client", "server", "connector_vllm")
-"""Folders with a package each."""
+"""Folders that have a Python package each."""
 DEFINITIONS = "hotkv/"
-"""Definitions of the wire, in `proto`: only the sdist has them."""
+"""Prefix of the protobuf definitions in `proto`; only the sdist has them."""
 MUST_HAVE = (".cu", ".cuh", "py.typed", ".pyi")
 DEPENDENCIES = {"grpcio", "numpy", "protobuf"}
 OF_DEPENDENCIES = {"typing-extensions"}
 START_DEADLINE_S = 300.0
-"""Deadline of the first start, which compiles kernels."""
+"""Seconds until the first start must have ended. The first start compiles kernels."""
 STOP_DEADLINE_S = 30.0
 
 

@@ -24,11 +24,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "sparse", "client", "server", "connector_vllm")
 ARCHITECTURES = (70, 80, 90, 100)
-"""Volta, Ampere, Hopper, Blackwell."""
+"""GPU generations: Volta, Ampere, Hopper, Blackwell."""
 OPTIONS = ("-std=c++17",)
 
 _OLD_DEVICE = "nvrtc: warning: Architectures prior to"
-"""Start of a warning that does not concern the source."""
+"""Beginning of a compiler warning that does not concern the source."""
 
 
 @dataclass(frozen=True)

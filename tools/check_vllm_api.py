@@ -34,9 +34,11 @@ PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 CACHE = Path(os.environ.get("HOTKV_VENV", str(ROOT / ".venv"))) / ".vllm"
 OLDEST: Line = (0, 31)
-"""Lines that are older than the tested lines are compared too, from this line on."""
+"""Oldest release line that is compared. Lines between this one and the tested lines are compared
+too."""
 FEWEST_CHECKED = 150
-"""If fewer uses are found in a version, the check itself has a fault."""
+"""Smallest plausible number of uses in a version. If fewer are found, the check itself has an
+error."""
 
 NOT_OVERRIDDEN = {
     "bind_connector_metadata": "the base class keeps the step's metadata, as we need it",
@@ -60,8 +62,8 @@ NOT_OVERRIDDEN = {
     "supports_divergent_local_hybrid_hits": "hits of all groups end at one boundary",
     "take_events": "the server publishes events",
 }
-"""Hooks that hotkv leaves to the base class, and why. A hook that is neither here nor overridden is
-new: read its demands on connectors."""
+"""Hooks that hotkv does not override, and why. If vLLM adds a hook, read what it demands of
+connectors, then override it or list it here."""
 
 FREE = {
     "worker/layout.py",
@@ -89,8 +91,8 @@ PUBLIC = (
     "vllm.v1.outputs",
     "vllm.v1.request",
 )
-"""Base classes, the values passed to a connector's hooks, and vLLM's API for programs; a name
-covers its submodules."""
+"""Names of vLLM that all modules may import: base classes, the values passed to a connector's
+hooks, and vLLM's API for programs. A name includes its submodules."""
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:

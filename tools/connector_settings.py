@@ -72,7 +72,7 @@ ENTRY = re.compile(r"^(\w+(?:, \w+)*): (.+?)(?=^\S|\Z)", re.DOTALL | re.MULTILIN
 
 
 def texts(owner: type) -> dict[str, str]:
-    """Returns the text of each field of a class, from the class's docstring."""
+    """Returns the description of each field of a class, from the class's docstring."""
     found = {}
     for names, text in ENTRY.findall(inspect.getdoc(owner) or ""):
         for name in names.split(", "):

@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENTS = Path(__file__).with_name("mutate_equivalents.txt")
 MIN_SCORE = 0.95
 MOST_IMPORTERS = 7
-"""If more test files than this import a source file, most of them are not about that file."""
+"""If more test files than this import a source file, they are not run for it: most of them are not
+about that file."""
 
 LEFT_OUT = (
     "client/hotkv_client/command/cli.py",
@@ -41,7 +42,8 @@ LEFT_OUT = (
     "client/hotkv_client/testing/",
     "connector_vllm/hotkv_vllm/testing/",
 )
-"""Prefixes of sources that are not changed: output for people, and code outside of the product."""
+"""Prefixes of the paths of sources that are not mutated: code that prints output for people, and
+code outside of the product."""
 
 
 @dataclass(slots=True)
@@ -52,11 +54,11 @@ class Tally:
     survivors: list[Mutant] = field(default_factory=list)
     equivalent: list[Mutant] = field(default_factory=list)
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Killed mutants by test."""
+    """Number of killed mutants, by test."""
     only_kills: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Likewise those that no other test killed."""
+    """Mutants that only this test killed, by test."""
     only_file: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Killed mutants by test file that no test of another file killed."""
+    """Number of mutants that only tests of this file killed, by test file."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property

@@ -42,7 +42,7 @@ LIBRARIES = (
 )
 """Modules whose imports take longest. The first sets variables that vLLM reads."""
 LONGEST_S = 450
-"""Longest time of a mutant's tests in seconds; a mutant that takes longer counts as killed."""
+"""Time limit for a mutant's tests in seconds. A mutant whose tests take longer counts as killed."""
 
 
 class Worker:

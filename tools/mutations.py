@@ -36,12 +36,13 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 SWAPPED_CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 QUIET_FUNCTIONS = {"__repr__", "check_invariants", "check"}
 HINTS = {"prefetch", "prefetch_address"}
-"""Hints to the processor. Nobody sees whether they are given, so their conditions are left alone
-too."""
+"""Functions that give hints to the processor. No test can detect their absence, so their conditions
+are not changed."""
 QUIET_CALLS = {"log", "logger", "say", "warnings", "print", *HINTS}
-"""Output for people, and hints to the processor."""
+"""Calls that are not changed: output for people, and hints to the processor."""
 QUIET_KEYWORDS = {"strict", "daemon"}
-"""`zip(strict=True)` is an assertion; `daemon` matters only at the end of a stuck process."""
+"""Keyword arguments that are not changed: `zip(strict=True)` is an assertion, and `daemon` matters
+only at the end of a stuck process."""
 
 
 @dataclass(frozen=True, slots=True)

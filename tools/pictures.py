@@ -46,16 +46,18 @@ ARENA, DISK = "192MiB", "512MiB"
 WIDTH, HEIGHT = 1200, 960
 COLORS = 96
 CALM, CALM_S = "Is it working?   Yes", 120.0
-"""The first words of a page without a fault, and how long the picture waits for them in seconds."""
+"""The beginning of the output of `hotkv status` without problems, and the seconds to wait for it
+before the screenshots."""
 SYSTEM_TOKENS, TURN_TOKENS, MAX_TOKENS = 512, 130, 2200
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Variables of the two engines, which share a small machine."""
+"""Environment variables of the two engines, which share a small machine."""
 SMALL = {
     "served_model_name": "SmolLM2-135M-Instruct",
     "max_model_len": 2560,
     "kv_cache_memory_bytes": 64 << 20,
 }
-"""Engines whose own memory holds only one long conversation; the others hit in the server."""
+"""Settings of an engine whose own memory holds only one long conversation; the other conversations
+hit in the server."""
 COLUMNS, LINES = 100, 24
 CELL = (8.4, 18.0)
 """Width and height of a character, in pixels."""

@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "proto"
 PACKAGE = Path("hotkv/v1")
-"""Package of the wire's files. The Python code is in `hotkv_proto.v1`, because other products are
-imported as `hotkv`."""
+"""Package of the protobuf files. The generated code is in `hotkv_proto.v1`, because other products
+are imported as `hotkv`."""
 MODULES = Path("hotkv_proto/v1")
 IMPORTS = re.compile(r"\bhotkv\.v1(?=\.\w+_pb2\b| import )")
 """Names by which generated modules import each other."""

@@ -39,7 +39,7 @@ IMAGE_EXTRAS = "server,events,s3,otel"
 SUMS = "SHA256SUMS"
 UNDATED = "not released yet"
 PROCESSORS = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Names that images use, by those of the kernel."""
+"""Names of processors in images, by the kernel's names."""
 
 
 class ReleaseError(Exception):
@@ -102,7 +102,7 @@ def processor() -> str:
 
 
 def git(*arguments: str) -> str:
-    """Returns git's output in this repository."""
+    """Runs git in this repository and returns its output."""
     command = ["git", *arguments]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return done.stdout.strip()

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = "docs"
 FRONT_PAGE = "docs/README.md"
 SOURCE = "source"
-"""Folder of the site for files outside docs/."""
+"""Folder of the site that shows files outside docs/."""
 LINK = re.compile(r"\]\(([^)#\s]+)((?:#[\w-]+)?)\)")
 FILE_NAME = re.compile(r"\[([\w/]+\.md)$")
 """The name of a page's file as the text of a link, in front of the link's target."""

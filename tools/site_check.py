@@ -13,14 +13,15 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
-"""Elements whose address a browser fetches with the page, and the attribute that has it."""
+"""HTML elements whose address a browser loads together with the page, and the attribute that has
+the address."""
 TITLED = {"title", "a"}
-"""Elements whose text names a page."""
+"""HTML elements whose text is the title of a page."""
 NOT_LOADED = {"canonical", "prev", "next", "alternate"}
-"""Kinds of `link` that a browser only reads."""
+"""Values of `rel` whose `link` elements a browser does not load."""
 STYLE_URL = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])((?:https?:)?//[^'")]+)""")
 LEFT_OVER = re.compile(r"^(?:\||[-*] |\d+\. |```)", re.MULTILINE)
-"""Markdown of a list, a table or a fence that is left as text in a paragraph."""
+"""Markdown syntax of a list, a table or a code fence that was left as text in a paragraph."""
 INDEX = Path("searchindex.js")
 UNSEARCHED = {"search.html"}
 
@@ -32,7 +33,7 @@ class Page(HTMLParser):
     anchors: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
     titles: list[str] = field(default_factory=list)
-    """Texts of its title and links."""
+    """Texts of the page's title and links."""
     loaded: list[str] = field(default_factory=list)
     paragraphs: list[str] = field(default_factory=list)
     _in_paragraph: bool = False

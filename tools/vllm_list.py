@@ -34,7 +34,7 @@ from tools.vllm_sources import Source, Unreachable, exact, installed, lines, rel
 
 CORE = "vllm.v1.engine.core"
 CALLED = ("EngineCore._reset_caches", "EngineCore.reset_prefix_cache")
-"""Methods whose callers `hotkv_vllm.compat.checks.is_pausing` tells apart."""
+"""Methods of vLLM whose callers `hotkv_vllm.compat.checks.is_pausing` distinguishes."""
 
 
 def forms(names: Names, door: str) -> dict[tuple[str, str], Form]:

@@ -36,13 +36,14 @@ PARAMETERS = {
     "connector_output": "vllm.v1.outputs.KVConnectorOutput",
     "blocks": "vllm.v1.core.kv_cache_manager.KVCacheBlocks",
 }
-"""Classes of parameters and attributes that are annotated `Any`, or of another object's attribute
-of that name (`state.request`)."""
+"""Classes of vLLM by the names of parameters and attributes that hold their objects. The names are
+annotated `Any`, or belong to another object (`state.request`)."""
 
 OWNERS = {"self", "state", "engine", "_engine"}
-"""Names of our objects. Their attributes whose names are in `PARAMETERS` hold objects of vLLM."""
+"""Names of variables that hold hotkv's objects. Attributes of these objects that `PARAMETERS` names
+hold objects of vLLM."""
 OURS = {"KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshakeMetadata"}
-"""Empty classes of vLLM's whose values are instances of our subclasses."""
+"""Empty classes of vLLM whose values are instances of hotkv's subclasses."""
 
 
 class Uses:

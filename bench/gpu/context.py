@@ -38,7 +38,7 @@ SMALL_CONFIG = SparseConfig(
     min_context_tokens=0,
     residency="host",
 )
-"""Shape for a made-up device."""
+"""Settings for a simulated device."""
 U8 = npt.NDArray[np.uint8]
 
 
@@ -48,8 +48,8 @@ def page_bytes_of(shape: ModelShape) -> int:
 
 
 def random_pages(num_blocks: int, page_bytes: int) -> U8:
-    """Returns random keys and values in float16, of either sign and 0.5 to 1 in size, in memory
-    that can be registered: uint8 [blocks, bytes]."""
+    """Returns random keys and values in float16, with random signs and absolute values from 0.5 to
+    1, in memory that can be registered: uint8 [blocks, bytes]."""
     memory = np.frombuffer(mmap.mmap(-1, num_blocks * page_bytes), np.uint8)
     rng, words = np.random.default_rng(1), memory.view(np.uint64)
     for start in range(0, len(words), 1 << 22):

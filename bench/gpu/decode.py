@@ -35,13 +35,15 @@ from hotkv_sparse.config import SparseConfig
 
 BATCHES = (1, 3, 8)
 DENSE_ROWS = 3
-"""Number of whole contexts that fit into the memory. Residency gets the same memory."""
+"""Number of whole contexts that fit into the device memory of the comparison. Residency gets the
+same memory."""
 NUM_TOKENS, EQUAL_TOKENS, EQUAL_STEPS, STEPS = 1 << 17, 4096, 16, 24
 SMALL_TOKENS, SMALL_STEPS = 768, 3
 RATIO_TARGET = 1.66
 """The smallest speed-up over vLLM that SPIN (a publication) reports."""
 COVERED_TARGET = 0.95
-"""Sums in another order may change a token if two tokens are almost equally likely."""
+"""Below 1, because sums in another order may change a token if two tokens are almost equally
+likely."""
 OVERHEAD_TARGET = 0.55
 """ShadowKV's overhead, relative to the time to first token."""
 

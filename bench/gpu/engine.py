@@ -126,7 +126,7 @@ class Cuda:
 
     def marks(self, wanted: str) -> Marks:
         """Returns a source of marks, each the current end of the current stream. `wanted` has the
-        values of the connector's setting."""
+        values of the connector's setting `device_order`."""
         return Marks(CudaDevice(self.device), wanted)
 
     def stream(self) -> Any:

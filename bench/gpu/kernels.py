@@ -24,7 +24,7 @@ class CudaArrays:
 
     is_made_up = False
     xp: Any
-    """The module of its arrays, CuPy, numpy or torch."""
+    """The module of the arrays: CuPy, numpy or torch."""
 
     def __init__(self) -> None:
         import cupy

@@ -41,7 +41,7 @@ from hotkv_client.command.tables import table
 ORDERS = ("events", "flags", "host")
 PAGE_BYTES, LAYERS = 64 << 10, 32
 SIZES = {"1 block": 1, "16 blocks": 16, "64 blocks": 64}
-"""Blocks of 2 MiB; 16 hold 256 tokens."""
+"""Sizes of loads in blocks of 2 MiB; 16 blocks hold 256 tokens."""
 HEADLINE = "16 blocks"
 STEP_STORE_BLOCKS, STEP_LOAD_BLOCKS = 4, 4
 STEP_S, MAX_FLYING = 0.002, 32

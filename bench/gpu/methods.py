@@ -41,7 +41,7 @@ LOSS_PAGE = 64 << 10
 LOSS_TARGET = 0.03
 PRODUCT_SIZE = 8192
 WINDOW_PRODUCTS = 60
-"""Products in a window, which takes about 80 ms on an H200."""
+"""Number of products in a window, which takes about 80 ms on an H200."""
 
 
 class Products:

@@ -15,7 +15,8 @@ import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A layer's attention in a decode step: its number, q [B, Q, D], k and v [B, H, D] to [B, Q, D]."""
+"""A layer's attention in a decode step: maps the layer's number, q [B, Q, D], k and v [B, H, D] to
+the output [B, Q, D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,14 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """Returns the KV bytes of a token in all layers, two bytes a value."""
+        """Returns the KV bytes of a token in all layers, with two bytes per value."""
         return self.layers * self.kv_heads * self.head_size * 4
 
 
 LLAMA_8B = ModelShape("8B", 32, 4096, 8, 4, 128, 14336, 128256)
 QWEN_14B = ModelShape("14B", 48, 5120, 8, 5, 128, 13824, 152064)
 TINY = ModelShape("tiny", 2, 64, 2, 2, 32, 96, 97)
-"""Shape for a made-up device."""
+"""A shape for a simulated device."""
 
 
 class DummyModel:

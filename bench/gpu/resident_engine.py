@@ -30,7 +30,7 @@ from demo.random_llama import write_model
 BLOCK_TOKENS = 32
 ROUNDS = 2
 ON_CUDA = "contexts beyond device memory on CUDA"
-"""Words that an engine with residency logs."""
+"""A text that an engine with residency logs."""
 
 
 @dataclass(frozen=True, slots=True)

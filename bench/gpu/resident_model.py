@@ -101,8 +101,8 @@ class Resident:
         self.context.advance(asks=False)
 
     def step(self) -> torch.Tensor:
-        """Returns the next token of each sequence, int64 [rows]. `tokens.ids` at `tokens.positions`
-        are the last tokens."""
+        """Runs a decode step. Returns the next token of each sequence, int64 [rows]. The step's
+        input are `tokens.ids` at `tokens.positions`."""
         self.context.begin_step()
         return self.model.step(self.tokens.ids, self.tokens.positions, self.attend)
 

@@ -29,13 +29,13 @@ from bench.servers import GIB, MIB, new_hashes
 from hotkv_client.command.tables import table
 
 PAGES = (64 << 10, 16 << 10, 4 << 10, 256 << 10, 2 << 20)
-"""Page sizes, the most telling first."""
+"""Page sizes in bytes, the most informative first."""
 LAYOUTS = ("LBHNC", "BLHNC")
 TARGETS = {4 << 10: None, 16 << 10: 0.7, 64 << 10: 0.9, 256 << 10: 0.9, 2 << 20: 0.9}
 BOTH_TARGET = 0.8
 ARENA_OPERATIONS = 5
-"""Size of the arena in operations: room for the leased blocks, and for stores beside them. When the
-room is used up, a store evicts as many bytes as it writes."""
+"""Size of the arena in operations: space for the leased blocks, and for stores beside them. When
+the space is full, a store evicts as many bytes as it writes."""
 
 
 def layers_of(page_bytes: int, operation_bytes: int) -> int:

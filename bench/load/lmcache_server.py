@@ -10,7 +10,8 @@ from typing import Any
 from demo.processes import Child
 
 READY_S = 180.0
-"""Deadline of the server's start; on a slow machine importing LMCache takes most of it."""
+"""Seconds until the server must have started; on a slow machine importing LMCache takes most of
+it."""
 HOST = "127.0.0.1"
 START = "import sys; from lmcache.cli.main import main; sys.exit(main())"
 """Does the same as the command `lmcache`, which may not be installed beside the interpreter."""
@@ -84,7 +85,7 @@ class LMCacheServer:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports that no process listens on."""
+    """Returns TCP ports on which no process listens."""
     sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
     ports: list[int] = [one.getsockname()[1] for one in sockets]
     for one in sockets:

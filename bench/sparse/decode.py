@@ -276,7 +276,7 @@ def scorer_of(
 # Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels.
 
 USUAL_SETS = 2
-"""Size of a hot set, in budgets."""
+"""Size of a hot set, as a multiple of the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,9 +411,11 @@ STRONG_MASS = 0.1
 """A block is strong if it is a KV head's heaviest candidate and has more than this share of its
 attention."""
 TAIL_ALIGN = 64
-"""Tails are a multiple of this, so that they are whole blocks of every block size."""
+"""The length of a tail is a multiple of this, so that the tail consists of whole blocks of every
+block size."""
 RECALL_EVERY_STEPS = 4
-"""Steps between two measurements of the exact mass of all blocks; an oracle needs one a step."""
+"""Number of steps between two measurements of the exact attention mass of all blocks. An oracle
+needs a measurement in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,7 +530,7 @@ class Decode:
         self.tallies = [Tally() for _ in variants]
 
     def run(self) -> list[Outcome]:
-        """Decodes all compared tokens. Returns each variant's outcome."""
+        """Decodes all compared tokens in all variants. Returns each variant's outcome."""
         for step in range(len(self.dense.inputs_NE)):
             self._step(step)
         return [

@@ -27,7 +27,7 @@ from hotkv_sparse.centre import FIRST_TOKENS, TOKEN_FORMATS, Centres, LayerCentr
 SHORT_TOKENS = 2048
 """Number of first tokens of a prompt from which an engine calibrates itself."""
 SAMPLE_EVERY_TOKENS = 256
-"""Of this many tokens, one query is recorded, to measure the biases of centres."""
+"""One query in this many tokens is recorded, to measure the biases of centres (mean keys)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,8 @@ def _moments(
 
 
 def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_layer: int) -> Dense:
-    """Runs all tokens through the model with causal attention."""
+    """Runs all tokens through the model with causal attention, and records the values that `Dense`
+    describes."""
     shape, positions = model.shape, torch.arange(len(tokens_S))
     scale = 1.0 / math.sqrt(shape.head_size)
     sampled = tuple(

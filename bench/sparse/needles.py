@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TASKS = {"single": 1, "multikey": 4}
-"""Facts that a prompt hides, by task."""
+"""Number of facts that a prompt hides, by task."""
 QUALITIES = (
     *("amber", "brittle", "crooked", "dusty", "eager", "faded", "gentle", "hollow", "icy"),
     *("jagged", "lively", "mellow", "narrow", "quiet", "rusty", "silver", "tidy", "wooden"),

@@ -16,7 +16,7 @@ LICENCES = Path("/usr/share/common-licenses")
 OPTICKS = "Isaac.Newton-Opticks.txt"
 REPEAT = "repeat"
 QUOTED_FROM_RATIO = 0.25
-"""The place in the copy text at which the quoted tokens begin."""
+"""Position of the quoted tokens' beginning in the copy text, as a share of its length."""
 
 
 def add_model(flags: argparse.ArgumentParser) -> None:

@@ -18,8 +18,8 @@ from hotkv_sparse.centre import RECENT_TOKENS, SINK_TOKENS
 from hotkv_sparse.formats import head_bytes
 
 ORACLE, ENDS, CENTRED = "oracle", "ends", "+"
-"""Scorers besides the formats of `hotkv_sparse`: exact block mass, and only sinks and recent
-window. Then the sign before the name of a centre."""
+"""ORACLE and ENDS are scorers besides the formats of `hotkv_sparse`: exact block mass, and only
+sinks and recent window. CENTRED is the sign before the name of a centre (mean key)."""
 FRESH, LRU = "fresh", "lru"
 
 
@@ -63,9 +63,11 @@ class Variant:
 
 
 TIGHT = (0.05, 16, False)
-"""Budget, block size and sharing of the variants of the first target."""
+"""Budget, block size and sharing (True: one set for all KV heads) of the variants that the first
+target is for."""
 SERVED = (0.10, 32, True)
-"""Likewise of the second target, within the limits of vLLM's block tables."""
+"""Budget, block size and sharing of the variants that the second target is for, within the limits
+of vLLM's block tables."""
 
 
 TIGHT_SCORERS = (
@@ -75,13 +77,15 @@ TIGHT_SCORERS = (
 SERVED_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "mix2+first", "mean", "quest")
 FROM_FILE = ("rot2u+file", "mix2+file")
 RESIDENT = (32, True, LRU, 4)
-"""Block size, sharing and freshness of residency, which has no dense layers."""
+"""Block size, sharing, freshness and corrections of the variants for residency, which has no dense
+layers."""
 RESIDENT_BUDGETS = (0.10, 1024, 512, 256)
 RESIDENT_SCORERS = ("rot2u", "mix2+first")
 FIELD = (16, False)
 """Block size and sharing of published comparisons: a fresh selection for each KV head."""
 FIELD_ENDS = (16, 16)
-"""Always-kept tokens of published comparisons: a block at each end, within the budget."""
+"""Numbers of always-kept tokens in published comparisons: a block at each end, within the
+budget."""
 FIELD_BUDGETS = (128, 512, 2048)
 FIELD_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "sketch4", "rot3u", "sketch8", "quest")
 
