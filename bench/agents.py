@@ -3,8 +3,8 @@ replaying traces through the cache's core:
 `python -m bench.agents --trace FILE ... [--capacity-percent 2,5] [--json]`.
 
 `derive_hints` divides a trace into sessions: a session's next turn is the first later request that
-    continues its prompt. Traces do not name tools, so the gaps between turns are those of the
-    session.
+continues its prompt. Traces do not name tools, so the gaps between turns are those of the
+session.
 
 - `lru`, `hotness`: policies of the server; `hotness` is its default.
 - `hints`: `hotness`, which also gets the session ends and pauses that `hotkv-server simulate

@@ -126,7 +126,7 @@ def used_bytes(content: Codes, size: int) -> Int64s:
 
 
 def ratios(floats: NDArray[np.float32]) -> dict[str, float]:
-    """Returns the compression ratios by the names that the module's docstring lists."""
+    """Computes the compression ratios of keys and values. Returns them by name."""
     content, size = blocks_of(floats)
     used = used_bytes(content, size)
     assert (used <= room_bytes(size)).all(), "a block does not fit its room"

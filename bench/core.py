@@ -56,8 +56,8 @@ def resident_bytes() -> int:
 
 @dataclass
 class Bench:
-    """A full cache with `num_blocks` blocks, and the measured seconds of each part of serving a
-    prompt."""
+    """A full cache with `num_blocks` blocks. Serves prompts from it, and records the seconds of
+    each part of serving."""
 
     num_blocks: int
     policy: str

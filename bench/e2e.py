@@ -47,7 +47,8 @@ SETTLE_S = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The answers of a round, one for each case of the module's docstring."""
+    """The answers of one round, one answer for each engine or case: `miss`, `plain`, `warm` and
+    `apc`."""
 
     miss: Answer
     plain: Answer

@@ -220,8 +220,8 @@ def main() -> None:
 
 
 def _run(output: str, caches: str, most: str, *tests: str) -> int:
-    """Runs the tests in this process, which leads a session of its own. Returns pytest's exit
-    status."""
+    """Runs the tests in this process, which becomes the leader of a new session. Returns pytest's
+    exit status."""
     import pytest
 
     os.setsid()

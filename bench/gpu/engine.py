@@ -276,8 +276,8 @@ class GpuServer(Server):
         return self
 
     def devices(self) -> dict[str, Any]:
-        """Returns the fields of its only device in the output of `hotkv devices --json`, together
-        with the fields about the arena."""
+        """Returns the fields that `hotkv devices --json` prints for the server's only device,
+        together with the fields about the arena."""
         answer: dict[str, Any] = json.loads(self.cli("devices", "--json"))
         return {**answer.pop("devices")[0], **answer}
 

@@ -49,7 +49,7 @@ Some = CudaArrays | HostArrays
 
 
 class Clock:
-    """Times operations by name, and computes the median of each in milliseconds."""
+    """Records the times of operations by name. `median_ms` returns the median of an operation."""
 
     def __init__(self, kernels: Some) -> None:
         self._kernels = kernels

@@ -91,7 +91,7 @@ FIELD_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "sketch4", "rot3u", "sk
 
 
 def default_variants(*, with_file: bool = False) -> list[Variant]:
-    """Returns the variants that have targets, and others to compare them with."""
+    """Returns the variants that have targets, and further variants to compare them with."""
     more = FROM_FILE if with_file else ()
     tight = [Variant(scorer, *TIGHT) for scorer in (*TIGHT_SCORERS, *more)]
     served = [Variant(scorer, *SERVED, LRU, 2) for scorer in (*SERVED_SCORERS, *more)]
