@@ -102,8 +102,8 @@ def best_ttl_s(gaps_s: list[float], benefit_s: float) -> float:
 class Turn:
     """The request that is being replayed.
 
-    until_s: the time until which its session's blocks are held; for the rule `cachewise`, the
-        predicted idle time.
+    until_s: the time until which its session's blocks are held (protected from eviction); for the
+        rule `cachewise`, the predicted idle time.
     depth: position in the prompt of the next block to be stored.
     """
 
@@ -115,8 +115,8 @@ class Turn:
 class SessionRule:
     """An eviction policy in which all blocks of a request get the same time, `turn.until_s`.
 
-    holds: True: blocks are held until that time, and then evicted by LRU. False: the block with the
-        largest time is evicted first.
+    holds: True: blocks are protected from eviction until that time, and then evicted by LRU. False:
+        the block with the largest time is evicted first.
     """
 
     def __init__(self, capacity: int, turn: Turn, *, holds: bool) -> None:

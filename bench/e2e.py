@@ -66,8 +66,8 @@ def hook_share(path: Path) -> float:
 
 
 def alone(engine: Engine, tokens: list[int]) -> Answer:
-    """Waits until the previous engine's OpenMP threads have stopped spinning, 0.2 s after its last
-    step. Then returns this engine's answer to the prompt."""
+    """Waits until the previous engine's OpenMP threads no longer spin, which would take processor
+    time. Then returns this engine's answer to the prompt."""
     time.sleep(SETTLE_S)
     return engine.generate(tokens, ANSWER_TOKENS)
 

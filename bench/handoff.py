@@ -248,8 +248,8 @@ class Nodes:
 
 
 def calm(engine: Engine, tokens: list[int], transfer: dict[str, Any] | None = None) -> Answer:
-    """Waits until the previous engine has stopped polling. Then returns this engine's answer to the
-    prompt."""
+    """Waits until the previous engine no longer polls its queue, which would take processor time.
+    Then returns this engine's answer to the prompt."""
     time.sleep(SETTLE_S)
     return engine.generate(tokens, ANSWER_TOKENS, transfer)
 

@@ -166,8 +166,8 @@ class Engines:
             yield one
 
     def alone_on_the_machine(self, engine: Engine, tokens: list[int]) -> Answer:
-        """Waits until the previous engine has stopped polling. Then returns this engine's answer to
-        the prompt."""
+        """Waits until the previous engine no longer polls its queue, which would take processor
+        time. Then returns this engine's answer to the prompt."""
         time.sleep(self.place.settle_s)
         return engine.generate(tokens, ANSWER_TOKENS)
 

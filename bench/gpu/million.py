@@ -7,8 +7,8 @@ query heads, d = 128, budget 2048; dummy weights, torch's attention, steps as CU
 
 The first token of a hit takes two parts: building the representations (compact forms of blocks'
 keys) of all layers from keys in the arena, and a first step. The time of a whole prefill is
-extrapolated: a layer's chunks of 8k are timed behind an empty context, behind half of the context
-and behind all of it."""
+extrapolated: a layer's chunks of 8k are timed after no context, after half of the context and after
+all of it."""
 
 import sys
 from time import perf_counter

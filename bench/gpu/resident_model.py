@@ -212,9 +212,9 @@ class PrefillTimes:
 
 
 class Prefill:
-    """Times prefill chunks behind an empty context, behind half of the context and behind all of
-    it. A chunk's time grows with the context before it. So the time of a whole prompt is
-    extrapolated from the three times by Simpson's rule, for each chunk and layer."""
+    """Times prefill chunks that follow no context, half of the context and all of it. A chunk's
+    time grows with the context before it. So the time of a whole prompt is extrapolated from the
+    three times by Simpson's rule, for each chunk and layer."""
 
     def __init__(
         self, kernels: Some, model: DummyModel, host: HostPages, config: SparseConfig, chunk: int

@@ -79,7 +79,7 @@ def measure(
     *,
     with_both: bool = True,
 ) -> Times:
-    """Measures one layout and page size, in turns with plain copies.
+    """Measures stores and loads with one layout and page size, in turns with plain copies.
 
     shape: has the blocks of two operations.
     """
