@@ -1,22 +1,24 @@
-"""Compares rules for agents' blocks between turns, by replaying traces through the cache's core:
+"""Compares eviction rules for the blocks that an agent's session leaves between two turns, by
+replaying traces through the cache's core:
 `python -m bench.agents --trace FILE ... [--capacity-percent 2,5] [--json]`.
 
-Sessions come from `derive_hints`: a session's next turn is the first later request that
-continues its prompt. No trace names tools, so the gaps between turns are those of the session.
+`derive_hints` divides a trace into sessions: a session's next turn is the first later request that
+continues its prompt. Traces do not name tools, so the gaps between turns are those of the
+session.
 
 - `lru`, `hotness`: policies of the server; `hotness` is its default.
-- `hints`: `hotness`, told the session ends and pauses that `hotkv-server simulate --hints` takes
-  from the trace. Here a turn ends when it begins.
+- `hints`: `hotness`, which also gets the session ends and pauses that `hotkv-server simulate
+  --hints` derives from the trace. In this replay a turn ends at the moment it begins.
 - `learnt`: `hotness`, which holds a session's blocks until its next turn is expected.
-- `continuum`: Continuum (arXiv 2511.02230) pins a session's KV for a time to live t, the best by
-  P(gap <= t) * benefit - t over the latest gaps. Here P is that of all sessions, and the benefit,
-  which the paper gets from prefill and queueing, is an option. Blocks past their time are evicted
-  by LRU, new blocks that find no room beside pinned blocks are not stored. The part of the paper
-  that orders requests does not concern a cache.
+- `continuum`: Continuum (arXiv 2511.02230) pins a session's KV for a time to live t, which
+  maximizes P(gap <= t) * benefit - t over the latest gaps. Here P is taken over the gaps of all
+  sessions. The paper derives the benefit from prefill and queueing; here it is an option. Blocks
+  past their time to live are evicted by LRU. New blocks that find no space beside pinned blocks are
+  not stored. The paper's ordering of requests is left out, because it does not concern a cache.
 - `cachewise`: CacheWise (arXiv 2606.16824) evicts the block with the longest predicted idle time
-  first, ties by LRU. Its predictions come from the tools of a request; here the mean gap of the
-  session stands for them, and `cachewise_told` gets the true gap, as the authors' source can.
-- `clairvoyant`: the bound of every rule, which knows all later requests.
+  first, and breaks ties by LRU. It predicts from the tools of a request; here the mean gap of the
+  session replaces this prediction. `cachewise_told` uses the true gap, as the authors' source can.
+- `clairvoyant`: knows all later requests, and so bounds every rule from above.
 """
 
 import sys
@@ -44,10 +46,12 @@ from hotkv_server.simulate.replay import (
 from hotkv_server.simulate.trace import Trace, load_trace
 
 PRIOR_GAPS, FIRST_GAP_S, LEAST_GAP_S = 3.0, 5.0, 0.02
-"""A session counts as having had PRIOR_GAPS gaps of the mean of all sessions, and before the first
-gap of any session as FIRST_GAP_S. Gaps shorter than LEAST_GAP_S count as LEAST_GAP_S."""
+"""The expected gap of a session is computed as if it had already had PRIOR_GAPS gaps with the mean
+of all sessions. Before the first gap of any session, this mean is FIRST_GAP_S. Gaps shorter than
+LEAST_GAP_S count as LEAST_GAP_S."""
 LATEST_GAPS, NEW_GAPS = 1000, 20
-"""Continuum's distribution: it has LATEST_GAPS gaps, and is computed again after NEW_GAPS more."""
+"""Size of Continuum's distribution: the latest LATEST_GAPS gaps. It is computed again after every
+NEW_GAPS gaps."""
 NEVER_S = 1e6
 RULES = ("continuum", "cachewise", "cachewise_told")
 ROWS = ("lru", "hotness", "hints", "learnt", *RULES, "clairvoyant")
@@ -55,9 +59,10 @@ ROWS = ("lru", "hotness", "hints", "learnt", *RULES, "clairvoyant")
 
 @dataclass(slots=True)
 class Gaps:
-    """The gaps between the turns of sessions, up to the replay's current request.
+    """The gaps in time between consecutive turns of each session, up to the replay's current
+    request.
 
-    gaps_s: gaps of all sessions, in order.
+    gaps_s: gaps of all sessions together, in order of time.
     """
 
     gaps_s: list[float] = field(default_factory=list)
@@ -75,15 +80,16 @@ class Gaps:
         self._last_s[session] = now_s
 
     def expected_s(self, session: int) -> float:
-        """Returns the geometric mean of a session's gaps, beginning at the mean of all sessions."""
+        """Returns the geometric mean of a session's gaps. Before the session has gaps, returns the
+        geometric mean over all sessions."""
         of_all = self._log_sum / len(self.gaps_s) if self.gaps_s else float(np.log(FIRST_GAP_S))
         count, total = self._sums.get(session, (0, 0.0))
         return float(np.exp((total + PRIOR_GAPS * of_all) / (count + PRIOR_GAPS)))
 
 
 def best_ttl_s(gaps_s: list[float], benefit_s: float) -> float:
-    """Returns the time t that makes P(gap <= t) * benefit - t largest; 0 if none is above 0, and
-    the benefit before there are NEW_GAPS gaps."""
+    """Returns the time to live t that maximizes P(gap <= t) * benefit - t, or 0 if no value of t
+    makes it positive. Returns the benefit while there are fewer than NEW_GAPS gaps."""
     if len(gaps_s) < NEW_GAPS:
         return benefit_s
     times_s = np.sort(gaps_s[-LATEST_GAPS:])
@@ -94,11 +100,11 @@ def best_ttl_s(gaps_s: list[float], benefit_s: float) -> float:
 
 @dataclass(slots=True)
 class Turn:
-    """The request that is being served.
+    """The request that is being replayed.
 
-    until_s: the time until which its session's blocks are held; for `cachewise` the predicted idle
-        time.
-    depth: position of its next block.
+    until_s: the time until which its session's blocks are held (protected from eviction); for the
+        rule `cachewise`, the predicted idle time.
+    depth: position in the prompt of the next block to be stored.
     """
 
     now_s: float = 0.0
@@ -107,10 +113,10 @@ class Turn:
 
 
 class SessionRule:
-    """A policy in which all blocks of a request get the same time, that of its `turn`.
+    """An eviction policy in which all blocks of a request get the same time, `turn.until_s`.
 
-    holds: True if blocks are held until that time, and others are evicted by LRU; False if the
-        largest time is evicted first.
+    holds: True: blocks are protected from eviction until that time, and then evicted by LRU. False:
+        the block with the largest time is evicted first.
     """
 
     def __init__(self, capacity: int, turn: Turn, *, holds: bool) -> None:
@@ -138,13 +144,13 @@ class SessionRule:
         """Does nothing."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Does nothing: a replay always allows it."""
+        """Does nothing: in a replay, keeping is always allowed."""
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         """Does nothing."""
 
     def hold(self, entries: Entries, until_s: float) -> None:
-        """Does nothing: `turn` has the times."""
+        """Does nothing: the rule reads the hold times from `turn`."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         self._used_s[entries] = -np.inf
@@ -176,14 +182,14 @@ class SessionRule:
         return {}
 
     def check_invariants(self) -> None:
-        """Does nothing: there are no two books that could disagree."""
+        """Does nothing: the rule has no redundant state to check."""
 
 
 def replay_rule(
     trace: Trace, capacity: int, rule: str, hints: ReplayHints, benefit_s: float
 ) -> NDArray[np.int64]:
-    """Replays a trace under one of RULES. Returns for each request the blocks of its prefix that
-    hit."""
+    """Replays a trace under one of RULES. Returns the number of leading blocks that hit, for each
+    request."""
     turn, gaps, ttl_s, num_gaps = Turn(), Gaps(), benefit_s, 0
     tier = SimulatedTier(
         capacity, lambda blocks: SessionRule(blocks, turn, holds=rule == "continuum")
@@ -210,8 +216,8 @@ def replay_rule(
 
 
 def replay_learnt(trace: Trace, capacity: int, hints: ReplayHints) -> NDArray[np.int64]:
-    """Replays a trace under hotness with learnt return times. Returns for each request the blocks
-    of its prefix that hit."""
+    """Replays a trace under `hotness`, which holds blocks by learnt return times of sessions.
+    Returns the number of leading blocks that hit, for each request."""
     tier, returns = SimulatedTier(capacity, POLICIES["hotness"]), ReturnTimes()
     sessions: dict[int, SessionGaps] = {}
     prefix = np.zeros(trace.num_requests, np.int64)
@@ -231,7 +237,7 @@ def replay_learnt(trace: Trace, capacity: int, hints: ReplayHints) -> NDArray[np
 
 
 def hit_rate(trace: Trace, percent: float, row: str, benefit_s: float) -> float:
-    """Returns the share of block accesses that hit under one of ROWS."""
+    """Returns the share of block accesses that hit under `row`, one of the rules in ROWS."""
     capacity, hints = trace.capacity_blocks(percent), derive_hints(trace)
     if row == "clairvoyant":
         prefix = clairvoyant(trace, capacity)
@@ -249,7 +255,8 @@ def hit_rate(trace: Trace, percent: float, row: str, benefit_s: float) -> float:
 def compare(
     traces: list[Trace], percents: list[float], benefit_s: float
 ) -> dict[str, dict[str, float]]:
-    """Returns the hit rates by trace and capacity, then by row."""
+    """Returns the hit rate of each rule in ROWS, by trace and capacity: {"TRACE PERCENT %": {rule:
+    rate}}."""
     found: dict[str, dict[str, float]] = {}
     for trace in traces:
         warm_up(trace, POLICIES["lru"])

@@ -1,17 +1,18 @@
-"""Measures exact compression of keys and values: bytes saved, and the speed of a core.
+"""Measures lossless compression of keys and values: the bytes saved, and the speed on one core.
 
-Keys and values are SmolLM2's, of texts found on the system, computed in float32 and rounded to
-bfloat16. Prints a table; `--json` prints a JSON object last:
+The keys and values are those that SmolLM2 computes in float32 for texts found on the system,
+rounded to bfloat16. Prints a table; `--json` prints a JSON object last:
 
-- `compress_ratio`: bytes of blocks of 16 tokens over bytes of their encoded forms.
-- `compress_stored_ratio`: the same, with the forms rounded up to the rooms in which they are
-  stored.
-- `compress_keys_ratio`, `compress_values_ratio`; `compress_worst_layer_ratio`, over single layers.
-- `compress_encode_gb_s`, `compress_decode_gb_s`, `compress_copy_gb_s`: bytes of blocks per second
-  of a thread, over blocks larger than all caches; the best of several rounds in which the three
-  take turns.
-- `compress_float32_ratio` (the same 4 bits instead of 8), `compress_float16_ratio` (3 bits instead
-  of 5): the gain for other types, without rounding up.
+- `compress_ratio`: bytes of blocks of 16 tokens, divided by the bytes of their encoded forms.
+- `compress_stored_ratio`: the same, with each encoded form rounded up to the size of the slot in
+  which it is stored.
+- `compress_keys_ratio`, `compress_values_ratio`: the ratio of keys alone and of values alone.
+  `compress_worst_layer_ratio`: the lowest ratio of a single layer.
+- `compress_encode_gb_s`, `compress_decode_gb_s`, `compress_copy_gb_s`: bytes of blocks that a
+  thread encodes, decodes or copies per second. The blocks are larger than all caches. The three
+  operations take turns; the best of several rounds counts.
+- `compress_float32_ratio`, `compress_float16_ratio`: the ratios for two other types, without
+  rounding up. In float32 the exponent takes 4 bits instead of 8, in float16 3 bits instead of 5.
 """
 
 import sys
@@ -50,8 +51,8 @@ FLOAT16_EXPONENTS = 8
 
 
 def keys_and_values(folder: Path) -> NDArray[np.float32]:
-    """Returns keys and values of all layers and tokens of the system's texts: [layer, keys or
-    values, token, head, channel]."""
+    """Computes SmolLM2's keys and values for all tokens of the system's texts. Returns an array
+    [layer, keys or values, token, head, channel]."""
     model = Llama(folder)
     encode = Tokenizer.from_file(str(folder / "tokenizer.json")).encode
     found = texts([], lambda text: encode(text).ids, TEXT_TOKENS, 1)[:-1]
@@ -81,8 +82,8 @@ def rounded(floats: NDArray[np.float32]) -> Codes:
 
 
 def blocks_of(floats: NDArray[np.float32]) -> tuple[Codes, int]:
-    """Returns (the bytes of all blocks as slots have them, bytes of a block): layer after layer,
-    keys before values."""
+    """Returns (the bytes of all blocks in the layout of a slot, the bytes of a block). The layout
+    is layer after layer, keys before values."""
     num_layers, _, num_tokens, heads, channels = floats.shape
     shape = (num_layers, 2, num_tokens // BLOCK_TOKENS, BLOCK_TOKENS, heads, channels)
     found = rounded(floats.reshape(shape).transpose(2, 0, 1, 3, 4, 5))
@@ -90,7 +91,7 @@ def blocks_of(floats: NDArray[np.float32]) -> tuple[Codes, int]:
 
 
 class Run:
-    """Blocks of equal size in sequence, and a room for each."""
+    """Consecutive blocks of equal size, and a buffer of `room` bytes for each encoded block."""
 
     def __init__(self, content: Codes, size: int, room: int) -> None:
         self.content, self.room, count = content, room, len(content) // size
@@ -116,8 +117,8 @@ def _full(count: int, number: int) -> Int64s:
 
 
 def used_bytes(content: Codes, size: int) -> Int64s:
-    """Returns the bytes of each block's encoded form, with room for any number of escapes. Checks
-    that every block decodes to its old bytes."""
+    """Returns the bytes of each block's encoded form. The output buffer is large enough for any
+    number of escaped values. Checks that each block decodes to its original bytes."""
     run = Run(content, size, escapes_at(size // 2) + size // 2 * ESCAPE_BYTES)
     used = run.encode()
     assert (run.decode() == 1).all() and np.array_equal(run.back, content)
@@ -125,7 +126,7 @@ def used_bytes(content: Codes, size: int) -> Int64s:
 
 
 def ratios(floats: NDArray[np.float32]) -> dict[str, float]:
-    """Returns the compression ratios by key."""
+    """Computes the compression ratios of keys and values. Returns them by name."""
     content, size = blocks_of(floats)
     used = used_bytes(content, size)
     assert (used <= room_bytes(size)).all(), "a block does not fit its room"
@@ -147,7 +148,8 @@ def ratios(floats: NDArray[np.float32]) -> dict[str, float]:
 
 
 def float16_ratio(floats: NDArray[np.float32]) -> float:
-    """Returns the ratio of float16 with 3 bits an exponent, tables and escapes as for bfloat16."""
+    """Returns the estimated ratio for float16, if each exponent is coded in 3 bits, with tables and
+    escapes as for bfloat16."""
     exponents = (floats.astype(np.float16).view(np.uint16).reshape(-1) >> 10) & 31
     tiles = exponents[: len(exponents) // TILE_VALUES * TILE_VALUES].reshape(-1, TILE_VALUES)
     covered = [
@@ -158,7 +160,7 @@ def float16_ratio(floats: NDArray[np.float32]) -> float:
 
 
 def speeds(content: Codes, size: int) -> dict[str, float]:
-    """Returns the speed of each operation in 10^9 bytes of blocks per second."""
+    """Returns the speed of encoding, decoding and copying, in 10^9 bytes of blocks per second."""
     content = np.tile(content, -(-SPEED_BYTES // len(content)))
     run = Run(content, size, room_bytes(size))
     count, step = len(run.sizes), max(1, CALL_BYTES // size)

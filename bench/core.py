@@ -1,14 +1,15 @@
-"""Measures the core alone: the cost of a long prompt, the memory of a block in its index, and the
-growth of cost with the number of blocks.
+"""Measures the cache's core without a server: the time for a long prompt, the memory that the index
+takes per block, and how these times grow with the number of blocks.
 
-A prompt is looked up, reserved, committed and used: 1024 blocks that a full cache does not have, so
-each evicts another. Blocks are slots of 4 KiB; the arena is only counted, no memory is mapped for
-it. Caches of all sizes take turns. `--json` prints a JSON object last:
+A prompt consists of 1024 blocks that the full cache does not have, so each of them evicts a block.
+The core looks the prompt up, reserves slots, commits the blocks and marks them as used. Slots have
+4 KiB; no arena is mapped, since the core only counts its bytes. Caches of all sizes take turns.
+`--json` prints a JSON object last:
 
-- `prompt_1024_ms`: time of a prompt of 1024 blocks, in a cache of a million blocks.
-- `bytes_per_block_10m`: growth of the process's resident memory from empty to full, before there
-  are ghosts, per block in a cache of ten million.
-- `cost_growth`: time per block at the largest size over the time at the smallest.
+- `prompt_1024_ms`: time for a prompt of 1024 blocks, in a cache of a million blocks.
+- `bytes_per_block_10m`: growth of the process's resident memory per block while a cache of ten
+  million blocks fills up, before the cache has ghosts (records of evicted blocks).
+- `cost_growth`: time per block at the largest size, divided by the time at the smallest.
 - `longest_hold_ms`: the longest time, in processor time, for which any operation on the largest
   cache blocks the event loop (see `bench.holds`). `--holds` measures only this.
 """
@@ -55,7 +56,8 @@ def resident_bytes() -> int:
 
 @dataclass
 class Bench:
-    """A full cache of a given size, and the cost of prompts: seconds per part."""
+    """A full cache with `num_blocks` blocks. Serves prompts from it, and records the seconds of
+    each part of serving."""
 
     num_blocks: int
     policy: str
@@ -85,7 +87,8 @@ class Bench:
         return self.random.integers(0, 1 << 32, (count, 8), np.uint32)
 
     def serve(self, hashes: Words, *, measure: bool = True) -> None:
-        """Looks up, reserves, commits and uses a prompt."""
+        """Looks up, reserves, commits and touches the blocks of a prompt, and records the time of
+        each part."""
         core, session = self.core, self.session
         self.now_s += STEP_S
         times_s = [time.perf_counter()]
@@ -105,7 +108,8 @@ class Bench:
                 self.costs_s[part].append(cost_s)
 
     def prompt_ms(self, part: str = "") -> float:
-        """Returns the median cost of a prompt, or of a part of it."""
+        """Returns the median time for a prompt, or for the named part of serving it, in
+        milliseconds."""
         costs_s = (
             self.costs_s[part]
             if part
@@ -115,8 +119,8 @@ class Bench:
 
 
 def print_holds(bench: Bench) -> float:
-    """Prints how long operations hold the event loop; returns the longest hold, in milliseconds.
-    Empties the cache."""
+    """Prints how long each operation blocks the event loop, and empties the cache. Returns the
+    longest such time, in milliseconds."""
     holds = operations(bench.core, bench.session, bench.now_s, bench.new_hashes)
     times_s = ((hold.longest_cpu_s, hold.longest_s, hold.total_s) for hold in holds)
     rows = [

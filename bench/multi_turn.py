@@ -1,24 +1,24 @@
-"""Conversations of several turns on a vLLM engine, with each available cache: SmolLM2 on vLLM's CPU
-build, conversations with the shape of vLLM's `benchmarks/multi_turn`.
+"""Measures conversations of several turns on a vLLM engine, with each available cache: SmolLM2 on
+vLLM's CPU build, conversations with the shape of vLLM's `benchmarks/multi_turn`.
 
 In the case `large`, the KV of all conversations is LARGER times the size of the device's cache, and
 clients cycle through them. So when a conversation continues, other conversations have filled the
-device. In the case `fits`, the device holds everything. Variants take turns; each gets new
-conversations in each round:
+device. In the case `fits`, the device holds the KV of all conversations. Variants take turns; each
+gets new conversations in each round:
 
 - `none`: no cache at all. `vllm`: vLLM's own prefix cache. `offload`: vLLM's CPU offloading.
-- `roomy`, in `large`: vLLM's own prefix cache on a device that holds everything. No cache beside
-  the device can do better.
-- `hotkv`. `lmcache`: its server, in `large`, with `--lmcache PYTHON`, an interpreter with vLLM and
-  LMCache 0.5.6 in a separate environment.
+- `roomy`, in `large`: vLLM's own prefix cache on a device that holds the KV of all conversations.
+  No cache outside the device can be faster.
+- `hotkv`. `lmcache`: LMCache's server, in `large`, with `--lmcache PYTHON`, an interpreter with
+  vLLM and LMCache 0.5.6 in a separate environment.
 
 Prints a table; `--json` prints a JSON object last:
 
 - By case and variant: `..._turns_per_s` (median of rounds), `..._ttft_p50_s`, `..._ttft_p90_s`,
-  `..._hit_share` (of prompt tokens).
+  `..._hit_share` (share of prompt tokens that hit).
 - `large_hotkv_over_vllm`, `large_roomy_over_vllm`, `large_hotkv_over_roomy`,
-  `large_hotkv_over_lmcache` and `fits_hotkv_over_vllm`: turns per second, median of the rounds'
-  ratios.
+  `large_hotkv_over_lmcache` and `fits_hotkv_over_vllm`: ratios of turns per second, median over the
+  rounds.
 - `left_out`: variants that do not run here, and why.
 """
 
@@ -64,7 +64,7 @@ CHAT_ENGINE = Path(__file__).parent / "load" / "chat_engine.py"
 
 
 class ChatEngine(Engine):
-    """`bench.load.chat_engine` in a child process of the interpreter `python`."""
+    """A child process that runs `bench.load.chat_engine` with the interpreter `python`."""
 
     def __init__(self, name: str, arguments: dict[str, Any], folder: Path, python: str) -> None:
         self.name, self.vllm_version = name, ""
@@ -74,8 +74,8 @@ class ChatEngine(Engine):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Conversations of `num_tokens`, each of `max_tokens` at most, on a device that holds
-    `device_tokens`."""
+    """A load of conversations with `num_tokens` in total and at most `max_tokens` each, on a device
+    whose cache holds `device_tokens`."""
 
     name: str
     num_tokens: int
@@ -87,7 +87,7 @@ class Case:
     def arguments(
         self, model: Path, variant: str, server: Server, lmcache: LMCacheServer | None
     ) -> dict[str, Any]:
-        """Returns the arguments of `vllm.LLM`."""
+        """Returns the arguments of `vllm.LLM` for a variant's engine."""
         own: dict[str, dict[str, Any]] = {
             "none": {"enable_prefix_caching": False},
             "offload": {"kv_offloading_size": float(ARENA_GIB)},
@@ -116,8 +116,8 @@ class Case:
 class Results:
     """Results of a variant in a case.
 
-    turns_per_s: of each round.
-    first_s: time to the first token, of each turn.
+    turns_per_s: turns per second of each round.
+    first_s: seconds to the first token of each turn.
     """
 
     turns_per_s: list[float] = field(default_factory=list)
@@ -136,8 +136,8 @@ class Results:
 def measure(
     case: Case, model: Path, server: Server, num_rounds: int, python: str, left_out: dict[str, str]
 ) -> dict[str, Results]:
-    """Measures each variant. A variant that does not start is added to `left_out`, with the reason.
-    `python`: an interpreter with LMCache; if empty, LMCache is left out."""
+    """Measures each variant of a case. Adds a variant that does not start to `left_out`, with the
+    reason. `python`: an interpreter with LMCache; if empty, LMCache is left out."""
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
         lmcache = stack.enter_context(LMCacheServer(python, below, ARENA_GIB)) if python else None
@@ -177,14 +177,15 @@ def measure(
 
 
 def first_error(log: Path) -> str:
-    """Returns why an engine did not start. vLLM logs the cause first, and then its consequences."""
+    """Returns the reason why an engine did not start: the first error in its log, since vLLM logs
+    the cause first, and then its consequences."""
     found = re.search(r"\w*Error: .*", log.read_text(errors="replace"))
     return found[0] if found else "it ended"
 
 
 def hold(engine: Engine, case: Case, name: str, num_tokens: int) -> dict[str, Any]:
-    """Holds a round of conversations. Equal names give equal conversations. Rounds need different
-    names, because the server still has all earlier conversations."""
+    """Runs a round of conversations on an engine. Equal names give equal conversations. Rounds need
+    different names, because the server still holds all earlier conversations."""
     some = conversations(f"{case.name} {name}", num_tokens, case.shape)
     return engine.ask({"conversations": as_json(some), "clients": CLIENTS})
 
@@ -245,14 +246,14 @@ def main() -> int:
 
 
 def ratio(one: Results, other: Results) -> float:
-    """Returns the turns per second of `one` over those of `other`, as the median of the rounds'
-    ratios."""
+    """Returns the turns per second of `one` divided by those of `other`, as the median of the
+    rounds' ratios."""
     rounds = zip(one.turns_per_s, other.turns_per_s, strict=True)
     return statistics.median(ours / theirs for ours, theirs in rounds)
 
 
 def row(case: str, variant: str, one: Results, figures: dict[str, Any]) -> tuple[str, ...]:
-    """Returns a row of the table and adds its figures."""
+    """Returns the table's row for a variant, and adds the variant's figures to `figures`."""
     values = {
         "turns_per_s": statistics.median(one.turns_per_s),
         "ttft_p50_s": percentile(one.first_s, 0.5),

@@ -1,19 +1,21 @@
-"""Requests beside a server that becomes slow: SmolLM2 on vLLM's CPU build, an engine with hotkv and
-an engine without, which answer the same prompt in turns. Before each request the engine's own cache
-is emptied.
+"""Measures requests while the server becomes slow: SmolLM2 on vLLM's CPU build, with one engine
+that uses hotkv and one that does not. The engines answer the same prompt in turns. Before each
+request the engine's own prefix cache is emptied.
 
-The server first runs normally (`well`). Then each copy takes `--times` as long and each lookup and
-lease 50 ms more (`slow`). Then it is well again. If prefill is slow, hits may win even at 200
-times; a larger number shows the behaviour when they lose.
+The server first runs normally (`well`). Then each copy takes `--times` as long, and each lookup and
+lease takes 50 ms more (`slow`). Then the server runs normally again. If prefill is slow, hits may
+be faster than computing even at 200 times; a larger number shows the behaviour when hits are
+slower.
 
 Prints a table; `--json` prints a JSON object last:
 
-- `slow_over_plain`: seconds of all requests while the server is slow, without the first FEW, over
-  the seconds without hotkv.
-- `slow_worst`: the same ratio for the slowest request.
-- `well_over_plain`: the same ratio while the server is well.
-- `found_slow_after`, `found_well_after`: requests until the engine first computes a hit instead of
-  loading it, or loads a hit again.
+- `slow_over_plain`: seconds of all requests while the server is slow, without the first FEW,
+  divided by the seconds of the engine without hotkv.
+- `slow_worst`: seconds of the slowest of these requests, divided by the median without hotkv.
+- `well_over_plain`: median seconds of a request while the server runs normally, divided by the
+  median without hotkv.
+- `found_slow_after`: number of requests until the engine first computes a hit instead of loading
+  it. `found_well_after`: number of requests until it loads a hit again.
 """
 
 import contextlib
@@ -36,7 +38,7 @@ Pair = tuple[Answer, Answer]
 
 
 def measure(model: Path, num_well: int, num_slow: int, times: float) -> dict[str, list[Pair]]:
-    """Returns the answers with and without hotkv, by phase."""
+    """Returns the pairs of answers with and without hotkv, by phase."""
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
         slow = below / "slow"
@@ -70,7 +72,8 @@ def measure(model: Path, num_well: int, num_slow: int, times: float) -> dict[str
 
 
 def first(pairs: list[Pair], *, hits: bool) -> int:
-    """Returns the number of requests before the first hit, or before the first miss."""
+    """Returns the number of requests before the first that hits, or with `hits=False` before the
+    first that misses."""
     return next(
         (at for at, (one, _) in enumerate(pairs) if bool(one.hit_tokens) == hits), len(pairs)
     )

@@ -1,24 +1,25 @@
-"""The second door beside the first: time to the first token of a hit in an engine with hotkv
-behind its offloading (docs/doors.md).
+"""Compares hotkv's two connectors by the time to the first token of a hit: HotKVConnector (`own`),
+and HotKVOffloadingConnector (`door`), which works behind vLLM's own offloading (docs/doors.md).
 
 Engines of a model with random weights take turns on the same new prompts. `own` and `door` compute
 and store, each through its connector. `own-reader` and `door-reader` are other processes, which hit
-from the server. `primary` is vLLM's offloading alone, which hits in its own primary tier once its
-device cache was emptied. On a CPU a memcpy stands in for the copy between device and primary tier
-(`hotkv_vllm.testing.host_copies`). `--gpu`: engines on the first GPU, a model of 1.1 billion
+in the server. `primary` is vLLM's offloading alone, which hits in its primary tier (in host memory)
+after its device cache was emptied. On a CPU a memcpy replaces the copy between device and primary
+tier (`hotkv_vllm.testing.host_copies`). `--gpu`: engines on the first GPU, a model of 1.1 billion
 parameters; the server copies through CUDA IPC for `own`.
 
 Prints a table; `--json` prints a JSON object last:
-- `tokens_equal`: all answers of a prompt are equal.
-- `largest_logprob_difference`: of the hits from the computed answers.
-- `own_equal`, `door_equal` (with `--gpu`): tokens of `own-reader` are the computed ones, tokens of
-  `door-reader` those of `primary`.
-- `door_over_own`, `door_over_primary`, `door_over_compute`: first token of a hit through the door,
-  over a hit through hotkv's own connector, over a hit in vLLM's primary tier, and over computing.
-- `own_over_compute`: a hit through hotkv's own connector, over computing.
+- `tokens_equal`: True if all answers to each prompt are equal.
+- `largest_logprob_difference`: largest difference between logprobs of hits and of computed answers.
+- `own_equal`, `door_equal` (with `--gpu`): the tokens of `own-reader` equal the computed tokens;
+  the tokens of `door-reader` equal those of `primary`.
+- `door_over_own`, `door_over_primary`, `door_over_compute`: time to the first token of a hit
+  through HotKVOffloadingConnector, divided by the time of a hit through HotKVConnector, of a hit in
+  vLLM's primary tier, and of computing the prompt.
+- `own_over_compute`: time of a hit through HotKVConnector, divided by the time of computing.
 - the same with `_32k`, for prompts of 32,000 tokens.
-- `tenth_hit_tokens`, `tenth_over_compute`, `tenth_tokens_equal`: a prompt of 131,072 tokens through
-  a primary tier of a tenth of it.
+- `tenth_hit_tokens`, `tenth_over_compute`, `tenth_tokens_equal`: a hit on a prompt of 131,072
+  tokens whose KV is ten times as large as the primary tier.
 """
 
 import contextlib
@@ -52,10 +53,10 @@ ANSWER_TOKENS = 8
 class Place:
     """The device and the settings of the engines.
 
-    settle_s: pause between two engines.
+    settle_s: pause between the requests of two engines.
     offloading: settings of vLLM's offloading.
     engine_args: arguments of `vllm.LLM`.
-    device: where torch draws the model's weights.
+    device: the device on which torch draws the model's weights.
     """
 
     shape: Shape
@@ -96,7 +97,7 @@ GPU = Place(
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The answers to a prompt."""
+    """The answers of a round to a prompt: computed, and hit in each of three ways."""
 
     computed: Answer
     own: Answer
@@ -117,7 +118,7 @@ class Round:
 
 
 class Engines:
-    """Starts engines of the same model over the same server."""
+    """Starts engines of the same model that use the same server."""
 
     def __init__(
         self, place: Place, max_tokens: int, server: Server, folder: Path, chunk_blocks: int = 1
@@ -129,13 +130,13 @@ class Engines:
         )
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Returns the bytes of so many tokens' KV."""
+        """Returns the bytes of the KV of `num_tokens` tokens."""
         return num_tokens * self.place.shape.kv_token_bytes
 
     @contextlib.contextmanager
     def engine(self, name: str, connector: str, primary_bytes: int = 0) -> Iterator[Engine]:
-        """Starts an engine and doesn't wait for it. `primary_bytes`: its primary tier, if it
-        offloads."""
+        """Starts an engine, without waiting until it is ready. `primary_bytes`: size of its primary
+        tier, if it offloads."""
         extra: dict[str, Any] = {}
         if connector.startswith("HotKV"):
             extra["hotkv.target"] = self._server.target
@@ -165,7 +166,8 @@ class Engines:
             yield one
 
     def alone_on_the_machine(self, engine: Engine, tokens: list[int]) -> Answer:
-        """Returns the engine's answer, after waiting for the previous engine to stop polling."""
+        """Waits until the previous engine no longer polls its queue, which would take processor
+        time. Then returns this engine's answer to the prompt."""
         time.sleep(self.place.settle_s)
         return engine.generate(tokens, ANSWER_TOKENS)
 
@@ -177,7 +179,7 @@ LENGTHS = {"4k": (4000, ""), "32k": (32_000, "_32k")}
 def compare(
     engines: Engines, server: Server, lengths: Sequence[int], num_rounds: int
 ) -> dict[int, list[Round]]:
-    """Returns rounds of all engines over prompts of each length, in tokens."""
+    """Runs rounds with prompts of each length. Returns the rounds by length, in tokens."""
     primary_bytes = engines.bytes_of(2 * (max(lengths) + 1024)) + (8 << 20)
     rounds: dict[int, list[Round]] = {}
     with contextlib.ExitStack() as stack:
@@ -221,8 +223,8 @@ def compare(
 
 
 def through_a_tenth(engines: Engines, server: Server) -> dict[str, float]:
-    """Returns the figures of a hit on a prompt that is ten times as large as the engine's primary
-    tier."""
+    """Returns the figures of a hit on a prompt whose KV is ten times as large as the engine's
+    primary tier."""
     tokens = engines.place.prompt(7, LONG_TOKENS - 64)
     whole = engines.bytes_of(LONG_TOKENS)
     with engines.engine("long", "HotKVOffloadingConnector", 2 * whole) as one:
@@ -255,7 +257,8 @@ def figures_of(rounds: list[Round], suffix: str = "") -> dict[str, float]:
 
 
 def on_gpu(place: Place) -> contextlib.AbstractContextManager[Server]:
-    """Returns a server whose arena is pinned and whose copies are measured."""
+    """Starts a server with the GPU. The server's arena is pinned and its copies are measured before
+    the context begins."""
     from bench.gpu.engine import find_side, settled
 
     return settled(find_side(made_up=False), place.arena_bytes)

@@ -1,4 +1,5 @@
-"""The output of all benchmarks: a table, and with `--json` a JSON object as the last line."""
+"""Prints the output of all benchmarks: a table, and with `--json` a JSON object as the last
+line."""
 
 import argparse
 import json
@@ -19,7 +20,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Returns the value below which `share` of the sorted values lie."""
+    """Returns the percentile `share` (0 to 1) of the values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -29,7 +30,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def say(what: str) -> None:
-    """Logs the progress of a benchmark to standard error."""
+    """Prints a message about the progress of a benchmark to standard error."""
     print(f"[{time.strftime('%H:%M:%S')}] {what}", file=sys.stderr, flush=True)
 
 
@@ -40,7 +41,7 @@ def print_report(
     *,
     as_json: bool,
 ) -> None:
-    """Prints the table, then the figures if they are asked for."""
+    """Prints the table, then the figures as a JSON line if `as_json`."""
     print(table(headers, rows))
     print_json(figures, as_json)
 
@@ -52,7 +53,8 @@ def print_json(figures: Mapping[str, object], as_json: bool) -> None:
 
 
 def rows_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Returns a table of rows that have the same names. Numbers of bytes are shown with a unit."""
+    """Returns the rows as a table with their keys as its headers. All rows must have the same keys.
+    Numbers of bytes are shown with a unit."""
     cells = [[_shown(name, value) for name, value in row.items()] for row in rows]
     return table([name.replace("_", " ") for name in rows[0]], cells)
 
@@ -67,7 +69,7 @@ def _shown(name: str, value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A figure's bound: at least `value`, or at most `value` if `at_most`."""
+    """A bound on a figure: at most `value` if `at_most`, otherwise at least `value`."""
 
     value: float
     at_most: bool = False
@@ -77,7 +79,7 @@ class Bound:
 
     @classmethod
     def parse(cls, text: str) -> "Bound":
-        """Returns the bound whose text this is."""
+        """Parses the text of a bound, such as `<= 1.5`."""
         sign, value = text.split()
         return cls(float(value), at_most=sign == "<=")
 
@@ -87,12 +89,12 @@ class Bound:
 
 
 def at_most(value: float) -> Bound:
-    """Returns a bound from above."""
+    """Returns a bound that a figure must not exceed."""
     return Bound(value, at_most=True)
 
 
 def at_least(value: float) -> Bound:
-    """Returns a bound from below."""
+    """Returns a bound that a figure must reach."""
     return Bound(value)
 
 
@@ -104,7 +106,7 @@ def print_figures(
     beside: Mapping[str, object] | None = None,
 ) -> None:
     """Prints a row for each figure, with its bound and whether the figure misses the bound. With
-    `as_json`, prints the figures, `beside` and the bounds as JSON."""
+    `as_json`, prints the figures, the additional values `beside` and the bounds as JSON."""
     rows = []
     for name, value in figures.items():
         bound, is_number = bounds.get(name), isinstance(value, int | float)
@@ -117,5 +119,6 @@ def print_figures(
 
 
 def bounds_json(bounds: Mapping[str, Bound]) -> dict[str, object]:
-    """Returns the part of a benchmark's JSON with its bounds, for `bench.targets`."""
+    """Returns the bounds in the form in which `bench.targets` reads them from a benchmark's
+    JSON."""
     return {"bounds": {name: str(bound) for name, bound in bounds.items()}}

@@ -1,25 +1,36 @@
-"""Contexts beyond device memory in real vLLM on CPU with a real server, against everything on the
-device: the same requests, weights and settings, in turns.
+"""Compares contexts beyond device memory with contexts that are wholly on the device, in real vLLM
+on CPU with a real server. Both sides get the same requests, weights and settings, in turns.
 
-SmolLM2 (bfloat16) and a random Llama of 4 layers (float32), blocks of 32 tokens, budgets of
-`sparse_topk` tokens in all layers, `rot2u`. Figures of time are processor time with one thread an
-engine, the server's included; `…_wall` has the wall's.
+Models: SmolLM2 (bfloat16) and a random Llama of 4 layers (float32), with blocks of 32 tokens. Each
+step selects `sparse_topk` tokens in every layer, with the scorer `rot2u`. Times are processor
+times, with one thread per engine, the server's time included; names with `_wall` have wall times.
+Representations are compact forms of blocks' keys.
 
-`--json` prints an object last: `tokens_equal`, `max_logprob_diff`, `preemptions`, `lost` (over all
-requests that were compared), `context_over_pool` (of those with equal tokens), `concurrency_gain`
-and `throughput_gain` (requests of 16k at equal pool bytes, whose prompts the server has;
-`…_decode`: of decode steps alone; `…_cold`: with their prompts computed), `step_over_resident`
-(decode steps over those of sparse decode with everything on the device), `step_over_dense_32k`,
-`prefill_overhead` (over dense prefill with everything on the device, at four times the pool),
-`hit_bytes_share` (bytes loaded at a 32k prefix hit over all of its KV; `hit_representations_share`:
-those copied in place; `hit_staged_share`: pages that the rest of the prompt attended to in the
-staging area), `hit_first_token_share` (first token of a hit over computing),
-`representations_overhead` (time to build them over prefill; `…_hit`: share of a hit's that were
-built anew), `auto_over_host` and `auto_over_dense` (throughput of mixed traffic with contexts that
-move to host memory only under pressure, over always there and over vLLM; `…_wall`, `…_cold`,
-`…_warm`), `memory`, and the rows behind all of them. `--long` adds 131,072 tokens in a pool of
-6,144, some ten minutes of a quiet machine; `--quick` has small sizes, whose figures mean little.
-"""
+`--json` prints an object last:
+
+- `tokens_equal`, `max_logprob_diff`, `preemptions`, `lost`: over all requests that were compared.
+  `context_over_pool`: size of the context as a multiple of the pool, of requests with equal tokens.
+- `concurrency_gain`, `throughput_gain`: from requests of 16k with equal bytes of the pool, whose
+  prompts the server has. `..._decode`: of decode steps alone; `..._cold`: with prompts that are
+  computed.
+- `step_over_resident`: time of a decode step, divided by that of sparse decode with everything on
+  the device. `step_over_dense_32k`: divided by that of dense decode.
+- `prefill_overhead`: time of a prefill, divided by that of a dense prefill with everything on the
+  device, at four times the pool.
+- `hit_bytes_share`: bytes loaded at a prefix hit of 32k, as a share of all of its KV.
+  `hit_representations_share`: share of the bytes of representations, which are copied in place.
+  `hit_staged_share`: share of pages that were copied to the staging area, for the rest of the
+  prompt to attend to.
+- `hit_first_token_share`: time to the first token of a hit, divided by that of computing.
+- `representations_overhead`: time to build representations, divided by the time of the prefill.
+  `..._hit`: share of a hit's representations that were built again.
+- `auto_over_host`, `auto_over_dense`: throughput of mixed traffic whose contexts move to host
+  memory only under pressure, divided by that of contexts always in host memory, and by that of
+  vLLM. `..._wall`, `..._cold`, `..._warm`: by wall time, and of new or repeated prompts alone.
+- `memory`, and the rows from which all figures are computed.
+
+`--long` adds a context of 131,072 tokens in a pool of 6,144, which takes some ten minutes on an
+idle machine. `--quick` has small sizes, whose figures mean little."""
 
 import argparse
 import sys
@@ -63,8 +74,8 @@ from hotkv_client.command.tables import table
 ARENA = "1GiB"
 LONG_ARENA = "512MiB"
 BATCH_ARENA, BATCH_ARENA_BYTES = "1GiB", 1 << 30
-"""Room for the residencies of all requests of the batch, which promise and pin `residency.share`
-of the arena at most."""
+"""An arena with enough space for the residencies (pinned contexts) of all requests of the batch.
+Residencies may occupy at most the share `residency.share` of an arena."""
 CASES = ("smollm2", "llama", "exact", "memory", "together", "mixed", "long")
 
 
@@ -91,7 +102,7 @@ TARGETS = {
 
 @dataclass(slots=True)
 class Found:
-    """All measured results. `rounds`: by model and context."""
+    """All measured results. `rounds`: the rounds by model and context."""
 
     exact: list[Exact]
     rounds: dict[str, tuple[Shape, list[Round]]]
@@ -102,7 +113,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens of the cases."""
+    """The numbers of tokens, requests and rounds of all cases."""
 
     smollm: int = 6144
     smollm_pool: int = 1536
@@ -229,17 +240,18 @@ def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
 
 
 def ratios(rounds: Sequence[Round], over: str, under: str, clock: int) -> float:
-    """Returns the median of the ratios of two figures of a round."""
+    """Returns the median over rounds of the ratio of two fields of a round, on one clock (wall or
+    processor time)."""
     return median([getattr(one, over)[clock] / getattr(one, under)[clock] for one in rounds])
 
 
 def middle(rounds: Sequence[Round], name: str) -> float:
-    """Returns the median of a figure's processor time."""
+    """Returns the median over rounds of a field's processor time."""
     return median([getattr(one, name)[PROCESSOR] for one in rounds])
 
 
 def figures(found: Found) -> dict[str, float]:
-    """Returns the measured figures, under the names in the module's docstring."""
+    """Returns the measured figures, by the names in the module's docstring."""
     named: dict[str, float] = {}
     if found.exact:
         named["tokens_equal"] = min(one.tokens_equal for one in found.exact)
@@ -266,7 +278,8 @@ def figures(found: Found) -> dict[str, float]:
 
 
 def of_mixed(rows: Sequence[Mixed]) -> dict[str, float]:
-    """Returns the medians over rounds of the ratios of throughput."""
+    """Returns the throughput of the way `auto` divided by that of the ways `host` and `dense`;
+    medians over rounds of mixed traffic."""
     by_round: dict[int, dict[str, Mixed]] = {}
     for row in rows:
         by_round.setdefault(row.round, {})[row.way] = row
@@ -293,14 +306,15 @@ RATIOS = {
     "prefill_over_sparse": ("resident_prefill_s", "sparse_prefill_s"),
     "hit_first_token_share": ("hit_first_s", "resident_prefill_s"),
 }
-"""Figures of a round: numerator and denominator."""
+"""The ratios of a round's values: numerator and denominator."""
 OF_THE_LLAMA = ("step_over_dense_32k", "hit_")
-"""Figures that only the Llama gives, at 32k; SmolLM2 gives the others, if it was run."""
+"""Beginnings of the names of figures that are reported for the Llama, at 32k. The other figures are
+reported for SmolLM2, if it was run."""
 
 
 def suffixes(model: str, name: str, models: Sequence[str]) -> list[str]:
-    """Returns the suffixes of a figure's name: the model's label, and an empty suffix for the model
-    that represents the figure."""
+    """Returns the suffixes under which a figure is reported: the model's label, and an empty suffix
+    too if the model is the one that the figure's target is for."""
     label = "_" + model.replace(" ", "_")
     wanted = "llama" if name.startswith(OF_THE_LLAMA) else "smollm2"
     stands = model.startswith(wanted) or not any(one.startswith(wanted) for one in models)
@@ -308,7 +322,7 @@ def suffixes(model: str, name: str, models: Sequence[str]) -> list[str]:
 
 
 def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
-    """Returns the figures of a model and context."""
+    """Returns the figures of the rounds of one model and context length."""
     model, first = shape.model, rounds[0]
     whole = first.hit_tokens * model.kv_token_bytes
     heads = (3, 64) if model.name == "smollm2" else (2, 32)
@@ -338,15 +352,15 @@ def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def built_of_hit(one: Round, num_layers: int) -> float:
-    """Returns how many representations, per layer and block, were built for the blocks of a hit:
-    all that were built, minus the blocks that the rest of the prompt and the answer completed. The
-    last token has no KV."""
+    """Returns how many representations, per layer and block, were built for the blocks of a hit.
+    This is the number of all that were built, minus those of blocks that the rest of the prompt and
+    the answer completed. (The last token has no KV.)"""
     complete = (one.context_tokens - 1) // BLOCK_TOKENS - one.hit_tokens // BLOCK_TOKENS
     return max(0.0, one.hit_built_blocks - complete * num_layers)
 
 
 def report(found: Found, named: dict[str, float]) -> str:
-    """Returns the tables."""
+    """Returns the tables of figures and rows as text."""
     rows: list[Sequence[object]] = []
     for name, value in named.items():
         target = TARGETS.get(name) or TARGETS.get(name.removesuffix("_wall"))

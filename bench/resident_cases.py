@@ -1,5 +1,5 @@
-"""The cases of `bench.residency`: each function starts its own engines, lets them take turns over
-the same requests, and returns rows of figures."""
+"""The cases of `bench.residency`. Each function starts the engines of a case, lets them take turns
+over the same requests, and returns rows of figures."""
 
 import contextlib
 import random
@@ -35,10 +35,10 @@ SPARSE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model folder.
+    """A model folder with the model's sizes.
 
     kv_token_bytes: bytes of a token's keys and values in all layers.
-    words: the token ids that prompts have.
+    words: the range of token ids that prompts have.
     """
 
     name: str
@@ -54,19 +54,19 @@ class Model:
         return BLOCK_TOKENS * self.kv_token_bytes
 
     def prompt(self, seed: str, num_tokens: int) -> list[int]:
-        """Returns random tokens, the same for the same seed."""
+        """Returns random tokens. Equal seeds give equal tokens."""
         return random.Random(seed).choices(self.words, k=num_tokens)
 
 
 def llama(folder: Path, max_tokens: int) -> Model:
-    """Returns a random Llama of 4 layers, made in `folder`."""
+    """Writes a random Llama of 4 layers to `folder` and returns it."""
     made = random_llama.write_model(folder / f"llama-{max_tokens}", max_tokens)
     words = range(3, random_llama.VOCAB)
     return Model("llama", made, "float32", random_llama.LAYERS, random_llama.KV_TOKEN_BYTES, words)
 
 
 def smollm() -> Model:
-    """Returns SmolLM2-135M-Instruct: 30 layers of 3 KV heads of 64, in bfloat16."""
+    """Returns SmolLM2-135M-Instruct: 30 layers of 3 KV heads with 64 channels, in bfloat16."""
     return Model(
         "smollm2", smollm2.prepare(), "bfloat16", 30, 30 * 2 * 3 * 64 * 2, range(20, 49000)
     )
@@ -74,10 +74,10 @@ def smollm() -> Model:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Settings that both engines of a case share.
+    """Settings that are equal in both engines of a case.
 
-    topk_tokens: the budget of a sequence and layer.
-    pool_tokens: size of the small pool; the other engine holds everything.
+    topk_tokens: number of tokens that a step selects per sequence and layer.
+    pool_tokens: size of the small pool of device blocks. The other engine's pool holds everything.
     """
 
     model: Model
@@ -89,7 +89,7 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def sparse(self, residency: str) -> dict[str, Any]:
-        """Returns the setting `hotkv.sparse`."""
+        """Returns the value of the setting `hotkv.sparse`."""
         return SPARSE | {"sparse_topk": self.topk_tokens, "residency": residency}
 
     def settings(
@@ -101,8 +101,8 @@ class Shape:
         in_process: bool = True,
         **more: Any,
     ) -> EngineSettings:
-        """Returns the settings of an engine with a pool of `pool_tokens`. vLLM reserves one more
-        block for itself."""
+        """Returns the settings of an engine with a pool of `pool_tokens`. Adds one block, which
+        vLLM reserves for itself."""
         num_bytes = (pool_tokens // BLOCK_TOKENS + 1) * self.model.block_bytes
         connector: dict[str, Any] = {
             "hotkv.sparse_recall_steps": 0,
@@ -134,14 +134,14 @@ class Shape:
         )
 
     def everything(self) -> EngineSettings:
-        """Returns the settings of sparse decode with the whole KV cache on the device, and no
-        server."""
+        """Returns the settings of an engine with sparse decode, the whole KV cache on the device,
+        and no server."""
         room = self.max_seqs * (self.max_tokens + BLOCK_TOKENS)
         return self.settings(room, NO_SERVER, self.sparse("off"))
 
     def resident(self, server: Server, **more: Any) -> EngineSettings:
-        """Returns the settings of sparse decode with old blocks in host memory and a pool of
-        `pool_tokens`."""
+        """Returns the settings of an engine with sparse decode, old blocks in host memory, and a
+        pool of `pool_tokens`."""
         return self.settings(self.pool_tokens, server.target, self.sparse("host"), **more)
 
 
@@ -153,11 +153,12 @@ REPRESENTATION = "rot2u"
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Requests that ran together, compared with everything on the device.
+    """The result of comparing requests that ran together with the same requests in an engine that
+    has everything on the device.
 
     context_tokens: sum over all requests.
     tokens_equal: share of the requests with equal tokens.
-    max_logprob_diff: over the tokens up to and including the first different token.
+    max_logprob_diff: largest difference of logprobs, up to and including the first different token.
     """
 
     case: str
@@ -177,9 +178,9 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A prompt, run in turns: computed with everything on the device (densely, and with
-    representations) and beyond the pool, and then decoded again in each way. Values in seconds;
-    pairs are wall and processor time."""
+    """The measurements of a prompt. The prompt is computed in three ways (dense, sparse with
+    everything on the device, and beyond the pool), and then decoded again in each way. Values are
+    in seconds; pairs are wall and processor time."""
 
     context_tokens: int
     dense_prefill_s: tuple[float, float]
@@ -200,7 +201,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The most memory that a request held, in bytes.
+    """The most memory that a request occupied, in bytes.
 
     expected_…: computed from the sizes.
     staging_bytes, row_bytes: memory of the engine's process besides the pool.
@@ -218,12 +219,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """A batch of requests in a pool.
+    """The results of a batch of requests in a pool.
 
     cold_s: wall seconds of the whole batch with new prompts.
     warm_s: wall seconds with prompts that the server has.
     cpu_s: processor seconds with prompts that the server has.
-    decode_rate: tokens a second of processor time, in the steps with the most decoding requests.
+    decode_rate: tokens per second of processor time, in the steps with the most decoding requests.
     """
 
     way: str
@@ -241,8 +242,8 @@ class Together:
 
 @contextlib.contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """Makes a folder for a case's server and logs, and removes it after the case: a benchmark
-    should not hold the memory of several arenas."""
+    """Creates a folder for a case's server and logs, and removes it after the case, so that the
+    arenas of several cases never occupy memory at once."""
     folder.mkdir()
     try:
         yield
@@ -254,7 +255,8 @@ def made(folder: Path) -> Iterator[None]:
 def running(
     shape: Shape, folder: Path, arena: str, *resident: dict[str, object]
 ) -> Iterator[tuple[Server, Watched, list[Watched]]]:
-    """Runs a server, an engine that holds everything, and an engine for each of `resident`.
+    """Runs a server, an engine that holds everything on the device, and an engine for each of
+    `resident`, which keeps old blocks in host memory. Yields all three.
 
     resident: settings of such an engine in addition to the shape's settings.
     """
@@ -277,7 +279,8 @@ def running(
 def compared(
     case: str, model: Model, pool_tokens: int, context_tokens: int, found: Batch, wanted: Batch
 ) -> Exact:
-    """Returns the figures of a batch."""
+    """Compares a batch of requests (`found`) with the same batch in an engine that has everything
+    on the device (`wanted`)."""
     same = [one == other for one, other in zip(found.tokens, wanted.tokens, strict=True)]
     return Exact(
         case,
@@ -292,7 +295,8 @@ def compared(
 
 
 def largest_difference(found: Batch, wanted: Batch) -> float:
-    """Returns the largest difference of logprobs, up to the first token that differs."""
+    """Returns the largest difference of logprobs, up to and including the first token that
+    differs."""
     largest = 0.0
     for ours, theirs, mine, others in zip(
         found.tokens, wanted.tokens, found.logprobs, wanted.logprobs, strict=True
@@ -315,8 +319,9 @@ def exactness(
     arena: str,
     **more: object,
 ) -> list[Exact]:
-    """Compares each case's prompts together, in an engine with everything on the device and in an
-    engine with the small pool and further settings `more`."""
+    """Runs the prompts of each case as a batch in two engines: one that has everything on the
+    device, and one that has the small pool and the further settings `more`. Returns the
+    comparisons."""
     found = []
     with running(shape, folder, arena, more) as (_, whole, (small,)):
         for case, lengths in cases:
@@ -336,7 +341,7 @@ def exactness(
 
 
 def _pair(batch: Batch) -> tuple[float, float]:
-    """Returns wall and processor seconds to the first token."""
+    """Returns the wall and processor seconds to the first token of the batch's request."""
     return batch.first_s[0][WALL], batch.prefill_cpu_s
 
 
@@ -347,7 +352,8 @@ def _steps(batch: Batch) -> tuple[float, float]:
 def times(
     shape: Shape, context_tokens: int, num_rounds: int, num_steps: int, folder: Path, arena: str
 ) -> tuple[list[Round], list[Exact], list[Held], Shape]:
-    """Returns rounds, and the exactness and memory of their first computations."""
+    """Runs rounds with one prompt each. Returns the rounds, the comparisons of their first
+    computations, the most memory that the first request occupied, and the shape."""
     rounds: list[Round] = []
     exact: list[Exact] = []
     held: list[Held] = []
@@ -421,12 +427,12 @@ def times(
 
 
 def _least(*pairs: tuple[float, float]) -> tuple[float, float]:
-    """Returns the smallest of several times, on each clock."""
+    """Returns the smallest of several times, separately for wall and processor time."""
     return min(pair[WALL] for pair in pairs), min(pair[PROCESSOR] for pair in pairs)
 
 
 def settled(server: Server, quiet_s: float = 0.4, most_s: float = 20.0) -> None:
-    """Waits until the server is idle: stores of a run must not count in the next run."""
+    """Waits until the server is idle, so that stores of one run do not count in the next run."""
     until_s = time.monotonic() + most_s
     before = processor_s(server.pid)
     while time.monotonic() < until_s:
@@ -448,7 +454,7 @@ def representation_bytes(model: Model, kv_heads: int, head_size: int) -> int:
 
 
 def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held:
-    """Compares the most memory that a request held with the computed memory."""
+    """Returns the most memory that a request occupied, together with the expected memory."""
     model = shape.model
     heads = (3, 64) if model.name == "smollm2" else (2, 32)
     beside = small.memory()
@@ -468,7 +474,8 @@ def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held
 
 
 def memory(shape: Shape, contexts: Sequence[int], folder: Path, arena: str) -> list[Held]:
-    """Measures a request of each length, in an engine with its own pool."""
+    """Returns the most memory that a request occupied, for each context length. The requests run in
+    one engine with the small pool."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))
@@ -495,8 +502,9 @@ def together(
     folder: Path,
     arena: str,
 ) -> list[Together]:
-    """Returns the results of the same number of requests in pools of equal bytes: in vLLM with a
-    server, and with residency. Requests share no prefix; engines take turns."""
+    """Runs the same number of requests in two ways with equal bytes of the pool: vLLM with a server
+    (dense), and residency. Returns the results of each. Requests share no prefix; engines take
+    turns."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))
@@ -564,9 +572,10 @@ WAYS = ("dense", "host", "auto")
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """A round of mixed traffic: requests of all lengths, computed, and then repeated.
+    """The results of one engine in a round of mixed traffic: requests of all lengths, which are
+    computed (cold) and then repeated (warm).
 
-    …_s: wall and processor seconds, the server's included in the latter.
+    …_s: wall and processor seconds; the processor seconds include the server's.
     """
 
     way: str
@@ -580,7 +589,7 @@ class Mixed:
     most_decoding: int
 
     def seconds(self, clock: int) -> float:
-        """Returns the time of the round."""
+        """Returns the seconds of the round, cold and warm together, on one clock."""
         return self.cold_s[clock] + self.warm_s[clock]
 
 
@@ -592,8 +601,9 @@ def mixed(
     folder: Path,
     arena: str,
 ) -> list[Mixed]:
-    """Returns rounds of the same traffic in pools of equal bytes: in vLLM with a server, with
-    contexts always in host memory, and with contexts that move there. Engines take turns, and share
+    """Runs rounds of mixed traffic in three ways with equal bytes of the pool: vLLM with a server
+    (`dense`), contexts always in host memory (`host`), and contexts that move there under pressure
+    (`auto`). Returns the results of each way and round. Engines take turns, and their prompts share
     no prefix."""
     found = []
     with contextlib.ExitStack() as stack:

@@ -1,16 +1,15 @@
-"""Measures the cost of a restart: an arena of 8 GiB with 100,000 ready blocks whose server is
-killed; another server starts over it.
+"""Measures a restart: kills a server with an arena of 8 GiB and 100,000 ready blocks, and starts
+another server over the same arena.
 
 Prints a row per restart; `--json` prints a JSON object last, with medians over the restarts:
 
-- `ready_s`: start of the process to the health service's "serving".
-- `served_ratio`: share of the acknowledged blocks that are found again.
-- `verified_ratio`: share of the blocks whose bytes had been compared with their check values by
-  then.
-- `empty_ready_s`: the same start with an empty arena.
+- `ready_s`: from the start of the process to the health service's "serving".
+- `served_ratio`: share of the acknowledged blocks that lookups find again.
+- `verified_ratio`: share of the blocks whose bytes the server had by then compared with their check
+  values.
+- `empty_ready_s`: `ready_s` of a start with an empty arena.
 
-Each restart follows a kill.
-"""
+Each restart follows a kill."""
 
 import os
 import signal
@@ -34,7 +33,8 @@ BOUNDS = {"ready_s": at_most(1.5), "served_ratio": at_least(0.999)}
 
 
 def connected(server: Server) -> PagedEngine:
-    """Returns a connected engine with ENGINE_BLOCKS blocks, which it stores in one call."""
+    """Returns a connected engine with memory for ENGINE_BLOCKS blocks, which it stores in one
+    call."""
     return PagedEngine(
         server.target, layers=1, num_blocks=ENGINE_BLOCKS, page_bytes=PAGE_BYTES
     ).connect()
@@ -58,7 +58,7 @@ def fill(server: Server) -> list[bytes]:
 
 
 def found(server: Server, stored: list[bytes]) -> int:
-    """Returns how many of the blocks a lookup finds."""
+    """Returns how many of the blocks in `stored` a lookup finds."""
     engine = connected(server)
     masks = [
         engine.session.lookup([GroupHashes(0, stored[start : start + ENGINE_BLOCKS])]).result(10)[0]

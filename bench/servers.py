@@ -1,4 +1,4 @@
-"""Servers that benchmarks measure, and their blocks."""
+"""Starts servers that benchmarks measure, and fills them with blocks."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -12,14 +12,14 @@ from hotkv_client.testing import PagedEngine
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOM_BYTES = 256 * MIB
-"""Room of a server's folder beside the arena: for table, state and logs."""
+"""Bytes that a server's folder needs besides the arena: for table, state and logs."""
 STORED_BLOCKS = 50_000
 
 
 @contextmanager
 def serving(arena_bytes: int, *flags: str, command: Sequence[str] = ()) -> Iterator[Server]:
-    """Yields a ready server. At the end, or when this process ends, it is stopped and its folder in
-    shared memory is removed."""
+    """Starts a server and yields it when it is ready. At the end, or when this process ends, stops
+    the server and removes its folder in shared memory."""
     with (
         ends_cleanly(),
         runtime_folder(arena_bytes + ROOM_BYTES) as folder,
@@ -36,8 +36,8 @@ def new_hashes(count: int) -> list[bytes]:
 
 
 def session_over(target: str, hashes: Sequence[bytes], page_bytes: int = 4096) -> Session:
-    """Returns a session with the server, after storing a block under each of these hashes, all from
-    the same page of memory."""
+    """Stores a block under each of these hashes, all from the same page of memory. Returns the
+    session with the server."""
     session = PagedEngine(target, layers=1, num_blocks=1, page_bytes=page_bytes).connect().session
     for start in range(0, len(hashes), STORED_BLOCKS):
         some = hashes[start : start + STORED_BLOCKS]

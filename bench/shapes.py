@@ -1,4 +1,4 @@
-"""KV shapes of public models, as their configurations on Hugging Face have them."""
+"""KV shapes of public models, copied from their configurations on Hugging Face."""
 
 from hotkv_server.cache.room.slabs import aligned
 
@@ -43,7 +43,7 @@ LATENTS: dict[str, tuple[int, int, int]] = {
 
 
 def slot_sizes(block_tokens: int) -> dict[str, int]:
-    """Returns the slot of a block of each model, in bytes."""
+    """Returns the bytes of the slot that a block of each model takes."""
     kept = {name: (2, shape) for name, shape in SHAPES.items()}
     kept |= {name: (1, shape) for name, shape in LATENTS.items()}
     return {

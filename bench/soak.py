@@ -1,19 +1,24 @@
-"""Load: many sessions at once, more than the server can serve, and hostile clients.
+"""Measures a server under load: many sessions at once, more requests than the server can serve, and
+hostile clients.
 
-64 sessions (four processes) look up, store and load 16 blocks of 16 KiB a call. They run at full
+64 sessions in four processes look up, store and load 16 blocks of 16 KiB per call. They run at full
 speed (saturation), then open loop at half of that rate for `--seconds` (600), then at twice the
-rate. Then a quiet session's lookups are measured beside each hostile client, and beside a process
-that only spins.
+rate. Then the lookups of a quiet session are measured beside each hostile client, and beside a
+process that only keeps a processor busy.
 
-Prints a table; `--json` prints a JSON object last: `idle_p50_ms`, `saturation_ops`,
-`half_p50_ms`, `half_p99_ms`, `p99_ratio` (p99 at half load / idle p50), `bystander_p99_ms`,
-`bystander_p99_ratio` (lookups of this process at half load; the latencies of the sessions
-themselves include the waits between 16 of them in a Python process), `server_p99_ms`,
-`server_longest_ms` and `server_p99_ratio` (how late the server's event loop was in the last minute
-at half load, by its own measure: the delay of a message from its arrival until the server serves
-it; needs `--seconds` of 60 or more), `errors`, `memory_growth_mb`,
-`descriptor_growth`, `overload_errors`, `recovered_p50_ms`, and per hostile client `<kind>_ratio`:
-p50 beside it / beside the spinning process.
+Prints a table; `--json` prints a JSON object last:
+
+- `idle_p50_ms`, `saturation_ops`, `half_p50_ms`, `half_p99_ms`, `p99_ratio` (p99 at half load /
+  idle p50).
+- `bystander_p99_ms`, `bystander_p99_ratio`: lookups of this process at half load. The latencies of
+  the sessions themselves include the time for which 16 sessions of a Python process wait for each
+  other.
+- `server_p99_ms`, `server_longest_ms`, `server_p99_ratio`: how late the server's event loop was in
+  the last minute at half load, as the server measures it: the delay from a message's arrival until
+  the server serves it. Needs `--seconds` of 60 or more.
+- `errors`, `memory_growth_mb`, `descriptor_growth`, `overload_errors`, `recovered_p50_ms`.
+- For each hostile client `<kind>_ratio`: p50 of the lookups beside it / p50 beside the busy
+  process.
 """
 
 import json
@@ -45,7 +50,7 @@ HOSTILE_RATIO = 1.2
 
 @dataclass(slots=True)
 class Done:
-    """The operations of all sessions together."""
+    """The operations, errors and lookup latencies of all sessions together."""
 
     done: int = 0
     errors: Counter[str] = field(default_factory=Counter)
@@ -53,7 +58,7 @@ class Done:
 
 
 def traffic(target: str, seconds: float, rate: float, seed: int) -> Done:
-    """Runs all sessions at full speed, or at `rate` operations a second; 0: full speed."""
+    """Runs all sessions for `seconds`, at `rate` operations per second; 0: at full speed."""
     words = ["traffic", target, str(SESSIONS_EACH), str(seconds), str(rate / PROCESSES)]
     command = [*CLIENT, *words]
     children = [
@@ -80,7 +85,7 @@ def traffic(target: str, seconds: float, rate: float, seed: int) -> Done:
 
 
 def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) -> list[float]:
-    """Returns the latencies of a session's lookups, made in sequence with a pause."""
+    """Returns the latencies of a session's lookups, made one after the other with pauses."""
     engine = PagedEngine(target, model="quiet", engine_id="quiet").connect()
     hashes = new_hashes(16)
     found: list[float] = []
@@ -95,8 +100,8 @@ def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) 
 
 
 def beside(target: str, kind: str) -> float:
-    """Returns the p50 of a quiet session's lookups in ms, while a client process of this kind
-    runs."""
+    """Returns the median latency of a quiet session's lookups in ms, while a client process of this
+    kind runs."""
     other = subprocess.Popen([*CLIENT, kind, target], stderr=subprocess.DEVNULL)
     try:
         time.sleep(SETTLE_S)

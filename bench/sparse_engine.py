@@ -1,14 +1,13 @@
-"""Compares sparse decode in real vLLM on CPU with the same decode offline: the same text, window,
-budget, scorer and corrections.
+"""Compares sparse decode in real vLLM on CPU with the same decode offline, in the forward pass of
+`bench.sparse`: the same text, window, budget, scorer and corrections.
 
-Decodes the last 127 tokens of a text of 8192, teacher-forced. Compares KL(dense || sparse) per
-token in nats within the engine with the same value of `bench.sparse`'s own forward pass in float32.
-The engine calibrates `mix2` from the first text. Bound: `ratio` = engine / offline <= 1.5. With
+Decodes the last 127 tokens of a text of 8192, teacher-forced. Compares the engine's KL(dense ||
+sparse) per token in nats with the value that `bench.sparse` computes in float32. The engine
+calibrates the scorer `mix2` from the first text. Bound: `ratio` = engine / offline <= 1.5. With
 `--dense-layers 0` and a budget of 0.1, the KL that residency needs is a bound, too.
 
 Prints a row per text and scorer and, with `--json`, `{"model", "setup", "seconds", "rows",
-"worst_ratio"}`.
-"""
+"worst_ratio"}`."""
 
 import argparse
 import sys
@@ -30,12 +29,14 @@ CONTEXT_TOKENS = 8192
 COMPARED_TOKENS = 127
 RATIO_BOUND = 1.5
 RESIDENT_KL = {"prose": 0.010, "gpl3": 0.020}
-"""Bounds of residency at 10 %; the copy text's ΔNLL is to be 0 at most."""
+"""Bounds of the KL for residency with a budget of 10 %, by text. The copy text's ΔNLL must be at
+most 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Results for a text and scorer, in nats per token; offline None if only the engine was run."""
+    """Results for a text and scorer, in nats per token. Offline values are None if only the engine
+    was run."""
 
     text: str
     scorer: str
@@ -46,12 +47,12 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Returns the engine's value over the offline value."""
+        """Returns the engine's KL divided by the offline KL."""
         return None if self.offline_kl is None else self.engine_kl / self.offline_kl
 
 
 def mean_kl(dense_NW: torch.Tensor, other_NW: torch.Tensor) -> float:
-    """Returns KL(dense || other), mean over tokens."""
+    """Returns KL(dense || other) as the mean over tokens."""
     return float((dense_NW.exp() * (dense_NW - other_NW)).sum(dim=-1).mean())
 
 
@@ -61,7 +62,8 @@ def mean_loss(log_probs_NW: torch.Tensor, tokens: Sequence[int]) -> float:
 
 
 def in_engine(engine: Engine, text: Text, setups: Sequence[Setup]) -> list[Row]:
-    """Runs the prefill, then dense and sparse decode of the same tokens."""
+    """Prefills a text in the engine, then decodes its last tokens densely and with each of the
+    settings. Returns a row for each setting."""
     begin, last = time.monotonic(), text.tokens[-COMPARED_TOKENS:]
     engine.calibrate(text.tokens[: -COMPARED_TOKENS - 1])
     engine.use(None)
@@ -78,8 +80,8 @@ def in_engine(engine: Engine, text: Text, setups: Sequence[Setup]) -> list[Row]:
 def rows_of(
     folder: Path, found: Sequence[Text], setups: Sequence[Setup], *, offline: bool
 ) -> list[Row]:
-    """Measures all texts, first in the engine, then offline: numba may not be loaded before
-    vLLM."""
+    """Measures all texts, first in the engine, then offline. The engine must come first, because
+    numba must not be loaded before vLLM."""
     engine = Engine(folder, CONTEXT_TOKENS, setups[0])
     measured = [in_engine(engine, text, setups) for text in found]
     engine.close()
@@ -102,7 +104,7 @@ def rows_of(
 
 
 def missed(row: Row, setup: Setup) -> str:
-    """Returns which bounds a row misses, in words."""
+    """Returns the bounds that a row misses, as text."""
     found = []
     if row.ratio is not None and row.ratio > RATIO_BOUND:
         found.append(f"ratio > {RATIO_BOUND:g}")
@@ -116,7 +118,8 @@ def missed(row: Row, setup: Setup) -> str:
 
 
 def budget(text: str) -> int | float:
-    """Returns a budget of the command line: a whole number counts tokens."""
+    """Parses a budget of the command line: a whole number counts tokens, another number is a share
+    of the context."""
     return int(text) if text.isdecimal() else float(text)
 
 

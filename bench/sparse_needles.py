@@ -1,16 +1,15 @@
-"""Measures whether sparse decode still finds a fact in a long text: accuracy of a real model in a
-real vLLM engine on CPU, dense and with every scorer at several budgets, over the same prompts and
-the same KV.
+"""Measures whether sparse decode still finds a fact in a long text: the accuracy of a real model in
+a real vLLM engine on CPU. Compares dense decode and every scorer at several budgets, over the same
+prompts and the same KV.
 
 Prompts of 3600 tokens hide one fact or four (`bench.sparse.needles`) and ask for one. Every token
-of the answer is decoded, greedily; it counts if it begins with the right number. All layers are
-sparse, as with residency, unless `--dense-layers` says otherwise. The engine calibrates `mix2` from
-a separate text. Bound: at most one prompt behind dense, for the scorers that a deployment may use
-(`HELD_SCORERS`).
+of the answer is decoded, greedily. An answer is right if it begins with the right number. All
+layers are sparse, as with residency, unless `--dense-layers` says otherwise. The engine calibrates
+`mix2` from a separate text. Bound: the scorers that a deployment may use (`HELD_SCORERS`) answer at
+most one prompt fewer than dense decode.
 
 Prints a row per scorer and budget and, with `--json`, `{"model", "setup", "seconds", "rows",
-"missed"}`.
-"""
+"missed"}`."""
 
 import argparse
 import sys
@@ -31,7 +30,8 @@ from tools.smollm2 import prepare
 
 PROMPT_TOKENS = 3600
 ANSWER_TOKENS = 12
-"""Seven digits, each a token in many vocabularies, and the tokens that may precede them."""
+"""Enough for seven digits, each a token in many vocabularies, and for the tokens that may precede
+them."""
 HELD_SCORERS = ("rot2u", "mix2")
 BUDGETS = (0.1, 256)
 SCORERS = ("mix2", "rot3u", "rot2u", "quest", "mean")
@@ -39,7 +39,7 @@ SCORERS = ("mix2", "rot3u", "rot2u", "quest", "mean")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Settings (None: dense) and how many prompts of each task were answered rightly."""
+    """The number of right answers for each task, with one of the settings (None: dense)."""
 
     setup: Setup | None
     num_right: dict[str, int]
@@ -53,7 +53,8 @@ class Row:
 def measure(
     engine: Engine, asked: Sequence[Prompt], setups: Sequence[Setup], tokenizer: AutoTokenizer
 ) -> list[Row]:
-    """Measures all settings on each prompt in turn, dense first."""
+    """Answers each prompt with all settings in turn, dense first. Returns a row for each
+    setting."""
     rows = [Row(setup, dict.fromkeys(TASKS, 0)) for setup in (None, *setups)]
     for number, prompt in enumerate(asked, 1):
         begin = time.monotonic()
@@ -72,7 +73,8 @@ def measure(
 
 
 def missed(rows: Sequence[Row]) -> list[str]:
-    """Returns the settings of held scorers that are more than one prompt behind dense."""
+    """Returns the settings that miss the bound: those with a scorer of `HELD_SCORERS` whose right
+    answers are more than one fewer than those of dense decode."""
     dense = next(row.total for row in rows if row.setup is None)
     return [
         f"{row.setup.scorer} at {row.setup.budget}"

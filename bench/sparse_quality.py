@@ -1,19 +1,19 @@
-"""Measures how closely sparse decode follows dense attention: the tables of selection quality, on
-real text with a real model.
+"""Measures how closely sparse decode follows dense attention, on real text with a real model. Makes
+the tables of selection quality.
 
 The first 7936 tokens of a text of 8192 are prefilled densely. The rest is decoded teacher-forced
 with sparse attention in every layer except the first two (in every layer with `--resident` and
-`--field`), so that errors compound. Quality is KL(dense || sparse) and the rise of NLL over the
-dense run of the same tokens, per token in nats, and strong-block recall: how often a KV head's
-heaviest candidate block is attended when it has more than 0.1 of the attention. `hotkv_sparse`
-makes every selection. `+mu` and the like are centres and axes (`bench.sparse.llama`). Texts come
-from the system (`bench.sparse.texts`), or from `--texts`.
+`--field`), so that errors accumulate. Quality is measured by KL(dense || sparse) and by the rise of
+NLL over the dense run of the same tokens, per token in nats. Strong-block recall is measured too:
+how often a KV head attends to its heaviest candidate block when that block has more than 0.1 of the
+attention. `hotkv_sparse` makes every selection. Suffixes of scorers such as `+mu` name centres
+(mean keys) and axes (`bench.sparse.llama`). Texts are found on the system (`bench.sparse.texts`),
+or named by `--texts`.
 
 Prints a row per text and variant and, with `--json`, `{"model", "texts", "seconds", "rows",
 "targets"}`. The default run has the rows with targets; `--resident` has the variants of residency,
 with separate targets; `--field` has budgets of 128, 512 and 2048 tokens as publications measure
-them, beside exact block mass and page sketches (`bench.sparse.sketch`), without targets.
-"""
+them, compared with exact block mass and page sketches (`bench.sparse.sketch`), without targets."""
 
 import argparse
 import sys
@@ -61,14 +61,14 @@ COMPARED_TOKENS = 256
 DENSE_LAYERS = 2
 RESIDENT_KL = {"prose": 0.010, "gpl3": 0.020}
 PASS_VARIANTS = 28
-"""Variants that decode together: they share the reading of weights, and their tails share the
-memory of the prompt."""
+"""Number of variants that decode together. They share the reading of weights, and their tails share
+the memory of the prompt."""
 HELD_SCORERS = ("rot2u", "rot2u+mu", "mix2+mu", "mix2+first")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A variant on a text."""
+    """The result of a variant on a text."""
 
     text: Text
     outcome: Outcome
@@ -84,12 +84,12 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """Returns True if the bound holds; False too if there is no figure."""
+        """Returns True if there is a figure and it is within the bound."""
         return self.value is not None and self.bound.is_met(self.value)
 
 
 def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
-    """Returns the bounds that a scorer is held to."""
+    """Returns the targets of a scorer, with its measured figures."""
     tight, served = Variant(scorer, *TIGHT), Variant(scorer, *SERVED, LRU, 2)
 
     def worst_kl(variant: Variant) -> float | None:
@@ -127,8 +127,8 @@ def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
 
 
 def resident_targets(rows: Sequence[Row], scorer: str) -> list[Target]:
-    """Returns the bounds that residency needs at a budget of 10 %, if there is no file of centres.
-    Each text has its own bound."""
+    """Returns the targets of a scorer for residency, at a budget of 10 % and without a file of
+    centres. Each text has a separate bound."""
     key = Variant(scorer, 0.10, *RESIDENT)
     of_text = {row.text.name: row.outcome for row in rows if row.outcome.variant == key}
     found = [
@@ -143,7 +143,7 @@ def resident_targets(rows: Sequence[Row], scorer: str) -> list[Target]:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A text, its dense pass, and the calibration from it."""
+    """A text with its dense pass and the calibrations from it."""
 
     text: Text
     dense: Dense
@@ -151,7 +151,7 @@ class Seen:
 
 
 def seen(model: Llama, text: Text, first_layer: int, num_compared: int) -> Seen:
-    """Runs a text through the model."""
+    """Runs a text through the model. Returns its dense pass and the calibrations from it."""
     begin = time.monotonic()
     dense = dense_pass(model, torch.tensor(text.tokens[:-1]), num_compared, first_layer)
     own = Own.of(dense)
@@ -162,7 +162,7 @@ def seen(model: Llama, text: Text, first_layer: int, num_compared: int) -> Seen:
 def measure(
     model: Llama, seen: Seen, calibrated: Calibration, variants: Sequence[Variant]
 ) -> list[Row]:
-    """Measures all variants on a text."""
+    """Decodes a text in all variants. Returns a row for each variant."""
     begin, text = time.monotonic(), seen.text
     outcomes: list[Outcome] = []
     num_threads = torch.get_num_threads()
@@ -188,8 +188,8 @@ def all_rows(
     first_layer: int,
     num_compared: int,
 ) -> list[Row]:
-    """Measures all texts. Centres come from the first text; for the first text itself from the
-    second (its copy text if there is no other)."""
+    """Measures all variants on all texts. Centres (mean keys) come from the first text. For the
+    first text itself they come from the second, or from its copy text if there is no other."""
     first, second = (seen(model, text, first_layer, num_compared) for text in found[:2])
     rows = measure(model, first, calibration(second.own, first.own, file, first_layer), variants)
     other, later = first.own, [second]

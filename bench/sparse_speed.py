@@ -1,21 +1,26 @@
-"""Cost of sparse decode for a layer: scoring, choosing, and the attention that is left, beside
-dense attention. One thread.
+"""Measures the time of sparse decode for one layer on one thread: scoring, choosing, and attention
+over the chosen blocks, compared with dense attention.
 
 8 KV heads of 4 query heads, 128 channels, blocks of 16 tokens; contexts of 1k, 8k and 64k blocks,
 and 32k tokens (2k blocks) for the speed-up. Dense and sparse attention are vLLM's own kernel for
-CPU, in bf16, over all pages or over those of a full hot set, which holds twice the budget. Queries
-vary about a mean, two steps' at a cosine of .84 (FreeKV), so that a sixth of the selected blocks is
-missing: more than trials saw in a real model (7 %). Variants take turns, so each finds in the
-caches what attention has left there.
+CPU, in bf16, over all pages or over those of a full hot set (the blocks to attend to), which holds
+twice the budget. Queries vary around a mean, with a cosine of .84 between two steps (FreeKV), so
+that the hot set lacks a sixth of the selected blocks. Trials with a real model saw fewer missing
+blocks (7 %). Variants take turns, so each starts with the caches as attention has left them.
 
-`--json` prints a JSON object last: per number of blocks `dense_ms`, a scorer's `<name>_ms`,
-`attend_ms`, `other_us` (from the scores that scoring has just written: weights, choice, hot set's
-step, c pulls of 64 KiB, the new block table), `schedule_us` (the attention kernel's schedule, made
-once a step for all layers with as many blocks) and `decode_us` (from query to hot set in one
-compiled call, as engines do it: scoring with `rot2u`, choice, hot set's step); `missing_ratio`: the
-share of selected blocks that the hot set lacked; `speedup` per scorer: dense over scoring + other +
-attention at 10 % of 32k tokens. `service_select_us`, `local_select_us`: a selection from 8k blocks
-with `rot2u` by the server (`SelectBlocks`) and in this process, round trip and all.
+`--json` prints a JSON object last:
+
+- `dense_ms`, `attend_ms` and a scorer's `<name>_ms`, per number of blocks.
+- `other_us`: the work that follows scoring: weights, choice, the hot set's step, c pulls of 64 KiB,
+  and the new block table.
+- `schedule_us`: the attention kernel's schedule, made once per step for all layers with as many
+  blocks.
+- `decode_us`: from query to hot set in one compiled call, as engines do it: scoring with `rot2u`,
+  choice, hot set's step.
+- `missing_ratio`: the share of selected blocks that the hot set lacked.
+- `speedup` per scorer: dense over scoring + other + attention at 10 % of 32k tokens.
+- `service_select_us`, `local_select_us`: a whole selection from 8k blocks with `rot2u`, by the
+  server (`SelectBlocks`, with the round trip) and in this process.
 """
 
 import mmap
@@ -43,8 +48,8 @@ from hotkv_sparse.selection import Source, choose, select_layer
 KV_HEADS, GROUP, HEAD_SIZE, BLOCK_TOKENS = 8, 4, 128, 16
 QUERY_HEADS = KV_HEADS * GROUP
 DISTINCT_BLOCKS = 512
-"""Blocks of random keys. Larger pools repeat them, since a kernel's time does not depend on
-values."""
+"""Number of different blocks of random keys. Larger pools repeat them, since a kernel's time does
+not depend on values."""
 
 # ------------------------------------------------------------------------------------ By the server
 # A `SelectBlocks` round trip beside the same selection in this process. A real server holds the
@@ -52,15 +57,15 @@ values."""
 # queries, in turns.
 
 PAGE_BYTES = 4096
-"""Bytes that stand for a block's KV, which a selection does not read."""
+"""Bytes of a dummy page in place of a block's KV, which a selection does not read."""
 CONFIG = hotkv_sparse.SparseConfig(sparse_topk=0.1, dense_layers=())
 ARENA_BYTES = 512 * MIB
 
 
 def service_figures(num_blocks: int = 8192, rounds: int = 200) -> dict[str, float]:
-    """Returns median and least microseconds of a selection over `num_blocks` blocks by the server,
-    `service_select_us` and `service_select_min_us`, and of the same selection in this process,
-    `local_select_us` and `local_select_min_us`. Takes seconds; starts a server and ends it."""
+    """Measures a selection over `num_blocks` blocks by the server and in this process. Returns
+    median and least microseconds: `service_select_us`, `service_select_min_us`, `local_select_us`
+    and `local_select_min_us`. Takes seconds; starts a server and stops it."""
     with serving(ARENA_BYTES) as server:
         server.wait_filled()
         engine = _Engine(server.target, num_blocks)
@@ -71,7 +76,8 @@ def service_figures(num_blocks: int = 8192, rounds: int = 200) -> dict[str, floa
 
 
 class _Engine:
-    """A session whose memory holds the representations of `num_blocks` random blocks."""
+    """A session whose memory holds the representations (compact forms of keys) of `num_blocks`
+    random blocks."""
 
     def __init__(self, target: str, num_blocks: int) -> None:
         random = np.random.default_rng(num_blocks)
@@ -124,7 +130,8 @@ class _Engine:
         self.log_mass = np.full(QUERY_HEADS, 5.0, np.float32)
 
     def measure(self, rounds: int) -> dict[str, float]:
-        """Returns the figures of `service_figures`."""
+        """Measures the selection by the server and in this process. Returns the figures of
+        `service_figures`."""
         tokens = len(self.rows) * BLOCK_TOKENS
         source = {CONFIG.scorer: Source(self.pool)}
         times_s: dict[str, list[float]] = {"service": [], "local": []}
@@ -173,8 +180,8 @@ T = TypeVar("T")
 
 
 class PagedAttention:
-    """vLLM's attention for CPU over pages of a layer: decode of a sequence. Pages have 32 tokens,
-    the fewest that it supports."""
+    """vLLM's attention for CPU over the pages of a layer, for a decode step of one sequence. Pages
+    have 32 tokens, the smallest number that it supports."""
 
     def __init__(self, num_pages: int) -> None:
         from vllm import _custom_ops as ops
@@ -191,8 +198,8 @@ class PagedAttention:
         self._starts = torch.tensor([0, 1], dtype=torch.int32)
 
     def plan(self, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns lengths and the kernel's schedule for `num_pages` pages. A backend makes both
-        anew if the table changes."""
+        """Returns the lengths and the kernel's schedule for `num_pages` pages. A backend computes
+        both again whenever the block table changes."""
         lengths = torch.tensor([num_pages * PAGE_TOKENS], dtype=torch.int32)
         schedule = self._ops.cpu_attn_get_scheduler_metadata(
             num_reqs=1,
@@ -212,7 +219,7 @@ class PagedAttention:
     def attend(
         self, table: torch.Tensor, lengths: torch.Tensor, schedule: torch.Tensor
     ) -> torch.Tensor:
-        """Computes attention over the pages of a table, int32 [1, n]."""
+        """Computes attention over the pages in a block table, int32 [1, n]."""
         self._ops.cpu_attention_with_kv_cache(
             query=self._query,
             key_cache=self._keys,
@@ -234,8 +241,9 @@ class PagedAttention:
 
 @dataclass
 class Layer:
-    """A layer of a context of `num_blocks`: representations, a hot set, and the pages that are
-    timed."""
+    """A layer with a context of `num_blocks`: representations (compact forms of blocks' keys), a
+    hot set (the blocks to attend to), and the pages for attention. Times each part of a decode
+    step."""
 
     num_blocks: int
     times_s: dict[str, list[float]] = field(default_factory=dict)
@@ -297,7 +305,7 @@ class Layer:
     def varied(
         random: np.random.Generator,
     ) -> Iterator[np.ndarray[tuple[int, int], np.dtype[np.float32]]]:
-        """Returns the queries of successive steps."""
+        """Yields the queries of successive steps."""
         mean = random.standard_normal((QUERY_HEADS, HEAD_SIZE), np.float32)
         while True:
             own = random.standard_normal((QUERY_HEADS, HEAD_SIZE), np.float32)
@@ -306,7 +314,7 @@ class Layer:
     def score(
         self, name: str, query: np.ndarray[tuple[int, int], np.dtype[np.float32]]
     ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-        """Returns the scores of the candidates."""
+        """Returns the scores of the candidate blocks."""
         return hotkv_sparse.score(
             hotkv_sparse.prepare(name, query),
             self.pools[name],
@@ -314,8 +322,9 @@ class Layer:
         )
 
     def choose(self, scores: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> int:
-        """Turns scores into a table of pages to attend to: weights, choice, hot set, pulls,
-        table."""
+        """Turns scores into a table of the pages to attend to: computes weights, chooses blocks,
+        updates the hot set, pulls missing blocks, and writes the table. Returns the number of
+        pages."""
         selection = choose(scores, self.always_log_mass, self.where, self.budget)
         step = self.hot.step(selection, MAX_CORRECTIONS)
         blocks = self.attention.blocks
@@ -331,8 +340,8 @@ class Layer:
     def decode(
         self, query: np.ndarray[tuple[int, int], np.dtype[np.float32]], budget: int, most: int
     ) -> None:
-        """Makes the step from query to hot set in a single compiled call, on another hot set than
-        `choose`, without pulls and table."""
+        """Runs the step from query to hot set in a single compiled call. Uses another hot set than
+        `choose`, and neither pulls blocks nor writes a table."""
         always = Always.known(self.always_log_mass)
         found = decode(
             self.decoded, self.scorer, query, self.rows, always, budget, most, self.arriving,
@@ -341,14 +350,14 @@ class Layer:
         self.arriving = found.ahead
 
     def measure(self, what: str, function: Callable[[], T]) -> T:
-        """Times a call under the name `what`. Returns the call's result."""
+        """Times a call under the name `what`, and returns the call's result."""
         began_s = time.perf_counter()
         result = function()
         self.times_s.setdefault(what, []).append(time.perf_counter() - began_s)
         return result
 
     def round(self) -> None:
-        """Runs each variant once. Blocks are chosen from the scores of the last scorer."""
+        """Runs and times each part once. Blocks are chosen from the scores of the last scorer."""
         query = next(self.queries)
         self.measure("dense", lambda: self.attention.attend(self.whole_table, *self.whole_plan))
         for name in SCORERS:
@@ -359,8 +368,8 @@ class Layer:
         self.measure("attend", lambda: self.attention.attend(self.table, *schedule))
 
     def ms(self, what: str) -> float:
-        """Returns the median time of the part `what` in milliseconds; dense attention is scaled to
-        the whole context."""
+        """Returns the median time of the part `what` in milliseconds. Dense attention is
+        extrapolated to the whole context."""
         value = median(self.times_s[what]) * 1e3
         return value * self.num_blocks / self.dense_blocks if what == "dense" else value
 
@@ -370,7 +379,7 @@ class Layer:
 
 
 def bandwidth_gb_s() -> float:
-    """Returns the rate at which a thread reads memory, GB/s."""
+    """Returns the rate at which one thread reads memory, in GB/s."""
     data = np.ones(1 << 26, np.float32)
     times_s = []
     for _ in range(5):

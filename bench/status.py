@@ -1,13 +1,14 @@
-"""Measures the cost of /api/v1/status for a node with many blocks: on its event loop, and on the
-thread of HTTP.
+"""Measures the time that the server needs to answer /api/v1/status on a node with many blocks: on
+the node's event loop, and on the HTTP server's thread.
 
-A full cache of slots of 4 KiB, as in bench.core, in a node with as many accounts as the ledger
-holds, NUM_SESSIONS sessions and as many key spaces. `--json` prints a JSON object last:
+The node has a full cache with slots of 4 KiB, as in `bench.core`, as many accounts as the ledger
+(which counts hits and misses by engine) holds, NUM_SESSIONS sessions and as many key spaces.
+`--json` prints a JSON object last:
 
-- `loop_ms`: the longest time of an answer on the node's loop, in processor time.
-- `survey_ms`: time on the loop for a whole survey, which runs in the background; `survey_step_ms`:
-  its longest step.
-- `write_ms`: time to write the answer as JSON, on the thread of HTTP.
+- `loop_ms`: the longest time of an answer on the event loop, in processor time.
+- `survey_ms`: time on the event loop for a whole survey (a walk over all entries), which runs in
+  the background; `survey_step_ms`: its longest step.
+- `write_ms`: time to write the answer as JSON, on the HTTP server's thread.
 """
 
 import asyncio
@@ -39,26 +40,27 @@ from hotkv_server.told.status import as_json_values, read_status
 
 BOUNDS = {"loop_ms": at_most(10.0)}
 NUM_SESSIONS = 1000
-"""About as many sessions as a server accepts; a status lists only the first of them."""
+"""Number of sessions, about as many as a server accepts. A status lists only the first of them."""
 T = TypeVar("T")
 
 
 class NoCopies:
-    """A copy engine that is never used."""
+    """A stand-in for the copy engine, which is never used."""
 
     num_queued = 0
     busy_s = 0.0
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """Returns the call's result, and its processor time in milliseconds."""
+    """Calls the function. Returns its result and the processor time in milliseconds."""
     began_s = time.thread_time()
     result = call()
     return result, (time.thread_time() - began_s) * 1e3
 
 
 def make_node(core: Any, folder: Path) -> Node:
-    """Returns a node over a core, with a full ledger and an hour of samples."""
+    """Returns a node over the core, with a full ledger (which counts hits and misses by engine) and
+    an hour of samples."""
     memory = NodeMemory.open(folder / "node", 1 << 20, 1 << 16, 64, 1, prefault=False)
     copies: Any = NoCopies()
     node = Node(core, memory, copies)
@@ -85,8 +87,8 @@ def make_node(core: Any, folder: Path) -> Node:
 
 
 async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], int, int]:
-    """Returns (milliseconds of each answer on the loop, milliseconds of writing each as JSON, bytes
-    of an answer, number of its cells)."""
+    """Returns (milliseconds of each answer on the event loop, milliseconds of writing each as JSON,
+    bytes of an answer, number of cells in its map of the arena)."""
     while node.survey.latest(time.monotonic()) is None:
         await asyncio.sleep(0.05)
     read_ms, write_ms, text = [], [], b""
@@ -101,7 +103,7 @@ async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], in
 
 
 def survey_steps_ms(node: Node) -> list[float]:
-    """Returns the milliseconds of each step of a survey."""
+    """Runs a survey of all entries. Returns the milliseconds of each of its steps."""
     steps = []
     for walk in (inspect.census(node.core), inspect.arena_map(node.core, time.monotonic())):
         while True:

@@ -1,13 +1,14 @@
-"""Runs every benchmark that has a target, short, and compares its figures with the targets and with
-the last recorded figures: `make bench`, or `python -m bench.targets [--only NAME ...] [--record]`.
+"""Runs a short form of every benchmark that has a target. Compares the figures with the targets and
+with the last recorded figures: `make bench`, or `python -m bench.targets [--only NAME ...]
+[--record]`.
 
-The targets are the bounds of each benchmark. `--record` replaces the records of the benchmarks that
-ran (`bench/records.json`), from which `tools/performance.py` makes docs/performance.md. A record
-names the command, the machine, and how busy it was: a figure of a busy machine says little.
+The targets are the bounds that each benchmark prints. `--record` replaces the records of the
+benchmarks that ran (`bench/records.json`), from which `tools/performance.py` makes
+docs/performance.md. A record names the command, the machine, and the machine's load; figures of a
+busy machine are unreliable.
 
 Prints a row per figure as soon as its benchmark has ended. The exit status is 1 if a target is
-missed or a benchmark fails.
-"""
+missed or a benchmark fails."""
 
 import json
 import os
@@ -43,8 +44,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sparse_quality": (),
     "sparse_needles": ("--prompts", "6"),
 }
-"""Arguments of each benchmark in a short run. They leave out rounds and tails, not cases. `soak`
-needs a minute at half load: the server's own figures are of the last minute."""
+"""Arguments of each benchmark in a short run. They reduce the number of rounds, but leave out no
+case. `soak` needs a minute at half load, because the server's own figures cover the last minute."""
 TIMEOUT_S = 1800.0
 
 
@@ -52,8 +53,8 @@ TIMEOUT_S = 1800.0
 class Figure:
     """A measured figure and its target.
 
-    value: None: not measured.
-    bound: the target, in the form of `str(Bound)`.
+    value: the measured value; None: not measured.
+    bound: the target as text, in the form of `str(Bound)`.
     """
 
     value: float | None
@@ -66,9 +67,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Figures of a run of a benchmark.
+    """The figures of one run of a benchmark.
 
-    load: processes that wanted a core in the minute before it began.
+    load: the machine's load average over the minute before the run.
     """
 
     command: str
@@ -80,7 +81,7 @@ class Record:
 
 
 def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
-    """Returns the figures with a target of a benchmark's JSON."""
+    """Returns those figures in a benchmark's JSON that have a target."""
     values = {**report, **report.get("targets", {})}
     found = {}
     for name, bound in report["bounds"].items():
@@ -90,7 +91,7 @@ def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
 
 
 def rows_of(name: str, record: Record, last: Record | None) -> list[tuple[str, ...]]:
-    """Returns a row per figure: with its target, hit or miss, and the last recorded value."""
+    """Returns a row for each figure, with its target, hit or miss, and the last recorded value."""
     before = last.figures if last is not None else {}
     return [
         (
@@ -106,12 +107,12 @@ def rows_of(name: str, record: Record, last: Record | None) -> list[tuple[str, .
 
 
 def shown(value: float | None) -> str:
-    """Returns a figure as the tables show it."""
+    """Returns a figure as text for the tables."""
     return "not measured" if value is None else f"{value:.4g}"
 
 
 def machine() -> str:
-    """Returns this machine in words: cores, memory, processor."""
+    """Returns a description of this machine: cores, memory, processor."""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -119,7 +120,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Returns the commit of the working tree; empty outside of git."""
+    """Returns the commit of the working tree; an empty string outside of git."""
     words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     return done.stdout.strip()
@@ -150,7 +151,7 @@ def measure(name: str, arguments: Sequence[str]) -> Record:
 
 
 def read_records(path: Path = RECORDS) -> dict[str, Record]:
-    """Returns the last records by benchmark; {} without a file."""
+    """Returns the last record of each benchmark; an empty dict if there is no file."""
     if not path.exists():
         return {}
     return {
@@ -162,7 +163,7 @@ def read_records(path: Path = RECORDS) -> dict[str, Record]:
 
 
 def write_records(records: Mapping[str, Record], path: Path = RECORDS) -> None:
-    """Replaces the file, in the order of RUNS."""
+    """Replaces the file of records, with the benchmarks in the order of RUNS."""
     ordered = {name: asdict(records[name]) for name in RUNS if name in records}
     path.write_text(json.dumps(ordered, indent=1) + "\n")
 

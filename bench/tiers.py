@@ -1,22 +1,21 @@
-"""The disk tier beside fio over buffers of the same kind, the restart over many records, and
-compression.
+"""Measures the disk tier compared with fio over buffers of the same kind, the restart of a tier
+with many records, and compression.
 
 Prints a table; `--json` prints a JSON object last:
 
 - `disk_read_ratio_64k`, `disk_read_ratio_1m`, `disk_write_ratio_64k`, `disk_write_ratio_1m`: bytes
-  a second of the tier, seals included, over bytes a second of fio at depth 16. Both use direct I/O
-  and buffers in shared memory, and run in turns; median of the rounds. Four calls of 16 MiB are
-  always under way in the tier, so that it never idles, like fio.
-- `disk_read_ratio`, `disk_write_ratio`: the lowest of them.
+  per second of the tier, seals (check values) included, divided by bytes per second of fio at depth
+  16. Both use direct I/O and buffers in shared memory, and run in turns; median of the rounds. The
+  tier always has four calls of 16 MiB in progress, so that it never idles, like fio.
+- `disk_read_ratio`, `disk_write_ratio`: the lower of the ratios for reads, and for writes.
 - The same names with `_busy`: while the event loop is busy half of the time.
 - `loop_lag_p99_ms`: lag of an otherwise idle event loop while the tier reads 64 KiB blocks;
   `loop_lag_idle_p99_ms`: without reads.
-- `restart_s`: from old records to a space that answers, with as many blocks of 64 KiB as
-  `--records-gib` holds.
+- `restart_s`: time from the old records to a tier that answers lookups, with as many blocks of 64
+  KiB as `--records-gib` holds.
 - The figures of `bench.compression`; see there.
 
-Needs `fio` (Debian's package); without it the ratios of the disk are left out.
-"""
+Needs `fio` (Debian's package); without it the ratios of the disk are left out."""
 
 import asyncio
 import itertools
@@ -55,7 +54,8 @@ FILE_BYTES = GIB
 BUFFER_BYTES = 64 * MIB
 DEPTH = 16
 LANES, CALL_BYTES = 4, BATCH_BYTES
-"""Number of calls that are always under way; bytes of a call, as the server writes them."""
+"""LANES: number of calls that are always in progress. CALL_BYTES: bytes of a call, as large as the
+server's own writes."""
 ROUND_S = 2.0
 SLAB_BYTES = 4 * MIB
 BOUNDS = {
@@ -68,8 +68,8 @@ BOUNDS = {
 
 
 class Disk:
-    """A tier over a file of FILE_BYTES, and buffers in shared memory, of huge pages if the kernel
-    gives them."""
+    """A disk tier over a file of FILE_BYTES, and buffers in shared memory, in huge pages if the
+    kernel has some."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,9 +86,9 @@ class Disk:
         self.seals = np.empty(0, np.uint64)
 
     async def write(self, size: int, seconds: float, *, is_busy: bool = False) -> float:
-        """Returns bytes a second of writes at random places.
+        """Writes blocks of `size` at random places for `seconds`. Returns the bytes per second.
 
-        is_busy: the event loop is busy half of the time.
+        is_busy: the event loop is kept busy half of the time.
         """
         if size != self.size:
             # Blocks of another size overwrite the old blocks.
@@ -96,7 +96,7 @@ class Disk:
         return await self._run(seconds, is_write=True, is_busy=is_busy)
 
     async def read(self, size: int, seconds: float, *, is_busy: bool = False) -> float:
-        """Returns bytes a second of reads of written places."""
+        """Reads blocks of `size` that were written, for `seconds`. Returns the bytes per second."""
         assert size == self.size, "nothing of this size was written"
         return await self._run(seconds, is_write=False, is_busy=is_busy)
 
@@ -113,7 +113,8 @@ class Disk:
         return sum(moved) / passed_s
 
     async def _lane(self, calls: list[Blocks], until_s: float, *, is_write: bool) -> int:
-        """Makes calls in sequence. Returns the bytes that they have moved."""
+        """Makes calls one after the other until the time `until_s`. Returns the bytes that they
+        have moved."""
         loop, moved, answers = asyncio.get_running_loop(), 0, []
         for blocks in itertools.cycle(calls):
             if time.monotonic() >= until_s:
@@ -136,8 +137,8 @@ class Disk:
         return moved
 
     def _calls(self, lane: int, *, is_write: bool) -> list[Blocks]:
-        """Returns calls of the size that the tier prefers, over all places of a lane, each place
-        once. Reads cover only written places."""
+        """Returns calls of the size that the tier prefers, which together cover all places of a
+        lane (a quarter of the file) once, in random order. Reads cover only written places."""
         count, lane_bytes = CALL_BYTES // self.size, FILE_BYTES // LANES
         slots = lane * CALL_BYTES + np.arange(count, dtype=np.int64) * self.size
         places = self.rng.permutation(lane_bytes // self.size) + lane * lane_bytes // self.size
@@ -156,7 +157,7 @@ class Disk:
 
 
 async def half_busy() -> None:
-    """Keeps the loop busy for a millisecond of two, until it is cancelled."""
+    """Keeps the event loop busy for one of every two milliseconds, until it is cancelled."""
     while True:
         until_s = time.perf_counter() + 0.001
         while time.perf_counter() < until_s:
@@ -165,7 +166,8 @@ async def half_busy() -> None:
 
 
 def fio(folder: Path, how: str, size: int) -> float:
-    """Returns bytes a second of fio with direct I/O at random places of a separate file."""
+    """Runs fio with direct I/O at random places of a separate file. Returns its bytes per
+    second."""
     answer = subprocess.run(
         [
             "fio",
@@ -191,7 +193,7 @@ def fio(folder: Path, how: str, size: int) -> float:
 
 
 async def ratios(folder: Path, rounds: int) -> dict[str, float]:
-    """Returns the medians of the tier's rate over fio's, by key."""
+    """Returns the tier's rates and their ratios to fio's rates, as medians by name."""
     disk = Disk(folder / "tier")
     found: dict[str, list[float]] = {}
     fio(folder, "randwrite", MIB)
@@ -217,7 +219,7 @@ async def ratios(folder: Path, rounds: int) -> dict[str, float]:
 
 
 async def loop_lag(folder: Path) -> dict[str, float]:
-    """Returns how late an otherwise idle loop is, without and with the tier reading."""
+    """Returns the lag of an otherwise idle event loop, without and with the tier reading."""
     disk = Disk(folder / "lag")
     try:
         size = SIZES["64k"]
@@ -239,13 +241,12 @@ async def loop_lag(folder: Path) -> dict[str, float]:
 
 
 def hashes(first: int, count: int) -> Words:
-    """Returns hash words [count, 8] that differ."""
+    """Returns `count` different hashes as words [count, 8]."""
     return np.random.default_rng(first).integers(0, 1 << 32, (count, 8), np.uint32)
 
 
 def restart(folder: Path, num_bytes: int) -> float:
-    """Returns the seconds that a restart takes from the records of a full tier to a space that
-    answers lookups."""
+    """Restores the records of a full tier. Returns the seconds until lookups can be answered."""
     size, count = SIZES["64k"], num_bytes // SIZES["64k"]
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (size,))
     key_space = KeySpace("bench", "bench", "bfloat16", (group,), 16)

@@ -1,11 +1,10 @@
-"""Measures the cost of traces for a lookup: off, on, and with a span for each call. `python -m
-bench.tracing [--before FOLDER] [--rounds N] [--json]`.
+"""Measures the cost of tracing for a lookup: without tracing, with it, and with a span for each
+call. `python -m bench.tracing [--before FOLDER] [--rounds N] [--json]`.
 
 Four servers hold the same blocks and take turns, so that the machine's noise affects all alike: two
 without tracing, whose difference is the noise of this machine; a server with tracing whose clients
 trace no call; and a server with a span for each call, sent to a collector in a separate process.
-`--before`: a checkout from before there were traces; its server is a further variant.
-"""
+`--before`: a checkout of hotkv from before tracing was added; its server is a further variant."""
 
 import multiprocessing
 import os
@@ -32,13 +31,14 @@ PACKAGES = ("proto", "sparse", "client", "server")
 
 
 def command_of(checkout: Path) -> Sequence[str]:
-    """Returns the command that starts the server of another checkout."""
+    """Returns the command that starts the server of `checkout`, another checkout of hotkv."""
     path = os.pathsep.join(str(checkout.absolute() / name) for name in PACKAGES)
     return ("env", f"PYTHONPATH={path}", sys.executable, "-m", "hotkv_server.cli", "run")
 
 
 def collect(pipe: Connection) -> None:
-    """Runs a collector: sends its URL, then, once asked, how many spans have come."""
+    """Runs a trace collector. Sends its URL through the pipe and, after a request, the number of
+    received spans."""
     with OtlpReceiver() as one:
         pipe.send(one.url)
         pipe.recv()
@@ -47,7 +47,8 @@ def collect(pipe: Connection) -> None:
 
 @contextmanager
 def collector() -> Iterator[Connection]:
-    """Starts a collector in a separate process: in this process it would slow the calls down."""
+    """Starts a trace collector in a separate process, so that it does not slow down the calls of
+    this one."""
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process(target=collect, args=(theirs,))
     child.start()

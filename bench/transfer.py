@@ -1,12 +1,11 @@
-"""Measures how fast KV moves: store and load of paged KV through the running server, beside a
-memcpy of the same bytes with as many threads.
+"""Measures how fast KV moves: stores and loads of paged KV through the running server, compared
+with a memcpy of the same bytes with as many threads.
 
-`python -m bench.transfer [--json]`. The model: 16 layers of 8 KV heads of 128, bfloat16, 64 MiB an
-operation, block sizes from 4 to 256 tokens, so runs of 16 KiB to 1 MiB. Every load is compared byte
-by byte. Variants are interleaved; every figure starts from the client's call. Before each timed
-operation comes an operation of a single block. It warms the server's code, which the check of the
-bytes has pushed out of the caches.
-"""
+`python -m bench.transfer [--json]`. The model: 16 layers of 8 KV heads of 128, bfloat16, 64 MiB per
+operation, block sizes from 4 to 256 tokens, so contiguous runs of 16 KiB to 1 MiB. Every load is
+compared byte by byte. Variants are interleaved; every time starts with the client's call. Before
+each timed operation comes an operation of a single block. It brings the server's code back into the
+processor's caches, from which the comparison of the bytes has evicted it."""
 
 import os
 import sys
@@ -34,7 +33,7 @@ COPY_THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 class Engine(PagedEngine):
-    """An engine with blocks for two operations."""
+    """An engine with memory for the blocks of two operations."""
 
     def __init__(self, target: str, block_tokens: int) -> None:
         self.page_bytes = block_tokens * TOKEN_BYTES
@@ -60,7 +59,7 @@ class Engine(PagedEngine):
         self.positions = np.arange(self.num_blocks, dtype=np.int32)
 
     def store(self, hashes: list[bytes], name: str) -> float:
-        """Returns the seconds of a store."""
+        """Runs a store. Returns its seconds."""
         start_s = time.perf_counter()
         result = self.session.store(name, name, [BlockRun(0, hashes, self.sources)], 30).result(30)
         taken_s = time.perf_counter() - start_s
@@ -70,8 +69,8 @@ class Engine(PagedEngine):
         return taken_s
 
     def one_block(self, name: str) -> None:
-        """Runs a store and a load of a single block, not timed. At the end the server has finished
-        both, because calls are answered in order."""
+        """Runs a store and a load of a single block, not timed. Returns when the server has
+        finished both; a last empty lookup ensures this, because calls are answered in order."""
         block = new_hashes(1)
         self.session.store(name, name, [BlockRun(0, block, self.sources[:1])], 30).result(30)
         self.session.acquire(f"{name}-l", [GroupHashes(0, block)]).result(10)
@@ -82,7 +81,8 @@ class Engine(PagedEngine):
         self.session.lookup([]).result(10)
 
     def load(self, hashes: list[bytes], name: str) -> float:
-        """Returns the seconds of a load, without the lease. Checks every byte."""
+        """Runs a load and checks every byte. Returns the seconds of the load, without the time for
+        the lease."""
         # Leases the blocks at once: blocks that were never used would be evicted first.
         assert self.session.acquire(name, [GroupHashes(0, hashes)]).result(10).pinned[0].all(), (
             "stored blocks are missing"
@@ -103,7 +103,7 @@ class Engine(PagedEngine):
 
 
 def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[[], float]:
-    """Returns a function that times a memcpy of the same bytes, contiguous, cut over as many
+    """Returns a function that times a contiguous memcpy of the same bytes, divided among as many
     threads as the server copies with."""
     kernels = native.load("hotkv_proto.kernels")
     assert kernels is not None, "the benchmark needs numba"
@@ -127,8 +127,8 @@ def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[
 
 
 def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> float:
-    """Waits until the server has stopped turning its arena into huge pages, some seconds after it
-    is ready. Returns the share of the arena in huge pages."""
+    """Waits until the server no longer converts its arena to huge pages, some seconds after it is
+    ready. Returns the share of the arena in huge pages."""
     deadline_s, last = time.monotonic() + timeout_s, -1.0
     while time.monotonic() < deadline_s and last != (
         last := server.counter("arena_huge_page_bytes")
@@ -139,7 +139,7 @@ def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> float:
 
 def measure(target: str, block_tokens: int, memcpy: Callable[[], float]) -> dict[str, list[float]]:
     """Fills the arena, so that every timed store evicts as much as it stores. Returns the seconds
-    of each operation, by name."""
+    of each operation, by the operation's name."""
     engine = Engine(target, block_tokens)
     times: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
     for i in range(ARENA_BYTES // OPERATION_BYTES):

@@ -1,1 +1,2 @@
-"""The demo, and the driver of engines and servers that it shares with bench/."""
+"""The demo, and the classes that run engines and servers as child processes, which bench/ uses
+too."""

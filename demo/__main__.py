@@ -1,9 +1,8 @@
 """The demo: two vLLM engines, one after the other, share one cache through hotkv-server.
 
-Engine A computes a long prompt and ends; the server keeps what it computed; engine B, another
-process, answers the same prompt at once. Nothing is left running and no file stays, but for the
-model in the cache folder.
-"""
+Engine A computes a long prompt and ends, but the server keeps the computed KV. Engine B, another
+process, answers the same prompt at once. At the end all processes have ended, and no file remains
+except the model in the cache folder."""
 
 import contextlib
 import sys
@@ -33,7 +32,7 @@ ARENA_BYTES = 512 << 20
 
 
 def table(cold: Answer, own: Answer, warm: Answer, stored_bytes: float, loaded_bytes: float) -> str:
-    """Returns the result, for people."""
+    """Returns the result as a readable table."""
     rows = [
         ("", "engine A, cold", "A's own cache", "engine B, hotkv"),
         ("time to first token", *(f"{answer.ttft_s:.2f} s" for answer in (cold, own, warm))),
@@ -59,8 +58,8 @@ def table(cold: Answer, own: Answer, warm: Answer, stored_bytes: float, loaded_b
 
 @contextlib.contextmanager
 def engine(name: str, server: Server, model: Path, folder: Path, seed: int) -> Iterator[Engine]:
-    """Yields an engine that has loaded the model and run a prompt of its own, so that vLLM's
-    one-time work is done before later prompts."""
+    """Starts an engine, and yields it once it has loaded the model and run another prompt, so that
+    vLLM's one-time work does not slow down later prompts."""
     with Engine(name, EngineSettings(str(model), server.target), folder) as running:
         with step(f"{name}: loading vLLM and the model"):
             running.wait_ready()
@@ -109,7 +108,7 @@ def run(folder: Path) -> int:
 
 
 def main() -> int:
-    """Runs the command."""
+    """Runs the demo as a command."""
     try:
         with ends_cleanly(), runtime_folder(2 * ARENA_BYTES) as folder:
             code = run(folder)

@@ -1,10 +1,9 @@
-"""One vLLM engine as a child process: reads one JSON request a line on stdin, answers one JSON line
-each on stdout.
+"""A vLLM engine as a child process: reads one JSON request per line from stdin, and writes one JSON
+answer per line to stdout.
 
-Whatever vLLM prints goes to stderr, so that stdout carries answers only. The process ends when
-stdin does. Its settings come as the one argument, JSON with the fields of
-`demo.processes.EngineSettings`.
-"""
+The output of vLLM itself goes to stderr, so that stdout has only answers. The process ends when
+stdin ends. Its only argument is a JSON object with the fields of
+`demo.processes.EngineSettings`."""
 
 import contextlib
 import json
@@ -21,7 +20,7 @@ SHUTDOWN_TIMEOUT_S = 40.0
 
 
 def kv_transfer_config(settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the settings with which a user gives an engine the connector; None without a
+    """Returns vLLM's `kv_transfer_config` for HotKVConnector. Returns None if the settings name no
     server."""
     if not settings["target"]:
         return None
@@ -36,8 +35,8 @@ def kv_transfer_config(settings: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Runs one prompt, greedily, and reports times, hits and logprobs (per generated token: id to
-    logprob)."""
+    """Runs one prompt with greedy sampling. Returns times, hits and logprobs (for each generated
+    token: id to logprob)."""
     from vllm import SamplingParams
 
     transfer = request["transfer"]
@@ -65,8 +64,8 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """When the parent is gone, ends this process and the processes that vLLM has started. The
-    kernel can signal only this process."""
+    """Starts a thread that kills this process and the processes of vLLM when the parent process has
+    ended. The kernel's own signal would reach only this process."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -81,7 +80,7 @@ def end_with_parent() -> None:
 
 
 def main() -> int:
-    """Loads the model, says ready, then serves requests."""
+    """Loads the model, reports that it is ready, and then serves requests until stdin ends."""
     settings = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

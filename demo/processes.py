@@ -1,9 +1,8 @@
-"""A hotkv-server and vLLM engines as child processes, for demo and benchmarks.
+"""Runs a hotkv-server and vLLM engines as child processes, for the demo and the benchmarks.
 
-Every child leads its own process group. Leaving a `with` block ends the whole group, whatever the
-reason (Ctrl-C and SIGTERM included, once `ends_cleanly` is in place), and removes its files. If
-this process is killed, its children notice and end too.
-"""
+Each child leads its own process group. When a `with` block is left, for any reason, it ends the
+whole group and removes its files. This includes Ctrl-C and, inside `ends_cleanly`, SIGTERM. If this
+process is killed, its children notice and end too."""
 
 import contextlib
 import ctypes
@@ -29,8 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 START_DEADLINE_S = 150.0
-"""Deadline of a server's start; a server that has ended is noticed at once. A server whose arena
-is on a disk may stop for a minute, while other processes write as fast as the disk can."""
+"""Seconds until a server must have started; a server that has ended is noticed at once. A server
+whose arena is on a disk may stop for a minute, while other processes write as fast as the disk
+can."""
 STOP_DEADLINE_S = 60.0
 HURRY_DEADLINE_S = 3.0
 STORE_DEADLINE_S = 20.0
@@ -44,21 +44,21 @@ VLLM_SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""Variables of engines."""
+"""Default environment variables of engines."""
 
 
 class ChildError(RuntimeError):
-    """A child ended or didn't answer; the message has the end of its log."""
+    """A child process ended or did not answer. The message quotes the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Settings of an engine's process.
 
-    target: the server, empty for vLLM alone.
+    target: address of the server; empty for vLLM alone.
     extra_config: further settings of the connector.
-    engine_args: arguments of `vllm.LLM` in place of those that the process uses.
-    environment: variables of the process in place of the usual ones.
+    engine_args: arguments of `vllm.LLM` that replace the default ones.
+    environment: environment variables that replace the default ones.
     """
 
     model: str
@@ -71,9 +71,9 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An engine's answer to one request.
+    """An engine's answer to a request.
 
-    logprobs: for each generated token, token id to logprob of the likeliest five.
+    logprobs: for each generated token, the logprobs of the five likeliest tokens by token id.
     """
 
     ttft_s: float
@@ -85,8 +85,8 @@ class Answer:
 
 
 def largest_logprob_difference(one: Answer, other: Answer) -> float:
-    """Returns the largest difference of logprobs over tokens that both answers rank among their
-    likeliest, up to and including the first position at which the answers differ."""
+    """Returns the largest difference of logprobs over tokens that are among the likeliest in both
+    answers, up to and including the first position at which the answers differ."""
     largest = 0.0
     for position, (ours, theirs) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
         largest = max(
@@ -100,7 +100,7 @@ def largest_logprob_difference(one: Answer, other: Answer) -> float:
 @contextlib.contextmanager
 def ends_cleanly() -> Iterator[None]:
     """Turns SIGTERM and SIGHUP into SystemExit and SIGINT into KeyboardInterrupt, so that `with`
-    blocks unwind."""
+    blocks are left in order."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -116,8 +116,8 @@ def ends_cleanly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def runtime_folder(needed_bytes: int) -> Iterator[Path]:
-    """Yields a new folder, which is removed at the end: in shared memory if that has room, else in
-    the temporary folder."""
+    """Yields a new folder, and removes it at the end. The folder is in shared memory if `num_bytes`
+    fit there, and in the temporary folder otherwise."""
     roomy = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > needed_bytes
     # If this process is killed, its killer finds the folders that are left by this tag.
     prefix = f"hotkv-{os.environ.get('HOTKV_FOLDER_TAG', '')}"
@@ -133,8 +133,8 @@ def _end_with_parent() -> None:
 
 
 def prepare_model() -> Path:
-    """Returns the model folder, and makes it if it is missing. The output of that
-    program is shown only if it fails."""
+    """Runs `tools.smollm2`, which makes the model's folder if it is missing. Returns the folder.
+    Shows the program's output only if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "tools.smollm2"], capture_output=True, text=True, cwd=ROOT
     )
@@ -144,8 +144,8 @@ def prepare_model() -> Path:
 
 
 def group_members(group: int) -> list[int]:
-    """Returns the living processes of a process group, except Python's resource trackers: these
-    clean up after the others, and then end."""
+    """Returns the living processes of a process group. Omits Python's resource trackers, which
+    clean up after the other processes and then end by themselves."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -161,7 +161,8 @@ def group_members(group: int) -> list[int]:
 
 
 class Child:
-    """A child process in its own group, with its log in a file. Owned by one thread."""
+    """A child process in its own process group, with its log in a file. Only one thread may use
+    it."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, env: dict[str, str], pipes: bool = False
@@ -194,8 +195,8 @@ class Child:
         )
 
     def signal_group(self, number: int, deadline_s: float) -> None:
-        """Sends a signal to all processes of the group, and waits until they have ended or the
-        deadline has passed."""
+        """Sends a signal to all processes of the group. Waits until they have ended or the deadline
+        has passed."""
         end_s = time.monotonic() + deadline_s
         for pid in group_members(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -205,8 +206,9 @@ class Child:
             time.sleep(0.02)
 
     def stop(self, hurry: bool = False) -> None:
-        """Ends the process group: closes its input, sends SIGTERM, and then SIGKILL, waiting after
-        each. `hurry`: skips the first, and waits shortly for the second."""
+        """Ends the process group in three steps: closes its input, sends SIGTERM, sends SIGKILL.
+        Waits after each step. `hurry`: skips the first step, and waits only briefly after the
+        second."""
         try:
             if self.process.stdin and not hurry:
                 with contextlib.suppress(OSError):
@@ -224,10 +226,10 @@ class Child:
 
 
 class Engine:
-    """A vLLM engine in a child process. Use in a `with` block; requests block.
+    """A vLLM engine in a child process. Use it in a `with` block. Calls block until the engine has
+    answered.
 
-    MODULE: the Python module that the process runs.
-    """
+    MODULE: the Python module that the process runs."""
 
     MODULE = "demo.engine_process"
 
@@ -261,15 +263,17 @@ class Engine:
 
     @property
     def log(self) -> Path:
-        """Returns everything vLLM and the connector printed."""
+        """Returns the file with the output of vLLM and the connector."""
         return self._child.log
 
     def wait_ready(self) -> None:
-        """Blocks until the model is loaded, tens of seconds; raises ChildError if that fails."""
+        """Blocks until the model is loaded, which takes tens of seconds. Raises ChildError if
+        loading fails."""
         self.vllm_version = self._read()["vllm"]
 
     def warm_up(self, token_ids: Sequence[int]) -> None:
-        """Runs a prompt before the measurements, so that they leave out vLLM's one-time work."""
+        """Runs a prompt before the measurements, so that these do not include vLLM's one-time
+        work."""
         self.generate(token_ids, max_tokens=4)
 
     def generate(
@@ -278,7 +282,7 @@ class Engine:
         max_tokens: int,
         transfer: dict[str, Any] | None = None,
     ) -> Answer:
-        """Runs one prompt to its end.
+        """Runs a prompt until its last token. Returns the answer.
 
         transfer: the request's `kv_transfer_params`.
         """
@@ -302,11 +306,11 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Empties vLLM's own prefix cache; hotkv's stays."""
+        """Empties vLLM's own prefix cache, but not hotkv's cache."""
         return bool(self.ask({"op": "reset_prefix_cache"})["done"])
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Sends a request and waits for the answer; raises ChildError if the process has ended."""
+        """Sends a request and waits for the answer. Raises ChildError if the process has ended."""
         stdin: IO[str] | None = self._child.process.stdin
         assert stdin is not None
         try:
@@ -327,13 +331,14 @@ class Engine:
 
 
 class Server:
-    """A hotkv-server in a child process with its runtime directory and its arena in `folder`. Use
-    in a `with` block.
+    """A hotkv-server in a child process, with its runtime directory and its arena in `folder`. Use
+    it in a `with` block.
 
-    If servers run in the same folder one after the other, each continues its predecessor's cache.
+    If several servers run in the same folder one after the other, each continues with the blocks of
+    the server before.
 
     command: the command to run instead of `hotkv-server run`.
-    ready_s: seconds from the server's start until it was ready, once `wait_ready` has returned.
+    ready_s: seconds from the server's start until it was ready; set by `wait_ready`.
     """
 
     ready_s: float
@@ -368,8 +373,8 @@ class Server:
         return self._child.log
 
     def wait_ready(self, timeout_s: float = START_DEADLINE_S) -> float:
-        """Blocks until the health service says serving. Returns the seconds since the start. Raises
-        ChildError."""
+        """Blocks until the health service reports "serving". Returns the seconds since the start.
+        Raises ChildError."""
         import grpc
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -395,7 +400,8 @@ class Server:
         )
 
     def wait_filled(self, timeout_s: float = 120.0) -> None:
-        """Blocks until the whole arena has memory. Raises ChildError."""
+        """Blocks until the server has prefaulted the whole arena. Raises ChildError after
+        `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while self.counter("arena_capacity_bytes") < self.counter("arena_full_capacity_bytes"):
             if time.monotonic() > deadline_s:
@@ -403,7 +409,7 @@ class Server:
             time.sleep(0.2)
 
     def cli(self, *arguments: str) -> str:
-        """Returns the output of the `hotkv` command against this server; raises ChildError."""
+        """Runs the `hotkv` command against this server. Returns its output; raises ChildError."""
         command = [
             sys.executable,
             "-m",
@@ -423,11 +429,13 @@ class Server:
         return status
 
     def counter(self, name: str) -> float:
-        """Returns a counter of the server; raises KeyError if it has none of that name."""
+        """Returns the value of one of the server's counters. Raises KeyError if there is no counter
+        with this name."""
         return float(self.status()["counters"][name])
 
     def wait_for_stores(self) -> None:
-        """Blocks until no transfer is in flight and a block is stored, or the deadline passes."""
+        """Blocks until at least one block is stored and no transfer is in flight, or until the
+        deadline passes."""
         deadline_s = time.monotonic() + STORE_DEADLINE_S
         while time.monotonic() < deadline_s:
             counters = self.status()["counters"]

@@ -1,4 +1,4 @@
-"""Shows what a demo does, and for how long."""
+"""Shows the current step of a demo, and the time that it takes."""
 
 import contextlib
 import sys
@@ -11,7 +11,8 @@ BEGIN_S = time.monotonic()
 
 @contextlib.contextmanager
 def step(what: str) -> Iterator[None]:
-    """Shows the current step and how long it takes; on a terminal the seconds count up."""
+    """Prints the name of the current step and the time that it takes. On a terminal, updates the
+    seconds while the step runs."""
     begin_s = time.monotonic()
     done = threading.Event()
     lively = sys.stdout.isatty()

@@ -1,5 +1,5 @@
-"""Long prompts that share nothing: each is the log of a station with its own random entries, then
-a question about the log."""
+"""Generates long prompts without common prefixes. Each prompt is the log of an invented station
+with random entries, followed by a question about the log."""
 
 import random
 from pathlib import Path
@@ -40,8 +40,8 @@ def text(seed: int, num_entries: int) -> str:
 
 
 def token_ids(model: Path, seed: int, num_tokens: int) -> list[int]:
-    """Returns a prompt of exactly `num_tokens` tokens of the model in folder `model`. Its end, the
-    question, is always kept."""
+    """Returns a prompt of exactly `num_tokens` tokens for the model in the folder `model`. Cuts
+    tokens from the middle, so that the question at the end is kept."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -1,9 +1,8 @@
-"""A Llama model so small that a context of 100,000 tokens is affordable on a CPU, with random
-weights from a fixed seed.
+"""Writes a Llama model with random weights from a fixed seed. The model is so small that a CPU can
+compute a context of 100,000 tokens.
 
-The weights are so large that every token of the context changes the logprobs: a cache that returned
-wrong KV would be noticed. The model's words mean nothing; its tokens are numbers.
-"""
+The weights are so large that every token of the context changes the logprobs. So wrong KV from a
+cache would change the answers. The model's tokens are numbers without meaning."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Llama. dtype: the type of the weights and of the KV, as torch names it."""
+    """The sizes of a Llama model. dtype: the type of the weights and of the KV, as torch names
+    it."""
 
     layers: int
     hidden: int
@@ -35,8 +35,8 @@ LAYERS, VOCAB, KV_TOKEN_BYTES = TINY.layers, TINY.vocab, TINY.kv_token_bytes
 
 
 def write_model(folder: Path, max_tokens: int, shape: Shape = TINY, device: str = "cpu") -> Path:
-    """Writes config.json and model.safetensors of a model for contexts of up to `max_tokens`;
-    returns the folder.
+    """Writes config.json and model.safetensors of a model for contexts of up to `max_tokens`.
+    Returns the folder.
 
     device: where torch draws the weights; another device draws other weights.
     """

@@ -1,12 +1,13 @@
-"""The demo of contexts beyond device memory: a request eight times as large as the device's pool.
+"""The demo of contexts beyond device memory: a request whose KV is eight times as large as the
+device's pool of KV blocks.
 
-vLLM alone refuses to start for it. With `"residency": "host"` the same pool is enough: the server
-keeps the KV cache, the device holds the first blocks, the recent window and hot slots. The second
-request is the same; its KV is found in host memory. All processes end, and no file stays.
+vLLM alone refuses to start with such a small pool. With `"residency": "host"` the pool is enough:
+the server keeps the KV cache, and the device holds the first blocks, the recent window and hot
+slots (device blocks for selected pages). The second request is equal to the first, so its KV is
+found in host memory. At the end all processes have ended, and no file remains.
 
-The model is a random Llama of 4 layers, since a real model would compute for hours on a CPU: its
-words mean nothing, unlike its memory, its copies and its times.
-"""
+The model is a random Llama of 4 layers, because a CPU would compute for hours with a real model.
+Its words mean nothing, but memory, copies and times are real."""
 
 import contextlib
 import random
@@ -45,7 +46,8 @@ OPTION = '"hotkv.sparse": {"residency": "host", "sparse_topk": 512}'
 
 
 def settings(model: Path, server: Server | None) -> EngineSettings:
-    """Returns an engine's settings; both engines have the same memory for keys and values."""
+    """Returns the settings of an engine. Engines with and without a server have equal memory for
+    keys and values."""
     arguments = {
         "block_size": BLOCK_TOKENS,
         "dtype": "float32",
@@ -67,8 +69,8 @@ def settings(model: Path, server: Server | None) -> EngineSettings:
 
 
 def refusal(model: Path, folder: Path) -> str:
-    """Starts vLLM alone with a pool that is too small for the request. Returns its refusal. Raises
-    ChildError if vLLM starts, or ends for another reason."""
+    """Starts vLLM alone with a pool that is too small for the request. Returns vLLM's error
+    message. Raises ChildError if vLLM starts, or ends for another reason."""
     with Engine("vLLM alone", settings(model, None), folder) as engine:
         try:
             engine.wait_ready()
@@ -82,7 +84,8 @@ def refusal(model: Path, folder: Path) -> str:
 
 @contextlib.contextmanager
 def progress(server: Server, what: str) -> Iterator[None]:
-    """Prints from time to time how many bytes of the request the server keeps."""
+    """Prints every few seconds how many bytes of the request the server keeps, until the context
+    ends."""
     done, first = threading.Event(), "\n" if sys.stdout.isatty() else ""
 
     def watch() -> None:
@@ -102,7 +105,7 @@ def progress(server: Server, what: str) -> Iterator[None]:
 
 
 def table(computed: Batch, again: Batch) -> str:
-    """Returns the result, for people."""
+    """Returns the result as a readable table."""
     both = (computed, again)
 
     def pages(batch: Batch, name: str) -> str:
@@ -128,8 +131,8 @@ def table(computed: Batch, again: Batch) -> str:
 
 
 def run(folder: Path) -> int:
-    """Runs the demo with files in `folder`. Returns the exit status: 0 if both answers came,
-    without preemption."""
+    """Runs the demo with files in `folder`. Returns the exit status: 0 if both requests were
+    answered without preemption."""
     model = random_llama.write_model(folder / "model", CONTEXT_TOKENS)
     pool = human_bytes(POOL_TOKENS * random_llama.KV_TOKEN_BYTES)
     print(f"a request of {CONTEXT_TOKENS} tokens; the device has {pool} for keys and values\n")
@@ -162,7 +165,7 @@ def run(folder: Path) -> int:
 
 
 def main() -> int:
-    """Runs the command."""
+    """Runs the demo as a command."""
     try:
         with ends_cleanly(), runtime_folder(2 * ARENA_BYTES) as folder:
             code = run(folder)

@@ -1,5 +1,5 @@
-"""Runs a vLLM engine in a child process and times its steps. Records how many blocks
-of its pool were in use at most, and the most memory that the server pinned for it."""
+"""Runs a vLLM engine in a child process and times its steps. Records the largest number of blocks
+of its pool in use, and the most memory that the server pinned for it."""
 
 import os
 import threading
@@ -14,19 +14,20 @@ from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import HotKVError
 
 SETTLING_STEPS = 4
-"""Number of the first steps of a decode, in which its hot sets fill."""
+"""Number of first decode steps that are not timed, because the hot sets (blocks to attend to) fill
+in them."""
 POLL_S = 0.2
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests that ran together.
+    """The results of requests that ran together.
 
     first_s: for each request, wall and processor seconds to its first token.
-    steps: at the end of each step since the first token, wall and processor seconds since the batch
-        began, and the tokens of the step.
-    most_held: the most blocks of the pool in use.
+    steps: for each step since the first token, wall and processor seconds from the start of the
+        batch to the end of the step, and the tokens of the step.
+    most_held: the largest number of blocks of the pool in use.
     pinned_bytes: the most pinned bytes of the arena.
     """
 
@@ -43,26 +44,26 @@ class Batch:
     pinned_bytes: float
 
     def step_s(self, clock: int) -> float:
-        """Returns the median time of a decode step. `clock`: 0 for wall time, 1 for processor
-        time."""
+        """Returns the median time of a decode step, in seconds. `clock`: 0 for wall time, 1 for
+        processor time."""
         ends = [step[clock] for step in self.steps[SETTLING_STEPS:]]
         return median([after - before for before, after in pairwise(ends)])
 
     def decode_rate(self, clock: int) -> float:
-        """Returns the tokens a second in the steps that decode the most requests, by their median
-        time. `clock`: 0 for wall time, 1 for processor time."""
+        """Returns the tokens per second of the steps that decode the most requests, computed from
+        their median time. `clock`: 0 for wall time, 1 for processor time."""
         pairs = [(after[clock] - before[clock], after[2]) for before, after in pairwise(self.steps)]
         most = max(tokens for _, tokens in pairs)
         return most / median([took_s for took_s, tokens in pairs if tokens == most])
 
     @property
     def prefill_cpu_s(self) -> float:
-        """Returns the processor seconds to the first token of a single request, the server's
-        included."""
+        """Returns the processor seconds to the first token of a batch with a single request, plus
+        the server's processor seconds during the batch."""
         return self.first_s[0][1] + self.server_cpu_s
 
     def counter(self, name: str) -> float:
-        """Returns the growth of one of the connector's counters."""
+        """Returns how much one of the connector's counters grew during the batch."""
         return self.counters.get(name, 0.0)
 
 
@@ -78,7 +79,8 @@ class Watched(Engine):
         self._server = server
 
     def batch(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Batch:
-        """Runs requests together. Raises ChildError if one of them ends with an error."""
+        """Runs requests together and returns the results. Raises ChildError if a request ends with
+        an error."""
         server = self._server
         cpu_s = 0.0 if server is None else processor_s(server.pid)
         with _Pinned(server) as pinned:
@@ -90,7 +92,7 @@ class Watched(Engine):
         return found
 
     def dense(self, is_dense: bool) -> None:
-        """Makes attention dense from now on, or sparse again."""
+        """Switches the engine to dense attention, or back to sparse attention."""
         self.ask({"op": "mode", "dense": is_dense})
 
     def forget(self) -> None:
@@ -98,19 +100,20 @@ class Watched(Engine):
         self.ask({"op": "reset"})
 
     def device_blocks(self, num_tokens: int) -> int:
-        """Returns the most blocks of the pool that a request of this many tokens may hold, as
-        computed."""
+        """Returns the largest number of device blocks that a request of `num_tokens` may use, as
+        vLLM's block manager computes it."""
         return int(self.ask({"op": "device_blocks", "num_tokens": num_tokens})["blocks"])
 
     def memory(self) -> dict[str, float]:
-        """Returns the bytes of the engine's memory besides the pool: staging area, and rows of
-        representations."""
+        """Returns the bytes of the engine's memory besides the pool: the staging area (into which
+        whole layers are copied), and the rows of representations (compact forms of blocks'
+        keys)."""
         return {name: float(value) for name, value in self.ask({"op": "memory"}).items()}
 
 
 class _Pinned:
-    """Records, on its own thread, how many bytes of the arena are pinned by residencies (contexts
-    that live in host memory)."""
+    """Polls the server on a thread, and records the largest number of arena bytes pinned by
+    residencies (contexts that live in host memory)."""
 
     def __init__(self, server: Server | None) -> None:
         self._server = server

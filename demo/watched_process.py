@@ -1,11 +1,10 @@
-"""A vLLM engine as a child process that runs batches and reports each step; `demo.watched.Watched`
-is the other side.
+"""A vLLM engine as a child process that runs batches and reports each step. `demo.watched.Watched`
+starts it and sends requests.
 
-Requests: `batch` (`prompts`, `max_tokens`; answers with tokens, times and what was held), `mode`
-(`dense`: attention to everything from now on, in place of sparse decode, or back), `reset`
-(vLLM's own prefix cache), `device_blocks`, `memory`. Modes, processor time and blocks held are
-known only if vLLM's engine core runs in this process.
-"""
+Requests: `batch` (`prompts`, `max_tokens`) runs requests and answers with tokens, times and the
+blocks in use. `mode` (`dense`) switches between dense and sparse attention. `reset` empties vLLM's
+own prefix cache. `device_blocks` and `memory` return sizes. Modes, processor time and blocks in use
+are available only if vLLM's engine core runs in this process."""
 
 import json
 import os
@@ -42,21 +41,21 @@ class Engine:
         self._core: Any = getattr(core, "engine_core", None)
 
     def device_blocks(self, num_tokens: int) -> dict[str, Any]:
-        """Returns the most blocks of the pool that a request of this many tokens may hold, as
-        computed."""
+        """Returns the largest number of device blocks that a request of `num_tokens` may use, as
+        vLLM's block manager computes it."""
         manager = self._core.scheduler.kv_cache_manager
         spec = manager.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         return {"blocks": spec.device_blocks(num_tokens)}
 
     def memory(self) -> dict[str, Any]:
-        """Returns the bytes of memory besides the pool: the staging area, and rows of
-        representations."""
+        """Returns the bytes of memory besides the pool: the staging area (into which whole layers
+        are copied), and the rows of representations (compact forms of blocks' keys)."""
         worker = _worker()
         rows = sum(rows.nbytes for rows in worker._kept._rows.values())
         return {"staging": worker._pages.staging.num_bytes, "rows": rows}
 
     def mode(self, dense: bool) -> dict[str, Any]:
-        """Makes attention dense from now on, or sparse again."""
+        """Switches to dense attention, or back to sparse attention."""
         worker = _worker()
         self._attend = self._attend or worker.attend
         worker.attend = _everything if dense else self._attend
@@ -67,7 +66,7 @@ class Engine:
         return {"done": self.llm.reset_prefix_cache()}
 
     def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """Runs requests together, to the end of the last one. Times count from the moment before
+        """Runs requests together until the last one has ended. Times count from the moment before
         the requests are added."""
         from vllm import SamplingParams
 
@@ -118,15 +117,16 @@ class Engine:
         }
 
     def _held(self) -> int:
-        """Returns the blocks of the pool that requests hold now."""
+        """Returns the number of device blocks that requests use now."""
         if self._core is None:
             return 0
         pool = self._core.scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def _counters(self) -> dict[str, float]:
-        """Returns the connector's counters, and preemptions. vLLM's metrics reader rounds them down
-        to whole numbers, so the counters come from the connector if it is in this process."""
+        """Returns the connector's counters, and the number of preemptions. Reads the counters from
+        the connector if it is in this process, because vLLM's metrics round them down to whole
+        numbers."""
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             if metric.name.startswith(PREFIX):
@@ -143,7 +143,7 @@ class Engine:
 
 
 def _worker() -> Any:
-    """Returns the engine's sparse worker."""
+    """Returns the part of the connector's worker that does sparse decode."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
@@ -151,11 +151,11 @@ def _worker() -> Any:
 
 
 def _everything(*_: Any) -> None:
-    """Replaces `SparseWorker.attend`, so that attention leaves out no block."""
+    """Replaces `SparseWorker.attend` and does nothing, so that attention includes all blocks."""
 
 
 def main() -> int:
-    """Loads the model, says ready, then serves requests."""
+    """Loads the model, reports that it is ready, and then serves requests until stdin ends."""
     settings = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -1,1 +1,1 @@
-"""Scripts for work on hotkv; they are not installed."""
+"""Scripts for developers of hotkv; they are not installed."""

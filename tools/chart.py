@@ -1,9 +1,8 @@
-"""Writes the files of deploy/ that follow from others: the part of the Helm chart's schema about
-hotkv's settings, and the plain Kubernetes manifest.
+"""Writes the generated files of deploy/: the part of the Helm chart's schema that describes hotkv's
+settings, and the plain Kubernetes manifest.
 
-`python -m tools.chart` writes them; `--check` ends with status 1 if a file is out of date. The
-schema needs the server's extra, the manifest helm.
-"""
+`python -m tools.chart` writes them; `--check` exits with status 1 if a file is out of date. The
+schema needs hotkv's extra `server`, the manifest needs helm."""
 
 import argparse
 import json
@@ -22,7 +21,7 @@ MANIFEST = ROOT / "deploy" / "kubernetes" / "hotkv.yaml"
 OF_THE_CHART = ("runtime_dir", "arena.dir", "tiers.disk.path", "security.admin_socket")
 """Settings that follow from the chart's `directories`, so its `settings` must not have them."""
 WRITTEN = ("security.audit_file",)
-"""Files that the server writes; a Secret has the files that it reads."""
+"""Settings that name files which the server writes. Files that it reads come from a Secret."""
 HELMS_OWN = ("# Source:", "helm.sh/chart:", "app.kubernetes.io/managed-by:")
 HEAD = """\
 # hotkv on every node with engines, for those who don't use Helm: kubectl apply -f hotkv.yaml.
@@ -50,8 +49,8 @@ metadata:
 
 
 def schema(present: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with a new part about the settings; the rest is written by hand and
-    stays."""
+    """Returns the chart's schema with its part about the settings generated again. The rest of
+    `present`, which is written by hand, stays."""
     made = Settings.model_json_schema()
     definitions = made.pop("$defs")
     for name in OF_THE_CHART:
@@ -84,7 +83,8 @@ def schema(present: dict[str, Any]) -> dict[str, Any]:
 
 
 def _simplify(model: dict[str, Any]) -> None:
-    """Removes keywords that only Python's readers need, and defaults, which are the server's."""
+    """Removes from a JSON schema the keywords that matter only to Python, and the defaults, which
+    the server knows."""
     for noise in ("title", "default", "ge", "gt"):
         model.pop(noise, None)
     for inner in model.get("properties", {}).values():
@@ -92,12 +92,12 @@ def _simplify(model: dict[str, Any]) -> None:
 
 
 def schema_text() -> str:
-    """Returns the expected file of the schema."""
+    """Returns the content that the schema's file should have."""
     return json.dumps(schema(json.loads(SCHEMA.read_text())), indent=2) + "\n"
 
 
 def manifest() -> str:
-    """Returns the plain manifest. Raises HelmError."""
+    """Returns the plain Kubernetes manifest, rendered from the chart. Raises HelmError."""
     lines = [
         line.rstrip()
         for line in helm.render(CHART).splitlines()
@@ -107,7 +107,7 @@ def manifest() -> str:
 
 
 def main() -> int:
-    """Writes the schema and the manifest, or compares them."""
+    """Writes the schema and the manifest, or with `--check` compares them with the files."""
     parser = argparse.ArgumentParser(description="Writes the chart's schema and the manifest.")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     options = parser.parse_args()

@@ -2,15 +2,15 @@
 
     python -m tools.check_dist [--out DIR | --release DIR]
 
-Checks for both: every tracked file of the packages is inside, CUDA sources and `py.typed` among
-them; it installs with the extra `server`; the server starts, and `hotkv ping` reaches it. The wheel
-also installs without extras: then the client has three dependencies, and reaches that server too.
+Checks for both: the archive has every tracked file of the packages, including CUDA sources and
+`py.typed`; it installs with the extra `server`; the server starts, and `hotkv ping` reaches it. The
+wheel is also installed without extras: then the client has three dependencies, and can reach that
+server too.
 
-`--release` does not build: it takes both from a folder that `tools.release` has filled. There the
-checksums must agree, the chart must render, the list of packages must name all installed packages,
-and the server must start with the settings file. Needs the package `build` and a package index;
-takes minutes. Leaves only DIR.
-"""
+`--release` does not build: it takes sdist and wheel from a folder that `tools.release` has filled.
+It also checks that the checksums agree, that the chart renders, that the list of packages names all
+installed packages, and that the server starts with the settings file. Needs the package `build` and
+a package index; takes minutes. Leaves no files except DIR."""
 
 import argparse
 import contextlib
@@ -31,19 +31,19 @@ from tools import helm
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "sparse", "client", "server", "connector_vllm")
-"""Folders with a package each."""
+"""Folders that have a Python package each."""
 DEFINITIONS = "hotkv/"
-"""Definitions of the wire, in `proto`: only the sdist has them."""
+"""Prefix of the protobuf definitions in `proto`; only the sdist has them."""
 MUST_HAVE = (".cu", ".cuh", "py.typed", ".pyi")
 DEPENDENCIES = {"grpcio", "numpy", "protobuf"}
 OF_DEPENDENCIES = {"typing-extensions"}
 START_DEADLINE_S = 300.0
-"""Deadline of the first start, which compiles kernels."""
+"""Seconds until the first start must have ended. The first start compiles kernels."""
 STOP_DEADLINE_S = 30.0
 
 
 def package_files() -> set[str]:
-    """Returns tracked files of the folders, by their paths below them."""
+    """Returns the tracked files of the packages, with paths relative to each package's folder."""
     listed = subprocess.run(
         ["git", "ls-files", "--", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -52,7 +52,7 @@ def package_files() -> set[str]:
 
 
 def build(out: Path) -> tuple[Path, Path]:
-    """Returns the sdist and the wheel; the wheel is built from the sdist."""
+    """Builds the sdist, and the wheel from the sdist. Returns both."""
     subprocess.run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)], check=True)
     (sdist,), (wheel,) = out.glob("hotkv-*.tar.gz"), out.glob("hotkv-*.whl")
     return sdist, wheel
@@ -78,7 +78,8 @@ def check_contents(archive: Path) -> None:
 
 
 def install(folder: Path, wanted: str) -> Path:
-    """Installs `wanted` and its dependencies in a fresh environment. Returns its programs."""
+    """Installs `wanted` and its dependencies in a new environment. Returns the folder of its
+    programs."""
     venv.create(folder, with_pip=True)
     programs = folder / "bin"
     pip = [str(programs / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -87,23 +88,24 @@ def install(folder: Path, wanted: str) -> Path:
 
 
 def installed(programs: Path) -> set[str]:
-    """Returns the names of an environment's packages, without the installers."""
+    """Returns the names of the packages in an environment, without pip and other installers."""
     listed = run(programs / "python", "-m", "pip", "list", "--format", "freeze")
     return {plain(line.partition("==")[0]) for line in listed.splitlines()} - {"pip", "setuptools"}
 
 
 def plain(name: str) -> str:
-    """Returns the name of a package as an index compares it."""
+    """Returns the normalized name of a package, by which a package index compares names."""
     return name.lower().replace("_", "-").replace(".", "-")
 
 
 def environment() -> dict[str, str]:
-    """Returns this process's environment variables, without those that lead to the checkout."""
+    """Returns this process's environment variables without PYTHONPATH, which would lead to the
+    checkout."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def run(program: Path, *arguments: str, quiet: bool = False) -> str:
-    """Returns the output of an installed program, run outside the checkout. Raises
+    """Runs an installed program outside of the checkout. Returns its output. Raises
     CalledProcessError; `quiet` hides its error output."""
     return subprocess.run(
         [str(program), *arguments],
@@ -118,8 +120,8 @@ def run(program: Path, *arguments: str, quiet: bool = False) -> str:
 
 @contextlib.contextmanager
 def server(programs: Path, folder: Path, settings: Path | None = None) -> Iterator[str]:
-    """Starts a small server, and yields its address (`target`) after it has answered a ping. Ends
-    the server."""
+    """Starts a small server, waits until it has answered a ping, and yields its address (`target`).
+    Stops the server at the end."""
     target = f"unix:{folder}/run/grpc.sock"
     (folder / "run").mkdir(mode=0o700)
     flags = ["--arena.bytes", "32MiB", "--arena.dir", str(folder / "arena"), "--http.port", "-1"]
@@ -156,7 +158,7 @@ def check_server(
     """Installs the archive with the extra `server`, starts a server with these settings, and pings
     it. Returns the folder of the installed programs.
 
-    client: folder of other programs that must reach the server too.
+    client: folder of another installation's programs, which must reach the server too.
     """
     programs = install(folder / "server", f"{archive}[server]")
     print(f"dist: {archive.name}: {run(programs / 'hotkv-server', '--version').strip()}")
@@ -172,8 +174,8 @@ def check_server(
 
 
 def check_client(wheel: Path, folder: Path) -> Path:
-    """Installs the wheel without extras; exits if that brings more than the client's
-    dependencies. Returns the programs."""
+    """Installs the wheel without extras. Exits if this installs more than the client's
+    dependencies. Returns the folder of the programs."""
     programs = install(folder, str(wheel))
     found = installed(programs)
     more = found - DEPENDENCIES - OF_DEPENDENCIES - {"hotkv"}
@@ -185,7 +187,8 @@ def check_client(wheel: Path, folder: Path) -> Path:
 
 
 def one(folder: Path, pattern: str) -> Path:
-    """Returns the file of the folder that fits the pattern. Exits unless there is exactly one."""
+    """Returns the only file of the folder that matches the pattern. Exits unless there is exactly
+    one."""
     found = list(folder.glob(pattern))
     if len(found) != 1:
         raise SystemExit(f"dist: {folder} has {len(found)} files {pattern}, expected 1")
@@ -220,8 +223,8 @@ def check_chart(chart: Path, version: str) -> None:
 
 
 def check_sbom(sbom: Path, names: set[str], version: str) -> None:
-    """Exits unless the list of packages is of this version of hotkv and names these packages, each
-    with a version and its address."""
+    """Exits unless the list of packages (SBOM) belongs to this version of hotkv and includes these
+    packages, each with a version and a package URL."""
     read = json.loads(sbom.read_text())
     listed = {plain(item["name"]): item for item in read["components"]}
     incomplete = [name for name, item in listed.items() if not {"version", "purl"} <= item.keys()]
@@ -235,14 +238,15 @@ def check_sbom(sbom: Path, names: set[str], version: str) -> None:
 
 
 def unpack(deploy: Path, folder: Path) -> Path:
-    """Unpacks the archive of deployed files; returns their folder."""
+    """Unpacks the archive of deployment files. Returns their folder."""
     with tarfile.open(deploy) as archive:
         archive.extractall(folder, filter="data")
     return one(folder, "hotkv-*-deploy") / "deploy"
 
 
 def check(wheel: Path, sdist: Path, folder: Path, settings: Path | None = None) -> set[str]:
-    """Checks wheel and sdist in environments below `folder`. Returns the packages of a server."""
+    """Checks wheel and sdist in environments below `folder`. Returns the packages that a server
+    installs."""
     for archive in (wheel, sdist):
         check_contents(archive)
         (folder / archive.suffix[1:]).mkdir()
@@ -253,7 +257,7 @@ def check(wheel: Path, sdist: Path, folder: Path, settings: Path | None = None) 
 
 
 def check_release(release: Path, folder: Path) -> None:
-    """Checks all files of a release but the image, which `tests.deploy.image` runs."""
+    """Checks all files of a release except the image, which `tests.deploy.image` runs."""
     check_sums(release)
     wheel, chart = one(release, "hotkv-*.whl"), one(release, "hotkv-*.tgz")
     version = wheel.name.split("-")[1]

@@ -1,10 +1,10 @@
-"""Compiles every CUDA kernel of the tree for every generation that the available compiler knows,
-with warnings as errors, and prints the kernels' resources.
+"""Compiles every CUDA kernel of the repository for every GPU generation that the available compiler
+supports, with warnings as errors. Prints the registers and stack of each kernel.
 
-The compiler is NVRTC (from the dev extra or a CUDA toolkit), which also compiles them at run time,
-and without headers: kernels that pass here need only built-in headers. Without NVRTC it is nvcc;
-without either, a message says so. Registers and stack are read from the machine code.
-"""
+The preferred compiler is NVRTC (from the dev extra or a CUDA toolkit), which also compiles the
+kernels at run time. It has no headers: kernels that pass here need only built-in headers. Without
+NVRTC the tool uses nvcc; without either, it prints a message. Registers and stack are read from the
+machine code."""
 
 import ctypes
 import importlib.util
@@ -24,18 +24,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "sparse", "client", "server", "connector_vllm")
 ARCHITECTURES = (70, 80, 90, 100)
-"""Volta, Ampere, Hopper, Blackwell."""
+"""GPU generations: Volta, Ampere, Hopper, Blackwell."""
 OPTIONS = ("-std=c++17",)
 
 _OLD_DEVICE = "nvrtc: warning: Architectures prior to"
-"""Start of a warning that does not concern the source."""
+"""Beginning of a compiler warning that does not concern the source."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """A kernel's use of a multiprocessor.
+    """The registers and stack that a kernel uses.
 
-    stack_bytes: bytes of each thread, for spilled registers and for arrays with an unknown index.
+    stack_bytes: bytes per thread, for spilled registers and for arrays with an unknown index.
     """
 
     kernel: str
@@ -44,7 +44,7 @@ class Usage:
 
 
 class CompileError(Exception):
-    """The compiler's messages."""
+    """The compiler refused a source. The message has the compiler's output."""
 
 
 class Nvrtc:
@@ -62,7 +62,7 @@ class Nvrtc:
         self.architectures = tuple(arch for arch in ARCHITECTURES if arch in known)
 
     def compile(self, source: Path, architecture: int, instances: tuple[str, ...]) -> bytes:
-        """Returns machine code. Raises CompileError on an error or a warning."""
+        """Compiles a source to machine code. Raises CompileError on an error or a warning."""
         program = ctypes.c_void_p()
         create = self._library.nvrtcCreateProgram
         self._checked(
@@ -98,8 +98,8 @@ class Nvrtc:
 
 
 class Nvcc:
-    """The compiler of a CUDA toolkit. It makes only the instances of templates that the source
-    itself makes."""
+    """The compiler nvcc of a CUDA toolkit. It compiles only the template instances that the source
+    itself names."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -114,7 +114,7 @@ class Nvcc:
         self.architectures = tuple(arch for arch in ARCHITECTURES if arch in known)
 
     def compile(self, source: Path, architecture: int, instances: tuple[str, ...]) -> bytes:
-        """Returns machine code. Raises CompileError on an error or a warning."""
+        """Compiles a source to machine code. Raises CompileError on an error or a warning."""
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "kernel.cubin"
             command = [
@@ -135,7 +135,8 @@ class Nvcc:
 
 
 def find_compiler() -> Nvrtc | Nvcc | None:
-    """Returns NVRTC: the wheel's, or else the linker's. Returns nvcc if there is neither."""
+    """Returns NVRTC from an installed wheel, or else NVRTC from the system's libraries, or else
+    nvcc. Returns None if there is no compiler."""
     for path in (*_wheels(), "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
         try:
             return Nvrtc(path)
@@ -156,7 +157,7 @@ def _wheels() -> Iterator[str]:
 
 
 def instances_of(source: Path) -> tuple[str, ...]:
-    """Returns the instances of templates to compile, each from a line `// instance: score<2, 64>`
+    """Returns the template instances to compile. Each comes from a line `// instance: score<2, 64>`
     of the source."""
     return tuple(re.findall(r"^// instance: (.+?)\s*$", source.read_text(), re.MULTILINE))
 
@@ -167,8 +168,8 @@ _SYMBOL_BYTES = 24
 
 
 def usages(cubin: bytes) -> list[Usage]:
-    """Reads the usage of each kernel from an ELF file of NVIDIA's. Source of the format: nvcc's
-    `cuobjdump --dump-elf`."""
+    """Returns the usage of each kernel in an ELF file (cubin) of NVIDIA's compiler. The format is
+    known from the output of `cuobjdump --dump-elf`."""
     sections = _sections(cubin)
     registers, stacks = (
         _attribute(cubin, sections, attribute) for attribute in (_REGISTERS, _STACK_BYTES)
@@ -178,7 +179,7 @@ def usages(cubin: bytes) -> list[Usage]:
 
 
 def _sections(elf: bytes) -> dict[str, tuple[int, int]]:
-    """Returns the start and the size of each section, by its name."""
+    """Returns the start and the size of each section of an ELF file, by name."""
     start, size, count, names_at = (
         _number(elf, 40, 8),
         _number(elf, 58, 2),
@@ -218,8 +219,9 @@ def _number(data: bytes, at: int, size: int) -> int:
 
 
 def check(compiler: Nvrtc | Nvcc, source: Path) -> list[str] | None:
-    """Returns a line for each kernel with its registers and stack on each generation; None if the
-    compiler refuses the source, with a printed message."""
+    """Compiles a source for all GPU generations. Returns a line for each kernel with its registers
+    and stack on each generation. Prints a message and returns None if the compiler refuses the
+    source."""
     found: dict[str, list[str]] = {}
     for architecture in compiler.architectures:
         try:

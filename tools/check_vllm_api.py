@@ -1,15 +1,14 @@
-"""Compares all uses of vLLM by the connector with the sources of every supported version: the
-installed version's and those of the index's source distributions.
+"""Compares the connector's uses of vLLM's API with the sources of every supported version. Uses the
+sources of the installed vLLM and source distributions of the package index.
 
-Checks, on syntax trees: imported names, attributes of vLLM's objects and calls as far as
-annotations tell, signatures of overridden hooks, and that each hook of the base class is overridden
-or was looked at (`NOT_OVERRIDDEN`). If the index can't be reached, the missing versions are named,
-and the rest is checked.
+Checks, on syntax trees: imported names, attributes of vLLM's objects and calls as far as type
+annotations allow, and signatures of overridden hooks. Each hook of vLLM's base class must be
+overridden or be listed in `NOT_OVERRIDDEN`. If the index can't be reached, prints the missing
+versions and checks the rest.
 
-Checks too that only `hotkv_vllm.compat` and the modules in `FREE` read vLLM's internals, and that
-other modules keep to `PUBLIC`. import-linter sees vLLM as a single package, so that finer rule is
-checked here.
-"""
+Also checks that only `hotkv_vllm.compat` and the modules in `FREE` read vLLM's internals, and that
+other modules import only the names in `PUBLIC`. import-linter sees vLLM as a single package, so it
+can't check this finer rule."""
 
 import ast
 import os
@@ -35,9 +34,11 @@ PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 CACHE = Path(os.environ.get("HOTKV_VENV", str(ROOT / ".venv"))) / ".vllm"
 OLDEST: Line = (0, 31)
-"""Lines that are older than the tested lines are compared too, from this line on."""
+"""Oldest release line that is compared. Lines between this one and the tested lines are compared
+too."""
 FEWEST_CHECKED = 150
-"""If fewer uses are found in a version, the check itself has a fault."""
+"""Smallest plausible number of uses in a version. If fewer are found, the check itself has an
+error."""
 
 NOT_OVERRIDDEN = {
     "bind_connector_metadata": "the base class keeps the step's metadata, as we need it",
@@ -61,8 +62,8 @@ NOT_OVERRIDDEN = {
     "supports_divergent_local_hybrid_hits": "hits of all groups end at one boundary",
     "take_events": "the server publishes events",
 }
-"""Hooks that hotkv leaves to the base class, and why. A hook that is neither here nor overridden is
-new: read its demands on connectors."""
+"""Hooks that hotkv does not override, and why. If vLLM adds a hook, read what it demands of
+connectors, then override it or list it here."""
 
 FREE = {
     "worker/layout.py",
@@ -90,12 +91,12 @@ PUBLIC = (
     "vllm.v1.outputs",
     "vllm.v1.request",
 )
-"""Base classes, the values passed to a connector's hooks, and vLLM's API for programs; a name
-covers its submodules."""
+"""Names of vLLM that all modules may import: base classes, the values passed to a connector's
+hooks, and vLLM's API for programs. A name includes its submodules."""
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yields line and full name of everything imported from vLLM."""
+    """Yields the line and full name of each import from vLLM."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -107,7 +108,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def internal_imports() -> list[str]:
-    """Returns a line for each forbidden import of vLLM's internals."""
+    """Returns a line of text for each forbidden import of vLLM's internals."""
     return [
         f"{path.relative_to(ROOT)}:{line}: {name} is internal to vLLM: reach it through "
         "hotkv_vllm.compat or .worker.layout"
@@ -120,8 +121,9 @@ def internal_imports() -> list[str]:
 
 
 def modules(door: str) -> list[Path]:
-    """Returns the modules of a door. The connector's own door has all but the folders `offloading`
-    and `testing`; `offloading` has that folder and the modules that it imports."""
+    """Returns the modules of a door (one of hotkv's two vLLM connectors). HotKVConnector has all
+    modules except the folders `offloading` and `testing`. HotKVOffloadingConnector has the folder
+    `offloading` and the modules that it imports."""
     doubles = PACKAGE / "testing"
     everything = sorted(path for path in PACKAGE.rglob("*.py") if doubles not in path.parents)
     within = [path for path in everything if OFFLOADING in path.relative_to(PACKAGE).parts[:1]]
@@ -135,7 +137,7 @@ def modules(door: str) -> list[Path]:
 
 
 def _imported_modules(path: Path) -> Iterator[Path]:
-    """Yields the modules of `hotkv_vllm` that a module imports, at its top or later."""
+    """Yields the modules of `hotkv_vllm` that a module imports, at its top or inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -152,14 +154,15 @@ def _imported_modules(path: Path) -> Iterator[Path]:
 
 
 def supported(door: str = OWN) -> tuple[Line, ...]:
-    """Returns the release lines that a door is tested with."""
+    """Returns the release lines of vLLM, such as (0, 33), with which a door (one of hotkv's two
+    vLLM connectors) is tested."""
     first, last = TESTED[door]
     return tuple((first[0], minor) for minor in range(first[1], last[1] + 1))
 
 
 def sources(tested: tuple[Line, ...]) -> Iterator[tuple[Source, bool]]:
-    """Yields the available sources, each with whether it is of the newest line; prints the missing
-    ones."""
+    """Yields the available sources of these release lines, each with True if it is the newest line.
+    Prints the missing lines."""
     yield installed(), False
     for line in tested:
         try:
@@ -169,7 +172,8 @@ def sources(tested: tuple[Line, ...]) -> Iterator[tuple[Source, bool]]:
 
 
 def uses_of(names: Names, door: str) -> Iterator[Uses]:
-    """Yields the uses of each module of a door, compared with a version."""
+    """Yields the uses of vLLM in each module of a door (one of hotkv's two vLLM connectors),
+    compared with a vLLM version."""
     for path in modules(door):
         uses = Uses(names, str(path.relative_to(ROOT)), ast.parse(path.read_text()))
         uses.check()
@@ -177,7 +181,8 @@ def uses_of(names: Names, door: str) -> Iterator[Uses]:
 
 
 def compare(source: Source, *, is_newest: bool, door: str = OWN) -> list[str]:
-    """Returns differences between a door's uses of vLLM and a version."""
+    """Returns the differences between a vLLM version and the uses of vLLM by a door (one of hotkv's
+    two vLLM connectors)."""
     names = Names(source, is_whole=True)
     problems, num_checked = [], 0
     for uses in uses_of(names, door):
@@ -199,8 +204,9 @@ def compare(source: Source, *, is_newest: bool, door: str = OWN) -> list[str]:
 
 
 def others(door: str) -> list[str]:
-    """Compares the lines of vLLM that a door is not tested with. Older lines must each have their
-    message in `LEFT_OUT`; differences of newer lines of the index are only printed."""
+    """Compares the release lines of vLLM with which a door (one of hotkv's two vLLM connectors) is
+    not tested. Each older line with differences must have a message in `LEFT_OUT`. Differences of
+    newer lines are only printed."""
     first, last = TESTED[door]
     try:
         newer = [line for line in lines() if line > last]
@@ -224,8 +230,8 @@ def others(door: str) -> list[str]:
 
 
 def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
-    """Returns the hooks that are neither overridden nor listed, and in the newest version also the
-    listed hooks that are gone."""
+    """Returns the hooks of vLLM's base class that are neither overridden nor listed in
+    `NOT_OVERRIDDEN`. For the newest version, returns also the listed hooks that no longer exist."""
     found = [
         cls
         for name in ("KVConnectorBase_V1", "SupportsHMA")

@@ -1,11 +1,10 @@
-"""Finds each place where vLLM itself forbids reuse of a prefix's KV, and compares them with
-`ANSWERS`, which has hotkv's answer to each.
+"""Finds each place where vLLM itself forbids reuse of a prefix's KV, and compares these places with
+`ANSWERS`, which records how hotkv handles each place.
 
-Reads the sources of every supported version, as `check_vllm_api` does. A place sets one of `FLAGS`
-to a value that may forbid reuse; the conditions of the `if` statements round it belong to it. A
-place that is new, or whose condition has changed, has no answer: read it, make
-`hotkv_vllm.compat.reuse` answer it, and list it here.
-"""
+Reads the sources of every supported version, as `check_vllm_api` does. A place is a statement that
+sets one of `FLAGS` to a value that may forbid reuse, together with the conditions of the `if`
+statements around it. A place that is new, or whose condition has changed, has no answer. In this
+case read the place, handle it in `hotkv_vllm.compat.reuse`, and list it here."""
 
 import ast
 import sys
@@ -29,10 +28,11 @@ FLAGS: dict[str, tuple[bool | None, ...]] = {
 
 
 class Place(NamedTuple):
-    """A place where vLLM may forbid reuse.
+    """A place in vLLM's source that may forbid reuse.
 
-    scope: classes and function.
-    text: the statement, followed by the conditions of the `if` statements round it in the function.
+    scope: the classes and function around the place.
+    text: the statement, followed by the conditions of the `if` statements around it in the
+        function.
     """
 
     path: str
@@ -183,7 +183,7 @@ ANSWERS: dict[Place, str] = {
 
 
 def places(source: Source) -> Iterator[Place]:
-    """Yields the places of a version."""
+    """Yields the places of a vLLM version that may forbid reuse."""
     for path in source.paths():
         text = source.read(path) or ""
         if any(flag in text for flag in FLAGS):
@@ -194,7 +194,7 @@ def places(source: Source) -> Iterator[Place]:
 def _found(
     node: ast.AST, scope: tuple[str, ...], conditions: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields (scope, text) of each place in a syntax tree."""
+    """Yields (scope, text) of each place in a syntax tree that may forbid reuse."""
     for text in _stores(node):
         yield scope, f"{text} if {' and '.join(conditions)}" if conditions else text
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -210,7 +210,7 @@ def _found(
 
 
 def _stores(node: ast.AST) -> Iterator[str]:
-    """Yields the text of a node's assignments that may forbid reuse."""
+    """Yields the text of each assignment in a syntax node that may forbid reuse."""
     pairs: Sequence[tuple[str, ast.expr | None]] = ()
     if isinstance(node, ast.Assign):
         pairs = [(_stored(target), node.value) for target in node.targets]
@@ -229,27 +229,28 @@ def _stores(node: ast.AST) -> Iterator[str]:
 
 
 def _stored(target: ast.expr) -> str:
-    """Returns the name of an assignment's target: an attribute, a key, or a field or variable."""
+    """Returns the name to which a statement assigns: an attribute, a key, or a variable."""
     if isinstance(target, ast.Subscript):
         return _text(target.slice)
     return getattr(target, "attr", getattr(target, "id", ""))
 
 
 def _text(node: ast.expr | None) -> str:
-    """Returns a literal string; empty for anything else."""
+    """Returns the value of a string literal; an empty string for any other expression."""
     return str(node.value) if isinstance(node, ast.Constant) else ""
 
 
 def _permits(name: str, value: ast.expr) -> bool:
-    """Returns True if a value allows reuse: a constant that says so, or the same flag handed on."""
+    """Returns True if the assigned value allows reuse: a constant that allows it, or the same flag
+    passed on."""
     if isinstance(value, ast.Constant):
         return value.value in FLAGS[name]
     return _stored(value) == name
 
 
 def compare(source: Source, *, all_places: bool = False) -> list[str]:
-    """Returns problems: places of a version that have no answer. `all_places`: also answers whose
-    place is not in this version."""
+    """Returns the places of a vLLM version that have no answer in `ANSWERS`. `all_places`: also
+    returns answers whose place does not exist in this version."""
     found = set(places(source))
     problems = [f"{place}: no answer in ANSWERS" for place in sorted(found - ANSWERS.keys())]
     if all_places:

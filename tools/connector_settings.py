@@ -1,9 +1,8 @@
 """Writes docs/connector.md, the reference of the connector's settings, from the classes that hold
-them: names and defaults from the fields, texts from the docstrings.
+the settings. Names and defaults come from the classes' fields, texts from their docstrings.
 
-`python -m tools.connector_settings` writes it; `--check` fails if the page is out of date. A
-setting without a text, or without a place on the page, is an error.
-"""
+`python -m tools.connector_settings` writes the page; `--check` fails if the page is out of date. A
+setting without a text, or without a topic on the page, is an error."""
 
 import argparse
 import inspect
@@ -73,7 +72,7 @@ ENTRY = re.compile(r"^(\w+(?:, \w+)*): (.+?)(?=^\S|\Z)", re.DOTALL | re.MULTILIN
 
 
 def texts(owner: type) -> dict[str, str]:
-    """Returns the text of each field of a class, from the class's docstring."""
+    """Returns the description of each field of a class, from the class's docstring."""
     found = {}
     for names, text in ENTRY.findall(inspect.getdoc(owner) or ""):
         for name in names.split(", "):
@@ -82,14 +81,14 @@ def texts(owner: type) -> dict[str, str]:
 
 
 def shown(field: Field[Any]) -> str:
-    """Returns a field's default as JSON."""
+    """Returns the default of a field as JSON."""
     made: Any = field.default if field.default_factory is MISSING else field.default_factory()
     return "" if made is None or made == "" else f"`{json.dumps(made)}`"
 
 
 def rows(owner: type, names: list[str], prefix: str) -> Iterator[str]:
-    """Yields the rows of a table. Raises KeyError for a field without a text. Neighbours with the
-    same text share a row."""
+    """Yields the rows of a table of settings. Settings with the same text share a row. Raises
+    KeyError for a field without a text."""
     by_name = {field.name: field for field in fields(owner)}
     known = texts(owner)
     while names:
@@ -101,7 +100,7 @@ def rows(owner: type, names: list[str], prefix: str) -> Iterator[str]:
 
 
 def page() -> str:
-    """Returns the whole page. Raises ValueError for a setting without a topic."""
+    """Returns the content of the page. Raises ValueError if a setting has no topic."""
     placed = [name for names in TOPICS.values() for name in names.split()]
     settings = [field.name for field in fields(ConnectorConfig)]
     if sorted(placed) != sorted(settings):
@@ -116,7 +115,7 @@ def page() -> str:
 
 
 def listed(settings: Mapping[str, Any]) -> str:
-    """Returns these settings as a part of a sentence."""
+    """Returns the settings and their values as part of a sentence."""
     *first, last = (f"`{name}` {json.dumps(value)}" for name, value in settings.items())
     return f"{', '.join(first)} and {last}"
 

@@ -1,10 +1,9 @@
-"""Writes deploy/grafana/hotkv.json, the dashboard for Grafana. Its rows answer in this order: is it
-working, does it pay, what limits it.
+"""Writes deploy/grafana/hotkv.json, the dashboard for Grafana. Its rows of panels answer these
+questions in order: does hotkv work, does it save time, what limits it.
 
-`python -m tools.dashboard` writes it; `--check` fails if the file is out of date. Every query names
-only metrics of the server, so that it runs without recording rules.
-`tests/deploy/test_prometheus.py` runs each against a live Prometheus.
-"""
+`python -m tools.dashboard` writes the file; `--check` fails if the file is out of date. Every query
+names only metrics of the server, so that the dashboard needs no recording rules.
+`tests/deploy/test_prometheus.py` runs each query against a live Prometheus."""
 
 import argparse
 import json
@@ -25,15 +24,15 @@ GREEN, RED = "green", "red"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel.
+    """A panel of the dashboard.
 
-    text: explains it briefly.
-    queries: PromQL by the name of their lines.
-    unit: as Grafana names it.
+    text: short explanation of the panel.
+    queries: PromQL queries, by the name of the line that each draws.
+    unit: the unit, as Grafana names it.
     kind: `stat` or `timeseries`.
-    width: of WIDTH.
-    steps: the value from which each colour begins.
-    stacked: areas above each other.
+    width: width of the panel, out of WIDTH.
+    steps: pairs of a colour and the value from which it is used.
+    stacked: True if areas are drawn on top of each other.
     """
 
     title: str
@@ -48,7 +47,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under a question. `is_folded`: hidden until it is opened."""
+    """A row of panels under a question. `is_folded`: hidden until the user opens it."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -116,7 +115,8 @@ def _panel(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
 
 
 def panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns rows and panels as JSON, from left to right and from top to bottom."""
+    """Returns the dashboard's rows and panels as JSON, placed from left to right and from top to
+    bottom."""
     made: list[dict[str, Any]] = []
     y, number = 0, 1
     for row in rows:
@@ -151,55 +151,56 @@ INSTANCES = "label_values(hotkv_build_info, instance)"
 
 
 def stat(title: str, text: str, expr: str, unit: str = "short", **more: Any) -> Panel:
-    """Returns a panel with a single number."""
+    """Returns a panel that shows a single number."""
     return Panel(title, text, {"": expr}, unit, kind="stat", **{"width": 4, **more})
 
 
 def metric(name: str, matchers: str = "") -> str:
-    """Returns a metric of the selected servers; `matchers` such as `tier="disk"`."""
+    """Returns the PromQL for a metric of the selected servers. `matchers`: further label matchers,
+    such as `tier="disk"`."""
     more = f", {matchers}" if matchers else ""
     return f'hotkv_{name}{{instance=~"$instance"{more}}}'
 
 
 def rate(name: str, matchers: str = "") -> str:
-    """Returns the growth of a counter in a second."""
+    """Returns the PromQL for a counter's growth per second."""
     return f"rate({metric(name, matchers)}[$__rate_interval])"
 
 
 def total(name: str, by: str = "") -> str:
-    """Returns PromQL for a counter's growth per second, over all selected servers or by some
-    labels."""
+    """Returns the PromQL for a counter's growth per second, summed over all selected servers, or by
+    the labels `by`."""
     return f"sum by ({by}) ({rate(name)})" if by else f"sum({rate(name)})"
 
 
 def share(part: str, whole: str, by: str = "") -> str:
-    """Returns the ratio of the growths of two counters."""
+    """Returns the PromQL for the growth of one counter divided by the growth of another."""
     return f"{total(part, by)} / {total(whole, by)}"
 
 
 def level(name: str) -> str:
-    """Returns the sum of a gauge over all selected servers."""
+    """Returns the PromQL for the sum of a gauge over all selected servers."""
     return f"sum({metric(name)})"
 
 
 def most(name: str) -> str:
-    """Returns a gauge of the server on which it is largest."""
+    """Returns the PromQL for the maximum of a gauge over all selected servers."""
     return f"max({metric(name)})"
 
 
 def grown(name: str) -> str:
-    """Returns the growth of a counter over the displayed time."""
+    """Returns the PromQL for a counter's growth over the displayed time range."""
     return f"sum(increase({metric(name)}[$__range]))"
 
 
 def quantile(share: float, name: str, by: str = "") -> str:
-    """Returns a quantile of a histogram, over all selected servers."""
+    """Returns the PromQL for a quantile of a histogram over all selected servers."""
     labels = f"le, {by}" if by else "le"
     return f"histogram_quantile({share}, sum by ({labels}) ({rate(f'{name}_bucket')}))"
 
 
 def times(title: str, text: str, name: str) -> Panel:
-    """Returns median and 99th percentile of a time."""
+    """Returns a panel with the median and the 99th percentile of a time."""
     queries = {"median": quantile(0.5, name), "99 %": quantile(0.99, name)}
     return Panel(title, text, queries, "s")
 
@@ -709,7 +710,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def text() -> str:
-    """Returns the file's content."""
+    """Returns the content that the dashboard's file should have."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 

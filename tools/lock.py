@@ -1,13 +1,12 @@
-"""Renews requirements-dev.txt: the versions that `make setup` installs, for Python 3.10 and newer,
+"""Updates requirements-dev.txt: the versions that `make setup` installs, for Python 3.10 and newer,
 on amd64 and arm64.
 
     python -m tools.lock [options of `uv pip compile`, such as --upgrade-package NAME]
 
-uv keeps the versions that the file names, as far as pyproject.toml and vLLM's CPU build allow, and
-adds new packages. Packages of LEFT_OUT are not in it: the builds of torch, which the Makefile
-chooses, and packages that setup does not install. vLLM requires Python 3.11, so below that the file
-has the packages without it.
-"""
+uv keeps the versions that the file has, as far as pyproject.toml and vLLM's CPU build allow, and
+adds new packages. The file omits the packages in LEFT_OUT: the builds of torch, which the Makefile
+chooses, and packages that `make setup` does not install. vLLM requires Python 3.11; for older
+versions of Python the file has all packages except vLLM's."""
 
 import re
 import subprocess
@@ -28,14 +27,14 @@ NEVER = "sys_platform == 'never'"
 
 
 def wanted(makefile: str) -> list[str]:
-    """Returns the packages that the Makefile installs besides hotkv, for vLLM's versions of
-    Python."""
+    """Returns the packages that the Makefile installs besides hotkv, as requirements for the Python
+    versions that vLLM supports."""
     found = sorted({a or b for a, b in VLLM.findall(makefile)})
     return [f"{name}; python_version >= '3.11'" for name in found]
 
 
 def compile_lock(options: Sequence[str]) -> int:
-    """Renews the file; returns uv's status."""
+    """Updates the file. Returns uv's exit status."""
     with tempfile.TemporaryDirectory(prefix="hotkv-lock-") as folder:
         asked, never = Path(folder) / "asked.in", Path(folder) / "never.txt"
         asked.write_text("\n".join(wanted((ROOT / "Makefile").read_text())) + "\n")

@@ -1,8 +1,7 @@
-"""Prints the modules of over 600 lines: each is a question in review, is it still about one
-subject?
+"""Prints the modules of over 600 lines. For each of them, a reviewer should ask whether it is still
+about one subject.
 
-It is a hint and never fails. Generated code doesn't count.
-"""
+The output is a hint; the tool never fails. Generated code is left out."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ MODULE_LINES = 600
 
 
 def long_modules() -> Iterator[str]:
-    """Yields the hand-written modules over the limit, with their lines."""
+    """Yields a message for each hand-written module over the limit, with its number of lines."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             num_lines = len(path.read_text().splitlines())

@@ -1,7 +1,6 @@
 """Writes docs/metrics.md, the reference of all metrics, from the code that exports them.
 
-`python -m tools.metrics_reference` writes it; `--check` fails if the page is out of date.
-"""
+`python -m tools.metrics_reference` writes the page; `--check` fails if the page is out of date."""
 
 import argparse
 import asyncio
@@ -62,7 +61,7 @@ sparse decode are [above](#sparse-decode-by-layer).
 
 
 class NoCopies:
-    """Stands for a copy engine."""
+    """A stand-in for the copy engine, which copies nothing."""
 
     num_queued, num_lanes, busy_s = 0, 1, 0.0
 
@@ -82,7 +81,7 @@ async def _read(folder: Path, policy: str) -> list[Metric]:
 
 
 def families() -> dict[str, Metric]:
-    """Returns all metrics of a node by their full names, under every policy, and without samples of
+    """Returns all metrics of a node by full name, under every eviction policy, without samples of
     tiers and devices."""
     found: dict[str, Metric] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +92,7 @@ def families() -> dict[str, Metric]:
 
 
 def series() -> set[str]:
-    """Returns the names of all series of a node, as queries name them."""
+    """Returns the names of all time series of a node, as queries name them."""
     names = set[str]()
     for name, metric in families().items():
         parts = ("_bucket", "_sum", "_count") if metric.type == "histogram" else ("",)

@@ -1,15 +1,14 @@
-"""Measures how many small faults the tests see: changes the sources in a single place at a time,
-and runs the tests that belong to the file.
+"""Mutation testing: makes one small change at a time in the sources, and runs the tests that belong
+to the changed file. Measures how many of the changes the tests detect.
 
     python -m tools.mutate --minutes 30            # a random sample; --seed repeats it
     python -m tools.mutate --only proto/hotkv_proto/order.py --number 999
     python -m tools.mutate --only proto/hotkv_proto/order.py --every    # which tests are needed
 
-Invariant: a mutant lives in a copy of the tree, never in the checkout; each worker has its own
-copy. A mutant is killed when a test fails that passes without it, or its tests do not end.
-Otherwise it is a survivor, unless `mutate_equivalents.txt` lists it with the reason why no test
-could see it. The score is killed / (mutants that ran - equivalent ones).
-"""
+Invariant: a mutant (a changed source) exists only in a copy of the tree, never in the checkout;
+each worker has its own copy. A mutant is killed if a test fails that passes without it, or if its
+tests do not end. Otherwise it is a survivor, unless `mutate_equivalents.txt` lists it with the
+reason why no test could detect it. The score is killed / (mutants that ran - equivalent ones)."""
 
 import argparse
 import ast
@@ -33,7 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENTS = Path(__file__).with_name("mutate_equivalents.txt")
 MIN_SCORE = 0.95
 MOST_IMPORTERS = 7
-"""If more test files than this import a source file, most of them are not about that file."""
+"""If more test files than this import a source file, they are not run for it: most of them are not
+about that file."""
 
 LEFT_OUT = (
     "client/hotkv_client/command/cli.py",
@@ -42,32 +42,34 @@ LEFT_OUT = (
     "client/hotkv_client/testing/",
     "connector_vllm/hotkv_vllm/testing/",
 )
-"""Prefixes of sources that are not changed: output for people, and code outside of the product."""
+"""Prefixes of the paths of sources that are not mutated: code that prints output for people, and
+code outside of the product."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Results of the mutants that ran. Shared by the workers, under `lock`."""
+    """Results of the mutants (changed sources) that ran. The workers share it, under `lock`."""
 
     killed: list[Mutant] = field(default_factory=list)
     survivors: list[Mutant] = field(default_factory=list)
     equivalent: list[Mutant] = field(default_factory=list)
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Killed mutants by test."""
+    """Number of killed mutants, by test."""
     only_kills: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Likewise those that no other test killed."""
+    """Mutants that only this test killed, by test."""
     only_file: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Killed mutants by test file that no test of another file killed."""
+    """Number of mutants that only tests of this file killed, by test file."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def score(self) -> float:
-        """Returns the share of killed mutants, without known equivalents; 1 if no mutant ran."""
+        """Returns the share of mutants that were killed, leaving out known equivalents. Returns 1
+        if no mutant ran."""
         counted = len(self.killed) + len(self.survivors)
         return len(self.killed) / counted if counted else 1.0
 
     def add(self, mutant: Mutant, failed: Sequence[str]) -> None:
-        """Counts a mutant that made tests fail."""
+        """Counts a mutant: as killed if tests failed, otherwise as a survivor."""
         with self.lock:
             (self.killed if failed else self.survivors).append(mutant)
             tests = {line.partition("[")[0].rpartition(" ")[2] for line in failed}
@@ -77,7 +79,7 @@ class Tally:
             self.only_file.update(files if len(files) == 1 else ())
 
     def print_tests(self) -> None:
-        """Prints how many mutants each test killed, by file."""
+        """Prints how many mutants each test killed, grouped by test file."""
         print("killed, killed by this test only, test")
         for file in sorted({test.partition("::")[0] for test in self.kills}):
             print(f"{file}: {self.only_file[file]} by this file only")
@@ -87,8 +89,8 @@ class Tally:
 
 
 def tests_of(path: str) -> list[str]:
-    """Returns the test files of a source file: those that TESTS names, then those that import it,
-    unless these are more than MOST_IMPORTERS."""
+    """Returns the test files of a source file: those that TESTS names, and then those that import
+    the source file. The importers are left out if they are more than MOST_IMPORTERS."""
     entry = max((prefix for prefix in TESTS if path.startswith(prefix)), key=len)
     module = ".".join(Path(path).with_suffix("").parts[1:])
     importers = [test for test, modules in _imports().items() if module in modules]
@@ -98,8 +100,8 @@ def tests_of(path: str) -> list[str]:
 
 @functools.cache
 def _imports() -> dict[str, set[str]]:
-    """Returns, by the path of each test file, the modules and the names in modules that it imports.
-    Tests that need a GPU are left out."""
+    """Returns, by the path of each test file, the full names of modules and members that it
+    imports. Omits tests that need a GPU."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         if "gpu" in path.parts:
@@ -115,7 +117,8 @@ def _imports() -> dict[str, set[str]]:
 
 
 def sources(only: Sequence[str]) -> list[str]:
-    """Returns the files to change, by name."""
+    """Returns the source files to mutate, sorted by path. `only`: prefixes of paths that restrict
+    the result."""
     found = {
         str(path.relative_to(ROOT))
         for prefix in TESTS
@@ -131,13 +134,14 @@ def sources(only: Sequence[str]) -> list[str]:
 
 
 def equivalents() -> set[str]:
-    """Returns the names in `mutate_equivalents.txt`."""
+    """Returns the names of mutants that `mutate_equivalents.txt` lists."""
     lines = EQUIVALENTS.read_text().splitlines()
     return {line.strip() for line in lines if line.strip() and not line.startswith("#")}
 
 
 def stale_entries() -> list[str]:
-    """Returns entries of the tables that the tree lacks: mutants, sources and test files."""
+    """Returns the stale entries of the tables: mutants, source files and test files that no longer
+    exist."""
     paths, known = sources(()), equivalents()
     files = {name.partition(":")[0] for name in known}
     mutants = {
@@ -154,7 +158,7 @@ def stale_entries() -> list[str]:
 
 
 def main() -> int:
-    """Runs mutants, prints the survivors and the score. Returns 1 if the score is too low."""
+    """Runs mutants, and prints the survivors and the score. Returns 1 if the score is too low."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=30, help="begins no mutant after that")
     parser.add_argument("--number", type=int, default=100_000, help="at most so many mutants")

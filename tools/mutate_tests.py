@@ -1,4 +1,4 @@
-"""The tests that belong to a source file, for `tools.mutate`."""
+"""The tests that belong to each source file. `tools.mutate` runs them for the file's mutants."""
 
 CORE = (
     "tests/core/test_cache.py tests/core/test_space.py tests/core/test_slabs.py "
@@ -58,9 +58,11 @@ REQUESTS = (
     "tests/vllm/test_resident_hits.py "
     f"tests/vllm/test_admission.py tests/vllm/test_scheduler_books.py {ENGINE}"
 )
-"""Tests of parts of the scheduler's side: first those without an engine, then with an engine."""
+"""Tests of the connector's scheduler side: first those without an engine, then those with an
+engine."""
 RANK = f"tests/vllm/test_worker_stores.py tests/vllm/test_worker_loads.py {ENGINE}"
-"""Tests of parts of the worker's side, likewise."""
+"""Tests of the connector's worker side: first those without an engine, then those with an
+engine."""
 RESIDENTS = (
     "tests/vllm/test_residents.py tests/vllm/test_resident_manager.py "
     "tests/vllm/test_resident_hits.py tests/vllm/test_residency.py "
@@ -72,7 +74,7 @@ TIERS = (
     "tests/tiers/test_reads.py "
     "tests/server/test_tiers.py tests/server/test_shared_tiers.py"
 )
-"""The daemon's side of tiers, over a tier in memory."""
+"""Tests of tiers in the server, with a tier in memory."""
 DISK = (
     "tests/tiers/test_slab_file.py tests/tiers/test_disk_tier.py tests/tiers/test_disk_encoded.py "
     "tests/tiers/test_disk_calls.py tests/tiers/test_disk_kernels.py"
@@ -94,7 +96,7 @@ CALLS = (
     f"{WIRE} tests/server/test_hostile.py tests/server/test_client_memory.py "
     "tests/server/test_security.py tests/server/test_life.py"
 )
-"""The server's end of the wire."""
+"""Tests of the server's gRPC calls."""
 NODE = (
     f"{LIFE} tests/server/test_ranks.py tests/server/test_restart.py tests/server/test_flush.py "
     "tests/server/test_health.py tests/server/test_audit.py"
@@ -440,4 +442,5 @@ TESTS: dict[str, str] = {
         "tests/sparse/test_estimate.py tests/sparse/test_representations.py"
     ),
 }
-"""The tests of a file: those of the longest prefix of its path, quick ones first."""
+"""The tests of a source file, fast tests first. The entry with the longest prefix of the file's
+path applies."""

@@ -1,11 +1,11 @@
-"""Runs the tests of a single mutant at a time, in a copy of the tree.
+"""Runs the tests of one mutant (a changed source) at a time, in a copy of the tree.
 
-Each worker has a process that has imported the libraries (vLLM takes eight seconds) and none of
-hotkv's modules. It forks the tests of each mutant, which import the changed tree.
+Each worker has a process that has imported the libraries (vLLM takes eight seconds) but none of
+hotkv's modules. For each mutant this process forks a child that runs the tests and imports the
+changed tree.
 
-Invariant: a mutant lives in a worker's copy, never in the checkout, and is removed again. All
-processes of a mutant's tests have ended when the worker's call returns.
-"""
+Invariant: a mutant exists only in a worker's copy, never in the checkout, and is removed
+afterwards. All processes of a mutant's tests have ended when the worker's call returns."""
 
 import contextlib
 import gc
@@ -42,11 +42,11 @@ LIBRARIES = (
 )
 """Modules whose imports take longest. The first sets variables that vLLM reads."""
 LONGEST_S = 450
-"""Longest time of a mutant's tests in seconds; a mutant that takes longer counts as killed."""
+"""Time limit for a mutant's tests in seconds. A mutant whose tests take longer counts as killed."""
 
 
 class Worker:
-    """A copy of the tree, and the tests run in it, on a single thread."""
+    """A copy of the tree, in which tests run on a single thread."""
 
     def __init__(self, folder: Path) -> None:
         self.tree, self._num_changed = folder / "tree", 0
@@ -87,8 +87,8 @@ class Worker:
     def failed(
         self, tests: Sequence[str], limit_s: float, caches: str = "", most: int = 1
     ) -> list[str]:
-        """Returns at most `most` of the tests that fail, or a message at the time limit. Ends all
-        processes of the tests."""
+        """Runs the tests. Returns at most `most` tests that fail, or a message if the time limit is
+        reached. Ends all processes of the tests."""
         output = self.tree.parent / "output"
         order = json.dumps([str(output), caches, str(most), *tests])
         self._forker.stdin.write(order.encode() + b"\n")
@@ -117,8 +117,8 @@ class Worker:
 
     @contextlib.contextmanager
     def changed(self, mutant: Mutant) -> Iterator[str]:
-        """Applies the mutant to the tree while the context lasts. Yields a folder for compiled
-        kernels; empty: the tree's own serves."""
+        """Applies the mutant (a change of a source) to the tree while the context lasts. Yields a
+        folder for compiled kernels, or an empty string if the tree's own folder can be used."""
         path = self.tree / mutant.path
         source, stat = path.read_bytes(), path.stat()
         self._num_changed += 1
@@ -139,10 +139,10 @@ class Worker:
     def seen_by(
         self, mutant: Mutant, tests: Sequence[str], sound: set[str], most: int = 1
     ) -> list[str]:
-        """Returns at most `most` of `tests` that fail with the mutant. Exits if such a test also
-        fails without the mutant, because it would kill every mutant.
+        """Returns at most `most` of `tests` that fail with the mutant (a change of a source). Exits
+        if such a test also fails without the mutant, because it would kill every mutant.
 
-        sound: tests known to pass without a mutant, to which it adds.
+        sound: tests that are known to pass without a mutant. The call adds to it.
         """
         tests = [test for test in tests if (self.tree / test).exists()]
         with self.changed(mutant) as caches:
@@ -163,8 +163,8 @@ def share_out(
     work: Callable[[Worker, Mutant], None],
     until_s: float,
 ) -> None:
-    """Calls `work` for each mutant, on a thread for each worker, until the time is up. Raises the
-    first exception."""
+    """Calls `work` for each mutant, on a thread per worker, until all mutants are done or the time
+    is over. Raises the first exception."""
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     failures: list[BaseException] = []
     for mutant in mutants:
@@ -197,9 +197,9 @@ def share_out(
 
 
 def main() -> None:
-    """Imports libraries, then forks a process for each order that it reads from standard input: a
-    file for the tests' output, a folder for compiled kernels, the number of failures at which to
-    end, and test files. Answers with the process's number, and at its end with its exit status."""
+    """Imports libraries, then reads orders from standard input and forks a process for each. An
+    order names a file for the tests' output, a folder for compiled kernels, the number of failures
+    at which to stop, and test files. Prints the process's id, and at its end its exit status."""
     from tests.support.waiting import end_with_the_parent
 
     end_with_the_parent()
@@ -220,7 +220,8 @@ def main() -> None:
 
 
 def _run(output: str, caches: str, most: str, *tests: str) -> int:
-    """Runs the tests in this process, which leads a group; returns the exit status of pytest."""
+    """Runs the tests in this process, which becomes the leader of a new session. Returns pytest's
+    exit status."""
     import pytest
 
     os.setsid()

@@ -1,10 +1,9 @@
 """The changes that `tools/mutate.py` makes to a source file, one at a time.
 
-Invariant: a mutant is the file with a single span of bytes replaced, and parses. Left alone:
-statements of modules and classes (constants, fields), docstrings, annotations, decorators, messages
-of exceptions and logs, assertions (`zip(strict=True)` too), `repr`, functions that check
-invariants, and the very instant at which a time is over.
-"""
+Invariant: a mutant is the file with a single span of bytes replaced, and can be parsed. These parts
+are never changed: statements of modules and classes (constants, fields), docstrings, annotations,
+decorators, messages of exceptions and logs, assertions (`zip(strict=True)` too), `repr`, functions
+that check invariants, and the exact limits of comparisons of times."""
 
 import ast
 from dataclasses import dataclass
@@ -37,19 +36,20 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 SWAPPED_CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 QUIET_FUNCTIONS = {"__repr__", "check_invariants", "check"}
 HINTS = {"prefetch", "prefetch_address"}
-"""Hints to the processor. Nobody sees whether they are given, so their conditions are left alone
-too."""
+"""Functions that give hints to the processor. No test can detect their absence, so their conditions
+are not changed."""
 QUIET_CALLS = {"log", "logger", "say", "warnings", "print", *HINTS}
-"""Output for people, and hints to the processor."""
+"""Calls that are not changed: output for people, and hints to the processor."""
 QUIET_KEYWORDS = {"strict", "daemon"}
-"""`zip(strict=True)` is an assertion; `daemon` matters only at the end of a stuck process."""
+"""Keyword arguments that are not changed: `zip(strict=True)` is an assertion, and `daemon` matters
+only at the end of a stuck process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A change of a source file.
+    """A single change of a source file.
 
-    start, end: bytes of the file that `text` replaces.
+    start, end: the range of the file's bytes that `text` replaces.
     function: the function's name, with the classes around it.
     """
 
@@ -63,16 +63,17 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Returns a name that does not depend on the lines above it in the file."""
+        """Returns a name for the change that stays the same if lines above it are added or
+        removed."""
         return f"{self.path}:{self.function}: {self.change}"
 
     def apply(self, source: bytes) -> bytes:
-        """Returns the file with the change."""
+        """Returns the file's content with the change."""
         return source[: self.start] + self.text.encode() + source[self.end :]
 
 
 class _Finder(ast.NodeVisitor):
-    """Collects the mutants of a module."""
+    """Collects the possible mutants of a module."""
 
     def __init__(self, path: str, source: bytes) -> None:
         self.path = path
@@ -162,8 +163,8 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _negate(self, test: ast.expr) -> None:
-        """Adds a mutant with the negated condition. Adds none for a comparison whose operator
-        `visit_Compare` negates (`==`, `is`, `in`)."""
+        """Adds a mutant with the negated condition. Skips comparisons with `==`, `is` or `in`,
+        because `visit_Compare` negates their operator."""
         if isinstance(test, ast.Compare) and isinstance(
             test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn
         ):
@@ -229,14 +230,14 @@ def _is_hint(node: ast.stmt) -> bool:
 
 
 def _has_seconds(node: ast.Compare) -> bool:
-    """Returns True if the comparison is of times. Tests can hardly see its limit: a clock hardly
-    ever shows exactly the end of a wait."""
+    """Returns True if the comparison involves times in seconds. Tests can hardly detect a change of
+    its limit, because a clock almost never shows exactly the end of a wait."""
     names = (getattr(one, "attr", getattr(one, "id", "")) for one in ast.walk(node))
     return any(name.endswith("_s") for name in names)
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
-    """Returns all mutants of a file."""
+    """Returns all possible mutants of a file."""
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
     return finder.mutants

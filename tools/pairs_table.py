@@ -1,8 +1,8 @@
-"""Writes the section on pairs of features of docs/deployments.md from `tests/pairs/table.py`.
+"""Writes the section of docs/deployments.md about pairs of features from `tests/pairs/table.py`,
+which says how each two features work together.
 
-`python -m tools.pairs_table` writes it. `--check` fails if a pair has no answer, if a test that an
-answer names does not exist, or if the page is out of date.
-"""
+`python -m tools.pairs_table` writes the section. `--check` fails if a pair has no answer, if an
+answer names a test that does not exist, or if the page is out of date."""
 
 import argparse
 import ast
@@ -49,8 +49,9 @@ Of the {counts}. A pair works unless the tables say
 
 
 def lists(answers: dict[Pair, Answer]) -> Iterator[str]:
-    """Yields the tables of pairs: those that real engines run, those that are refused, and those
-    that cannot meet. For pairs that work, names only the files of their tests."""
+    """Yields the lines of three tables of feature pairs: pairs that tests run in real engines,
+    pairs that hotkv refuses, and pairs that cannot occur together. For pairs in real engines, names
+    only the test files."""
     yield "\n| with real parts | tests |\n|---|---|"
     yield from _rows(answers, Kind.REAL, lambda one: f"`{one.test.partition('::')[0]}`")
     yield "\n| refused | words | test |\n|---|---|---|"
@@ -72,7 +73,7 @@ def _rows(answers: dict[Pair, Answer], kind: Kind, told: Callable[[Answer], str]
 
 
 def section(answers: dict[Pair, Answer]) -> str:
-    """Returns the whole section, without its markers."""
+    """Returns the content of the section on pairs of features, without its markers."""
     kinds = [one.kind for one in answers.values()]
     counts = (
         f"{len(kinds)} pairs {kinds.count(Kind.HARNESS)} run in the harness, "
@@ -91,7 +92,8 @@ def section(answers: dict[Pair, Answer]) -> str:
 
 
 def faults(answers: dict[Pair, Answer]) -> Iterator[str]:
-    """Yields tests that answers name and that do not exist."""
+    """Yields a message for each answer that names a test that does not exist, or that lacks a test
+    or a reason."""
     for test in sorted({_plain(one.test) for one in answers.values() if one.test}):
         file, _, name = test.partition("::")
         if name not in _tests_of(file):
@@ -104,7 +106,7 @@ def faults(answers: dict[Pair, Answer]) -> Iterator[str]:
 
 
 def _plain(test: str) -> str:
-    """Returns a test's name without parameters."""
+    """Returns a test's name without its parameters."""
     return test.partition("[")[0]
 
 

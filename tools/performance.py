@@ -1,8 +1,7 @@
-"""Writes docs/performance.md from `bench/records.json`, the last recorded figures, and
+"""Writes docs/performance.md from the last recorded figures: `bench/records.json`, and
 `bench/gpu/records.json`, which a person writes from the output of a GPU machine.
 
-`python -m tools.performance` writes it. `--check` fails if the page is out of date.
-"""
+`python -m tools.performance` writes the page. `--check` fails if the page is out of date."""
 
 import argparse
 import json
@@ -48,7 +47,7 @@ def page(records: dict[str, Record]) -> str:
 
 
 def gpu_part() -> list[str]:
-    """Returns the lines about figures of a GPU."""
+    """Returns the lines of the page about figures measured on a GPU."""
     records = json.loads(GPU_RECORDS.read_text())
     machines = dict.fromkeys(one["machine"] for one in records)
     parts = [GPU_HEAD, *(f"Machine: {one}.\n" for one in machines)]

@@ -1,12 +1,11 @@
 """Makes the pictures of docs/images again: the status page and the documentation's site in a
-browser, light and dark, and `hotkv top` in a terminal. The server is real and under traffic of two
-real vLLM engines with SmolLM2.
+browser, light and dark, and `hotkv top` in a terminal. They show a real server under the traffic of
+two real vLLM engines with SmolLM2.
 
-`python -m tools.pictures [--minutes 6] [--folder docs/images]`. It needs Debian's chromium, and the
-environment of `make setup`. Two engines hold conversations that begin with the same system prompt,
-in a small arena with a disk below it, so there are hits, misses and evictions to see. All processes
-end.
-"""
+`python -m tools.pictures [--minutes 6] [--folder docs/images]`. Needs Debian's chromium, and the
+environment of `make setup`. Two engines run conversations that begin with the same system prompt.
+The arena is small and has a disk tier below it, so that hits, misses and evictions occur. At the
+end all processes have ended."""
 
 import argparse
 import contextlib
@@ -47,16 +46,18 @@ ARENA, DISK = "192MiB", "512MiB"
 WIDTH, HEIGHT = 1200, 960
 COLORS = 96
 CALM, CALM_S = "Is it working?   Yes", 120.0
-"""The first words of a page without a fault, and how long the picture waits for them in seconds."""
+"""The beginning of the output of `hotkv status` without problems, and the seconds to wait for it
+before the screenshots."""
 SYSTEM_TOKENS, TURN_TOKENS, MAX_TOKENS = 512, 130, 2200
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Variables of the two engines, which share a small machine."""
+"""Environment variables of the two engines, which share a small machine."""
 SMALL = {
     "served_model_name": "SmolLM2-135M-Instruct",
     "max_model_len": 2560,
     "kv_cache_memory_bytes": 64 << 20,
 }
-"""Engines whose own memory holds only one long conversation; the others hit in the server."""
+"""Settings of an engine whose own memory holds only one long conversation; the other conversations
+hit in the server."""
 COLUMNS, LINES = 100, 24
 CELL = (8.4, 18.0)
 """Width and height of a character, in pixels."""
@@ -76,8 +77,8 @@ HAS_RATES = re.compile(r"prompts [1-9][\d,]* tokens/s")
 
 
 class Conversations(threading.Thread):
-    """Sends the turns of some conversations to an engine until it is stopped. A conversation that
-    has grown long starts again."""
+    """A thread that sends the turns of some conversations to an engine until it is stopped. A
+    conversation that has grown too long starts again."""
 
     def __init__(self, engine: Engine, model: Path, seed: int, count: int) -> None:
         super().__init__(daemon=True)
@@ -108,11 +109,11 @@ class Conversations(threading.Thread):
 
 @contextlib.contextmanager
 def traffic(server: Server, model: Path, folder: Path) -> Iterator[list[Conversations]]:
-    """Starts two engines, and yields their conversations, which go on until the context ends.
+    """Starts two engines, and yields their conversations, which continue until the context ends.
 
-    The engines have the last core for themselves: vLLM's processes wait for each other by
-    sched_yield, after which the kernel let the server wait for a core for 0.2 s and more.
-    """
+    The engines get the last core for themselves. vLLM's processes wait for each other by
+    sched_yield; without this separation the kernel let the server wait for a core for 0.2 s and
+    more."""
     cores = os.sched_getaffinity(0)
     with contextlib.ExitStack() as stack:
         settings = EngineSettings(
@@ -138,8 +139,8 @@ def traffic(server: Server, model: Path, folder: Path) -> Iterator[list[Conversa
 
 
 def photograph(url: str, folder: Path) -> None:
-    """Writes screenshots of the status page and, if `make docs` has built it, of the site's first
-    page, light and dark, with few colours."""
+    """Writes screenshots of the status page, light and dark. If `make docs` has built the site,
+    writes screenshots of its first page too."""
     from playwright.sync_api import ViewportSize, sync_playwright
 
     with sync_playwright() as driver:
@@ -165,7 +166,7 @@ def photograph(url: str, folder: Path) -> None:
 
 
 def save(picture: bytes, path: Path) -> None:
-    """Writes a picture with few colours, which takes a third of the bytes."""
+    """Writes a picture with a small palette of colours, which takes a third of the bytes."""
     from PIL import Image
 
     few = Image.open(io.BytesIO(picture)).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
@@ -173,8 +174,8 @@ def save(picture: bytes, path: Path) -> None:
 
 
 def terminal(server: Server, seconds: float) -> Any:
-    """Runs `hotkv top` in a terminal. Returns its screen (pyte) a second after it shows a prompt's
-    tokens, or after `seconds`."""
+    """Runs `hotkv top` in a terminal. Returns its screen (pyte) one second after it first shows a
+    rate of prompt tokens, or after `seconds`."""
     import pyte
 
     screen = pyte.Screen(COLUMNS, LINES)
@@ -199,8 +200,8 @@ def terminal(server: Server, seconds: float) -> Any:
 
 
 def as_svg(screen: Any) -> str:
-    """Returns a terminal's screen as SVG. Each run of characters of the same style is a separate
-    text, as wide as in the terminal whatever the font. Empty lines at the end are left out."""
+    """Returns a terminal's screen as SVG. Each run of characters with the same style is a separate
+    text element, as wide as in the terminal with any font. Omits empty lines at the end."""
     width, height = CELL
     num_lines = max(row for row, line in enumerate(screen.display, 1) if line.strip())
     size = f"{screen.columns * width + 16:.0f} {num_lines * height + 16:.0f}"

@@ -3,15 +3,14 @@
     python -m tools.release [--out DIR] [--tag vVERSION] [PART …]
 
 Parts, by default all in this order: `packages` (sdist and wheel), `chart` (the Helm chart's
-package), `deploy` (units, settings, manifests and dashboards as an archive), `sbom` (a CycloneDX
-list of the image's Python packages, at the versions of this build), `notes` (this version's section
-of CHANGELOG.md), `image` (an OCI archive for this machine's processor, built by buildah from the
-Dockerfile) and `checksums`, which covers all files of the folder.
+package), `deploy` (an archive of systemd units, settings, manifests and dashboards), `sbom` (a
+CycloneDX list of the image's Python packages, with the versions of this build), `notes` (this
+version's section of CHANGELOG.md), `image` (an OCI archive for this machine's processor, built by
+buildah from the Dockerfile) and `checksums`, which covers all files of the folder.
 
-A machine without buildah makes no image, and prints so. With `--tag` a release is refused unless
-the tag, the version and the dated section of CHANGELOG.md agree and the working tree has no
-changes.
-"""
+On a machine without buildah, the tool makes no image and prints a message. With `--tag` it refuses
+to make a release unless the tag, the version and the dated section of CHANGELOG.md agree and the
+working tree has no changes."""
 
 import argparse
 import ast
@@ -40,11 +39,11 @@ IMAGE_EXTRAS = "server,events,s3,otel"
 SUMS = "SHA256SUMS"
 UNDATED = "not released yet"
 PROCESSORS = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Names that images use, by those of the kernel."""
+"""Names of processors in images, by the kernel's names."""
 
 
 class ReleaseError(Exception):
-    """The release can't be made; the message gives the reason."""
+    """The release can't be made. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Release:
     """A release that is being built.
 
     out: the folder of its files.
-    buildah: the command of buildah.
+    buildah: the command that runs buildah.
     bud: options of `buildah bud`.
     """
 
@@ -73,7 +72,7 @@ class Release:
 
     @property
     def chart(self) -> Path:
-        """Returns the chart's package, by the name that Helm gives it."""
+        """Returns the path of the chart's package, with the name that Helm gives it."""
         return self.out / f"hotkv-{self.version}.tgz"
 
     @property
@@ -98,12 +97,12 @@ class Release:
 
 
 def processor() -> str:
-    """Returns this machine's processor by the name that images use."""
+    """Returns the type of this machine's processor, by the name that images use."""
     return PROCESSORS.get(platform.machine(), platform.machine())
 
 
 def git(*arguments: str) -> str:
-    """Returns git's output in this repository."""
+    """Runs git in this repository and returns its output."""
     command = ["git", *arguments]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return done.stdout.strip()
@@ -120,7 +119,7 @@ def run(*command: str | Path, **environment: str) -> None:
 
 
 def version_of(source: str) -> str:
-    """Returns `__version__` of a module's source. Raises ReleaseError."""
+    """Returns the `__version__` that a module's source sets. Raises ReleaseError."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
             return str(ast.literal_eval(node.value))
@@ -128,8 +127,8 @@ def version_of(source: str) -> str:
 
 
 def section(changelog: str, version: str) -> tuple[str, str]:
-    """Returns heading and text of a version's section. Raises ReleaseError if it is missing or
-    empty."""
+    """Returns the heading and the text of a version's section in the changelog. Raises ReleaseError
+    if the section is missing or empty."""
     parts = re.split(r"^## +(.*)$", changelog, flags=re.MULTILINE)
     for heading, text in zip(parts[1::2], parts[2::2], strict=True):
         if heading.partition(",")[0].strip() == version and text.strip():
@@ -148,7 +147,7 @@ def check_tag(tag: str, version: str, heading: str, changes: str) -> None:
 
 
 def packages(release: Release) -> None:
-    """Makes sdist and wheel."""
+    """Builds sdist and wheel."""
     run(
         *(sys.executable, "-m", "build", "--outdir", release.out, ROOT),
         SOURCE_DATE_EPOCH=str(release.epoch_s),
@@ -158,7 +157,8 @@ def packages(release: Release) -> None:
 
 
 def chart(release: Release) -> None:
-    """Makes the chart's package. Helm refuses values that its schema refuses."""
+    """Builds the chart's package. Raises ReleaseError if the chart has another version, or if Helm
+    refuses the chart."""
     named = dict(
         re.findall(r"^(version|appVersion): (\S+)$", (CHART / "Chart.yaml").read_text(), re.M)
     )
@@ -170,7 +170,7 @@ def chart(release: Release) -> None:
 
 
 def deploy(release: Release) -> None:
-    """Makes the archive of files that are installed beside a package."""
+    """Builds the archive of deployment files, which are installed beside a package."""
     names = git("ls-files", "--", *DEPLOYED).splitlines()
     head = f"hotkv-{release.version}-deploy"
 
@@ -190,8 +190,8 @@ def deploy(release: Release) -> None:
 
 
 def sbom(release: Release) -> None:
-    """Lists the packages of an environment with the wheel and the image's extras. The image's
-    Debian packages are not in it."""
+    """Writes the SBOM: installs the wheel with the image's extras in a new environment, and lists
+    its packages. The image's Debian packages are not included."""
     with tempfile.TemporaryDirectory(prefix="hotkv-sbom-") as folder:
         venv.create(folder, with_pip=False)
         python = Path(folder) / "bin" / "python"
@@ -226,7 +226,7 @@ def image(release: Release) -> None:
 
 
 def checksums(release: Release) -> None:
-    """Writes the SHA-256 of each file of the folder, for `sha256sum --check`."""
+    """Writes the SHA-256 of each file of the folder, in the format of `sha256sum --check`."""
     lines = []
     for path in sorted(release.out.iterdir()):
         if path.name != SUMS:
@@ -250,7 +250,7 @@ def say(part: str, came: str) -> None:
 
 
 def empty(out: Path) -> None:
-    """Removes files of an earlier run. Raises ReleaseError for a folder with other files."""
+    """Removes the files of an earlier run. Raises ReleaseError if the folder has other files."""
     if out.exists():
         if any(out.iterdir()) and not any(out.glob("hotkv-*")):
             raise ReleaseError(f"{out} has files that are no release: name another folder")
@@ -259,7 +259,7 @@ def empty(out: Path) -> None:
 
 
 def make(release: Release, parts: Sequence[str]) -> None:
-    """Makes the parts. Raises ReleaseError or helm.HelmError."""
+    """Builds the given parts of the release. Raises ReleaseError or helm.HelmError."""
     for part in parts:
         before = {path.name: path.stat().st_mtime_ns for path in release.out.iterdir()}
         PARTS[part](release)

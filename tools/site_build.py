@@ -1,11 +1,11 @@
-"""Builds the documentation's site: pages of docs/ and the files that they link to, as HTML with a
-search. A warning of Sphinx, such as a broken link or anchor, is an error.
+"""Builds the documentation's site: the pages of docs/ and the files to which they link, as HTML
+with a search. A warning of Sphinx, such as a broken link or anchor, is an error.
 
-Invariant: a page reads the same on the site as on GitHub, except that links whose text is their
-page's file (`[tiers.md](tiers.md)`) have its title. Its links to files outside docs/ lead to pages
-below `source/` that show these files. Pictures and diagrams are there twice, for light and for dark
-pages. It writes only two folders, each from scratch: the pages for Sphinx, and the site.
-"""
+Invariant: a page has the same text on the site as on GitHub. The only exception are links whose
+text is the linked file's name (`[tiers.md](tiers.md)`): on the site their text is the page's title.
+Links to files outside docs/ lead to pages below `source/` that show these files. Pictures and
+diagrams exist in two versions, for light and for dark pages. The tool writes only two folders, each
+from scratch: the pages for Sphinx, and the site."""
 
 import argparse
 import posixpath
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = "docs"
 FRONT_PAGE = "docs/README.md"
 SOURCE = "source"
-"""Folder of the site for files outside docs/."""
+"""Folder of the site that shows files outside docs/."""
 LINK = re.compile(r"\]\(([^)#\s]+)((?:#[\w-]+)?)\)")
 FILE_NAME = re.compile(r"\[([\w/]+\.md)$")
 """The name of a page's file as the text of a link, in front of the link's target."""
@@ -59,15 +59,15 @@ Draw = Callable[[str, str], str]
 
 
 class SiteError(Exception):
-    """The pages can't be put together; the message gives page and reason."""
+    """The pages can't be assembled. The message gives page and reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the table of contents.
+    """A section of the table of contents.
 
-    pages: files, with paths from the repository's root.
-    titles: titles of those pages that are listed under another title than their own.
+    pages: paths of its files, relative to the repository's root.
+    titles: titles in the table of contents for pages whose own title is not used.
     """
 
     title: str
@@ -76,8 +76,8 @@ class Section:
 
 
 def read_nav(root: Path) -> list[Section]:
-    """Returns the table of contents. Raises SiteError if a page of docs/ is missing in it, is there
-    twice, or does not exist."""
+    """Returns the table of contents. Raises SiteError if the table omits a page of docs/, lists it
+    twice, or lists a page that does not exist."""
     content = tomllib.loads((root / DOCS / "nav.toml").read_text())
     sections = []
     for one in content["section"]:
@@ -109,7 +109,7 @@ def read_nav(root: Path) -> list[Section]:
 
 
 def page_of(path: str) -> str:
-    """Returns the site's page, as Markdown, that shows a file of the repository."""
+    """Returns the path of the site's page, in Markdown, that shows a file of the repository."""
     if path == FRONT_PAGE:
         return "index.md"
     if path.startswith(f"{DOCS}/"):
@@ -119,13 +119,13 @@ def page_of(path: str) -> str:
 
 
 def resolved(path: str, link: str) -> str:
-    """Returns the path of a link's target from the repository's root."""
+    """Returns the path of a link's target, relative to the repository's root."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
 
 
 def links(root: Path, path: str, text: str) -> Iterator[tuple[re.Match[str], str]]:
-    """Yields links of a page to files of the repository, without images: the match, and the file's
-    path."""
+    """Yields the links of a page to files of the repository, without images. Each is a
+    regular-expression match and the file's path."""
     for match in LINK.finditer(text):
         target = resolved(path, match[1])
         is_image = Path(target).suffix in IMAGES
@@ -134,21 +134,21 @@ def links(root: Path, path: str, text: str) -> Iterator[tuple[re.Match[str], str
 
 
 def images(path: str, text: str) -> Iterator[str]:
-    """Yields the paths of a page's images."""
+    """Yields the paths of the images in a page."""
     yield from (resolved(path, match[2]) for match in IMAGE.finditer(text))
     for match in PICTURE.finditer(text):
         yield from (resolved(path, match[1]), resolved(path, match[3]))
 
 
 def place_of(path: str) -> str:
-    """Returns the path of an image on the site."""
+    """Returns the path that an image has on the site."""
     inside = path.removeprefix(f"{DOCS}/")
     return inside if inside != path else posixpath.join(SOURCE, path)
 
 
 def shown_files(root: Path, sections: list[Section]) -> list[str]:
-    """Returns all files that have a page: the files of docs/, those of the table of contents, and
-    the files to which they link."""
+    """Returns all files that get a page on the site: the pages of docs/ in the table of contents,
+    and all files to which they link."""
     waiting = [FRONT_PAGE, *(page for section in sections for page in section.pages)]
     found = set(waiting)
     while waiting:
@@ -162,7 +162,7 @@ def shown_files(root: Path, sections: list[Section]) -> list[str]:
 
 
 def with_links(root: Path, path: str, text: str) -> str:
-    """Returns a page whose links lead to pages of the site."""
+    """Returns the text of a page with its links changed to pages of the site."""
     folder = posixpath.dirname(page_of(path)) or "."
     parts, end = [], 0
     for match, target in links(root, path, text):
@@ -176,13 +176,14 @@ def with_links(root: Path, path: str, text: str) -> str:
 
 
 def title_of(root: Path, path: str) -> str:
-    """Returns the title of a page; its path without a title."""
+    """Returns the title of a page. Returns the page's path if it has no title."""
     found = TITLE.search((root / path).read_text())
     return found[1] if found else path
 
 
 def both(alternative: str, light: str, dark: str) -> str:
-    """Returns Sphinx's markup for two images: `light` on light pages, `dark` on dark pages."""
+    """Returns Sphinx's markup for an image in two versions: `light` for light pages, `dark` for
+    dark pages."""
     return "\n\n".join(
         f"```{{image}} {address}\n:alt: {alternative}\n:class: only-{kind}\n```"
         for kind, address in (("light", light), ("dark", dark))
@@ -190,8 +191,8 @@ def both(alternative: str, light: str, dark: str) -> str:
 
 
 def with_pictures(path: str, text: str) -> str:
-    """Returns a page with the site's addresses of its images. Pictures have the version that fits
-    the page's colours."""
+    """Returns the text of a page with its images at their addresses on the site. Pictures are shown
+    in the version that fits the page's colours."""
     folder = posixpath.dirname(page_of(path)) or "."
 
     def address(link: str) -> str:
@@ -202,7 +203,8 @@ def with_pictures(path: str, text: str) -> str:
 
 
 def with_diagrams(text: str, page: Path, draw: Draw) -> str:
-    """Returns a page with pictures in place of its diagrams. Writes the pictures beside it."""
+    """Returns the text of a page with pictures in place of its diagrams. Writes the pictures beside
+    the page."""
 
     def drawn(match: re.Match[str]) -> str:
         name = f"{page.stem}_{text.count('```mermaid', 0, match.start())}"
@@ -214,7 +216,7 @@ def with_diagrams(text: str, page: Path, draw: Draw) -> str:
 
 
 def as_markdown(root: Path, path: str) -> str:
-    """Returns a file of the repository as a page."""
+    """Returns the text of the site's page for a file of the repository, in Markdown."""
     text = (root / path).read_text()
     if path.endswith(".md"):
         text = with_pictures(path, with_links(root, path, text))
@@ -225,7 +227,7 @@ def as_markdown(root: Path, path: str) -> str:
 
 
 def entry(section: Section, page: str) -> str:
-    """Returns a page's line in the table of contents."""
+    """Returns a page's line in the table of contents, in Sphinx's syntax."""
     title = section.titles.get(page)
     return f"{title} <{page_of(page)}>" if title else page_of(page)
 
@@ -241,7 +243,7 @@ def table_of_contents(sections: list[Section]) -> str:
 
 
 def stage(root: Path, folder: Path, draw: Draw) -> int:
-    """Writes the pages for Sphinx; returns their number. Raises SiteError."""
+    """Writes the pages for Sphinx. Returns their number. Raises SiteError."""
     sections = read_nav(root)
     listed = {page for section in sections for page in section.pages}
     shutil.rmtree(folder, ignore_errors=True)
@@ -266,7 +268,7 @@ def stage(root: Path, folder: Path, draw: Draw) -> int:
 
 
 def draw(diagram: str, theme: str) -> str:
-    """Returns the SVG of a diagram in Mermaid's language, in one of Mermaid's themes."""
+    """Returns the SVG of a Mermaid diagram, in one of Mermaid's themes."""
     # Imported here, because only the environment of `make docs` has it.
     import mermaidx
 
@@ -284,7 +286,7 @@ def build(folder: Path, site: Path) -> int:
 
 
 def main() -> int:
-    """Builds the site; returns 1 if the pages have a fault."""
+    """Builds the site. Returns 1 if the pages have an error."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "--root", type=Path, default=ROOT, help="the repository (default: this one)"

@@ -1,9 +1,8 @@
-"""Checks a built site: every link and anchor within it leads somewhere, pages load only from the
-site, Markdown was understood, no title is the name of a Markdown file, and the search knows every
-page.
+"""Checks a built site: every internal link and anchor has a target, pages load resources only from
+the site, no Markdown syntax remains in the text, no title is the name of a Markdown file, and the
+search index has every page.
 
-It reads files only. Links to other hosts are not followed.
-"""
+The tool only reads files. It does not follow links to other hosts."""
 
 import json
 import re
@@ -14,26 +13,27 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
-"""Elements whose address a browser fetches with the page, and the attribute that has it."""
+"""HTML elements whose address a browser loads together with the page, and the attribute that has
+the address."""
 TITLED = {"title", "a"}
-"""Elements whose text names a page."""
+"""HTML elements whose text is the title of a page."""
 NOT_LOADED = {"canonical", "prev", "next", "alternate"}
-"""Kinds of `link` that a browser only reads."""
+"""Values of `rel` whose `link` elements a browser does not load."""
 STYLE_URL = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])((?:https?:)?//[^'")]+)""")
 LEFT_OVER = re.compile(r"^(?:\||[-*] |\d+\. |```)", re.MULTILINE)
-"""Markdown of a list, a table or a fence that is left as text in a paragraph."""
+"""Markdown syntax of a list, a table or a code fence that was left as text in a paragraph."""
 INDEX = Path("searchindex.js")
 UNSEARCHED = {"search.html"}
 
 
 @dataclass
 class Page(HTMLParser):
-    """The links and addresses of a page of the site, and its anchors."""
+    """An HTML parser that collects a page's links, anchors, titles and loaded addresses."""
 
     anchors: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
     titles: list[str] = field(default_factory=list)
-    """Texts of its title and links."""
+    """Texts of the page's title and links."""
     loaded: list[str] = field(default_factory=list)
     paragraphs: list[str] = field(default_factory=list)
     _in_paragraph: bool = False
@@ -80,7 +80,8 @@ def read_pages(site: Path) -> dict[Path, Page]:
 
 
 def broken_link(link: str, path: Path, site: Path, pages: dict[Path, Page]) -> str | None:
-    """Returns the fault of a link of a page; None if it is sound, or leads to another host."""
+    """Returns a message if a link of a page is broken. Returns None if the link is valid, or leads
+    to another host."""
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
         return None
@@ -97,7 +98,7 @@ def broken_link(link: str, path: Path, site: Path, pages: dict[Path, Page]) -> s
 
 
 def check(site: Path) -> tuple[list[str], int, int]:
-    """Returns (problems, pages, links) of a site."""
+    """Checks a site. Returns (problems, number of pages, number of links)."""
     pages = read_pages(site)
     problems = []
     for path, page in pages.items():
@@ -129,7 +130,7 @@ def check(site: Path) -> tuple[list[str], int, int]:
 
 
 def not_indexed(site: Path, pages: dict[Path, Page]) -> list[str]:
-    """Returns pages that the search's index lacks."""
+    """Returns the pages that are missing in the site's search index."""
     index = site / INDEX
     text = index.read_text() if index.is_file() else "{}"
     known = set(json.loads(text[text.index("{") : text.rindex("}") + 1]).get("docnames", ()))

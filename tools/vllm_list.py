@@ -1,10 +1,10 @@
-"""Generates `hotkv_vllm/compat/uses.json`, the shipped list of the connector's uses of vLLM, from
-the sources of the tested versions.
+"""Generates `hotkv_vllm/compat/uses.json`, the list of the connector's uses of vLLM, from the
+sources of the tested vLLM versions. The list is shipped with the connector.
 
-`--check` fails if the list is not the result of its versions' sources and the connector's modules.
-`--newest` compares the list with the newest release of the index, as an engine does when it starts.
-If a source can't be fetched, only the installed vLLM's uses are compared.
-"""
+`--check` fails if the list differs from what the sources of its versions and the connector's
+modules yield. `--newest` compares the list with the newest release on the package index, as an
+engine does when it starts. If a source can't be fetched, `--check` only compares the uses of the
+installed vLLM."""
 
 import argparse
 import json
@@ -34,11 +34,12 @@ from tools.vllm_sources import Source, Unreachable, exact, installed, lines, rel
 
 CORE = "vllm.v1.engine.core"
 CALLED = ("EngineCore._reset_caches", "EngineCore.reset_prefix_cache")
-"""Methods whose callers `hotkv_vllm.compat.checks.is_pausing` tells apart."""
+"""Methods of vLLM whose callers `hotkv_vllm.compat.checks.is_pausing` distinguishes."""
 
 
 def forms(names: Names, door: str) -> dict[tuple[str, str], Form]:
-    """Returns a door's uses in a version, by module and name."""
+    """Returns the uses of vLLM by a door (one of hotkv's two vLLM connectors), by module and name,
+    with their forms (calls and signatures) in one version."""
     found: dict[tuple[str, str], Form] = {}
     for uses in uses_of(names, door):
         for key, form in uses.forms.items():
@@ -58,8 +59,8 @@ def forms(names: Names, door: str) -> dict[tuple[str, str], Form]:
 
 
 def made(sources: Sequence[Source]) -> str:
-    """Returns the list as text: each use with its forms in the versions. A form is None if a
-    version lacks the use."""
+    """Returns the list as text: each use of vLLM with its forms (calls and signatures) in all
+    versions. A form is None if a version lacks the use."""
     every = [Names(source, is_whole=True) for source in sources]
     doors: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for door in filter(modules, DOORS):
@@ -87,7 +88,7 @@ def made(sources: Sequence[Source]) -> str:
 
 
 def written(value: dict[str, Any]) -> str:
-    """Returns the list as text, a line per use, so that a changed use is a changed line."""
+    """Returns the list as text with one use per line, so that a diff shows changed uses."""
     text = json.dumps({**value, "doors": {}}, indent=1).removesuffix("{}\n}")
     doors = []
     for door, listed in value["doors"].items():
@@ -100,7 +101,7 @@ def written(value: dict[str, Any]) -> str:
 
 
 def stale() -> str:
-    """Returns the reason why the list is stale; empty if it is not."""
+    """Returns the reason why the list is out of date; an empty string if it is up to date."""
     text = LIST.read_text()
     uses = Uses.read(text)
     tested = {f"{line[0]}.{line[1]}" for door in TESTED for line in supported(door)}
@@ -119,7 +120,8 @@ def stale() -> str:
 
 
 def newest() -> list[str]:
-    """Returns the differences of the newest release of the index."""
+    """Returns the differences between the list and the newest release of vLLM on the package
+    index."""
     source = release(lines()[-1], CACHE)
     uses = Uses.read(LIST.read_text())
     found = [f"{door}: {line}" for door in uses.doors for line in differences(source, door, uses)]

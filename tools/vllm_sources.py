@@ -1,9 +1,9 @@
-"""Reads vLLM's Python sources without installing vLLM: sources of the environment, and of source
-distributions on the package index.
+"""Reads vLLM's Python sources without importing vLLM: the sources of the installed vLLM, and source
+distributions from the package index.
 
-A source distribution (some 45 MB) is fetched once; its Python files are kept in `cache`. If the
-index can't be reached, kept files serve; without them `Unreachable` gives the reason.
-"""
+A source distribution (some 45 MB) is fetched once; its Python files are kept in the folder `cache`.
+If the index can't be reached, the kept files are used. If they are missing too, raises
+`Unreachable` with the reason."""
 
 import importlib.util
 import os
@@ -24,23 +24,23 @@ ARCHIVE = re.compile(r'href="([^"#]*/vllm-((\d+)\.(\d+)\.(\d+)(?:\.post\d+)?)\.t
 
 
 class Unreachable(Exception):
-    """The index does not answer, or has no such release."""
+    """The package index does not answer, or does not have the wanted release."""
 
 
 class Source(Protocol):
-    """The sources of a version. A path begins with `vllm/`."""
+    """The source files of a vLLM version. Their paths begin with `vllm/`."""
 
     name: str
 
     def read(self, path: str) -> str | None:
-        """Returns a file's text; None if there is no such file."""
+        """Returns a file's text; None if the file does not exist."""
 
     def paths(self) -> list[str]:
-        """Returns the paths of all Python files, in order."""
+        """Returns the paths of all Python files, sorted."""
 
 
 class Folder(Files):
-    """Sources in a folder that has `vllm`, with a name."""
+    """The sources of a vLLM version in a folder that has a subfolder `vllm`."""
 
     def __init__(self, name: str, root: Path) -> None:
         super().__init__(root)
@@ -52,7 +52,7 @@ class Folder(Files):
 
 
 def installed() -> Folder:
-    """Returns the vLLM of this environment. Raises Unreachable."""
+    """Returns the sources of the installed vLLM. Raises Unreachable."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise Unreachable("vLLM is not installed here")
@@ -60,7 +60,7 @@ def installed() -> Folder:
 
 
 def release(line: Line, cache: Path) -> Folder:
-    """Returns the newest release of a line such as (0, 33). Raises Unreachable."""
+    """Returns the sources of the newest release of a line such as (0, 33). Raises Unreachable."""
     try:
         found = [one for one in _releases() if one[0][:2] == line]
         if not found:
@@ -75,7 +75,7 @@ def release(line: Line, cache: Path) -> Folder:
 
 
 def exact(version: str, cache: Path) -> Folder:
-    """Returns a release such as 0.33.0. Raises Unreachable."""
+    """Returns the sources of a release such as 0.33.0. Raises Unreachable."""
     folder = cache / f"vllm-{version}"
     if folder.exists():
         return _folder(folder)
@@ -89,7 +89,8 @@ def exact(version: str, cache: Path) -> Folder:
 
 
 def lines() -> list[Line]:
-    """Returns the release lines of the index, oldest first. Raises Unreachable."""
+    """Returns the release lines on the package index, such as (0, 33), oldest first. Raises
+    Unreachable."""
     try:
         return sorted({(major, minor) for (major, minor, _), _, _ in _releases()})
     except OSError as error:
@@ -97,7 +98,7 @@ def lines() -> list[Line]:
 
 
 def _kept(version: str, url: str, cache: Path) -> Folder:
-    """Returns a release's sources, fetched the first time. Raises OSError."""
+    """Returns a release's sources. Fetches them if they are not in `cache`. Raises OSError."""
     folder = cache / f"vllm-{version}"
     if not folder.exists():
         _fetch(url, folder)
@@ -109,8 +110,8 @@ def _folder(path: Path) -> Folder:
 
 
 def _fetch(url: str, folder: Path) -> None:
-    """Makes a folder of a source distribution's Python files. The folder appears only when it is
-    complete. Raises OSError."""
+    """Fetches a source distribution and writes its Python files to `folder`. The folder appears
+    only when it is complete. Raises OSError."""
     print(f"fetching {url}", flush=True)
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -129,7 +130,8 @@ def _fetch(url: str, folder: Path) -> None:
 
 
 def _releases() -> list[tuple[tuple[int, int, int], str, str]]:
-    """Returns number, version and address of each source distribution. Raises OSError."""
+    """Returns number, version and address of each source distribution on the package index. Raises
+    OSError."""
     request = urllib.request.Request(f"{INDEX.rstrip('/')}/vllm/", headers={"Accept": "text/html"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as page:
         found = ARCHIVE.findall(page.read().decode())

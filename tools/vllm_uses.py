@@ -1,10 +1,9 @@
-"""A connector module's uses of vLLM, compared with a version's sources: imports, calls, attributes,
-overridden methods.
+"""Finds a connector module's uses of vLLM and compares them with a version's sources: imports,
+calls, attributes, overridden methods.
 
-Types are followed from the names in `PARAMETERS` through annotations, assignments and loops. A
-value of unknown type is passed over; `num_checked` counts the others. `forms` has each use in the
-form of the list that ships with the connector (`hotkv_vllm.compat.uses`).
-"""
+Types are inferred from the names in `PARAMETERS`, annotations, assignments and loops. Values of
+unknown type are skipped; `num_checked` counts the uses that were compared. `forms` has each use in
+the format of the list that is shipped with the connector (`hotkv_vllm.compat.uses`)."""
 
 import ast
 from collections.abc import Iterator
@@ -37,17 +36,19 @@ PARAMETERS = {
     "connector_output": "vllm.v1.outputs.KVConnectorOutput",
     "blocks": "vllm.v1.core.kv_cache_manager.KVCacheBlocks",
 }
-"""Classes of parameters and attributes that are annotated `Any`, or of another object's attribute
-of that name (`state.request`)."""
+"""Classes of vLLM by the names of parameters and attributes that hold their objects. The names are
+annotated `Any`, or belong to another object (`state.request`)."""
 
 OWNERS = {"self", "state", "engine", "_engine"}
-"""Names of our objects. Their attributes whose names are in `PARAMETERS` hold objects of vLLM."""
+"""Names of variables that hold hotkv's objects. Attributes of these objects that `PARAMETERS` names
+hold objects of vLLM."""
 OURS = {"KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshakeMetadata"}
-"""Empty classes of vLLM's whose values are instances of our subclasses."""
+"""Empty classes of vLLM whose values are instances of hotkv's subclasses."""
 
 
 class Uses:
-    """Compares a module. `problems` has a line for each difference."""
+    """The uses of vLLM in one module, compared with a vLLM version. `problems` has a line for each
+    difference."""
 
     def __init__(self, names: Names, path: str, tree: ast.Module) -> None:
         self._names = names
@@ -85,7 +86,7 @@ class Uses:
                 self._follow(node, {})
 
     def _use(self, module: str, name: str, found: Found) -> tuple[str, str]:
-        """Adds a use; returns its key in `forms`."""
+        """Records a use in `forms`. Returns its key there."""
         key = (module, name)
         if key not in self.forms:
             self.forms[key] = form_of(self._names, found, is_member="." in name)
@@ -151,8 +152,8 @@ class Uses:
         self._follow(function, types)
 
     def _follow(self, scope: ast.AST, types: dict[str, Type]) -> None:
-        """Walks through a function, a class's body or a module, without the functions and classes
-        defined in it."""
+        """Walks through a function, a class body or a module, and infers the types of its
+        variables. Leaves out functions and classes defined in it."""
         for node in self._in_order(scope):
             if isinstance(node, ast.Assign):
                 value = self._type(node.value, types)
@@ -167,7 +168,8 @@ class Uses:
                 self._type(node, types)
 
     def _in_order(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yields nodes in Python's order: the loops of a comprehension before its element."""
+        """Yields syntax nodes in the order in which Python evaluates them: the loops of a
+        comprehension before its element."""
         for child in sorted(
             ast.iter_child_nodes(node), key=lambda child: not isinstance(child, ast.comprehension)
         ):
@@ -190,7 +192,7 @@ class Uses:
                 self._bind(element, item, None, types)
 
     def _type(self, node: ast.expr, types: dict[str, Type]) -> Type:
-        """Returns the type of an expression; records attributes and calls that vLLM does not
+        """Returns the type of an expression. Records attributes and calls that vLLM does not
         have."""
         if isinstance(node, ast.Name):
             return types[node.id] if node.id in types else self._imported(node.id)
@@ -207,8 +209,7 @@ class Uses:
         return None
 
     def _imported(self, name: str) -> Type:
-        """Returns the meaning of an imported name: a class or module itself, or a variable's
-        type."""
+        """Returns the type of an imported name: a class or module itself, or a variable's type."""
         full = self._imports.get(name, "")
         found = self._names.find(full) if full else None
         if found is None or isinstance(found.node, FunctionDef):
@@ -225,8 +226,9 @@ class Uses:
         return self._names.value(found) if found is not None else None
 
     def _member(self, node: ast.Attribute, kind: Type) -> Found | None:
-        """Returns the definition of an attribute of a value of this type, and records its use; None
-        if it is unknown or, which is a problem, missing."""
+        """Returns the definition of an attribute that belongs to a value of this type, and records
+        its use. Returns None if the type is unknown. If vLLM lacks the attribute, records a problem
+        and returns None."""
         if isinstance(kind, Scope) and kind.found.node is Module.node:
             owner, name = None, node.attr
             module = kind.name
@@ -298,7 +300,8 @@ class Uses:
     def _call_of(
         self, node: ast.Call, use: tuple[str, str], found: Found, *, is_member: bool
     ) -> Type:
-        """Checks a call of a class or function; returns the type of its value."""
+        """Checks a call of a class or function against its parameters. Returns the type of the
+        result."""
         has_self = True
         parameters: ast.arguments | None
         if isinstance(found.node, ast.ClassDef):
@@ -321,13 +324,13 @@ class Uses:
 
 
 def _last_name(node: ast.expr) -> str:
-    """Returns `c` of `a.b.c`; empty for other expressions."""
+    """Returns `c` for the expression `a.b.c`; an empty string for other expressions."""
     return getattr(node, "id", getattr(node, "attr", ""))
 
 
 def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
-    """Returns a text that names calls which a method of vLLM's accepts and its override refuses;
-    empty if there are none."""
+    """Compares an overriding method with vLLM's method. Returns a text about calls that vLLM's
+    method accepts and the override does not; an empty string if there are none."""
     if kind_of(ours) != kind_of(theirs):
         return f"is a {kind_of(theirs)} in vLLM"
     mine, base = ours.args, theirs.args
@@ -352,8 +355,8 @@ def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
 
 
 def pauses_by(names: Names) -> str:
-    """Returns the first assumption about vLLM that `hotkv_vllm.compat.checks.is_pausing` makes and
-    that does not hold; empty if all hold."""
+    """Returns a text about the first assumption of `hotkv_vllm.compat.checks.is_pausing` that does
+    not hold in a vLLM version; an empty string if all hold."""
     core = names.find("vllm.v1.engine.core.EngineCore")
     if core is None:
         return "vllm.v1.engine.core.EngineCore is not there"
@@ -379,7 +382,7 @@ def pauses_by(names: Names) -> str:
 
 
 def hooks_of(names: Names, cls: Found) -> set[str]:
-    """Returns methods and properties that a class offers to override."""
+    """Returns the names of methods and properties that a class offers to override."""
     return {
         name
         for one in names.bases(cls)

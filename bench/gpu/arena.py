@@ -1,11 +1,11 @@
-"""Measures how a GPU reads the arena: the ways that the device allows, and the speed of each for
-fragments of 8 KiB, beside plain pinned copies, in turns.
+"""Measures how fast a GPU reads the arena, in fragments of 8 KiB, in each way that the device
+allows. Plain copies from pinned memory take turns with these reads as a comparison.
 
 `python -m bench.gpu.arena [--json]`, on a machine with CuPy; some seconds, 64 MiB of host memory.
-An engine maps the arena read-only. Its device reads it in one of two ways: registered as read-only,
-or as pageable memory. `writable` is the mapping of `security.arena_writers`, which every GPU
-registers. Every byte that was pulled is compared. Runs without a server.
-"""
+An engine maps the arena read-only. Its device reads the mapping in one of two ways: registered as
+read-only memory, or as pageable memory. `writable` is the mapping of engines that
+`security.arena_writers` lists, which every GPU can register. Every byte that was pulled is
+compared. Runs without a server."""
 
 import mmap
 import os
@@ -39,7 +39,8 @@ READ_ONLY, PAGEABLE, WRITABLE = "registered read-only", "pageable", "registered 
 
 
 class Mapping:
-    """Shared memory of `num_bytes`, as the server has it (`server`) and as an engine maps it."""
+    """Shared memory of `num_bytes`, mapped once as the server maps it (`server`), and twice as
+    engines do (`writable`, `read_only`)."""
 
     def __init__(self, num_bytes: int) -> None:
         fd = os.memfd_create("arena")
@@ -54,7 +55,8 @@ class Mapping:
 
 
 class Puller:
-    """Pulls scattered fragments into pages: some blocks of each of many sequences."""
+    """Pulls scattered fragments of the arena into pages on the device: some blocks of each of many
+    sequences."""
 
     def __init__(self, kernels: "CudaArrays | HostArrays", sequences: int) -> None:
         self._kernels, self._sequences = kernels, sequences
@@ -75,7 +77,7 @@ class Puller:
         self._kernels.device.launch("pull_blocks", (LOADS, 2, self._sequences), 256, self._given)
 
     def aim(self, address: int) -> None:
-        """Makes later pulls read the arena there."""
+        """Makes later pulls read the arena at this address."""
         xp, base = self._kernels.xp, self._kernels.address(self._pages)
         places = [
             Fragment(i * FRAGMENT_BYTES, base + i * FRAGMENT_BYTES, FRAGMENT_BYTES)
@@ -95,11 +97,11 @@ class Puller:
         )  # fmt: skip
 
     def copy(self) -> None:
-        """Copies as many bytes by CUDA's plain copy call."""
+        """Copies as many bytes as a pull does, by CUDA's plain copy call."""
         self._kernels.copy_in(self._flat, self._pinned)
 
     def check(self, content: U8) -> None:
-        """Raises ValueError unless every byte is where it belongs."""
+        """Raises ValueError unless every byte is in its right place."""
         held = self._kernels.device.read(self._pages).reshape(len(self._targets), -1)
         expected = content.reshape(-1, self._block_bytes)[self._sources.reshape(-1)]
         if not np.array_equal(held[self._targets], expected):
@@ -118,7 +120,8 @@ def allowed() -> tuple[bool, bool]:
 
 
 def pulled_share(puller: Puller, kernels: "CudaArrays | HostArrays", rounds: int) -> float:
-    """Returns the rate of pulls over the rate of plain copies, measured in turns."""
+    """Measures pulls and plain copies in turns. Returns the rate of pulls divided by the rate of
+    plain copies."""
     pulls, copies = [], []
     for number in range(rounds + 2):
         pull_ms = kernels.milliseconds(puller.pull)
@@ -130,7 +133,8 @@ def pulled_share(puller: Puller, kernels: "CudaArrays | HostArrays", rounds: int
 
 
 def measure(kernels: "CudaArrays | HostArrays", rounds: int, sequences: int) -> list[Figure]:
-    """Measures all ways that the device allows. The ways that an engine uses have a target."""
+    """Measures reads of the arena in all ways that the device allows. Returns the figures; only the
+    ways that engines use have a target."""
     puller = Puller(kernels, sequences)
     mapping = Mapping(2 * puller.num_bytes)
     registers, pageable = allowed()

@@ -1,12 +1,13 @@
-"""Sequences whose blocks are in host memory, except sinks and recent window. Runs without an
-engine, and passes to the device the data that an engine's worker would pass.
+"""Sequences whose blocks are in host memory, except the sinks (first blocks) and the recent window.
+Runs the kernels of sparse decode without an engine, and passes to the device the data that an
+engine's worker would pass.
 
 Always true: all layers and sequences read the same host pages, but have separate pages in the
-cache, so the bytes moved are the same as with separate host pages. Each sequence and layer has its
-own representations.
+device's cache. So as many bytes are moved as with separate host pages. Each sequence and layer has
+separate representations (compact forms of blocks' keys, for scoring).
 
-Pages are [H, N, 2, D] in float16: H KV heads, N tokens, keys and values side by side, D channels.
-"""
+Pages are [H, N, 2, D] in float16: H KV heads, N tokens, keys and values side by side, D
+channels."""
 
 import mmap
 from collections.abc import Callable
@@ -37,7 +38,7 @@ SMALL_CONFIG = SparseConfig(
     min_context_tokens=0,
     residency="host",
 )
-"""Shape for a made-up device."""
+"""Settings for a simulated device."""
 U8 = npt.NDArray[np.uint8]
 
 
@@ -47,8 +48,8 @@ def page_bytes_of(shape: ModelShape) -> int:
 
 
 def random_pages(num_blocks: int, page_bytes: int) -> U8:
-    """Returns random keys and values in float16, of either sign and 0.5 to 1 in size, in memory
-    that can be registered: uint8 [blocks, bytes]."""
+    """Returns random keys and values in float16, with random signs and absolute values from 0.5 to
+    1, in memory that can be registered: uint8 [blocks, bytes]."""
     memory = np.frombuffer(mmap.mmap(-1, num_blocks * page_bytes), np.uint8)
     rng, words = np.random.default_rng(1), memory.view(np.uint64)
     for start in range(0, len(words), 1 << 22):
@@ -61,7 +62,7 @@ def random_pages(num_blocks: int, page_bytes: int) -> U8:
 
 
 def registered(pages: U8) -> MappedArena:
-    """Returns the pages as memory that the device reads. Ends the program if they can't be
+    """Registers the pages, so that the device can read them. Ends the program if they can't be
     registered."""
     arena = MappedArena(pages.reshape(-1), is_writable=True)
     arena.start()
@@ -71,10 +72,11 @@ def registered(pages: U8) -> MappedArena:
 
 
 class Context:
-    """Sequences of equal length, a row each.
+    """Sequences of equal length, each a row of the batch.
 
-    place: the address of an array of the device.
-    is_away: False: all blocks are on the device, chosen and attended to in the same way.
+    place: returns the address of an array on the device.
+    is_away: True: old blocks are only in host memory. False: all blocks are on the device; choice
+        and attention are the same.
     """
 
     def __init__(
@@ -93,7 +95,8 @@ class Context:
         is_away: bool = True,
         query_kind: str = "float32",
     ) -> None:
-        """Takes `arena` as uint8 [blocks, page bytes]; the device reads it at `address`."""
+        """Sets the context up. `arena` is uint8 [blocks, page bytes]; the device reads it at
+        `address`."""
         self.device, self.config, self.arena, self.shape = device, config, arena, shape
         self.num_tokens, self.num_rows, self._place = num_tokens, rows, place
         self.page_bytes, self._is_away, self._kind = page_bytes_of(shape), is_away, query_kind
@@ -176,14 +179,15 @@ class Context:
                 self.residents.give_back(row, self.freed)
 
     def fill(self, content: Callable[[int, np.ndarray], None]) -> None:
-        """Calls `content(layer, pages)` for each layer, which writes the arena's blocks to the
-        pages (int32 [rows, blocks]) on the device: all blocks, or sinks and recent window only.
+        """Calls `content(layer, pages)` for each layer. `content` must write the arena's blocks to
+        the device's pages `pages` (int32 [rows, blocks]): all blocks, or only sinks and recent
+        window.
         Page 0 is not used."""
         for layer in range(len(self.caches)):
             content(layer, self._table[:, : len(self.arena)])
 
     def rename(self) -> None:
-        """Names each row by the block into which the next step writes its token."""
+        """Names each row by the device block into which its next token is written."""
         blocks = (self._lengths - 1) // BLOCK_TOKENS
         self.residents.name_rows(
             {
@@ -197,7 +201,7 @@ class Context:
 
     def catch_up(self) -> None:
         """Builds the representations of whole contexts in all layers, from keys in the arena and in
-        pages."""
+        device pages."""
         self.work.begin_batch(self.batch)
         count, found = self.num_tokens // BLOCK_TOKENS, self.residents
         for number, layer in enumerate(self.layers):
@@ -208,7 +212,7 @@ class Context:
         self._start_rows()
 
     def advance(self, *, asks: bool = True) -> None:
-        """Does the host's work between two steps: lengthens each context by a token, and draws new
+        """Does the host's work between two steps: lengthens each context by a token. Draws new
         queries if `asks`."""
         self._lengths += 1
         self.device.write(self.tokens, (0,), self._lengths)
@@ -219,18 +223,19 @@ class Context:
         self.rename()
 
     def step(self) -> None:
-        """Queues a decode step on the device; no part of it needs the host."""
+        """Queues a decode step on the device. No part of the step needs the host."""
         self.begin_step()
         for number in range(len(self.layers)):
             self.layer_step(number, self.query, self._kind)
 
     def begin_step(self) -> None:
-        """Begins a step, before the first layer."""
+        """Queues the part of a step that comes before the first layer."""
         self.work.begin_batch(self.batch)
 
     def layer_step(self, number: int, query: Array, kind: str) -> None:
-        """Runs a layer's step: from its new keys, by queries [rows, query heads, channels], to the
-        block table for attention."""
+        """Queues a layer's part of a step: builds representations of newly completed blocks,
+        selects blocks by the queries [rows, query heads, channels], and writes the block table for
+        attention."""
         layer, residents, rows = self.layers[number], self.residents, self.num_rows
         size = self.shape.head_size
         layer.build(
@@ -240,8 +245,8 @@ class Context:
         layer.step(Queries(query, kind, self.shape.heads * size, size))
 
     def stage(self, target: Array, count: int | None = None) -> None:
-        """Copies a layer's whole context, or its first `count` blocks, to `target`, one block after
-        the other."""
+        """Copies a layer's whole context, or its first `count` blocks, to `target`, as consecutive
+        blocks."""
         self.residents.stage(
             0,
             self.freed if count is None else count,
@@ -258,8 +263,8 @@ class Context:
         return int(self.device.read(self.work.faults)[2])
 
     def check(self) -> int:
-        """Compares the hot slots of blocks that are away, in all layers, with the arena. Returns
-        the number of such slots. Raises ValueError if a slot differs."""
+        """Compares the hot slots that hold blocks from host memory with the arena, in all layers.
+        Returns the number of such slots. Raises ValueError if a slot differs."""
         count = 0
         faults = self.device.read(self.work.faults)
         if faults[0] or faults[1]:

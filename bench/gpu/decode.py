@@ -1,17 +1,16 @@
-"""Decodes over contexts in host memory with an 8B-shaped dummy model and torch's attention, beside
-the same model over contexts that are on the device as a whole.
+"""Compares decoding over contexts in host memory with decoding over contexts that are wholly on the
+device. Uses a dummy model with the shape of an 8B model, and torch's attention.
 
 `python -m bench.gpu.decode [--json] [--quick]`, on a machine with torch and CuPy; a minute, 30 GB
 of device memory, 1 GiB of host memory. 32 layers, 8 KV heads of 4 query heads, d = 128, budget
-2048. Steps are CUDA graphs. The memory is the KV of a real model: `dense` counts whole contexts in
-all layers, residency its representations and pages. Queries come from random weights, so the pulls
-of a step are the hard case.
+2048. Steps are CUDA graphs. The reported memory is that of a real model: `dense` counts whole
+contexts in all layers, residency its representations (compact forms of blocks' keys) and pages.
+Queries come from random weights, so a step pulls more blocks than with a real model.
 
-Also checks that the tokens are the same as with all blocks on the device, and as with dense
-attention if the budget covers the context. Also measures what residency adds to a prefill in chunks
-of 8k: each layer copies its context from host memory and builds representations. Stores to the
-server are not included.
-"""
+Checks the tokens too: they must equal those of the same selection with all blocks on the device,
+and those of dense attention if the budget covers the context. Measures also what residency adds to
+a prefill in chunks of 8k: each layer copies its context from host memory and builds
+representations. Stores to the server are not included."""
 
 import sys
 from dataclasses import replace
@@ -36,20 +35,23 @@ from hotkv_sparse.config import SparseConfig
 
 BATCHES = (1, 3, 8)
 DENSE_ROWS = 3
-"""Number of whole contexts that fit into the memory. Residency gets the same memory."""
+"""Number of whole contexts that fit into the device memory of the comparison. Residency gets the
+same memory."""
 NUM_TOKENS, EQUAL_TOKENS, EQUAL_STEPS, STEPS = 1 << 17, 4096, 16, 24
 SMALL_TOKENS, SMALL_STEPS = 768, 3
 RATIO_TARGET = 1.66
 """The smallest speed-up over vLLM that SPIN (a publication) reports."""
 COVERED_TARGET = 0.95
-"""Sums in another order may change a token if two tokens are almost equally likely."""
+"""Below 1, because sums in another order may change a token if two tokens are almost equally
+likely."""
 OVERHEAD_TARGET = 0.55
 """ShadowKV's overhead, relative to the time to first token."""
 
 
 def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
-    """Compares the resident model's tokens with those of the same choice with all blocks on the
-    device, and with those of dense attention."""
+    """Returns two figures: the share of the resident model's tokens that equal those of the same
+    selection with all blocks on the device, and the share that equal those of dense attention with
+    a budget that covers the context."""
     count, steps = (512, SMALL_STEPS) if small else (EQUAL_TOKENS, EQUAL_STEPS)
     config = SMALL_CONFIG if small else replace(CONFIG, sparse_topk=1024)
     host = HostPages(model.shape, count)
@@ -77,7 +79,7 @@ def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
 
 
 def dense_rate(kernels: Some, model: DummyModel, rows: int, num_tokens: int, steps: int) -> float:
-    """Returns tokens a second."""
+    """Returns the tokens per second of dense decode."""
     cache = DenseCache(model, rows, num_tokens, 1)
     ids = torch.ones(rows, dtype=torch.int64, device=model.device)
     positions = torch.full_like(ids, num_tokens - 1)
@@ -93,7 +95,8 @@ def dense_rate(kernels: Some, model: DummyModel, rows: int, num_tokens: int, ste
 def resident_rate(
     kernels: Some, model: DummyModel, host: HostPages, config: SparseConfig, rows: int, steps: int
 ) -> tuple[float, int]:
-    """Returns tokens a second, and bytes of device memory for KV and representations."""
+    """Returns the tokens per second of decode over contexts in host memory, and the bytes of device
+    memory for KV and representations."""
     one = Resident(kernels, model, host, config, rows=rows, steps=steps + 4)
     context = one.context
     context.catch_up()
@@ -107,7 +110,8 @@ def resident_rate(
 
 
 def rates(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """Measures rates as the batch grows, in the memory of `DENSE_ROWS` whole contexts."""
+    """Returns the decode rates as the batch grows. For residency, returns also its memory as a
+    share of the memory of `DENSE_ROWS` whole contexts."""
     steps, config = (SMALL_STEPS, SMALL_CONFIG) if small else (STEPS, CONFIG)
     whole_bytes = host.num_tokens * model.shape.token_bytes
     figures, dense, resident = list[Figure](), list[float](), list[float]()
@@ -137,7 +141,7 @@ def rates(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> lis
 def prefill_overhead(
     kernels: Some, model: DummyModel, host: HostPages, small: bool
 ) -> list[Figure]:
-    """Measures the overhead in the prefill of a whole prompt."""
+    """Returns the time of a whole dense prefill, and the share that residency adds to it."""
     config = SMALL_CONFIG if small else CONFIG
     kernels.clear()
     found = Prefill(kernels, model, host, config, chunk=128 if small else 8192).measured()

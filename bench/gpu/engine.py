@@ -1,9 +1,10 @@
-"""An engine without vLLM: KV in torch tensors on a GPU, shown to a real server by the connector's
-own code, and plain copies beside it.
+"""A stand-in for a vLLM engine: KV in torch tensors on a GPU, which the connector's own code
+registers with a real server. Has plain copies too, as a comparison.
 
-Always true: memory that is compared or overwritten is settled on the device before the server is
-asked, unless a mark says so. With a `MadeUp` device all of it runs without a GPU, server included;
-then bytes count and times do not."""
+Always true: all queued device work on memory that is compared or overwritten has ended before the
+server is called, unless a mark (a point in the device's queue) orders the call behind it. With a
+`MadeUp` device everything, server included, runs without a GPU; then the checks of bytes are valid,
+but the times are meaningless."""
 
 import contextlib
 import json
@@ -50,7 +51,7 @@ HEADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Blocks of `layers` pages each, `num_blocks` of them.
+    """The sizes of KV memory: `num_blocks` blocks of `layers` pages each.
 
     layout: names the order of B blocks, L layers, H heads, N tokens, C channels, and K (keys and
         values apart). A contiguous run is a block in `BLHNC`, a page in `LBHNC`, half a page in
@@ -97,7 +98,7 @@ class Shape:
 
 
 class Cuda:
-    """The first GPU."""
+    """The first GPU, as the device of a benchmark."""
 
     is_made_up = False
     """If True, times on this device are meaningless."""
@@ -107,7 +108,7 @@ class Cuda:
         self.name = str(torch.cuda.get_device_name(self.device))
 
     def server_command(self) -> list[str]:
-        """Returns the command of a server that has this device, without its flags."""
+        """Returns the command that starts a server with this device, without flags."""
         return [sys.executable, "-m", "hotkv_server.cli", "run", "--copy.cuda", "on"]
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, MemoryHandle]:
@@ -116,21 +117,21 @@ class Cuda:
         return memory, cuda_handle("kv", memory.untyped_storage())
 
     def scratch(self, num_bytes: int) -> torch.Tensor:
-        """Returns uint8 [bytes] on the device, for this process alone."""
+        """Returns uint8 [bytes] on the device, which is not shared with the server."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Returns uint8 [bytes] of the host, which the device copies from and to by itself."""
+        """Returns uint8 [bytes] of pinned host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def marks(self, wanted: str) -> Marks:
-        """Returns marks at the end of the current stream; `wanted` as in the connector's
-        setting."""
+        """Returns a source of marks, each the current end of the current stream. `wanted` has the
+        values of the connector's setting `device_order`."""
         return Marks(CudaDevice(self.device), wanted)
 
     def stream(self) -> Any:
-        """Returns a context manager of a new stream; work that is queued in its `with` block goes
-        to the stream."""
+        """Returns a context manager of a new stream. Work that is queued in its `with` block goes
+        to that stream."""
         return torch.cuda.stream(torch.cuda.Stream(self.device))
 
     def synchronize(self) -> None:
@@ -147,7 +148,8 @@ class Cuda:
 
 
 class MadeUp:
-    """A device of `hotkv_server.testing`: its memory is the host's; queued work is done at once."""
+    """A simulated device of `hotkv_server.testing`: its memory is host memory, and queued work is
+    done at once."""
 
     name, is_made_up = "no GPU, a made-up device", True
 
@@ -195,7 +197,7 @@ class MadeUp:
 
 
 class _Queue:
-    """A `hotkv_vllm.worker.device_order.MarkedDevice` that does all queued work at once."""
+    """A `hotkv_vllm.worker.device_order.MarkedDevice` that does queued work immediately."""
 
     uuid, stream = uuid_of(0), 0
 
@@ -241,7 +243,8 @@ def about(side: Side) -> dict[str, object]:
 
 
 def find_side(made_up: bool) -> Side:
-    """Returns the first GPU, or a made-up GPU. Ends the program if there is no GPU."""
+    """Returns the first GPU, or a simulated one if `made_up`. Ends the program if a GPU is wanted
+    and there is none."""
     if made_up:
         print("made-up device: bytes are checked, times mean nothing", file=sys.stderr)
         return MadeUp()
@@ -260,7 +263,7 @@ LEASE_S = 600.0
 
 
 class GpuServer(Server):
-    """A server with the device, in a folder as `demo.processes.Server`."""
+    """A `demo.processes.Server` whose only device is the GPU or the simulated device."""
 
     def __init__(self, side: Side, folder: Path, arena_bytes: int, *flags: str) -> None:
         self.arena_bytes = arena_bytes
@@ -273,14 +276,14 @@ class GpuServer(Server):
         return self
 
     def devices(self) -> dict[str, Any]:
-        """Returns its only device as `hotkv devices --json` describes it, together with the
-        description of the arena."""
+        """Returns the fields that `hotkv devices --json` prints for the server's only device,
+        together with the fields about the arena."""
         answer: dict[str, Any] = json.loads(self.cli("devices", "--json"))
         return {**answer.pop("devices")[0], **answer}
 
     def wait_settled(self, *, calibrated: bool, timeout_s: float = 90.0) -> dict[str, Any]:
-        """Waits until all of the arena is pinned and copies are measured. Returns the same as
-        `devices`. Raises ChildError."""
+        """Waits until the whole arena is pinned and, if `calibrated`, the server has measured its
+        copies. Returns the same as `devices`. Raises ChildError."""
         self.wait_ready(timeout_s)
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
@@ -295,7 +298,7 @@ class GpuServer(Server):
         raise self._child.error(f"not settled: {found}")
 
     def kill(self) -> None:
-        """Kills the process, as a crash would."""
+        """Kills the process with SIGKILL, as in a crash."""
         self._child.process.kill()
         self._child.process.wait()
 
@@ -304,8 +307,9 @@ class GpuServer(Server):
 def settled(
     side: Side, arena_bytes: int, *flags: str, is_calibrated: bool = True
 ) -> Iterator[GpuServer]:
-    """Starts a server, and waits until its arena is pinned and its copies are measured, unless the
-    device is made up or `is_calibrated` is False. At the end, removes the server and its folder."""
+    """Starts a server, and waits until its arena is pinned and it has measured its copies. Skips
+    the measurement if the device is simulated or `is_calibrated` is False. At the end, removes the
+    server and its folder."""
     with (
         ends_cleanly(),
         runtime_folder(arena_bytes) as folder,
@@ -317,7 +321,7 @@ def settled(
 
 class Engine:
     """A worker's session over `memory` (uint8 [bytes] on the device). Its transfers wait for marks
-    of the kind that the server chose."""
+    (points in the device's queue) of the kind that the server chose."""
 
     def __init__(
         self, side: Side, target: str, shape: Shape, *, order: str = "host", model: str = ""
@@ -390,7 +394,7 @@ class Engine:
         return all(torch.equal(view[a], view[b]) for view in self._views)
 
     def content(self, ids: Int32s) -> bytes:
-        """Returns all bytes of these blocks, tensor by tensor."""
+        """Returns all bytes of these blocks, one tensor after the other."""
         at = self._at(ids)
         return b"".join(view[at].cpu().numpy().tobytes() for view in self._views)
 
@@ -406,7 +410,7 @@ class Engine:
         return self.session.store(name, name, [BlockRun(0, hashes, ids)], DEADLINE_S, after=after)
 
     def lease(self, hashes: Sequence[bytes]) -> str:
-        """Leases blocks that must be ready. Returns the lease's id."""
+        """Acquires a lease on blocks that must be ready. Returns the lease's id."""
         name = os.urandom(8).hex()
         grant = self.session.acquire(name, [GroupHashes(0, hashes)], LEASE_S).result(DEADLINE_S)
         if not grant.pinned[0].all():
@@ -416,7 +420,7 @@ class Engine:
         return name
 
     def load(self, lease: str, ids: Int32s, after: After | None = None) -> "Future[TransferResult]":
-        """Loads the first blocks of the lease."""
+        """Loads the first blocks of the lease into these device blocks."""
         positions = np.arange(len(ids), dtype=np.int32)
         return self.session.load(
             os.urandom(8).hex(), lease, [LoadRun(0, positions, ids)], DEADLINE_S, after=after
@@ -424,7 +428,7 @@ class Engine:
 
 
 def done(transfer: "Future[TransferResult]") -> TransferResult:
-    """Returns the result of a transfer, which must have succeeded."""
+    """Waits for a transfer. Returns its result; raises AssertionError if it failed."""
     result = transfer.result(DEADLINE_S)
     if result.status is not TransferStatus.DONE:
         raise AssertionError(f"a transfer ended as {result}")
@@ -435,12 +439,11 @@ def done(transfer: "Future[TransferResult]") -> TransferResult:
 def half_leased(
     side: Side, target: str, shape: Shape, *, order: str = "host", is_scattered: bool = False
 ) -> Iterator[tuple[Engine, Int32s, Int32s, str]]:
-    """Yields an engine with random bytes, of which half of the blocks are stored and leased: the
-    engine, the ids of that half and of the other half, and the lease.
+    """Yields an engine with random bytes, half of whose blocks are stored and leased. Yields
+    (engine, ids of the stored half, ids of the other half, lease).
 
-    Raises AssertionError at the end unless loads have made the halves equal. Deletes everything
-    that was stored.
-    """
+    The caller must load the lease into the other half: raises AssertionError at the end unless both
+    halves are equal. Deletes everything that was stored."""
     engine = Engine(side, target, shape, order=order).connected()
     try:
         engine.fill()
@@ -462,8 +465,8 @@ def half_leased(
 
 
 class PlainCopies:
-    """Copies of `num_bytes` contiguous bytes between pinned and device memory, by CUDA's plain
-    call: the ceiling."""
+    """Copies of `num_bytes` contiguous bytes between pinned and device memory by CUDA's plain call.
+    Their speed is the upper limit for the server's copies."""
 
     def __init__(self, side: Side, num_bytes: int) -> None:
         self._side = side
@@ -472,7 +475,8 @@ class PlainCopies:
         self._streams = [side.stream() for _ in range(2)]
 
     def seconds(self, *, load: bool, store: bool) -> float:
-        """Returns the seconds of a copy in each named direction, both at once."""
+        """Returns the seconds of a copy in the chosen directions. With both, the two copies run at
+        once."""
         self._side.synchronize()
         start_s = time.perf_counter()
         self.give(load=load, store=store)
@@ -480,7 +484,7 @@ class PlainCopies:
         return time.perf_counter() - start_s
 
     def give(self, *, load: bool, store: bool) -> None:
-        """Submits a copy without waiting for its end."""
+        """Submits a copy in each chosen direction, and returns without waiting."""
         if load:
             with self._streams[0]:
                 self._device[0].copy_(self._host[0], non_blocking=True)
@@ -496,7 +500,7 @@ class PlainCopies:
 
 
 def until(reached: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Blocks until `reached` returns true. Raises TimeoutError, which names `what`."""
+    """Blocks until `reached` returns true. Raises TimeoutError, with `what` in its message."""
     end_s = time.monotonic() + deadline_s
     while not reached():
         if time.monotonic() > end_s:
@@ -505,8 +509,8 @@ def until(reached: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S
 
 
 def operation_bytes(wanted_bytes: int, arenas: int) -> int:
-    """Returns the bytes of an operation: `wanted_bytes`, or less, so that `arenas` times as many
-    bytes fit into shared memory."""
+    """Returns the bytes that an operation copies: `wanted_bytes`, halved until `arenas` times as
+    many bytes fit into shared memory."""
     free = shutil.disk_usage(SHM).free if SHM.is_dir() else 0
     found = wanted_bytes
     while found > 16 * MIB and free < arenas * found + 256 * MIB:
@@ -521,8 +525,8 @@ def operation_bytes(wanted_bytes: int, arenas: int) -> int:
 
 
 def main() -> None:
-    """Runs an engine that a test kills: `python -m bench.gpu.engine TARGET BYTES [made-up]`. It
-    allocates BYTES, and then stores and loads without end."""
+    """Runs an engine that a test kills: `python -m bench.gpu.engine TARGET BYTES [made-up]`. The
+    engine allocates BYTES, and then stores and loads until it is killed."""
     side = MadeUp() if "made-up" in sys.argv[3:] else Cuda()
     num_blocks = int(sys.argv[2]) >> 20
     engine = Engine(

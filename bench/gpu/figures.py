@@ -1,8 +1,7 @@
 """Figures with targets: the results of the benchmarks of `bench.gpu`, and a table of all of them.
 
-`python -m bench.gpu.figures FOLDER` reads the last line of each `*.json` there, writes
-`summary.json` beside them and prints the table.
-"""
+`python -m bench.gpu.figures FOLDER` reads the last line of each `*.json` in FOLDER, writes
+`summary.json` beside them and prints the table."""
 
 import argparse
 import json
@@ -49,7 +48,7 @@ def gpu_parser(description: str) -> argparse.ArgumentParser:
 
 
 def print_figures(figures: Sequence[Figure], details: dict[str, object], *, as_json: bool) -> None:
-    """Prints the table, and with `--json` a JSON object as the last line."""
+    """Prints the table and, with `--json`, a JSON object as the last line."""
     print(
         table(("figure", "measured", "target", "met"), [_row(figure) for figure in figures]),
         flush=True,
@@ -71,7 +70,8 @@ def _row(figure: Figure) -> tuple[object, ...]:
 
 
 def read(path: Path) -> list[Figure]:
-    """Returns the figures of a benchmark; an empty list if it did not end."""
+    """Returns the figures in a benchmark's output; an empty list if the benchmark failed before it
+    wrote them."""
     lines = path.read_text().splitlines()
     try:
         found = json.loads(lines[-1]) if lines else {}

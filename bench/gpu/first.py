@@ -1,12 +1,11 @@
-"""Answers the two most important questions in half a minute: the speed of stores and loads beside
-plain pinned copies, and their cost.
+"""Answers the two most important questions about a GPU in half a minute: how fast stores and loads
+are beside plain pinned copies, and how much they slow the engine down.
 
-`python -m bench.gpu.first [--json]`, on a machine with a GPU; 2 GiB of device memory, 2 GiB of the
-host's. A server, 256 MiB an operation, layout LBHNC, in which a page is a run. Measures runs of 64
-and of 16 KiB, each way and both at once, in turns with plain copies; the time from submission to
-first byte; the loss of a loop of matrix products. `bench.gpu.transfer`, `latency` and `methods`
-measure the rest.
-"""
+`python -m bench.gpu.first [--json]`, on a machine with a GPU; 2 GiB of device memory, 2 GiB of host
+memory. Uses one server, 256 MiB per operation, and layout LBHNC, in which a page is a contiguous
+run. Measures runs of 64 and of 16 KiB, in each direction and in both at once, in turns with plain
+copies. Measures also the time from submission to first byte, and the slow-down of a loop of matrix
+products. `bench.gpu.transfer`, `latency` and `methods` measure the rest."""
 
 import sys
 
@@ -23,13 +22,14 @@ LEAST_ARENA_BYTES = 256 * MIB
 
 
 def shape_of(run_bytes: int, op_bytes: int) -> Shape:
-    """Returns a shape with as many blocks as two operations need; a page is a run."""
+    """Returns a shape with as many blocks as two operations need. A page is one contiguous run of
+    `run_bytes`."""
     layers = layers_of(run_bytes, op_bytes)
     return Shape(run_bytes, layers, 2 * op_bytes // layers // run_bytes, "LBHNC")
 
 
 def copies(side: Side, target: str, op_bytes: int, rounds: int) -> list[Figure]:
-    """Returns rates, relative to plain copies."""
+    """Returns the rates of stores and loads, as shares of the rate of plain copies."""
     plain, figures = PlainCopies(side, op_bytes), []
     for run_bytes in RUNS:
         times = measure(side, target, plain, shape_of(run_bytes, op_bytes), rounds)

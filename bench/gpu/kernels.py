@@ -1,8 +1,8 @@
-"""The place in which the kernels of sparse decode run in the benchmarks: the first GPU, or the CPU
-in place of a GPU (`tests.device.cuda_on_cpu`), which needs g++.
+"""The devices on which benchmarks run the kernels of sparse decode: the first GPU, or the CPU in
+place of a GPU (`tests.device.cuda_on_cpu`), which needs g++.
 
-Always true: a made-up GPU does all work at once, so its bytes count, but its times are meaningless.
-"""
+Always true: a simulated GPU does all work at once, so its bytes can be checked, but its times are
+meaningless."""
 
 import gc
 import sys
@@ -20,11 +20,11 @@ U8 = npt.NDArray[np.uint8]
 
 
 class CudaArrays:
-    """The first GPU with CuPy's arrays, on a new stream, which becomes the current stream."""
+    """The first GPU, with arrays of CuPy. Creates a stream and makes it the current stream."""
 
     is_made_up = False
     xp: Any
-    """The module of its arrays, CuPy, numpy or torch."""
+    """The module of the arrays: CuPy, numpy or torch."""
 
     def __init__(self) -> None:
         import cupy
@@ -40,7 +40,7 @@ class CudaArrays:
         return address_of(array)
 
     def milliseconds(self, run: Callable[[], None]) -> float:
-        """Returns the milliseconds that the stream takes for `run`."""
+        """Returns the time that the stream takes for the work queued by `run`, in milliseconds."""
         start, end = (self.xp.cuda.Event() for _ in range(2))
         start.record(self.stream)
         run()
@@ -49,14 +49,15 @@ class CudaArrays:
         return float(self.xp.cuda.get_elapsed_time(start, end))
 
     def captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Captures `run` as a graph of the device. Each call of the result replays it."""
+        """Captures the work of `run` as a CUDA graph. Each call of the returned function replays
+        the graph."""
         self.stream.begin_capture()
         run()
         graph = self.stream.end_capture()
         return lambda: graph.launch(self.stream)
 
     def pinned(self, num_bytes: int) -> U8:
-        """Returns host memory that the device copies by itself."""
+        """Returns pinned host memory."""
         return np.frombuffer(self.xp.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes)
 
     def copy_in(self, target: Any, source: U8) -> None:
@@ -69,7 +70,7 @@ class CudaArrays:
 
 
 class _Host:
-    """The CPU plays the device. Ends the program if there is no g++ to compile kernels."""
+    """The CPU in place of a GPU. Ends the program if there is no g++ to compile kernels."""
 
     is_made_up = True
 
@@ -90,7 +91,7 @@ class _Host:
 
 
 class HostArrays(_Host):
-    """The CPU with numpy's arrays."""
+    """The CPU in place of a GPU, with arrays of numpy."""
 
     def __init__(self) -> None:
         from tests.sparse.cuda_support import CpuDevice
@@ -113,8 +114,8 @@ class HostArrays(_Host):
 
 
 def array_kernels(made_up: bool) -> "CudaArrays | HostArrays":
-    """Returns kernels over CuPy's arrays. Ends the program if there is no GPU, or no g++ to emulate
-    it."""
+    """Returns the GPU with arrays of CuPy, or the CPU in its place. Ends the program if there is no
+    GPU, or no g++ to emulate it."""
     if made_up:
         return HostArrays()
     try:
@@ -127,7 +128,7 @@ def array_kernels(made_up: bool) -> "CudaArrays | HostArrays":
 
 
 class CudaTensors:
-    """The first GPU with torch's tensors, as a CUDA engine has them."""
+    """The first GPU, with tensors of torch, as a CUDA engine uses them."""
 
     is_made_up = False
 
@@ -165,14 +166,14 @@ class CudaTensors:
         return lambda: graph.replay()
 
     def clear(self) -> None:
-        """Frees the memory that torch caches."""
+        """Frees the device memory that torch has cached."""
         gc.collect()
         self.xp.cuda.synchronize()
         self.xp.cuda.empty_cache()
 
 
 class HostTensors(_Host):
-    """The CPU with torch's tensors."""
+    """The CPU in place of a GPU, with tensors of torch."""
 
     def __init__(self) -> None:
         import torch
@@ -191,8 +192,8 @@ class HostTensors(_Host):
 
 
 def tensor_kernels(made_up: bool) -> "CudaTensors | HostTensors":
-    """Returns kernels over torch's tensors. Ends the program if there is no GPU, or no g++ to
-    emulate it."""
+    """Returns the GPU with tensors of torch, or the CPU in its place. Ends the program if there is
+    no GPU, or no g++ to emulate it."""
     import torch
 
     if made_up:
@@ -203,7 +204,8 @@ def tensor_kernels(made_up: bool) -> "CudaTensors | HostTensors":
 
 
 def _made_up_cupy() -> ModuleType:
-    """Returns the part of CuPy that `MappedArena` uses, for a device that supports everything."""
+    """Returns a fake of the part of CuPy that `MappedArena` uses, for a device that supports
+    everything."""
 
     class Device:
         def __init__(self, number: int) -> None:

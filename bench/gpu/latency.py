@@ -1,15 +1,14 @@
-"""Measures short times on a GPU: from a load's submission to its first byte on the device, a round
-trip, and the time of an engine's thread per step.
+"""Measures three short times on a GPU: from a load's submission to its first byte on the device, a
+round trip to the server, and the time that a step takes in an engine's thread.
 
-`python -m bench.gpu.latency [--json]`, on a machine with a GPU; about half a minute. Each order
-(`events`, `flags`, `host`) has its own engine; with `host` the engine waits for the device before
-it submits.
+`python -m bench.gpu.latency [--json]`, on a machine with a GPU; about half a minute. An order is
+the way in which a transfer waits for the device's earlier work. Each order (`events`, `flags`,
+`host`) gets a separate engine. With `host` the engine waits for the device before it submits.
 
 The first byte is detected by polling the device on a separate stream. `read` is the time of a poll
 and its pause, which bounds the error. A step is the work of the connector's worker in the engine's
-thread, without vLLM: it makes a mark, sends a store and a load behind it, and looks for ended
-transfers.
-"""
+thread, without vLLM: it makes a mark (a point in the device's queue), sends a store and a load that
+wait for it, and looks for ended transfers."""
 
 import ctypes
 import sys
@@ -42,7 +41,7 @@ from hotkv_client.command.tables import table
 ORDERS = ("events", "flags", "host")
 PAGE_BYTES, LAYERS = 64 << 10, 32
 SIZES = {"1 block": 1, "16 blocks": 16, "64 blocks": 64}
-"""Blocks of 2 MiB; 16 hold 256 tokens."""
+"""Sizes of loads in blocks of 2 MiB; 16 blocks hold 256 tokens."""
 HEADLINE = "16 blocks"
 STEP_STORE_BLOCKS, STEP_LOAD_BLOCKS = 4, 4
 STEP_S, MAX_FLYING = 0.002, 32
@@ -58,12 +57,14 @@ class FirstBytes:
         self._side, self._engine, self._stream = side, engine, side.stream()
 
     def read(self, block: int) -> int:
-        """Returns the block's first byte; waits for the device."""
+        """Waits for the device, and returns the block's first byte."""
         with self._stream:
             return int(self._engine.memory[block * PAGE_BYTES].item())
 
     def of_load(self, lease: str, sources: np.ndarray, ids: np.ndarray) -> tuple[float, float]:
-        """Returns the seconds from submission to the first byte, and to the answer."""
+        """Loads a lease into the device blocks `ids`; the lease's blocks were stored from the
+        device blocks `sources`. Returns the seconds from submission until the first byte is on the
+        device, and until the server has answered."""
         engine = self._engine
         block, end_s = int(ids[0]), time.monotonic() + DEADLINE_S
         engine.memory[block * PAGE_BYTES] = 255 - self.read(int(sources[0]))
@@ -97,8 +98,8 @@ def first_byte_us(side: Side, target: str, rounds: int) -> float:
 
 
 def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
-    """Returns the time that an engine's thread takes for each of `count` steps, in microseconds.
-    Steps begin two milliseconds apart; the first tenth is left out."""
+    """Runs `count` steps, two milliseconds apart. Returns the time that each takes in the engine's
+    thread, in microseconds; the first tenth is left out."""
     flying: list[tuple[Future[TransferResult], object]] = []
     marks = engine.marks
     found = []
@@ -132,7 +133,8 @@ def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
 
 
 def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
-    """Measures an order. Raises AssertionError if the server chose another order."""
+    """Measures all times with one order (`events`, `flags` or `host`). Raises AssertionError if the
+    server chose another order."""
     shape = Shape(PAGE_BYTES, LAYERS, 2 * max(SIZES.values()), "LBHNC")
     with half_leased(side, target, shape, order=order) as (engine, ids, others, lease):
         probe = FirstBytes(side, engine)
@@ -163,7 +165,7 @@ def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
 
 
 def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> None:
-    """Reports the figures that were measured."""
+    """Prints the table and the figures with their targets."""
     rows: list[tuple[object, ...]] = []
     figures = []
     for order, one in found.items():

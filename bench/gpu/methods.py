@@ -1,12 +1,11 @@
-"""Compares each way of submitting copies to the device with `auto`: its speed, and how much matrix
-products in the engine slow down during loads.
+"""Compares each method of submitting copies to the device with the method `auto`: its speed, and
+how much loads slow down matrix products in the engine.
 
-`python -m bench.gpu.methods [--json]`, on a machine with a GPU; about 20 s a method. A server per
-method, 1 GiB an operation, pages of layout LBHNC, every load compared. The products run in a loop
-in the engine's process, in bfloat16, and the copies in the server's process; windows with and
-without loads take turns. `plain` is the slow-down while this process only does plain copies to the
-device: the least cost of loads.
-"""
+`python -m bench.gpu.methods [--json]`, on a machine with a GPU; about 20 s a method. Each method
+gets a separate server, 1 GiB per operation and pages of layout LBHNC; every load is compared. The
+products run in a loop in the engine's process, in bfloat16, and the copies in the server's process.
+Time windows with and without loads take turns. `plain` is the slow-down while this process only
+does plain copies to the device: the least slow-down that loads could cause."""
 
 import sys
 import threading
@@ -42,7 +41,7 @@ LOSS_PAGE = 64 << 10
 LOSS_TARGET = 0.03
 PRODUCT_SIZE = 8192
 WINDOW_PRODUCTS = 60
-"""Products in a window, which takes about 80 ms on an H200."""
+"""Number of products in a window, which takes about 80 ms on an H200."""
 
 
 class Products:
@@ -57,8 +56,8 @@ class Products:
         self._stream = side.stream()
 
     def window_ms(self) -> float:
-        """Returns the milliseconds of a window of the loop, by events of the device if it has
-        them."""
+        """Runs a fixed number of matrix products. Returns their time in milliseconds, measured by
+        device events if the device has them."""
         if self._side.is_made_up:
             torch.mm(self._a, self._b, out=self._out)
             return 1.0
@@ -74,25 +73,30 @@ class Products:
 
 @dataclass(slots=True)
 class Loss:
-    """Milliseconds of windows. `copies`: operations that ended while windows were timed."""
+    """Times of windows (fixed numbers of matrix products) with and without copies beside them.
+
+    copies: number of copies that ended while windows were timed.
+    """
 
     alone_ms: list[float] = field(default_factory=list)
     beside_ms: list[float] = field(default_factory=list)
     copies: int = 0
 
     def share(self) -> float:
-        """Returns the share of its speed that the loop loses while the copies run."""
+        """Returns the share of its speed that the loop of matrix products loses while the copies
+        run."""
         return 1 - median(self.alone_ms) / median(self.beside_ms)
 
     def rate(self, num_bytes: int) -> float:
-        """Returns GB/s of copies beside the loop."""
+        """Returns the rate in GB/s of the copies that run beside the loop of matrix products."""
         return self.copies * num_bytes / sum(self.beside_ms) / 1e6
 
 
 def loss_of(
     products: Products, background: Callable[[Callable[[], None]], "Background"], rounds: int
 ) -> Loss:
-    """Measures windows in turns: alone, and with the background at work."""
+    """Measures windows of matrix products in turns: alone, and while the background operation
+    runs."""
     found = Loss()
     products.window_ms()
     for _ in range(rounds):
@@ -107,7 +111,7 @@ def loss_of(
 
 
 class Background:
-    """Repeats an operation, two at a time, on threads."""
+    """Repeats an operation on two threads."""
 
     def __init__(self, operation: Callable[[], None], ended: Callable[[], None]) -> None:
         self._operation, self._ended = operation, ended
@@ -117,8 +121,8 @@ class Background:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Runs operations in the background; the block begins when the first has ended. Raises the
-        error of a failed operation."""
+        """Repeats the operation on two threads while the `with` block runs. The block begins when
+        the first operation has ended. Raises the error of a failed operation."""
         threads = [threading.Thread(target=self._run) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -147,8 +151,8 @@ class Background:
 def loss_beside_loads(
     side: Side, target: str, products: Products, shape: Shape, rounds: int
 ) -> Loss:
-    """Measures the loop's loss while the server runs loads of half the shape's blocks, one after
-    the other."""
+    """Measures how much matrix products slow down while the server loads half the shape's blocks
+    again and again."""
     with half_leased(side, target, shape) as (engine, _, others, lease):
 
         def load() -> None:
@@ -158,7 +162,7 @@ def loss_beside_loads(
 
 
 def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds: int) -> Loss:
-    """Measures the loop's loss during plain copies to the device, one after the other."""
+    """Measures how much matrix products slow down during repeated plain copies to the device."""
     own = threading.local()
 
     def copy() -> None:
@@ -171,10 +175,10 @@ def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds
 
 @dataclass(slots=True)
 class Found:
-    """Figures so far.
+    """The figures measured so far.
 
-    ratios: speed over that of plain copies, by method, page bytes and direction.
-    losses: share of its speed that the loop loses, by method.
+    ratios: speed divided by that of plain copies, by method, page bytes and direction.
+    losses: share of its speed that the loop of matrix products loses, by method.
     rates_gb_s: speed of the copies that run beside the loop, by method.
     """
 
@@ -225,7 +229,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sizes and counts of this run."""
+    """Bytes of an operation, and numbers of rounds and windows, of this run."""
 
     op_bytes: int
     rounds: int
@@ -239,7 +243,8 @@ class Plan:
 def measure_method(
     found: Found, method: str, plan: Plan, plain: PlainCopies, products: Products
 ) -> None:
-    """Measures a method, with a new server."""
+    """Starts a server with one copy method, and measures the method's speed and its effect on
+    matrix products."""
     side, arena_bytes = found.side, ARENA_OPERATIONS * plan.op_bytes
     flags = ("--copy.method", method)
     with settled(side, arena_bytes, *flags, is_calibrated=method == "auto") as server:

@@ -1,14 +1,14 @@
-"""A context of a million tokens with the shape of Qwen2.5-14B, in host memory: time to the first
-token of a prefix hit, time per token, and a whole prefill.
+"""Measures a context of a million tokens in host memory, with the shape of Qwen2.5-14B: the time to
+the first token of a prefix hit, the time per token, and the time of a whole prefill.
 
 `python -m bench.gpu.million [--json] [--quick]`, on a machine with torch and CuPy; a minute, 40 GB
-of device memory, 4 GiB of host memory (all layers read the same pages there). 48 layers, 8 KV heads
-of 5 query heads, d = 128, budget 2048; dummy weights, torch's attention, steps as CUDA graphs.
+of device memory, 4 GiB of host memory (all layers read the same pages). 48 layers, 8 KV heads of 5
+query heads, d = 128, budget 2048; dummy weights, torch's attention, steps as CUDA graphs.
 
-The first token of a hit takes two parts: representations of all layers from keys in the arena, and
-a first step. The time of a whole prefill is extrapolated: a layer's chunks of 8k are timed behind
-an empty context, half of the context and all of it.
-"""
+The first token of a hit takes two parts: building the representations (compact forms of blocks'
+keys) of all layers from keys in the arena, and a first step. The time of a whole prefill is
+extrapolated: a layer's chunks of 8k are timed after no context, after half of the context and after
+all of it."""
 
 import sys
 from time import perf_counter
@@ -29,7 +29,8 @@ OVERHEAD_TARGET = 0.55
 
 
 def decode(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """Returns the times of a hit's first token and of later tokens."""
+    """Returns the time to a hit's first token, the time per later token, and the pages pulled per
+    token."""
     steps, config = (SMALL_STEPS, SMALL_CONFIG) if small else (STEPS, CONFIG)
     one = Resident(kernels, model, host, config, rows=1, steps=steps + 4)
     context, began_s = one.context, perf_counter()
@@ -48,7 +49,8 @@ def decode(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> li
 
 
 def prefill(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """Computes the figures of a whole prompt from chunks."""
+    """Returns the time of a whole prefill, extrapolated from chunks, and the share that residency
+    adds."""
     config = SMALL_CONFIG if small else CONFIG
     found = Prefill(kernels, model, host, config, chunk=128 if small else 8192).measured()
     total_s = found.dense_s + found.added_s

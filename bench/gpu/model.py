@@ -15,12 +15,13 @@ import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A layer's attention in a decode step: its number, q [B, Q, D], k and v [B, H, D] to [B, Q, D]."""
+"""A layer's attention in a decode step: maps the layer's number, q [B, Q, D], k and v [B, H, D] to
+the output [B, Q, D]."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a decoder with SwiGLU and grouped queries."""
+    """The sizes of a decoder with SwiGLU and grouped-query attention."""
 
     name: str
     layers: int
@@ -33,25 +34,25 @@ class ModelShape:
 
     @property
     def heads(self) -> int:
-        """Returns Q."""
+        """Returns the number of query heads."""
         return self.kv_heads * self.group
 
     @property
     def token_bytes(self) -> int:
-        """Returns the KV bytes of a token in all layers, two bytes a value."""
+        """Returns the KV bytes of a token in all layers, with two bytes per value."""
         return self.layers * self.kv_heads * self.head_size * 4
 
 
 LLAMA_8B = ModelShape("8B", 32, 4096, 8, 4, 128, 14336, 128256)
 QWEN_14B = ModelShape("14B", 48, 5120, 8, 5, 128, 13824, 152064)
 TINY = ModelShape("tiny", 2, 64, 2, 2, 32, 96, 97)
-"""Shape for a made-up device."""
+"""A shape for a simulated device."""
 
 
 class DummyModel:
-    """A model with random weights.
+    """A decoder with random weights.
 
-    kind: type of the weights: float16 on a GPU, float32 on a CPU.
+    kind: dtype of the weights: float16 on a GPU, float32 on a CPU.
     """
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
@@ -74,8 +75,8 @@ class DummyModel:
         return weight.normal_(std=1 / math.sqrt(rows))
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Returns the next token of each row, [rows], after `tokens` at `positions`, both int64
-        [rows]."""
+        """Returns the next token of each row, [rows], given the last tokens `tokens` at
+        `positions`, both int64 [rows]."""
         x = self._embedding[tokens]
         for layer in range(self.shape.layers):
             q, k, v = self.heads_of(x, positions)
@@ -108,12 +109,11 @@ class DummyModel:
         return torch.cat([one * cos - other * sin, other * cos + one * sin], -1).to(self.kind)
 
     def chunk(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Computes a layer of a prefill: a chunk [tokens, hidden] behind a context, whose `keys`
-        and `values` are [KV heads, tokens, channels].
+        """Computes a layer for a chunk of a prefill, [tokens, hidden], which follows a context. The
+        context's `keys` and `values` are [KV heads, tokens, channels].
 
-        The device's own attention runs over context and chunk separately. Joining the two results
-        is left out, because it costs almost nothing.
-        """
+        Torch's attention runs over context and chunk separately. Joining the two results exactly is
+        left out, because it costs almost nothing."""
         shape = self.shape
         q, k, v = self.heads_of(x, torch.arange(len(x), device=self.device))
         wide_k, wide_v = (
@@ -132,7 +132,8 @@ class DummyModel:
 
 class DenseCache:
     """Whole contexts on the device. `keys`, `values`: [layers, rows, KV heads, tokens, channels].
-    If it has fewer layers than the model, these take turns, which costs a device the same time."""
+    If the cache has fewer layers than the model, several layers of the model use the same layer of
+    the cache, which costs a device the same time."""
 
     def __init__(self, model: DummyModel, rows: int, num_tokens: int, layers: int) -> None:
         shape = model.shape
@@ -143,8 +144,8 @@ class DenseCache:
         self._group, self.length = shape.group, num_tokens
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attends over the first `length` tokens, after writing the last of them to the cache. Has
-        the signature of `Attend`."""
+        """Writes the last token to the cache, and attends over the first `length` tokens. Has the
+        signature of `Attend`."""
         at, count = layer % len(self.keys), self.length
         keys, values = self.keys[at][:, :, :count], self.values[at][:, :, :count]
         keys[:, :, count - 1], values[:, :, count - 1] = k, v

@@ -1,11 +1,10 @@
 """Measures the time per token for contexts of 16k to a million tokens in host memory, of which each
-step selects 2,048. Compares it with dense attention over the whole context on the device.
+step selects 2,048 tokens. Compares it with dense attention over the whole context on the device.
 
-`python -m bench.gpu.per_token [--json] [--quick]`, on a machine with torch and CuPy; a minute,
-40 GB of device memory, 4 GiB of host memory. The dummy 8B model of `bench.gpu.decode`, one
-sequence, steps as CUDA graphs. The context of a single layer is in memory, and all layers read it:
-so contexts that would not fit can be timed too.
-"""
+`python -m bench.gpu.per_token [--json] [--quick]`, on a machine with torch and CuPy; a minute, 40
+GB of device memory, 4 GiB of host memory. Uses the dummy 8B model of `bench.gpu.decode`, one
+sequence, and steps as CUDA graphs. Only the context of a single layer is in memory, and all layers
+read it. So contexts that would not fit can be timed too."""
 
 import copy
 import sys
@@ -26,7 +25,7 @@ STEPS, QUICK_STEPS, SMALL_STEPS = 24, 8, 3
 
 
 def beginning(host: HostPages, num_tokens: int) -> HostPages:
-    """Returns the first tokens of a context; `host` stays their owner."""
+    """Returns the first tokens of a context, as a view of the pages that `host` owns."""
     part = copy.copy(host)
     part.num_tokens, part.pages = num_tokens, host.pages[: num_tokens // BLOCK_TOKENS]
     return part

@@ -1,12 +1,11 @@
-"""Contexts in host memory on a GPU: a decode step of an 8B-shaped model, its pulls out of the
-arena, and a layer's whole context put together as a prefill needs it.
+"""Measures contexts in host memory on a GPU: a decode step with the shape of an 8B model, the pages
+that it pulls from the arena, and the assembly of a layer's whole context, which a prefill needs.
 
 `python -m bench.gpu.residency [--json] [--quick]`, on a machine with CuPy; 20 s, 4 GB of device
 memory, 512 MiB of host memory. 32 layers of 8 KV heads of 4 query heads, d = 128, blocks of 16, one
-sequence of 128k tokens, budget 2048. Keys and queries are random, the hard case: real queries
-change less from step to step. Attention itself is not timed (that is vLLM's kernel), nor is the
-model: `bench.gpu.decode` has both. Each hot slot is compared with the arena at the end.
-"""
+sequence of 128k tokens, budget 2048. Keys and queries are random, which is the hard case: real
+queries change less from step to step. Attention and the model are not timed; `bench.gpu.decode`
+times both. At the end each hot slot is compared with the arena."""
 
 import sys
 import time
@@ -34,9 +33,9 @@ SMALL_TOKENS, SMALL_STEPS = 768, 6
 def measure(
     kernels: "CudaArrays | HostArrays", num_tokens: int, *, small: bool = False
 ) -> list[Figure]:
-    """Returns all figures of a length.
+    """Returns all figures for a context of `num_tokens`.
 
-    small: a tiny model and few steps, for a made-up device.
+    small: True: a tiny model and few steps, for a simulated device.
     """
     device, shape = kernels.device, TINY if small else LLAMA_8B
     count, steps = (SMALL_TOKENS, SMALL_STEPS) if small else (num_tokens, STEPS)

@@ -1,19 +1,21 @@
-"""Residency in real vLLM on a GPU: answers of engines whose old blocks are only in host memory,
-beside an engine that holds everything.
+"""Compares real vLLM engines on a GPU: engines that keep old blocks only in host memory
+(residency), and an engine that holds the whole context on the device.
 
-`python -m bench.gpu.resident_engine [--json] [--quick]`, on a machine with a GPU and vLLM, where it
-has never run (about 20 GB of device memory, 10 GiB of host memory). The engines have the model of
-`bench.offloading --gpu` and answer the same prompts, one after the other: `dense` without hotkv,
-`covered` with a budget that covers the context, `resident` with a budget of 2048 tokens and a pool
-of 8192, a quarter of the context. `--cpu` runs it without a GPU, with a tiny model.
+`python -m bench.gpu.resident_engine [--json] [--quick]`, on a machine with a GPU and vLLM (about 20
+GB of device memory, 10 GiB of host memory); it has never run on such a machine. The engines have
+the model of `bench.offloading --gpu` and answer the same prompts, one engine after the other.
+`dense` runs without hotkv, `covered` with a budget that covers the context, and `resident` with a
+budget of 2048 tokens and a pool of 8192, a quarter of the context. `--cpu` runs all of this without
+a GPU, with a tiny model.
 
-- `covered_equal`: share of the tokens of `covered` that are those of `dense`, up to the first that
-  differs. `covered_logprob_difference`: the largest difference until there.
-- `resident_step_over_dense`: time per token. `resident_first_over_dense`: time to the first token.
-- `hit_first_over_dense`: the same of a second `resident`, which hits the prompts of the first.
+- `covered_equal`: share of the tokens of `covered` that equal those of `dense`, up to the first
+  that differs. `covered_logprob_difference`: the largest difference of logprobs up to that token.
+- `resident_step_over_dense`: ratio of the times per token. `resident_first_over_dense`: ratio of
+  the times to the first token.
+- `hit_first_over_dense`: ratio of the times to the first token, for a second engine `resident`,
+  which hits the prompts of the first.
 
-`covered` hits too.
-"""
+`covered` hits the prompts of `resident` too."""
 
 import contextlib
 import sys
@@ -28,12 +30,13 @@ from demo.random_llama import write_model
 BLOCK_TOKENS = 32
 ROUNDS = 2
 ON_CUDA = "contexts beyond device memory on CUDA"
-"""Words that an engine with residency logs."""
+"""A text that an engine with residency logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens of a context, of the small pool, of a budget, of a prefill chunk and of an answer."""
+    """Numbers of tokens: of a context, of the small pool, of a budget, of a prefill chunk and of an
+    answer."""
 
     context: int = 32_768
     pool: int = 8192
@@ -46,7 +49,8 @@ QUICK = Sizes(8192, 3072, 512, 512, 16)
 
 
 def settings(place: Place, sizes: Sizes, model: str, target: str, budget: int) -> EngineSettings:
-    """Returns the settings of an engine. budget: 0 without hotkv."""
+    """Returns the settings of an engine. `budget`: tokens that a step selects; 0 for an engine
+    without hotkv."""
     context = sizes.context + BLOCK_TOKENS
     pool = sizes.pool if budget == sizes.budget else 2 * context
     arguments = {
@@ -73,7 +77,7 @@ def settings(place: Place, sizes: Sizes, model: str, target: str, budget: int) -
 
 
 def answers(engine: Engine, place: Place, sizes: Sizes) -> list[Answer]:
-    """Returns the answers to `ROUNDS` prompts, after one that warms up."""
+    """Returns the engine's answers to `ROUNDS` prompts, after an unmeasured first prompt."""
     found = []
     for number in range(ROUNDS + 1):
         prompt = place.prompt(number, sizes.context - sizes.answer)
@@ -89,12 +93,12 @@ def answers(engine: Engine, place: Place, sizes: Sizes) -> list[Answer]:
 
 
 def step_s(answer: Answer) -> float:
-    """Returns the seconds per token after the first."""
+    """Returns the seconds per token of an answer, from its second token on."""
     return (answer.total_s - answer.ttft_s) / (len(answer.token_ids) - 1)
 
 
 def equal_share(one: Answer, other: Answer) -> float:
-    """Returns the share of tokens that come before the first different token."""
+    """Returns the share of an answer's tokens that come before the first difference."""
     pairs = list(zip(one.token_ids, other.token_ids, strict=True))
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs)) / len(pairs)
 

@@ -1,9 +1,8 @@
-"""A dummy model that decodes over contexts in host memory, with torch's attention, and the same
-model over contexts that are on the device whole.
+"""A dummy model that decodes over contexts in host memory, with torch's attention. The same model
+over contexts that are wholly on the device is the comparison.
 
-Torch's attention knows no block tables: the hot set's pages are put side by side for each layer
-first, which vLLM's kernels need not.
-"""
+Torch's attention does not support block tables. So for each layer, the pages of the hot set (the
+blocks to attend to) are first copied into one tensor, which vLLM's kernels would not need."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,7 @@ Some = CudaTensors | HostTensors
 
 
 class HostPages:
-    """A layer's pages of a context in host memory that the device reads, and the same data as keys
-    and values [KV heads, tokens, channels] on the device."""
+    """The pages of one layer's context in registered host memory, which the device reads."""
 
     def __init__(self, shape: ModelShape, num_tokens: int) -> None:
         self.shape, self.num_tokens = shape, num_tokens
@@ -38,7 +36,7 @@ class HostPages:
         self._arena.close()
 
     def parts(self, model: DummyModel) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the keys and values [H, T, D]."""
+        """Returns the keys and the values on the device, [KV heads, tokens, channels] each."""
         held = torch.from_numpy(self.pages.view(np.float16)).to(model.device)
         paged = held.view(-1, self.shape.kv_heads, BLOCK_TOKENS, 2, self.shape.head_size)
         keys, values = (
@@ -49,16 +47,17 @@ class HostPages:
 
 @dataclass(slots=True)
 class Tokens:
-    """The tokens of a step, in device memory."""
+    """The input tokens of a step and their positions, in device memory."""
 
     ids: torch.Tensor
     positions: torch.Tensor
 
 
 class Resident:
-    """`rows` sequences over `host`, decoded by `model`.
+    """Sequences over the context `host`, one for each of `rows`, decoded by `model`.
 
-    is_away: False: all blocks are on the device, and the choice is the same.
+    is_away: True: old blocks are only in host memory. False: all blocks are on the device, and the
+        selection is the same.
     """
 
     def __init__(
@@ -102,20 +101,20 @@ class Resident:
         self.context.advance(asks=False)
 
     def step(self) -> torch.Tensor:
-        """Returns the next token of each sequence, int64 [rows]. `tokens.ids` at `tokens.positions`
-        are the last tokens."""
+        """Runs a decode step. Returns the next token of each sequence, int64 [rows]. The step's
+        input are `tokens.ids` at `tokens.positions`."""
         self.context.begin_step()
         return self.model.step(self.tokens.ids, self.tokens.positions, self.attend)
 
     def go_on(self) -> None:
-        """Runs a step, and gives its answers to the next step as input."""
+        """Runs a step, and makes its output tokens the input of the next step."""
         self.tokens.ids.copy_(self.step())
         self.tokens.positions.add_(1)
 
     def step_times_ms(self, count: int) -> list[float]:
-        """Returns the milliseconds of `count` steps as a graph of the device. Each step gets the
-        answers of the step before; a step must have run before the call. Compares the hot sets with
-        the arena."""
+        """Captures a step as a CUDA graph and replays it `count` times. Returns the milliseconds of
+        each replay. Each step continues from the tokens of the step before; a step must have run
+        before the call. Compares the hot sets with the arena at the end."""
         self.advance()
         run, times_ms = self._kernels.captured(self.go_on), []
         for _ in range(count):
@@ -125,7 +124,8 @@ class Resident:
         return times_ms
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Returns an `Attend`: writes the token, chooses, pulls, and attends over the table."""
+        """Writes the new token, selects blocks, pulls missing blocks from the arena, and attends
+        over the hot set. Has the signature of `Attend`."""
         context, shape = self.context, self.model.shape
         cache: Any = context.caches[layer]
         paged = cache.view(-1, shape.kv_heads, BLOCK_TOKENS, 2, shape.head_size)
@@ -151,7 +151,8 @@ class Resident:
 def dense_tokens(
     model: DummyModel, host: HostPages, ids: list[torch.Tensor], rows: int
 ) -> list[torch.Tensor]:
-    """Returns the model's answers over whole contexts on the device, with `ids` as input tokens."""
+    """Returns the tokens that the model computes over whole contexts on the device, with `ids` as
+    input tokens."""
     cache = DenseCache(model, rows, host.num_tokens + len(ids), model.shape.layers)
     keys, values = host.parts(model)
     cache.keys[:, :, :, : host.num_tokens] = keys
@@ -167,8 +168,8 @@ def dense_tokens(
 def resident_tokens(one: Resident, ids: list[torch.Tensor] | None, steps: int) -> tuple[
     list[torch.Tensor], list[torch.Tensor]
 ]:  # fmt: skip
-    """Returns the input and output tokens of `steps` steps. The inputs are `ids`, or the model's
-    own answers if `ids` is None."""
+    """Runs `steps` steps over contexts in host memory. Returns the input tokens and the output
+    tokens of each step. The inputs are `ids`, or each step's previous output if `ids` is None."""
     one.context.catch_up()
     told, answers = [], []
     last = torch.ones_like(one.tokens.ids)
@@ -186,7 +187,7 @@ def resident_tokens(one: Resident, ids: list[torch.Tensor] | None, steps: int) -
 
 
 def equal_share(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """Returns the share of equal tokens."""
+    """Returns the share of tokens that are equal in both lists."""
     return float((torch.stack(one) == torch.stack(other)).double().mean())
 
 
@@ -199,8 +200,8 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """Seconds of a whole prompt in all layers: of a dense prefill, and of the additional work of
-    residency."""
+    """Seconds for a whole prompt in all layers: of a dense prefill (`dense_s`), and of the work
+    that residency adds (`added_s`)."""
 
     dense_s: float
     added_s: float
@@ -211,9 +212,9 @@ class PrefillTimes:
 
 
 class Prefill:
-    """Times chunks behind an empty context, half of the context and all of it. A chunk's time grows
-    with the context before it, so a prompt's time is the mean of these by Simpson's rule, for each
-    chunk and layer."""
+    """Times prefill chunks that follow no context, half of the context and all of it. A chunk's
+    time grows with the context before it. So the time of a whole prompt is extrapolated from the
+    three times by Simpson's rule, for each chunk and layer."""
 
     def __init__(
         self, kernels: Some, model: DummyModel, host: HostPages, config: SparseConfig, chunk: int
@@ -231,7 +232,7 @@ class Prefill:
         )
 
     def measured(self) -> PrefillTimes:
-        """Waits for the device."""
+        """Returns the times for a whole prompt. Waits for the device."""
         context, shape = self._context, self._model.shape
         context.catch_up()
         count = context.freed * BLOCK_TOKENS

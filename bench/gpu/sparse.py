@@ -1,18 +1,19 @@
-"""Sparse decode's kernels on a GPU: scoring and building, beside copies of the same device, in
-turns, and the whole selection step of a layer.
+"""Measures the kernels of sparse decode on a GPU: scoring blocks and building representations
+(compact forms of blocks' keys), in turns with copies on the same device, and the whole selection
+step of a layer.
 
 `python -m bench.gpu.sparse [--json]`, on a machine with CuPy; some 20 s and 6 GB of device memory.
 A layer of 8 KV heads of 4 query heads, d = 128, blocks of 16, a sequence of a million tokens. Four
-pools take turns, so that no cache holds them.
+pools take turns, so that no cache of the device holds them.
 
-The selection step is a sequence of 128k tokens in a CUDA graph of four layers, including the parts
-that layers of a step share: representations of new blocks, mass of the blocks that are always kept,
-scores, choice, hot sets, block table. Queries do not change, so no blocks are pulled.
+The selection step has a sequence of 128k tokens, in a CUDA graph of four layers. It includes the
+work that layers of a step share: representations of new blocks, the attention mass of the blocks
+that are always kept, scores, choice, hot sets (the blocks to attend to) and the block table.
+Queries do not change, so no blocks are pulled.
 
-Figures are medians, timed by events of the device. Ratios: the index's bytes per second over a
-device copy's (read and written bytes counted). Build: its share of a prefill that takes
-`--prefill-us` microseconds per token and layer.
-"""
+Figures are medians, timed by device events. The ratio of scoring is the index's bytes per second
+over those of a device copy (read and written bytes counted). The ratio of building is its share of
+a prefill that takes `--prefill-us` microseconds per token and layer."""
 
 import sys
 from typing import Any
@@ -48,7 +49,7 @@ Some = CudaArrays | HostArrays
 
 
 class Clock:
-    """Medians of milliseconds, by name."""
+    """Records the times of operations by name. `median_ms` returns the median of an operation."""
 
     def __init__(self, kernels: Some) -> None:
         self._kernels = kernels
@@ -62,7 +63,8 @@ class Clock:
 
 
 class Layer:
-    """A sequence over `num_blocks` blocks of random codes, scored from several pools in turn."""
+    """A sequence over `num_blocks` blocks with random representations, scored from several pools in
+    turn."""
 
     def __init__(self, kernels: Some, model: ModelShape, num_blocks: int, scorer: str) -> None:
         config, xp, device = SparseConfig(scorer=scorer), kernels.xp, kernels.device
@@ -125,7 +127,8 @@ class Builder:
 
 
 def step_us(kernels: Some, model: ModelShape, num_tokens: int, config: SparseConfig) -> float:
-    """Returns the microseconds per layer of whole selection steps with constant queries."""
+    """Runs whole selection steps with constant queries. Returns the median time per layer, in
+    microseconds."""
     pages = random_pages(num_tokens // BLOCK_TOKENS, page_bytes_of(model))
     arena = registered(pages)
     layers = min(STEP_LAYERS, model.layers)
@@ -168,7 +171,8 @@ def measure(
 def figures_of(
     clock: Clock, layers: dict[str, Layer], builder: Builder, copy_bytes: int, prefill_us: float
 ) -> list[Figure]:
-    """Returns ratios with their targets, then the times behind them."""
+    """Returns the ratios with their targets, and the times and rates from which they are
+    computed."""
     copy_rate, figures = 2 * copy_bytes / clock.median_ms("copy"), []
     for scorer, layer in layers.items():
         share = layer.index_bytes / clock.median_ms(f"score {scorer}") / copy_rate

@@ -1,11 +1,11 @@
-"""Store and load through the server, 1 GiB an operation, in turns with plain pinned copies of as
-many bytes in a single run.
+"""Measures stores and loads through the server on a GPU, 1 GiB per operation, in turns with plain
+pinned copies of as many contiguous bytes.
 
 `python -m bench.gpu.transfer [--json]`, on a machine with a GPU; about a minute, 6 GiB of device
-memory, 8 GiB of the host's. Times are from the client's call to its answer, without leases. Ratios
-are to the plain copy's rate in the same direction. For both directions at once they are to the sum
-of the two rates, and to plain copies both ways at once. Every load is compared on the device.
-"""
+memory, 8 GiB of host memory. Times are from the client's call to the server's answer, without the
+time for leases. Ratios are to the rate of the plain copy in the same direction. Operations in both
+directions at once are compared with the sum of the two plain rates, and with plain copies in both
+directions at once. Every load is compared on the device."""
 
 import sys
 from dataclasses import dataclass, field
@@ -29,17 +29,17 @@ from bench.servers import GIB, MIB, new_hashes
 from hotkv_client.command.tables import table
 
 PAGES = (64 << 10, 16 << 10, 4 << 10, 256 << 10, 2 << 20)
-"""Page sizes, the most telling first."""
+"""Page sizes in bytes, the most informative first."""
 LAYOUTS = ("LBHNC", "BLHNC")
 TARGETS = {4 << 10: None, 16 << 10: 0.7, 64 << 10: 0.9, 256 << 10: 0.9, 2 << 20: 0.9}
 BOTH_TARGET = 0.8
 ARENA_OPERATIONS = 5
-"""Size of the arena in operations: room for the leased blocks, and for stores beside them. When the
-room is used up, a store evicts as many bytes as it writes."""
+"""Size of the arena in operations: space for the leased blocks, and for stores beside them. When
+the space is full, a store evicts as many bytes as it writes."""
 
 
 def layers_of(page_bytes: int, operation_bytes: int) -> int:
-    """Returns 32 layers, fewer if blocks would be too large for an operation to have 16 of them."""
+    """Returns the number of layers: 32, or fewer if an operation would have less than 16 blocks."""
     return max(1, min(32, operation_bytes // 16 // page_bytes))
 
 
@@ -56,7 +56,7 @@ class Times:
         return median(self.seconds[what])
 
     def ratios(self) -> dict[str, float]:
-        """Returns shares of the ceiling by direction."""
+        """Returns the speed of each direction as a share of the speed of plain copies."""
         return {
             what: self.median(f"plain {what}") / self.median(what)
             for what in ("store", "load", "both")
@@ -64,8 +64,8 @@ class Times:
         }
 
     def of_the_sum(self) -> float:
-        """Returns the rate of both directions at once, over the sum of the rates of plain copies in
-        a single direction."""
+        """Returns the rate of both directions at once, divided by the sum of the rates of plain
+        copies in each single direction."""
         alone = 1 / self.median("plain store") + 1 / self.median("plain load")
         return 2 / self.median("both") / alone
 
@@ -79,7 +79,7 @@ def measure(
     *,
     with_both: bool = True,
 ) -> Times:
-    """Measures a layout and page size, in turns with the ceilings.
+    """Measures stores and loads with one layout and page size, in turns with plain copies.
 
     shape: has the blocks of two operations.
     """
@@ -105,7 +105,7 @@ def measure(
 
 
 def figures_of(found: dict[tuple[str, int], Times]) -> list[Figure]:
-    """Returns figures for each page size: the worse of both layouts."""
+    """Returns the figures for each page size, each the worse of the two layouts."""
     figures = []
     for page_bytes, target in TARGETS.items():
         ratios = [times.ratios() for (_, size), times in found.items() if size == page_bytes]
@@ -133,7 +133,7 @@ def report(
     *,
     as_json: bool,
 ) -> None:
-    """Reports the figures that were measured."""
+    """Prints the server's own measurements of its copies, the table and the figures."""
     speeds = {
         (s["direction"], s["page_byte_count"], s["method"]): s["gb_per_s"]
         for s in devices.get("speeds", ())

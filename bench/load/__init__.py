@@ -1,1 +1,2 @@
-"""Parts of `bench.soak` and `bench.multi_turn`: clients, conversations, engines and caches."""
+"""Modules shared by `bench.soak` and `bench.multi_turn`: clients, conversations, engines and
+caches."""

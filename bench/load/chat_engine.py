@@ -1,12 +1,12 @@
-"""A vLLM engine that holds conversations, as a child process: `python chat_engine.py SETTINGS`,
-with arguments of `vllm.LLM` as JSON.
+"""A vLLM engine that runs conversations, as a child process: `python chat_engine.py SETTINGS`, with
+arguments of `vllm.LLM` as JSON.
 
-Reads a JSON request a line on stdin (`conversations`, in the form of `bench.load.conversations`,
-and `clients`) and answers a JSON line on stdout. Needs vLLM and no module of hotkv, because other
-caches run in separate environments.
+Reads a JSON request per line from stdin: `conversations`, in the form of
+`bench.load.conversations`, and `clients`, a number of clients. Answers with a JSON line on stdout.
+Needs vLLM but no module of hotkv, because it also runs in the environments of other caches.
 
-Each client takes the conversation that has waited longest, asks its next turn, and puts it back.
-"""
+Each client takes the conversation that has waited longest, sends its next turn, and then puts the
+conversation back into the queue."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from typing import Any
 
 
 def hold(llm: Any, conversations: list[dict[str, Any]], num_clients: int) -> dict[str, Any]:
-    """Lets the clients go through all conversations. Returns the seconds that it took, and for each
-    turn: seconds to the first token, tokens of the prompt, cached tokens of the prompt, and tokens
-    of the answer."""
+    """Runs all turns of all conversations, with `num_clients` at a time. Returns the seconds that
+    it took, and for each turn: seconds to the first token, tokens of the prompt, cached tokens of
+    the prompt, and tokens of the answer."""
     from vllm import SamplingParams
 
     engine, began_s = llm.llm_engine, time.perf_counter()
@@ -53,7 +53,7 @@ def hold(llm: Any, conversations: list[dict[str, Any]], num_clients: int) -> dic
 
 
 def main() -> int:
-    """Loads the model, says ready, then holds conversations until stdin ends."""
+    """Loads the model, reports that it is ready, and then runs conversations until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     import vllm

@@ -1,18 +1,18 @@
-"""Clients of a server under load. Each process runs a kind of client: `python -m bench.load.clients
-KIND TARGET ...`.
+"""Clients of a server under load. Each process runs one kind of client: `python -m
+bench.load.clients KIND TARGET ...`.
 
 `traffic SESSIONS SECONDS RATE SEED`: many sessions that look up, store and load, at full speed or
 at a given rate. Prints a JSON object: number of operations by kind, errors by reason, and
-latencies of lookups in ms. RATE: operations a second over all sessions, open loop (latency counts
-from the time at which an operation was due); 0 for closed loop. Sessions share a universe of
-blocks, four times the size of the arena.
+latencies of lookups in ms. RATE: operations per second over all sessions, open loop (latency
+counts from the time at which an operation was due); 0 for closed loop. All sessions draw from
+the same set of blocks, four times the size of the arena.
 
 Hostile clients run until they are killed:
-- `flood`: calls without waiting for answers.
-- `garbage`: bytes that are no messages, streams of nonsense.
-- `deaf`: a session that asks for much and never reads.
-- `spin`: not a client, only a process that keeps a processor busy. The other kinds are compared
-  with it.
+- `flood`: makes calls without waiting for answers.
+- `garbage`: sends random bytes in place of messages, in single calls and in streams.
+- `deaf`: a session that sends many requests and never reads an answer.
+- `spin`: no client, only a process that keeps a processor busy. The other kinds are compared with
+  it.
 """
 
 import collections
@@ -45,13 +45,13 @@ CALL_TIMEOUT_S = 10.0
 
 
 def universe() -> list[bytes]:
-    """Returns the hashes of all blocks; the same in every process."""
+    """Returns the hashes of all blocks that clients use; the same in every process."""
     return [random.Random(number).randbytes(32) for number in range(UNIVERSE_BLOCKS)]
 
 
 @dataclass
 class Tally:
-    """Counts of a session."""
+    """The operations, errors and lookup latencies of a session."""
 
     done: "collections.Counter[str]" = field(default_factory=collections.Counter)
     errors: "collections.Counter[str]" = field(default_factory=collections.Counter)
@@ -59,7 +59,7 @@ class Tally:
 
 
 class Client:
-    """A session and its thread."""
+    """A session with the server that runs random operations on a thread."""
 
     def __init__(self, target: str, number: int, hashes: list[bytes], seed: int) -> None:
         self.tally = Tally()
@@ -78,7 +78,8 @@ class Client:
     def run(self, until_s: float, rate: float) -> None:
         """Runs operations until the time `until_s`.
 
-        rate: operations a second of this session; 0: each follows the last at once.
+        rate: operations per second of this session; 0: each operation starts when the previous one
+            has ended.
         """
         due_s = time.monotonic()
         while due_s < until_s:
@@ -143,7 +144,7 @@ class Client:
 
 def traffic(target: str, *options: str) -> None:
     """Connects the sessions, prints `connected`, waits for a line on standard input, and then runs
-    the operations."""
+    the operations. Prints the counts and latencies as JSON."""
     sessions, seed = int(options[0]), int(options[3])
     seconds, rate = float(options[1]), float(options[2])
     hashes = universe()
@@ -181,7 +182,7 @@ def _as_is(message: bytes) -> bytes:
 
 
 def flood(target: str) -> None:
-    """Sends lookups and stores of as many blocks as fit, without waiting for answers."""
+    """Sends lookups and leases of all blocks, without waiting for answers."""
     engine = PagedEngine(target, model="hostile", engine_id=f"hostile-{os.getpid()}").connect(60.0)
     hashes = universe()
     while True:
@@ -209,7 +210,7 @@ def garbage(target: str) -> None:
 
 
 def deaf(target: str) -> None:
-    """Sends lookups for ever and reads no answer."""
+    """Sends lookups endlessly and reads no answer."""
     from hotkv_client import channels
     from hotkv_client.wire import requests as _wire
 

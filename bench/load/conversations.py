@@ -1,6 +1,6 @@
-"""Conversations of several turns, with the shape of vLLM's `benchmarks/multi_turn`: a prefix that
-all conversations share, a prefix of each conversation, and turns of some tokens that ask for an
-answer of some tokens."""
+"""Generates conversations of several turns, with the shape of vLLM's `benchmarks/multi_turn`: a
+prefix that all conversations share, a prefix of each conversation, and turns. In each turn the
+client sends some tokens and wants an answer of some tokens."""
 
 import math
 import random
@@ -10,7 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The client says `tokens`, and asks for an answer of `answer_tokens` tokens."""
+    """A turn of a conversation: the client sends `tokens`, and wants an answer of `answer_tokens`
+    tokens."""
 
     tokens: list[int]
     answer_tokens: int
@@ -18,25 +19,25 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`prefix`: the tokens before its first turn."""
+    """A conversation of several turns. `prefix`: the tokens before its first turn."""
 
     prefix: list[int]
     turns: list[Turn]
 
     @property
     def num_tokens(self) -> int:
-        """Counts the tokens of all questions and answers."""
+        """Returns the number of tokens of the prefix, all questions and all answers."""
         said = sum(len(turn.tokens) + turn.answer_tokens for turn in self.turns)
         return len(self.prefix) + said
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of conversations. Pairs are bounds of evenly distributed numbers, both included. By
-    default answers are short, so that they take little of a turn.
+    """The sizes of conversations. Pairs are inclusive bounds of uniformly distributed numbers. By
+    default answers are short, so that they take little of a turn's time.
 
     prefix_tokens: median and maximum of a lognormal distribution.
-    words: the token ids that occur.
+    words: the range of the token ids.
     """
 
     num_turns: tuple[int, int] = (3, 5)
@@ -59,7 +60,7 @@ fit into 6,144 tokens together with their turns."""
 
 
 def conversations(seed: int | str, num_tokens: int, shape: Shape) -> list[Conversation]:
-    """Returns conversations with at least `num_tokens` tokens together. Equal seeds give equal
+    """Returns conversations with at least `num_tokens` tokens in total. Equal seeds give equal
     conversations."""
     dice = random.Random(seed)
 
@@ -79,5 +80,5 @@ def conversations(seed: int | str, num_tokens: int, shape: Shape) -> list[Conver
 
 
 def as_json(some: list[Conversation]) -> list[dict[str, Any]]:
-    """Returns the conversations as `bench.load.chat_engine` takes them."""
+    """Returns the conversations in the form that `bench.load.chat_engine` reads."""
     return [asdict(one) for one in some]

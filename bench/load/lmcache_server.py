@@ -1,4 +1,5 @@
-"""LMCache's server in a child process, and the settings that a CPU engine needs to use it."""
+"""Runs LMCache's server in a child process, and returns the settings that a CPU engine needs to use
+it."""
 
 import http.client
 import socket
@@ -9,16 +10,17 @@ from typing import Any
 from demo.processes import Child
 
 READY_S = 180.0
-"""Deadline of the server's start; on a slow machine importing LMCache takes most of it."""
+"""Seconds until the server must have started; on a slow machine importing LMCache takes most of
+it."""
 HOST = "127.0.0.1"
 START = "import sys; from lmcache.cli.main import main; sys.exit(main())"
 """Does the same as the command `lmcache`, which may not be installed beside the interpreter."""
 
 
 class LMCacheServer:
-    """The server of LMCache 0.5.6, with host memory of `size_gib`. Use in a `with` block.
+    """A server of LMCache 0.5.6, with `size_gib` of host memory. Use it in a `with` block.
 
-    python: an interpreter with LMCache.
+    python: an interpreter that has LMCache installed.
     """
 
     def __init__(self, python: str, folder: Path, size_gib: int) -> None:
@@ -71,7 +73,7 @@ class LMCacheServer:
         return True
 
     def transfer_config(self) -> dict[str, Any]:
-        """Returns an engine's `kv_transfer_config`."""
+        """Returns the `kv_transfer_config` for an engine that uses this server."""
         return {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
@@ -83,7 +85,7 @@ class LMCacheServer:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports that no process listens on."""
+    """Returns TCP ports on which no process listens."""
     sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
     ports: list[int] = [one.getsockname()[1] for one in sockets]
     for one in sockets:

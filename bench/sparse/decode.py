@@ -1,12 +1,11 @@
-"""Teacher-forced decode of a text's last tokens in many variants at once, each compared with the
-dense pass over the same tokens.
+"""Teacher-forced decode of a text's last tokens in many variants of sparse attention at once. Each
+variant is compared with the dense pass over the same tokens.
 
-Errors compound as they do in real decoding: from the first sparse layer on, a variant has its own
-hidden states, keys and queries. Dense layers come first in the model and attend to everything, so
-their output is the same in every variant and is taken from the dense pass.
+Errors accumulate as in real decoding: from the first sparse layer on, each variant has its own
+hidden states, keys and queries. Dense layers come first in the model. Their output is the same in
+every variant, and is taken from the dense pass.
 
-Shapes: V variants, W words, Q query heads, D channels, N compared tokens.
-"""
+Shapes: V variants, W words, Q query heads, D channels, N compared tokens."""
 
 import math
 from collections.abc import Sequence
@@ -53,14 +52,14 @@ U8 = npt.NDArray[np.uint8]
 
 
 def open_slots(context_tokens: int, block_tokens: int) -> int:
-    """Returns how many more tokens the last block of a context has room for."""
+    """Returns the number of free token positions in the last block of a context."""
     return -context_tokens % block_tokens
 
 
 class Pages:
-    """The keys and values of all variants: the first `num_shared` tokens of `keys_LHSD` and
-    `values_LHSD`, which all share, and for each variant a tail of `num_tail` tokens, empty at
-    first."""
+    """The keys and values of all variants. All variants share the first `num_shared` tokens of
+    `keys_LHSD` and `values_LHSD`. Each variant has a separate tail of `num_tail` tokens, which is
+    empty at first."""
 
     def __init__(
         self,
@@ -87,13 +86,13 @@ class Pages:
     def append(
         self, layer: int, step: int, keys_VHD: torch.Tensor, values_VHD: torch.Tensor
     ) -> None:
-        """Appends token `step` of every tail."""
+        """Appends the token of `step` to the tail of every variant."""
         self._tails(self._keys[layer])[:, :, step] = keys_VHD.transpose(0, 1)
         self._tails(self._values[layer])[:, :, step] = values_VHD.transpose(0, 1)
 
     def rows(self, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
-        """Returns the rows that a variant's blocks have in a layer whose tokens are grouped in
-        blocks."""
+        """Returns the indices of a variant's blocks in a layer's tensor, once its tokens are
+        grouped in blocks."""
         beyond = variant * (self.num_tail // block_tokens)
         return torch.from_numpy(
             np.where(blocks < self.num_shared // block_tokens, blocks, blocks + beyond).astype(
@@ -102,7 +101,7 @@ class Pages:
         )
 
     def keys(self, layer: int, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
-        """Returns the keys [H, len(blocks) * T, D] of blocks."""
+        """Returns the keys of the given blocks, [H, len(blocks) * T, D]."""
         return self._gather(
             self._keys[layer], self.rows(variant, blocks, block_tokens), block_tokens
         )
@@ -126,10 +125,10 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> torch.Tensor:
-        """Computes exact attention [query heads, channels] over ascending blocks, which include the
-        last block of the context.
+        """Computes exact attention [query heads, channels] over the given blocks, in ascending
+        order. The blocks must include the last block of the context.
 
-        blocks_of_set: a single set for all KV heads, or a set for each.
+        blocks_of_set: one set of blocks for all KV heads, or one for each.
         """
         keys, values = self._keys[layer], self._values[layer]
         kv_heads, _, head_size = keys.shape
@@ -155,8 +154,8 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> F32:
-        """Computes the exact log mass of every block for each of `variants`: float32 [variants,
-        query heads, blocks].
+        """Computes the exact log attention mass of every block for each of `variants`: float32
+        [variants, query heads, blocks].
 
         query_VQD: queries of all variants.
         """
@@ -187,10 +186,11 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A format of `hotkv_sparse`.
+    """Scores blocks by representations (compact forms of blocks' keys) in one format of
+    `hotkv_sparse`.
 
     pools: representations of each layer, uint8 [blocks, KV heads, bytes].
-    centres_L: centre of each layer; None: 0.
+    centres_L: centre (mean key) of each layer; None: 0.
     """
 
     name: str
@@ -198,7 +198,7 @@ class Scorer:
     centres_L: Sequence[LayerCentre | None]
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        """Adds the representation of a block that has just become complete."""
+        """Builds the representation of a block that has just become complete."""
         self.pools[layer][block] = build(
             self.name,
             keys_THD[None],
@@ -207,14 +207,14 @@ class Scorer:
         )[0]
 
     def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
-        """Returns the log mass [Q, S] of consecutive blocks."""
+        """Returns the log attention mass [Q, S] of consecutive blocks."""
         centre = self.centres_L[layer]
         bias = None if centre is None else centre.bias.get(self.name)
         query = prepare(self.name, query_QD, _mu(centre), bias=bias, axes=_axes(centre))
         return score(query, self.pools[layer], candidates_S)
 
     def copy(self) -> "Scorer":
-        """Returns a copy of itself for another variant over the same prompt."""
+        """Returns an independent copy, for another variant over the same prompt."""
         return Scorer(self.name, [pool.copy() for pool in self.pools], self.centres_L)
 
 
@@ -233,8 +233,8 @@ def scorer_of(
     max_tokens: int,
     calibration: Calibration,
 ) -> Scorer | SketchScorer | None:
-    """Returns a scorer with the representations of the first `num_shared` tokens and room for
-    `max_tokens`; None if the variant needs no scorer."""
+    """Returns a scorer with the representations of the first `num_shared` tokens and space for
+    `max_tokens`. Returns None if the variant needs no scorer."""
     name, _, centre = variant.scorer.partition(CENTRED)
     if name in SKETCHES:
         shared_LHSD = [keys_HSD[:, :num_shared] for keys_HSD in keys_LHSD]
@@ -276,15 +276,15 @@ def scorer_of(
 # Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels.
 
 USUAL_SETS = 2
-"""Size of a hot set, in budgets."""
+"""Size of a hot set, as a multiple of the budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The blocks that a variant attends to in a step.
+    """The blocks to which a variant attends in a step.
 
-    blocks_of_set: int32, ascending: one set for all KV heads, or a set for each.
-    num_moved: blocks that were loaded for this step, over all sets.
+    blocks_of_set: int32, ascending: one set for all KV heads, or one for each.
+    num_moved: number of blocks that were loaded for this step, over all sets.
     """
 
     blocks_of_set: tuple[I32, ...]
@@ -293,10 +293,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Input of a selection.
+    """The input of a selection.
 
-    always_log_mass: float32 [query heads], of the blocks that are always kept.
-    block_mass: the exact log mass [query heads, blocks]; None if it is unknown.
+    always_log_mass: float32 [query heads], the log attention mass of the blocks that are always
+        kept.
+    block_mass: the exact log attention mass [query heads, blocks]; None if it is unknown.
     """
 
     tokens: int
@@ -306,10 +307,10 @@ class Context:
 
 
 class Chooser:
-    """Chooses the blocks that a variant attends to, step by step over a text, with representations
-    and hot sets as an engine has them.
+    """Chooses the blocks to which a variant attends, step by step over a text. Has representations
+    and hot sets (the blocks to attend to) as an engine does.
 
-    scorer: has the representations of the first `num_shared` tokens, those before the first step;
+    scorer: has the representations of the first `num_shared` tokens, which precede the first step;
         None if not needed.
     """
 
@@ -344,7 +345,8 @@ class Chooser:
         return self.config.budget_blocks(context_tokens, self.variant.block_tokens)
 
     def span(self, context_tokens: int) -> Span:
-        """Returns the blocks of a context that are always kept, and the candidates."""
+        """Returns which blocks of a context are always kept, and which are candidates for
+        selection."""
         return span(self.config, context_tokens, self.variant.block_tokens)
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
@@ -353,7 +355,7 @@ class Chooser:
             self._scorer.block_filled(layer, block, keys_THD)
 
     def choose(self, layer: int, context: Context) -> Choice:
-        """Returns the blocks to attend to."""
+        """Returns the blocks to which this step attends."""
         where = self.span(context.tokens)
         if self.variant.scorer == ENDS:
             return Choice((where.always,), 0)
@@ -409,9 +411,11 @@ STRONG_MASS = 0.1
 """A block is strong if it is a KV head's heaviest candidate and has more than this share of its
 attention."""
 TAIL_ALIGN = 64
-"""Tails are a multiple of this, so that they are whole blocks of every block size."""
+"""The length of a tail is a multiple of this, so that the tail consists of whole blocks of every
+block size."""
 RECALL_EVERY_STEPS = 4
-"""Steps between two measurements of the exact mass of all blocks; an oracle needs one a step."""
+"""Number of steps between two measurements of the exact attention mass of all blocks. An oracle
+needs a measurement in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,10 +423,11 @@ class Outcome:
     """The result of a variant on a text; means over the compared tokens.
 
     kl: KL(dense || sparse) per token, in nats.
-    delta_nll: rise of NLL per token, in nats.
-    recall: share of strong blocks that were attended; None if there were none.
-    attended_ratio: tokens attended over tokens of the context, sparse layers.
-    moved_blocks: per set, layer and step.
+    delta_nll: rise of NLL per token over the dense pass, in nats.
+    recall: share of strong blocks (with much attention) that were attended; None if there were
+        none.
+    attended_ratio: attended tokens divided by tokens of the context, in sparse layers.
+    moved_blocks: loaded blocks per set, layer and step.
     """
 
     variant: Variant
@@ -434,7 +439,7 @@ class Outcome:
 
 
 class Tally:
-    """Sums over the steps of a variant."""
+    """Sums of the measured values over the steps of a variant."""
 
     def __init__(self) -> None:
         self.kl = self.delta_nll = self.attended_ratio = 0.0
@@ -443,7 +448,8 @@ class Tally:
     def count_strong(
         self, choice: Choice, mass_QB: F32, always_log_mass: F32, where: Span, kv_heads: int
     ) -> None:
-        """Adds a layer's strong blocks, judged by exact mass."""
+        """Counts a layer's strong blocks (those with much exact attention mass), and how many of
+        them were chosen."""
         log_mass = mass_QB[:, where.first : where.last]
         total = np.logaddexp(np.logaddexp.reduce(log_mass, axis=1), always_log_mass)
         shares = np.exp(log_mass - total[:, None])
@@ -455,7 +461,7 @@ class Tally:
                 self.num_found += bool((blocks == block + where.first).any())
 
     def count_choice(self, choice: Choice, context_tokens: int, block_tokens: int) -> None:
-        """Adds the blocks that a layer attended to and moved."""
+        """Counts the tokens to which a layer attended, and the blocks that it moved."""
         for blocks in choice.blocks_of_set:
             self.attended_ratio += (
                 len(blocks) * block_tokens - open_slots(context_tokens, block_tokens)
@@ -464,7 +470,7 @@ class Tally:
         self.num_moved += choice.num_moved
 
     def outcome(self, variant: Variant, num_tokens: int) -> Outcome:
-        """Returns the means."""
+        """Returns the means over all steps."""
         recall = self.num_found / self.num_strong if self.num_strong else None
         sets = max(self.num_sets, 1)
         return Outcome(
@@ -478,7 +484,7 @@ class Tally:
 
 
 class Decode:
-    """All variants of a pass over a text.
+    """Decodes the last tokens of a text in all variants of a pass at once.
 
     tokens_S: ends with the token that the last compared token predicts.
     """
@@ -524,7 +530,7 @@ class Decode:
         self.tallies = [Tally() for _ in variants]
 
     def run(self) -> list[Outcome]:
-        """Decodes all compared tokens. Returns each variant's outcome."""
+        """Decodes all compared tokens in all variants. Returns each variant's outcome."""
         for step in range(len(self.dense.inputs_NE)):
             self._step(step)
         return [
@@ -586,8 +592,8 @@ class Decode:
     def _block_mass(
         self, layer: int, step: int, query_VQD: torch.Tensor, context_tokens: int
     ) -> dict[int, F32]:
-        """Returns the exact log mass [query heads, blocks] of each variant that needs it at this
-        step."""
+        """Returns the exact log attention mass [query heads, blocks], by index of each variant that
+        needs it at this step."""
         needed: dict[int, list[int]] = {}
         for index, chooser in enumerate(self.choosers):
             if step % RECALL_EVERY_STEPS == 0 or chooser.variant.scorer == ORACLE:
@@ -609,19 +615,18 @@ class Decode:
 
 
 class Offline:
-    """Decodes without an engine, and calibrates as an engine does: by the first text that it sees,
-    or by the file of the settings.
+    """Decodes without an engine. Calibrates as an engine does: from the first text that it sees, or
+    from the file in the settings.
 
-    An engine sees the whole text, since it computes a prompt in one step; here only its beginning
-    counts.
-    """
+    An engine calibrates from a whole text, since it computes a prompt in one step; here only the
+    text's beginning is used."""
 
     def __init__(self, model: Llama) -> None:
         self._model = model
         self._first: Sequence[LayerCentre] | None = None
 
     def dense(self, tokens: Sequence[int], num_compared: int, setup: Setup) -> Dense:
-        """Returns the dense pass over a text."""
+        """Returns the dense pass over a text. Calibrates from the first text."""
         dense = dense_pass(self._model, torch.tensor(tokens)[:-1], num_compared, setup.dense_layers)
         if self._first is None:
             self._first = Own.of(dense).moved_L
@@ -630,8 +635,8 @@ class Offline:
     def decoded(
         self, dense: Dense, tokens: Sequence[int], setups: Sequence[Setup]
     ) -> list[Outcome]:
-        """Runs sparse decode of a text's last tokens in each of the settings, which have the same
-        dense layers and file."""
+        """Runs sparse decode of a text's last tokens with each of the settings. All settings must
+        have the same dense layers and the same file of centres."""
         assert self._first is not None
         centres: Sequence[LayerCentre | None] = self._first
         if file := setups[0].centres:

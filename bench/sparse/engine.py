@@ -1,14 +1,13 @@
-"""Decodes in a real vLLM engine on CPU, attending to everything and to hot sets, over the same
-prompt and the same KV.
+"""Decodes in a real vLLM engine on CPU, with dense and with sparse attention, over the same prompt
+and the same KV.
 
-The engine runs in this process, so numba must not be loaded before. The prompt is computed once,
-and every run finds it in the engine's own prefix cache, except its last block. So runs differ only
-in the blocks that decode attends to. `use` changes the settings of sparse decode between runs,
-which a real engine can't do: representations are then built anew, but the calibration from the
-engine's first prompt stays.
+The engine runs in this process, so numba must not be loaded before. The prompt is computed once.
+Every run finds it in the engine's own prefix cache, except its last block, so runs differ only in
+the blocks to which decode attends. `use` changes the settings of sparse decode between runs, which
+a real engine can't do: representations are then built again, but the calibration from the engine's
+first prompt stays.
 
-Shapes: N compared tokens, W words.
-"""
+Shapes: N compared tokens, W words."""
 
 import os
 from collections.abc import Sequence
@@ -30,9 +29,9 @@ _then_free: list[bool] = [False]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Settings of an engine.
+    """Settings of an engine with sparse decode.
 
-    dense_layers: number of dense layers, from the first on.
+    dense_layers: number of dense layers at the start of the model.
     budget: a share of the context (float) or tokens (int).
     """
 
@@ -46,7 +45,7 @@ class Setup:
     centres: Path | None = None
 
     def sparse_config(self) -> SparseConfig:
-        """Returns these settings as hotkv_sparse takes them."""
+        """Returns these settings as a config of hotkv_sparse."""
         return SparseConfig(
             sparse_topk=self.budget,
             scorer=self.scorer,
@@ -56,8 +55,8 @@ class Setup:
         )
 
     def extra_config(self) -> dict[str, Any]:
-        """Returns `kv_connector_extra_config`, in which all layers calibrate themselves; there is
-        no server."""
+        """Returns a `kv_connector_extra_config` without a server, in which all layers calibrate
+        themselves."""
         sparse = {
             "sparse_topk": 0.5,
             "scorer": CALIBRATING,
@@ -74,16 +73,16 @@ class Setup:
 
 
 class Forced:
-    """Records the model's output and forces the given tokens. A vLLM logits processor."""
+    """A vLLM logits processor that records the model's output and forces the given tokens."""
 
     def __init__(self, *_: Any) -> None:
-        """Accepts vLLM's arguments: its config, a device and whether to pin memory."""
+        """Accepts and ignores vLLM's arguments: its config, a device and whether to pin memory."""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, _: Any) -> None:
-        """Does nothing: a single request at a time needs no bookkeeping."""
+        """Does nothing: only one request runs at a time."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         _taken.append(logits[0].float().log_softmax(dim=-1))
@@ -96,7 +95,8 @@ class Forced:
 
 
 class Engine:
-    """`prefill`, then `use`, `run` and `answer` as often as wanted; `close` ends the engine."""
+    """A vLLM engine in this process. Call `prefill` first, then `use`, `run` and `answer` as often
+    as needed; `close` ends the engine."""
 
     def __init__(self, model: Path, context_tokens: int, setup: Setup) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -134,8 +134,8 @@ class Engine:
         self._rank, self._first = rank, rank.worker
 
     def use(self, setup: Setup | None) -> None:
-        """Decodes with these settings from now on; None: attends to everything. Settings of the
-        engine itself, such as its dtype, stay."""
+        """Switches decode to these settings; None: dense attention. Settings of the engine itself,
+        such as its dtype, stay."""
         from hotkv_vllm.sparse.worker import SparseWorker
 
         if setup is None:
@@ -158,12 +158,12 @@ class Engine:
             impl._sparse = (worker, of_name[name]) if name in of_name else None
 
     def _knows_mu(self, names: Sequence[str]) -> bool:
-        """Returns True if the engine itself would give these formats a centre: formats that it
-        calibrates, or any format if there is a file of centres."""
+        """Returns True if the engine would subtract a centre (mean key) for these formats: formats
+        that it calibrates itself, or any format if there is a file of centres."""
         return CALIBRATING in names or self._rank.centres is not None
 
     def calibrate(self, tokens: Sequence[int]) -> None:
-        """Computes a prompt, from which the engine calibrates itself unless it already has."""
+        """Computes a prompt. The engine calibrates itself from its first such prompt."""
         self._rank.worker = self._first
         for name, layer in self._first.layers.items():
             self._impls[name].attach(self._first, layer)
@@ -176,15 +176,15 @@ class Engine:
 
     def run(self, tokens: Sequence[int], num_compared: int) -> torch.Tensor:
         """Returns the log probabilities of the last `num_compared` tokens of a text, [tokens,
-        words], each from a decode step; its other tokens have been prefilled."""
+        words]. Each comes from a decode step; the text's other tokens are prefilled."""
         num_prompt = len(tokens) - num_compared - 1
         self._generate(tokens[:num_prompt], tokens[num_prompt:], num_compared + 1, then_free=False)
         # The first token comes from the prompt's last block, which is dense.
         return torch.stack(_taken[1 : num_compared + 1])
 
     def answer(self, tokens: Sequence[int], num_answered: int) -> list[int]:
-        """Returns the next tokens of the model, greedily. Each comes from a decode step: the
-        prompt's last token is decoded too."""
+        """Returns the model's next tokens, chosen greedily. Each comes from a decode step, since
+        the prompt's last token is decoded too."""
         said = self._generate(tokens[:-1], tokens[-1:], num_answered + 1, then_free=True)
         return said[1:]
 

@@ -1,12 +1,11 @@
-"""A Llama forward pass small enough to read, which leaves attention to its caller.
+"""A short and readable forward pass of Llama, in which the caller computes attention.
 
 It computes in float32, whatever the type of the stored weights, so that runs differ only in the
-tokens that they attend to. Keys are as attention sees them: after RoPE. It refuses models that are
-not plain Llama.
+tokens to which they attend. Keys are those after RoPE, as attention uses them. It refuses models
+that are not plain Llama.
 
 Shapes: S tokens, V sequences of one token each, Q query heads, H KV heads, D channels of a head, E
-channels of the model, W words.
-"""
+channels of the model, W words."""
 
 import json
 import math
@@ -28,7 +27,7 @@ from hotkv_sparse.centre import FIRST_TOKENS, TOKEN_FORMATS, Centres, LayerCentr
 SHORT_TOKENS = 2048
 """Number of first tokens of a prompt from which an engine calibrates itself."""
 SAMPLE_EVERY_TOKENS = 256
-"""Of this many tokens, one query is recorded, to measure the biases of centres."""
+"""One query in this many tokens is recorded, to measure the biases of centres (mean keys)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,8 @@ class Shape:
 
     @staticmethod
     def read(folder: Path) -> "Shape":
-        """Returns the shape of the model in `folder`; ValueError if it is not plain Llama."""
+        """Returns the shape of the model in `folder`. Raises ValueError if it is not plain
+        Llama."""
         config = json.loads((folder / "config.json").read_text())
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -72,7 +72,7 @@ class Shape:
 
 
 class Llama:
-    """Weights in float32, and the parts of a forward pass around attention."""
+    """A model's weights in float32, and the parts of a forward pass before and after attention."""
 
     def __init__(self, folder: Path) -> None:
         self.shape = Shape.read(folder)
@@ -91,8 +91,8 @@ class Llama:
 
     @property
     def frequencies(self) -> npt.NDArray[np.float64]:
-        """Returns RoPE's frequencies in radians a token: channel i is turned with channel i + D /
-        2."""
+        """Returns RoPE's frequencies in radians per token. RoPE rotates channel i together with
+        channel i + D / 2."""
         found: npt.NDArray[np.float64] = self._inverse_wavelength_D2.numpy()
         return found
 
@@ -107,14 +107,14 @@ class Llama:
         )
 
     def _rotated(self, x_SHD: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
-        """Applies RoPE, channel i paired with channel i + D / 2."""
+        """Applies RoPE, which rotates channel i together with channel i + D / 2."""
         angle_SD2 = positions_S.double()[:, None] * self._inverse_wavelength_D2
         cos, sin = angle_SD2.cos().float()[:, None], angle_SD2.sin().float()[:, None]
         low, high = x_SHD.chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
     def embed(self, tokens_S: torch.Tensor) -> torch.Tensor:
-        """Embeds token ids as [S, E]."""
+        """Returns the embeddings of token ids, [S, E]."""
         return self._embedding[tokens_S]
 
     def queries_keys_values(
@@ -134,8 +134,8 @@ class Llama:
     def after_attention(
         self, layer: int, x_SE: torch.Tensor, attended_SQD: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the layer's output [tokens, channels of the model]: attention's output projected
-        and added, then the MLP."""
+        """Returns the layer's output [tokens, channels of the model]: projects and adds attention's
+        output, then adds the MLP."""
         x_SE = x_SE + functional.linear(
             attended_SQD.flatten(1), self._weight(layer, "self_attn.o_proj")
         )
@@ -154,14 +154,16 @@ class Llama:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A dense pass over a whole text of S tokens, of which the last N are compared.
+    """A dense pass over a whole text of S tokens, of which the last N are compared. Moments are
+    statistics of queries and keys, from which centres (mean keys) and axes are computed.
 
     keys_LHSD, values_LHSD: of all tokens, in the layers from `first_layer` on.
     inputs_NE: input of layer `first_layer` for the last N tokens.
     log_probs_NW: the model's output for these tokens.
-    moments_L: of queries and keys in the same layers, of all tokens.
-    short_moments_L: of the first `SHORT_TOKENS`.
-    moved_moments_L: of the first `SHORT_TOKENS`, moved all over the text.
+    moments_L: moments in the same layers, over all tokens.
+    short_moments_L: moments over the first `SHORT_TOKENS`.
+    moved_moments_L: moments over the first `SHORT_TOKENS`, with their positions moved all over the
+        text.
     sampled_queries_LQND: queries of the tokens `sampled_N`, ascending.
     """
 
@@ -183,8 +185,9 @@ def _moments(
     num_tokens: int,
     frequencies: npt.NDArray[np.float64] | None = None,
 ) -> AxesEstimate:
-    """Returns the moments of a layer's first `num_tokens` tokens, without the very first; moved all
-    over the text if RoPE's frequencies are given."""
+    """Returns the moments (statistics) of a layer's queries and keys over the first `num_tokens`
+    tokens, without the very first. If `frequencies` of RoPE are given, moves the tokens' positions
+    all over the text."""
     kv_heads, context_tokens, head_size = keys_HSD.shape
     estimate = AxesEstimate(kv_heads, head_size)
     keys, queries = (
@@ -199,7 +202,8 @@ def _moments(
 
 
 def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_layer: int) -> Dense:
-    """Runs all tokens through the model with causal attention."""
+    """Runs all tokens through the model with causal attention, and records the values that `Dense`
+    describes."""
     shape, positions = model.shape, torch.arange(len(tokens_S))
     scale = 1.0 / math.sqrt(shape.head_size)
     sampled = tuple(
@@ -255,15 +259,15 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Centres by name, for each sparse layer in order (None: 0)."""
+    """Centres (mean keys) by name, each for all sparse layers in order (None: 0)."""
 
     centres: Mapping[str, Sequence[LayerCentre | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A text's own calibrations: centres from all of it, from its first `SHORT_TOKENS`, and from
-    these moved all over the text."""
+    """The calibrations that a text yields: centres (mean keys) from all of it, from its first
+    `SHORT_TOKENS`, and from these with their positions moved all over the text."""
 
     whole_L: Sequence[LayerCentre]
     short_L: Sequence[LayerCentre]
@@ -271,7 +275,7 @@ class Own:
 
     @staticmethod
     def of(dense: Dense) -> "Own":
-        """Returns the calibrations from a dense pass."""
+        """Computes the calibrations from a text's dense pass."""
         num_tokens = dense.keys_LHSD[0].shape[1]
         return Own(
             _centres(dense, dense.moments_L, num_tokens),
@@ -283,8 +287,8 @@ class Own:
 def _centres(
     dense: Dense, moments_L: Sequence[AxesEstimate], num_tokens: int, *, is_moved: bool = False
 ) -> tuple[LayerCentre, ...]:
-    """Returns centres of the first `num_tokens` tokens. An engine that calibrates itself
-    (`is_moved`) measures no biases."""
+    """Returns the centres (mean keys) of each layer from the first `num_tokens` tokens. Measures no
+    biases if `is_moved`, like an engine that calibrates itself."""
     positions = [position for position in dense.sampled_N if position < num_tokens]
     found = []
     for keys_HSD, query_QND, moments in zip(
@@ -310,8 +314,8 @@ def _centres(
 
 
 def calibration(other: Own, own: Own, file: Centres | None, first_layer: int) -> Calibration:
-    """Returns the centres for a text: from another text (`other`), from its own beginning (`own`),
-    and from a file. Raises ValueError if the file is of another model."""
+    """Returns the centres to use for a text: from another text (`other`), from the text's own
+    beginning (`own`), and from a file. Raises ValueError if the file is of another model."""
     centres: dict[str, Sequence[LayerCentre | None]] = {
         "mu": other.whole_L,
         "mu2k": other.short_L,

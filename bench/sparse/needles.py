@@ -1,12 +1,11 @@
-"""Prompts that hide facts in a long text and ask for one fact.
+"""Generates prompts that hide facts in a long text and ask for one of them.
 
 Two tasks of RULER (arXiv 2404.06654), in other words. `single`: one fact (niah_single_2).
-`multikey`: four similar facts, of which one is asked for (niah_multikey_1). A fact is a seven-digit
-number that belongs to a name of two words. The haystack is running text that comes with Python: its
-licence, and the language reference of `help()`; every prompt uses another part of it.
+`multikey`: four similar facts, of which the prompt asks for one (niah_multikey_1). A fact is a
+seven-digit number that belongs to a name of two words. The haystack is text that comes with Python:
+its licence, and the language reference of `help()`. Every prompt uses another part of it.
 
-Equal seeds give equal prompts.
-"""
+Equal seeds give equal prompts."""
 
 import importlib.util
 import random
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TASKS = {"single": 1, "multikey": 4}
-"""Facts that a prompt hides, by task."""
+"""Number of facts that a prompt hides, by task."""
 QUALITIES = (
     *("amber", "brittle", "crooked", "dusty", "eager", "faded", "gentle", "hollow", "icy"),
     *("jagged", "lively", "mellow", "narrow", "quiet", "rusty", "silver", "tidy", "wooden"),
@@ -39,7 +38,7 @@ Encode = Callable[[str], list[int]]
 class Prompt:
     """A prompt that hides facts and ends right before the answer.
 
-    depth_ratio: where in the haystack the wanted fact is.
+    depth_ratio: relative position of the wanted fact in the haystack.
     """
 
     task: str
@@ -53,7 +52,7 @@ class Prompt:
 
 
 def haystack() -> str:
-    """Returns Python's licence, then its language reference; about 200,000 tokens."""
+    """Returns Python's licence followed by its language reference, about 200,000 tokens."""
     from pydoc_data.topics import topics
 
     spec = importlib.util.find_spec("os")
@@ -66,8 +65,8 @@ def haystack() -> str:
 def prompts(
     task: str, count: int, num_tokens: int, encode: Encode, seed: int = 0, hay: str | None = None
 ) -> list[Prompt]:
-    """Returns `count` prompts, each of at most `num_tokens` tokens and few less. Raises ValueError
-    if the haystack is too short for them."""
+    """Returns `count` prompts, each of at most and nearly `num_tokens` tokens. Raises ValueError if
+    the haystack is too short for them."""
     dice = random.Random(f"{task} {seed}")
     lines = [" ".join(part.split()) for part in (hay or haystack()).split("\n\n")]
     parts = [line for line in lines if line]
@@ -96,7 +95,7 @@ def prompts(
 
 
 def _facts(dice: random.Random, count: int) -> list[tuple[str, str]]:
-    """Returns (name, number) of facts, each of them once. The first fact is asked for."""
+    """Returns different facts, (name, number) each. The prompt asks for the first."""
     names = dice.sample([f"{quality} {thing}" for quality in QUALITIES for thing in THINGS], count)
     return list(zip(names, map(str, dice.sample(range(10**6, 10**7), count)), strict=True))
 
@@ -104,7 +103,8 @@ def _facts(dice: random.Random, count: int) -> list[tuple[str, str]]:
 def _text(
     facts: Sequence[tuple[str, str]], parts: Sequence[str], depth_ratio: float, dice: random.Random
 ) -> str:
-    """Returns a text with the wanted fact at `depth_ratio` and the other facts anywhere."""
+    """Returns a prompt with the wanted fact at `depth_ratio` and the other facts at random
+    positions."""
     lines = list(parts)
     notes = [FACT.format(name=name, number=number) for name, number in facts]
     for note in notes[1:]:

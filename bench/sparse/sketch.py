@@ -1,16 +1,16 @@
-"""Page sketches: scores of blocks by low-rank summaries, to compare with hotkv_sparse's formats.
+"""Page sketches: low-rank summaries of blocks that score them, as a comparison for hotkv_sparse's
+formats.
 
-A sketch holds a page (the keys of a block and KV head) as a mean, `rank` directions and each
+A sketch describes a page (the keys of a block and KV head) by a mean, `rank` directions and each
 token's coefficients along them: k ~ mean + coefficients · directions. It is built from the page
 alone, without calibration. Sizes and rounding are those of LOCKS (locks-kv 0.1.4, `rki4`): mean in
 8 bits, directions in 4 bits with a scale each, coefficients in 8 bits with a scale per token, all
 scales in 2 bytes. A block's score is the logsumexp over its tokens of q · k.
 
-This is a reference: it stores the approximate keys themselves, which give the same scores.
+This reference implementation stores the approximate keys themselves, which give the same scores.
 
 Shapes: H KV heads, Q query heads, B blocks, T tokens of a block, S tokens, R directions, D
-channels.
-"""
+channels."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _TINY = 1e-12
 
 
 def _rounded(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
-    """Returns `x` as rounded by codes of `bits` bits, with a bfloat16 scale along `dim`."""
+    """Returns `x` rounded to codes of `bits` bits, with a bfloat16 scale along `dim`."""
     largest = (1 << (bits - 1)) - 1
     scale = (x.abs().amax(dim=dim, keepdim=True) / largest).clamp_min(_TINY).bfloat16().float()
     return (x / scale).round().clamp(-largest - 1, largest) * scale
@@ -36,20 +36,20 @@ def _rounded(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A sketch of `rank` directions, fewer than a block has tokens."""
+    """A sketch with `rank` directions, which must be fewer than the tokens of a block."""
 
     rank: int
 
     def page_bytes(self, block_tokens: int, head_size: int) -> int:
-        """Returns the bytes of a block and KV head."""
+        """Returns the bytes of a sketch, for one block and KV head."""
         mean = head_size * MEAN_BITS // 8 + SCALE_BYTES
         directions = self.rank * (head_size * DIRECTION_BITS // 8 + SCALE_BYTES)
         coefficients = block_tokens * (self.rank * COEFFICIENT_BITS // 8 + SCALE_BYTES)
         return mean + directions + coefficients
 
     def approximate(self, keys_HBTD: torch.Tensor) -> torch.Tensor:
-        """Returns the keys as their sketches hold them, float32 [KV heads, blocks, tokens of a
-        block, channels]."""
+        """Returns the keys that the sketches of these blocks encode, float32 [KV heads, blocks,
+        tokens of a block, channels]."""
         mean = keys_HBTD.mean(dim=2, keepdim=True)
         x = keys_HBTD - mean
         energy, left = torch.linalg.eigh(x @ x.transpose(-1, -2))
@@ -64,10 +64,10 @@ SKETCHES = {f"sketch{rank}": Sketch(rank) for rank in (4, 8)}
 
 
 class SketchScorer:
-    """Scores of a text's blocks by their sketches.
+    """Scores the blocks of a text by their sketches.
 
     keys_LHSD: keys of the first tokens, whole blocks.
-    num_more: tokens of further blocks.
+    num_more: number of tokens of the blocks that follow.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class SketchScorer:
         self._tails[layer][:, filled] = self._approximate(keys_HTD)
 
     def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
-        """Returns the log mass [Q, S] of consecutive blocks."""
+        """Returns the log attention mass [Q, S] of consecutive blocks."""
         shared, tail = self._shared[layer], self._tails[layer]
         kv_heads, num_shared, head_size = shared.shape
         query_HGD = torch.from_numpy(query_QD).view(kv_heads, -1, head_size) / math.sqrt(head_size)
@@ -113,7 +113,7 @@ class SketchScorer:
         return result
 
     def copy(self) -> "SketchScorer":
-        """Returns a copy of itself for another variant over the same prompt."""
+        """Returns an independent copy, for another variant over the same prompt."""
         other = object.__new__(SketchScorer)
         other.__dict__.update(self.__dict__)
         other._tails = [tail.clone() for tail in self._tails]

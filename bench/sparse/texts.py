@@ -1,10 +1,9 @@
-"""Long English texts that are found on a system, and a copy text made from them.
+"""Finds long English texts on the system, and makes a copy text from one of them.
 
 Kinds: licences (GPL-3 and LGPL-3, from Debian's common licences), vim's user manual, and prose
-(Newton's Opticks, which comes with libbacktrace's test data inside packages that vLLM needs, and
-with Go). The copy text, `repeat`, ends with a literal quotation of its own tokens from far back. To
-continue it, a model must find these tokens.
-"""
+(Newton's Opticks, which is in libbacktrace's test data inside packages that vLLM needs, and in Go).
+The copy text, `repeat`, ends with a literal quotation of its own tokens from far back. To continue
+the quotation, a model must find these tokens."""
 
 import argparse
 import importlib.util
@@ -17,11 +16,11 @@ LICENCES = Path("/usr/share/common-licenses")
 OPTICKS = "Isaac.Newton-Opticks.txt"
 REPEAT = "repeat"
 QUOTED_FROM_RATIO = 0.25
-"""The place in the copy text at which the quoted tokens begin."""
+"""Position of the quoted tokens' beginning in the copy text, as a share of its length."""
 
 
 def add_model(flags: argparse.ArgumentParser) -> None:
-    """Adds the option `--model`."""
+    """Adds the command-line option `--model`."""
     flags.add_argument(
         "--model",
         type=Path,
@@ -30,7 +29,7 @@ def add_model(flags: argparse.ArgumentParser) -> None:
 
 
 def add_texts(flags: argparse.ArgumentParser) -> None:
-    """Adds the options `--texts` and `--centres`."""
+    """Adds the command-line options `--texts` and `--centres`."""
     flags.add_argument(
         "--texts",
         type=Path,
@@ -48,15 +47,15 @@ def add_texts(flags: argparse.ArgumentParser) -> None:
 
 
 def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Returns a function from a text to its token ids."""
+    """Returns a function that converts a text to its token ids."""
     return lambda text: list(tokenizer(text, verbose=False)["input_ids"])
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text.
+    """A text as tokens.
 
-    source: where it came from.
+    source: the files or the text that it was made from.
     tokens: as many as the benchmark asked for.
     """
 
@@ -66,7 +65,7 @@ class Text:
 
     @property
     def copy(self) -> bool:
-        """Returns True for the copy text."""
+        """Returns True if this is the copy text."""
         return self.name == REPEAT
 
 
@@ -102,8 +101,8 @@ def _read(
 
 
 def copy_text(source: Text, num_quoted: int) -> Text:
-    """Returns the text whose last `num_quoted` tokens repeat the tokens from `QUOTED_FROM_RATIO` of
-    it on."""
+    """Returns a text whose last `num_quoted` tokens repeat earlier tokens: those that begin at the
+    share `QUOTED_FROM_RATIO` of the text."""
     tokens = source.tokens[: len(source.tokens) - num_quoted]
     begin = int(QUOTED_FROM_RATIO * len(tokens))
     return Text(
@@ -116,11 +115,10 @@ def copy_text(source: Text, num_quoted: int) -> Text:
 def texts(
     files: Sequence[Path], encode: Callable[[str], list[int]], num_tokens: int, num_quoted: int
 ) -> list[Text]:
-    """Returns `files`, or the texts of the system, each of `num_tokens` tokens, then the copy text
-    made from the last.
+    """Returns the texts of `files`, or texts found on the system, each of `num_tokens` tokens. Adds
+    the copy text made from the last of them.
 
-    Raises ValueError if a file is too short, or the system has no text.
-    """
+    Raises ValueError if a file is too short, or the system has no text."""
     named = [(file.stem, [file]) for file in files] or [_licences(), _vim_manual(), _prose()]
     found = [_read(name, paths, encode, num_tokens) for name, paths in named]
     if files and None in found:

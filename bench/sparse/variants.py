@@ -1,11 +1,12 @@
-"""Variants that are compared: ways to choose the blocks that a decode step attends to.
+"""The variants that `bench.sparse_quality` compares: ways to choose the blocks to which a decode
+step attends.
 
-A variant is a scorer, a budget, a block size, a set for all KV heads together or for each, and how
-fresh selections are:
-- `fresh`: the blocks that this step's query chooses.
-- `lru`: a hot set of twice the budget, fed by the previous steps' selections; all of it is
-  attended. At most `corrections` missing blocks a set are loaded with the fresh query before that;
-  the rest arrives before the next step.
+A variant is a scorer, a budget, a block size, one set of blocks for all KV heads or one for each,
+and a freshness of selections:
+- `fresh`: attends to the blocks that this step's query selects.
+- `lru`: attends to a whole hot set of twice the budget, which previous steps' selections have
+  filled. Before that, at most `corrections` missing blocks per set are loaded for this step's
+  query; the other missing blocks are loaded before the next step.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ from hotkv_sparse.centre import RECENT_TOKENS, SINK_TOKENS
 from hotkv_sparse.formats import head_bytes
 
 ORACLE, ENDS, CENTRED = "oracle", "ends", "+"
-"""Scorers besides the formats of `hotkv_sparse`: exact block mass, and only sinks and recent
-window. Then the sign before the name of a centre."""
+"""ORACLE and ENDS are scorers besides the formats of `hotkv_sparse`: exact block mass, and only
+sinks and recent window. CENTRED is the sign before the name of a centre (mean key)."""
 FRESH, LRU = "fresh", "lru"
 
 
@@ -26,7 +27,8 @@ FRESH, LRU = "fresh", "lru"
 class Variant:
     """A way to choose the blocks of a decode step, as the module describes.
 
-    budget: a share of the context (float) or tokens (int), always kept tokens included.
+    budget: a share of the context (float) or tokens (int), including the tokens that are always
+        kept.
     ends: numbers of tokens at the start and at the end that are always kept.
     """
 
@@ -40,16 +42,16 @@ class Variant:
 
     @property
     def key(self) -> str:
-        """Returns the name of its figures in JSON, such as `rot2u_10_32_shared_lru_2`; it leaves
-        out `ends`, which all rows of a table have in common."""
+        """Returns the variant's name in JSON, such as `rot2u_10_32_shared_lru_2`. The name omits
+        `ends`, which are the same in all rows of a table."""
         freshness = f"{LRU}_{self.corrections}" if self.freshness == LRU else self.freshness
         sets = "shared" if self.shared else "per_head"
         budget = f"{self.budget * 100:g}" if isinstance(self.budget, float) else f"{self.budget}t"
         return f"{self.scorer}_{budget}_{self.block_tokens}_{sets}_{freshness}"
 
     def config(self) -> SparseConfig:
-        """Returns the variant as a config of hotkv_sparse; scorers that hotkv_sparse lacks are
-        ignored there."""
+        """Returns the variant as a config of hotkv_sparse. Names `rot2u` for a scorer that
+        hotkv_sparse lacks; the caller does not use it."""
         scorer = self.scorer if self.scorer in FORMATS else "rot2u"
         return SparseConfig(
             sparse_topk=self.budget,
@@ -61,9 +63,11 @@ class Variant:
 
 
 TIGHT = (0.05, 16, False)
-"""Budget, block size and sharing of the variants of the first target."""
+"""Budget, block size and sharing (True: one set for all KV heads) of the variants that the first
+target is for."""
 SERVED = (0.10, 32, True)
-"""Likewise of the second target, within the limits of vLLM's block tables."""
+"""Budget, block size and sharing of the variants that the second target is for, within the limits
+of vLLM's block tables."""
 
 
 TIGHT_SCORERS = (
@@ -73,20 +77,21 @@ TIGHT_SCORERS = (
 SERVED_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "mix2+first", "mean", "quest")
 FROM_FILE = ("rot2u+file", "mix2+file")
 RESIDENT = (32, True, LRU, 4)
-"""Block size, sharing and freshness of residency, which has no dense layers."""
+"""Block size, sharing, freshness and corrections of the variants for residency, which has no dense
+layers."""
 RESIDENT_BUDGETS = (0.10, 1024, 512, 256)
 RESIDENT_SCORERS = ("rot2u", "mix2+first")
 FIELD = (16, False)
 """Block size and sharing of published comparisons: a fresh selection for each KV head."""
 FIELD_ENDS = (16, 16)
-"""Always-kept tokens of published comparisons: a block at each end, within the budget."""
+"""Numbers of always-kept tokens in published comparisons: a block at each end, within the
+budget."""
 FIELD_BUDGETS = (128, 512, 2048)
 FIELD_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "sketch4", "rot3u", "sketch8", "quest")
 
 
 def default_variants(*, with_file: bool = False) -> list[Variant]:
-    """Returns the variants that have targets, and beside them exact scores, summaries, codes on
-    trial, and sinks and recent window alone."""
+    """Returns the variants that have targets, and further variants to compare them with."""
     more = FROM_FILE if with_file else ()
     tight = [Variant(scorer, *TIGHT) for scorer in (*TIGHT_SCORERS, *more)]
     served = [Variant(scorer, *SERVED, LRU, 2) for scorer in (*SERVED_SCORERS, *more)]
@@ -100,8 +105,8 @@ def default_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def resident_variants(*, with_file: bool = False) -> list[Variant]:
-    """Returns the variants of residency: sparse in every layer, at shares of the context and at
-    absolute budgets."""
+    """Returns the variants for residency (contexts in host memory): sparse in every layer, with
+    budgets as shares of the context and in tokens."""
     more = FROM_FILE if with_file else ()
     rows = [
         Variant(scorer, budget, *RESIDENT)
@@ -116,8 +121,8 @@ def resident_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def field_variants(*, with_file: bool = False) -> list[Variant]:
-    """Returns the variants of published comparisons: absolute budgets beside exact block mass, no
-    dense layers."""
+    """Returns the variants that publications measure: budgets in tokens, compared with exact block
+    mass, and no dense layers."""
     more = FROM_FILE if with_file else ()
     return [
         Variant(scorer, budget, *FIELD, ends=FIELD_ENDS)
@@ -127,7 +132,8 @@ def field_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def bytes_per_token(variant: Variant, head_size: int) -> float | None:
-    """Returns the bytes of a representation for a token and KV head, or None."""
+    """Returns the bytes per token and KV head of a variant's representations. Returns None if the
+    variant has none."""
     name = variant.scorer.partition(CENTRED)[0]
     if name in SKETCHES:
         size = SKETCHES[name].page_bytes(variant.block_tokens, head_size)
@@ -139,7 +145,7 @@ def bytes_per_token(variant: Variant, head_size: int) -> float | None:
 
 
 def passes(variants: Sequence[Variant], size: int) -> list[Sequence[Variant]]:
-    """Returns groups of at most `size` variants that decode together. Variants that share
+    """Divides the variants into groups of at most `size` that decode together. Variants that share
     representations are neighbours."""
     ordered = sorted(variants, key=lambda variant: (variant.block_tokens, variant.scorer))
     return [ordered[first : first + size] for first in range(0, len(ordered), size)]

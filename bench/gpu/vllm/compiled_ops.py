@@ -1,10 +1,10 @@
-"""Replaces vLLM's compiled kernels, which are too large to carry to a GPU machine without a
-network: the operators that a Llama with Triton's attention and vLLM's offloading call, in torch.
+"""Implements in torch the operators of vLLM's compiled kernels that a Llama with Triton's attention
+and vLLM's offloading call. vLLM's compiled files are too large to carry to a GPU machine without a
+network.
 
 `collect.sh` copies this file to `vllm/_C_stable_libtorch.py`, which vLLM imports on CUDA. So an
-engine computes slower than with vLLM's kernels; copies of KV are not affected, because
-`swap_blocks_batch` makes the same call of the driver as vLLM's.
-"""
+engine computes slower than with vLLM's kernels. Copies of KV are not affected, because
+`swap_blocks_batch` makes the same driver call as vLLM's operator."""
 
 import ctypes
 import functools
@@ -23,7 +23,8 @@ SOURCE_IN_STREAM_ORDER, SOURCE_IN_ANY_ORDER = 1, 3
 
 
 def op(library: Library, schema: str, key: str) -> Callable[[Function], Function]:
-    """Returns a decorator that makes a function the operator of this schema for a dispatch key."""
+    """Returns a decorator that registers a function as the operator of this schema, for a dispatch
+    key."""
 
     def register(function: Function) -> Function:
         library.define(schema)
@@ -72,8 +73,8 @@ def rotary_embedding(
     rope_dim_offset: int = 0,
     inverse: bool = False,
 ) -> None:
-    """Rotates queries and keys in place. Raises NotImplementedError for another rotation than
-    NeoX's."""
+    """Applies rotary embedding (RoPE) to queries and keys in place. Raises NotImplementedError for
+    another style than NeoX's."""
     if not is_neox or rope_dim_offset or inverse:
         raise NotImplementedError("only NeoX's rotation is replaced here")
     cos, sin = cos_sin_cache[positions.flatten()].to(query.dtype).chunk(2, -1)
@@ -88,7 +89,8 @@ def rotary_embedding(
 
 
 class HostTensor:
-    """A pinned host tensor in the form in which torch takes device memory."""
+    """A pinned host tensor with `__cuda_array_interface__`, so that torch accepts it as device
+    memory."""
 
     def __init__(self, tensor: Any) -> None:
         kind = {torch.bool: "b", torch.uint8: "u"}.get(
@@ -107,8 +109,8 @@ class HostTensor:
 
 @op(OPS, "get_cuda_view_from_cpu_tensor(Tensor cpu) -> Tensor", "CPU")
 def get_cuda_view_from_cpu_tensor(cpu: Any) -> Any:
-    """Returns a tensor on the device over the same memory. Raises ValueError if torch has copied
-    it."""
+    """Returns a device tensor over the memory of a pinned host tensor. Raises ValueError if torch
+    has copied the memory."""
     if not cpu.numel():
         return torch.empty(cpu.shape, dtype=cpu.dtype, device="cuda")
     view = torch.as_tensor(HostTensor(cpu), device="cuda")
@@ -118,7 +120,7 @@ def get_cuda_view_from_cpu_tensor(cpu: Any) -> Any:
 
 
 class CopyAttributes(ctypes.Structure):
-    """CUDA's type CUmemcpyAttributes; without hints for managed memory."""
+    """CUDA's type CUmemcpyAttributes; hints for managed memory are not used."""
 
     _fields_ = (
         ("source_order", ctypes.c_int),
@@ -179,8 +181,8 @@ ROWS, SEGMENTS = 16, 16
 
 @functools.cache
 def segment_buffers(device: Any, heads: int, head_size: int) -> dict[str, Any]:
-    """Returns the memory with which Triton's kernel divides a row of a decode step into SEGMENTS
-    parts that the whole device computes, for ROWS rows at most."""
+    """Returns the buffers that Triton's kernel needs to split a row of a decode step into SEGMENTS
+    parts, which the whole device computes. They are large enough for ROWS rows."""
     width = 1 << (head_size - 1).bit_length()
     sums = {"dtype": torch.float32, "device": device}
     return {
@@ -193,8 +195,8 @@ def segment_buffers(device: Any, heads: int, head_size: int) -> dict[str, Any]:
 
 
 def segments(q: Any) -> dict[str, Any]:
-    """Returns the arguments that Triton's kernel needs for a decode step with queries [tokens,
-    heads, channels]."""
+    """Returns the arguments of Triton's kernel for a decode step with queries `q` [tokens, heads,
+    channels]."""
     return segment_buffers(q.device, q.shape[1], q.shape[2])
 
 
@@ -215,7 +217,7 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     **_: Any,
 ) -> Any:
-    """FlashAttention's call over pages, computed by vLLM's Triton kernel."""
+    """FlashAttention's function over paged KV, computed by vLLM's Triton kernel."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     unified_attention(
@@ -241,7 +243,7 @@ def flash_attn_varlen_func(
 
 
 def add_module(name: str, **members: Any) -> None:
-    """Makes an importable package with these members."""
+    """Adds an importable package with these members to `sys.modules`."""
     module = ModuleType(name)
     vars(module).update(members, __path__=[])
     sys.modules[name] = module
