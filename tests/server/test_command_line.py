@@ -239,6 +239,10 @@ FAILURES = [
     ("ping --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("top --count 1 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("size --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
+    # The limits themselves are accepted.
+    ("blocks --limit 1 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
+    ("blocks --limit 10000 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
+    ("export a --gib 0 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("status --target no.host.invalid:1", "no host of that name is known", "NO_ANSWER"),
     ("status --target http://a", "--target is unix:/PATH or HOST:PORT", "NO_ANSWER"),
     ("status --target 127.0.0.1:9", "nobody listens there", "NO_ANSWER"),
