@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit status: 0; 1 if an arena could not be removed; 2 for an
-    unknown name of an arena."""
+    """Runs the command `hotkv-server arenas`. Returns the exit status: 0 on success, 1 if an arena
+    could not be removed, 2 if no arena has one of the given names."""
     found = find(options.folder)
     unknown = sorted(set(options.remove) - {arena.name for arena in found})
     if unknown:

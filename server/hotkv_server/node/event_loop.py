@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 class Breaks:
-    """Lets other tasks run after each slice (SLICE_S) of a coroutine that does many short parts of
-    work."""
+    """Lets other tasks of the event loop run while a coroutine does long work that consists of many
+    short parts. A pause follows each slice of SLICE_S."""
 
     def __init__(self) -> None:
         self._ends_s = time.perf_counter() + SLICE_S
@@ -44,8 +44,8 @@ class Breaks:
 
 
 async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
-    """Runs `steps` in slices of SLICE_S, between which other tasks run. Yields for each slice the
-    results of its steps, and True if another slice follows.
+    """Runs an iterator in slices of SLICE_S, between which other tasks run. Yields for each slice
+    the values that the iterator yielded in it, and True if another slice follows.
 
     Yields at least once. The body of the caller's `async for` loop runs after each slice, before
     other tasks run.
@@ -66,10 +66,11 @@ async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
 
 
 async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
-    """Runs a generator of parts to its end, in slices of SLICE_S, between which other tasks run.
-    Returns the generator's result.
+    """Runs a generator to its end in slices of SLICE_S, between which other tasks run. Returns the
+    generator's result.
 
-    after_slice: called after each slice, before other tasks run, also if a part raises.
+    after_slice: called after each slice, before other tasks run; called also if the generator
+        raises.
     """
     while True:
         ends_s = time.perf_counter() + SLICE_S

@@ -213,8 +213,8 @@ class Node:
         return list(reservation.results), reservation.ttl_s
 
     def _moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Notifies the capabilities of blocks that became ready in a medium; before that, of all
-        blocks that were removed earlier."""
+        """Notifies the capabilities that blocks have become ready in a medium (host memory or a
+        tier). Before that, notifies them of all blocks that were removed earlier."""
         self.effects.run()
         tell_all(self.capabilities, lambda one: one.blocks_moved(entries, medium, tier))
 

@@ -247,8 +247,8 @@ def unread() -> HotKVError:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Notice to a session: the server refuses new work, and begins to stop when all transfers have
-    ended, at the latest after `deadline_s` seconds."""
+    """Notice to a session that the server drains: it refuses new work, and begins to stop when all
+    transfers have ended, at the latest after `deadline_s` seconds."""
 
     deadline_s: float
 
@@ -264,7 +264,7 @@ class LiveSession:
         descriptors for the session over the descriptor socket.
     notices: queue of notices to the client.
     jobs: copy jobs of the transfers in flight, by transfer id.
-    settled: set when a transfer or a read of the arena ends.
+    settled: event that is set when a transfer or a read of the arena ends.
     received_fds: descriptors that came over the descriptor socket and were not registered yet, by
         handle id.
     fence: mapped page by which the engine revokes stores; None if the client has sent no such page.
@@ -346,9 +346,9 @@ class LiveSession:
         return self.maps_arena and self.close_link is not None
 
     def group_index(self, named: int) -> int:
-        """Returns the core's group index for `named`, the number that the client uses. A client
-        numbers its representations (compact forms of keys, for sparse attention) after the key
-        space's groups.
+        """Returns the core's group index for `named`, the number that the client uses for a group.
+        In the client's numbering, the key space's groups come first. The kinds of representations
+        (compact forms of keys, for sparse attention) that the session declared follow.
 
         Raises INVALID_FIELD for a number that is negative or too high.
         """
@@ -363,8 +363,8 @@ class LiveSession:
         return kinds[named - num_groups]
 
     def named(self, group_index: int) -> int:
-        """Returns the number that the client uses for the core's `group_index`; the inverse of
-        `group_index`."""
+        """Returns the number that the client uses for the group that has the index `group_index` in
+        the core. This is the inverse of the method `group_index`."""
         if group_index < MAX_GROUPS:
             return group_index
         return len(self.key_space.groups) + self.record.representations.index(group_index)
@@ -463,9 +463,13 @@ class LiveSession:
         return word != 0 or not self.fence.is_whole()
 
     def release_memory(self) -> None:
-        """Unmaps the session's memory and its fence page, closes descriptors that were never
-        registered, and closes the session's link (connection on the descriptor socket). Blocks the
-        calling thread if the session has memory or such descriptors. A second call does nothing."""
+        """Unmaps the session's memory and its fence page (by which the engine revokes stores).
+        Closes descriptors that were never registered, and the session's link (connection on the
+        descriptor socket).
+
+        Blocks the calling thread if the session has memory or such descriptors. A second call does
+        nothing.
+        """
         # Taken out first: a registration on the event loop may look for them meanwhile.
         memory, self.memory = self.memory, None
         fence, self.fence = self.fence, None

@@ -43,8 +43,8 @@ class Sessions:
     save_state: function that saves new key spaces.
     meet: function that asks shared tiers for the epoch (number of flushes) of a key space.
     run_effects: function that carries out the effects of the core's decisions.
-    unread_ends: bounds the number of streams that stay open after their session has ended, until
-        the client has read the end.
+    unread_ends: bounds the number of streams that stay open after their session has ended because
+        the client has not read the last messages yet.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Sessions:
         return session
 
     def owner(self, session: LiveSession) -> str:
-        """Returns the owner of an open session: the tenant or engine for which `FairBound` counts
-        the session's leases and transfers."""
+        """Returns the owner of an open session: the tenant, or without tenants the engine.
+        `FairBound` bounds the leases and transfers of each owner."""
         return self._core.sessions.owner(session.record)
 
     async def open(
