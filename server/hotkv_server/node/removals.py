@@ -52,8 +52,7 @@ class Effects:
     def run(self, flushed_key_space_id: int = 0) -> None:
         """Fetches the effects from the core and carries them out.
 
-        flushed_key_space_id: the key space of which a flush has begun to remove all blocks; 0 for
-            none.
+        flushed_key_space_id: the key space whose blocks a flush has begun to remove; 0 for none.
         """
         notices = [piece for notice in self._core.take_effects() for piece in _pieces(notice)]
         places = [one.space for one in self._core.below if one.space is not None]

@@ -29,7 +29,8 @@ of keys, for sparse attention); -1 if the block has no pinned representation."""
 
 
 class ResidencyDesk:
-    """Opens, extends and closes the residencies of a node, on its event loop.
+    """Opens, extends and closes the residencies of a node, on its event loop. A residency pins the
+    blocks of a running request in host memory.
 
     tell: called after blocks have been evicted, or condemned because their bytes do not match their
         check values. It executes the core's effects.
@@ -68,7 +69,7 @@ class ResidencyDesk:
         first_position: int,
         hashes: Words,
     ) -> Extended:
-        """Pins the blocks of `hashes` that are ready and verified. Returns the offsets of their
+        """Pins those blocks of `hashes` that are ready and verified. Returns the offsets of their
         slots, and of the slots of their representations (compact forms of keys, for sparse
         attention). Waits only if ready blocks must first be compared with their check values.
 

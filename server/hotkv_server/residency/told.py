@@ -1,4 +1,5 @@
-"""Figures of residencies for operators."""
+"""Figures about residencies for operators. A residency pins the blocks of a running request in host
+memory."""
 
 import math
 import time

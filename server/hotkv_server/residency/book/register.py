@@ -136,7 +136,8 @@ class ResidentGroup:
 
 @dataclass(slots=True, eq=False)
 class Residency:
-    """A residency of an engine: the room reserved for a request, and the blocks pinned in it.
+    """The room that is reserved for a running request of an engine, and the request's blocks that
+    are pinned in host memory.
 
     owner: the tenant of the engine, or the engine itself if no tenants are configured. The bounds
         on the number and memory of residencies apply to each owner.
@@ -193,10 +194,11 @@ class Residency:
 
     def growth(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
         """Returns the number of additional slots, by size, that the residency needs to have room
-        for `num_blocks`. Empty if it already has that room.
+        for `num_blocks`. Returns an empty dict if it already has that room.
 
-        Raises DUPLICATE_ID if the residency is open for other groups than `num_blocks` names, or
-        for more blocks of a group than `num_blocks` asks for: a residency never shrinks.
+        Raises DUPLICATE_ID if the groups of the residency are not the groups in `num_blocks`, or if
+        the residency has room for more blocks of a group than `num_blocks` asks for: a residency
+        never shrinks.
 
         num_blocks: all blocks of the residency after it has grown, by group.
         """
@@ -275,7 +277,8 @@ class Refusal:
 
 
 class ResidencyBook:
-    """Finds residencies by id and by session. Bounds their number and memory for each owner.
+    """Finds residencies (each pins the blocks of a running request) by id and by session. Bounds
+    their number and memory for each owner (tenant or engine).
 
     bound: counts the residencies of each owner.
     memory: counts, for each owner, the bytes of memory that the lists of the residencies' blocks
@@ -300,7 +303,8 @@ class ResidencyBook:
         return f"ResidencyBook({len(self)} residencies, {len(self._refusals)} refused)"
 
     def of_call(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """Returns the open residency that a call to open a residency names; None if the id is new.
+        """Returns the open residency with the id that a call to open a residency gives; None if the
+        id is new.
 
         Raises INVALID_FIELD if the id is empty, DUPLICATE_ID if the engine uses it in another key
         space.
