@@ -47,8 +47,8 @@ def uuid_of(device: int) -> bytes:
 
 
 def map_pages(num_bytes: int, fd: int = -1) -> int:
-    """Makes a mapping of a file, or of zeros without a file, and returns its address. Raises
-    DeviceError if the system refuses.
+    """Maps a file into memory; without a file, maps memory filled with zeros. Returns the address.
+    Raises DeviceError if the system refuses.
 
     fd: descriptor of the file; -1: no file.
     """
@@ -108,7 +108,7 @@ class FakeHandle:
     @staticmethod
     def parse(raw: bytes, kind: str) -> "FakeHandle":
         """Parses the bytes of a handle. Raises DeviceError unless they are a valid handle of this
-        kind (memory or event)."""
+        kind (of device memory or of an event)."""
         if (
             len(raw) != _FORMAT.size
             or zlib.crc32(raw[:-4]) != int.from_bytes(raw[-4:], "little")
@@ -156,7 +156,7 @@ class _Shared:
 
 
 class FakeAllocation:
-    """Simulates device memory of an engine.
+    """Simulates an allocation in the device memory of an engine, which the server can open.
 
     handle, device_uuid: the engine sends both to the server, which opens the memory by them.
     """
@@ -183,8 +183,8 @@ class FakeAllocation:
 
 
 class FakeIpcEvent:
-    """Simulates an interprocess event of an engine. The test decides when the device passes it, by
-    calling `reach`."""
+    """Simulates an interprocess CUDA event of an engine. The test calls `reach` when the device
+    shall pass the event."""
 
     def __init__(self, device: int = 0) -> None:
         self.device = device
@@ -193,7 +193,7 @@ class FakeIpcEvent:
         self.handle = self._memory.handle
 
     def record(self) -> None:
-        """Records the event at the end of the engine's queue."""
+        """Records the event, as if at the end of the queue of the engine's device."""
         self._counters[0] += np.uint64(1)
 
     def reach(self) -> None:
@@ -216,7 +216,7 @@ class FakeIpcEvent:
 
 @dataclass(slots=True, eq=False)
 class KnownMemory:
-    """A memory that streams may copy.
+    """A piece of memory from and to which simulated streams may copy.
 
     start, end: the memory's range of addresses.
     shadow: address in this process at which the bytes of the range are. For device memory it
@@ -241,7 +241,8 @@ class KnownMemory:
 
 
 class Ranges:
-    """All memories that streams may copy. `version` increases with every change."""
+    """All pieces of memory from and to which simulated streams may copy. `version` increases with
+    every change."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -252,7 +253,7 @@ class Ranges:
         return f"Ranges({len(self._memories)} memories, {len(self._graves)} given back)"
 
     def held(self) -> dict[str, int]:
-        """Returns the number of memories that are not freed, by kind."""
+        """Returns how many pieces of memory are not freed, by kind (`KnownMemory.kind`)."""
         kinds = [memory.kind for memory in self._memories]
         return {
             kind: kinds.count(kind)
@@ -274,8 +275,8 @@ class Ranges:
         )
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Registers host memory. Raises DeviceError if the memory is not whole pages, or if a part
-        of it is already registered."""
+        """Registers (page-locks) host memory. Raises DeviceError if the memory does not consist of
+        whole pages, or if a part of it is already registered."""
         if address % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
             raise DeviceError(
                 f"fake device: register: invalid argument: {address:#x} and {num_bytes} bytes are "
@@ -288,8 +289,8 @@ class Ranges:
         self._keep(KnownMemory(address, address + num_bytes, address, HOST))
 
     def open(self, device: int, handle: bytes) -> int:
-        """Opens an allocation of another process and returns its address. Opening it again returns
-        the same address."""
+        """Opens an allocation of another process and returns its address. If it is open already,
+        returns the same address."""
         for memory in self._memories:
             if memory.handle == handle and memory.device == device:
                 memory.num_opened += 1
@@ -303,8 +304,8 @@ class Ranges:
         return self._keep_device(device, parsed.num_bytes, parsed.map(), handle)
 
     def close(self, device: int, address: int) -> None:
-        """Closes an opened allocation. The memory is dropped once it was closed as many times as it
-        was opened."""
+        """Closes an allocation of another process. The memory is unmapped once it was closed as
+        many times as it was opened."""
         memory = self.find("close_memory", address, device, "opened")
         memory.num_opened -= 1
         if not memory.num_opened:
@@ -312,7 +313,7 @@ class Ranges:
 
     def find(self, method: str, address: int, device: int, kind: str) -> KnownMemory:
         """Returns the memory of this kind that begins at `address`. Raises DeviceError if there is
-        none.
+        no such memory.
 
         method: name of the runtime's call, for the error message.
         kind: how the memory was made (`KnownMemory.kind`).
@@ -362,8 +363,8 @@ class Ranges:
     # Resolving addresses
 
     def extent(self, device: int, address: int) -> Extent:
-        """Returns the device allocation that contains `address`. Raises DeviceError if there is
-        none."""
+        """Returns the device allocation that contains `address`. Raises DeviceError if no
+        allocation contains it."""
         for memory in self._memories:
             if memory.device != HOST and memory.start <= address < memory.end:
                 return Extent(memory.start, memory.end - memory.start, memory.device)
@@ -382,9 +383,10 @@ class Ranges:
     def copy_range(
         self, device: int, start: int, num_bytes: int, what: str
     ) -> tuple[int, KnownMemory | None]:
-        """Returns the address in this process at which the bytes of a range are, and the
-        `KnownMemory` that contains the range. For host memory that is not registered, returns
-        `start` and None. Raises DeviceError if CUDA would refuse a copy of the range on `device`.
+        """Checks a range of memory that a call copies, as CUDA would. Returns the address at which
+        this process has the bytes, and the `KnownMemory` that contains the range. For host memory
+        that is not registered, returns `start` and None. Raises DeviceError if CUDA would refuse a
+        copy of the range on `device`.
 
         what: name of the copying call, for the error message.
         """
@@ -409,8 +411,9 @@ class Ranges:
         return (start, None) if not found else (start - found[0].start + found[0].shadow, found[0])
 
     def kernel_range(self, device: int, start: int, num_bytes: int) -> int:
-        """Returns the address in this process at which the bytes of a range are. If a kernel could
-        not access the range, raises a DeviceError that says that the device is lost."""
+        """Checks a range of memory that a kernel on `device` accesses. Returns the address at which
+        this process has the bytes. If a kernel could not access the range, raises a DeviceError
+        that says that the device is lost (unusable)."""
         found, end = self._overlapping(start, start + num_bytes), start + num_bytes
         # A kernel sees adjoining registrations as a single range, because they have the host's
         # addresses.

@@ -39,8 +39,8 @@ LOOK_S = 0.02
 
 
 def command(kind: str, *arguments: object) -> list[str]:
-    """Returns the command that runs a server with this fault. The caller appends the server's
-    flags."""
+    """Returns the command that runs a server with this fault (a name in KINDS). The caller appends
+    the server's flags."""
     return [sys.executable, "-m", "hotkv_server.testing.faults", kind, *map(str, arguments), "run"]
 
 
@@ -167,9 +167,9 @@ def hang_disk(folder: str, signs: str) -> None:
 
 
 def hurry() -> None:
-    """Shortens times that tests would wait for: how long blocks wait for a full pack of S3, the
-    pause between two notes of the bytes written to the disk, and how long a client may read
-    nothing."""
+    """Shortens times of the server for which tests would have to wait: how long blocks wait for a
+    full pack of the S3 tier, the pause between two notes of the bytes written to the disk, and how
+    long the server waits for a client that reads nothing."""
     s3_tier.LINGER_S = 0.2
     below.NOTE_S = 0.2
     session.SLOW_READER_S = 1.0
@@ -236,7 +236,7 @@ def dam(file: str, patience_s: str = "0.1") -> None:
 
 
 def tell_tasks(file: str) -> None:
-    """Makes the server write `file` when it receives SIGUSR1.
+    """Makes the server write its tasks and threads to `file` when it receives SIGUSR1.
 
     The file is JSON with three lists:
 
