@@ -3,9 +3,9 @@
 
 `ORDER` is a JSON object with the fields of `FakeDevices`. Its field `control` is the path of a Unix
 socket (SOCK_SEQPACKET), on which the running server receives orders. `{"lose": 0}` makes device 0
-lost, so that every later call on it fails. `{"lose_after": [0, 20]}` does so after 20 steps of its streams.
-`{"fail": ["open_memory", 1]}` makes the next call of `open_memory` fail. Tests simulate engines in
-other processes with `FakeAllocation` and `FakeIpcEvent`.
+lost, so that every later call on it fails. `{"lose_after": [0, 20]}` does so after 20 steps of its
+streams. `{"fail": ["open_memory", 1]}` makes the next call of `open_memory` fail. Tests simulate
+engines in other processes with `FakeAllocation` and `FakeIpcEvent`.
 """
 
 import json

@@ -37,8 +37,9 @@ GOOD, LOOK, BAD = "good", "look", "bad"
 
 
 def checks(figures: Figures) -> list[Figures]:
-    """Returns the result of each check: its `name`, its `level` (good, look or bad), and a `text`
-    about the problem. The text is empty if the level is good."""
+    """Judges five parts of a node's state, such as the event loop and the tiers. Returns for each
+    check its `name`, its `level` (good, look or bad), and a `text` about the problem. The text is
+    empty if the level is good."""
     lag_s, down = figures["loop"]["lag_p99_s"], _down(figures)
     failed = _hour(figures).get("failed_load_count", 0)
     state, progress = figures["state"], figures["progress"]
@@ -58,8 +59,9 @@ def checks(figures: Figures) -> list[Figures]:
 
 
 def verdicts(figures: Figures) -> list[Figures]:
-    """Returns the three verdicts. Each has a `question`, a `word` (the short answer) and a `text`
-    (the rest of the sentence)."""
+    """Answers three questions about a node: whether it works, whether it pays, and what limits it.
+    Each answer has the `question`, a `word` (the short answer) and a `text` (the rest of the
+    sentence)."""
     return [
         _verdict("Is it working?", *_works(figures)),
         _verdict("Does it pay?", *_pays(figures)),
@@ -150,7 +152,7 @@ def _own_hits(total: dict[str, Any]) -> int:
 
 
 def _seconds(seconds: float) -> str:
-    """Formats a time for a sentence."""
+    """Formats a duration for a sentence."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
