@@ -151,7 +151,8 @@ Guard = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Takes the place of a request that could not be parsed or has too many parts.
+    """A stand-in for a request that could not be parsed or has too many parts (fields and list
+    entries).
 
     reason, message: the error with which the request is refused.
     request_id: the id that the client gave the request in its message; -1 if it is unknown.
@@ -165,12 +166,12 @@ class Malformed:
     request_id: int = -1
 
     def error(self) -> HotKVError:
-        """Returns a new exception with the reason, to be raised once."""
+        """Returns a new exception with the reason and the message; the caller raises it once."""
         return HotKVError(self.reason, self.message)
 
     def WhichOneof(self, name: str) -> str:
-        """Returns "malformed", as if that were the message's field: `SessionCalls.handle` calls
-        this method of every request."""
+        """Returns "malformed" as the name of the message's field, because `SessionCalls.handle`
+        calls this method of every request."""
         return "malformed"
 
 
@@ -312,8 +313,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _audited(self, method: str, context: Any) -> Iterator[Callable[[Any], None]]:
-        """Records a call of an admin method in the audit log at the end of the `with` block, in
-        which the call is served. For a stream, the block ends after the last answer.
+        """Wraps the serving of an admin call: at the end of the `with` block, records the call in
+        the audit log. For a stream, the block ends after the last answer.
 
         Yields a function to which the caller passes the request once the request is accepted. If
         the request is refused, the call is recorded without arguments.
@@ -362,7 +363,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     async def _as_guest(self, answers: AsyncGenerator[Any, None], context: Any) -> None:
         """Writes the answers of a call to health, reflection or channelz. Counts the call as a
-        guest, because it may last."""
+        guest (a call that may last without a session)."""
         try:
             if self._num_unread_ends >= MAX_UNREAD_GUESTS:
                 raise HotKVError(
