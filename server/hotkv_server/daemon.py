@@ -233,7 +233,7 @@ async def wait_for_end(node: Node) -> None:
 
 
 def reload(reloader: Reloader) -> None:
-    """Reads the settings again. Notifies systemd before and after that."""
+    """Reads the settings again. Notifies systemd when this begins and when it has ended."""
     now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
     systemd.notify("RELOADING=1", f"MONOTONIC_USEC={now_us}")
     try:

@@ -69,8 +69,11 @@ class Feed(Generic[T]):
 
     def take(self, most: int, most_bytes: int = sys.maxsize) -> tuple[list[T], int]:
         """Returns up to `most` items without waiting; an empty list if the feed is empty. If it
-        returns several items, they have at most `most_bytes` together. Also returns how many items
-        were lost since the last report of a loss; 0 as long as items stay in the queue."""
+        returns several items, they have at most `most_bytes` together.
+
+        Also returns how many items were lost since the last report of a loss. A loss is reported
+        together with the last item in the queue; until then the number is 0.
+        """
         items: list[T] = []
         num_bytes = 0
         while self._items and len(items) < most:

@@ -264,7 +264,8 @@ class BlocksBelow(Protocol):
         unpins the blocks."""
 
     def let_go(self, held: Any) -> None:
-        """Releases the pins that a call of `bring_up` has made. `held`: the result of that call."""
+        """Unpins the blocks that a call of `bring_up` has pinned. `held`: the result of that
+        call."""
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Promotes blocks of `groups` from tiers into host memory, as far as there is room. Returns
@@ -290,7 +291,7 @@ are numbers of the disk's index if the medium is DISK, otherwise of host memory'
 
 
 def nobody(entries: Entries, medium: Medium, tier: str) -> None:
-    """Ignores the event: an `OnReady` that does nothing."""
+    """Does nothing when blocks become ready (an `OnReady` function)."""
 
 
 # Capabilities
@@ -522,11 +523,11 @@ class Capability:
         return False
 
     def session_prompts(self, session_id: str, tenant: str) -> Sequence[tuple[str, int, Words]]:
-        """Returns the latest prompts of the conversation to which hints of routers refer by
-        `session_id`. This id is not the id of an engine's session with this server.
+        """Returns the latest prompts of a user's conversation. `session_id` is the id by which
+        hints of routers name the conversation, not the id of an engine's session with this server.
 
-        Each item: tenant, key space id, hash words. `tenant`: returns only prompts of this tenant;
-        an empty text means all tenants.
+        Each item of the result has a tenant, a key space id and hash words. `tenant`: returns only
+        prompts of this tenant; an empty text means all tenants.
         """
         return ()
 

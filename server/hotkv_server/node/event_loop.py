@@ -197,8 +197,8 @@ class LoopLag:
         self._wait(loop)
 
     def _look(self) -> None:
-        """Runs on the thread of this object: each time the loop is late, records once which
-        function the loop is running."""
+        """Watches the loop, on the thread of this object. Each time the loop is late, records once
+        which function the loop is running."""
         while not self._ended.wait(self._num_ticks * TICK_S):
             if not self._seen and time.monotonic() > self._due_s + HELD_S:
                 self._seen = _function_of(sys._current_frames().get(self._loop_thread))
@@ -221,8 +221,9 @@ def _function_of(frame: FrameType | None) -> str:
 
 
 async def begun(call: Callable[..., Any], *arguments: Any) -> "asyncio.Task[Any]":
-    """Starts a session's call as a task, runs it up to its first wait, and returns the task. The
-    session's next calls don't wait for the task, but find the changes that it has made so far."""
+    """Starts a session's call as a task, and runs the task up to its first wait. Returns the task.
+    The session's next calls don't wait for the end of the task, but they see the changes that it
+    has made so far."""
     task = asyncio.create_task(call(*arguments))
     await asyncio.sleep(0)
     return task

@@ -181,8 +181,8 @@ class Node:
 
     @property
     def has_tenants(self) -> bool:
-        """True if the server has tenants: a session must then not learn of other tenants'
-        sessions."""
+        """True if the server has tenants. A session of one tenant must then not learn of sessions
+        of other tenants."""
         return bool(self.core.config.tenants)
 
     # Room for stores

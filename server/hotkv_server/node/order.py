@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 WORD_BYTES = 4
 PINNED_BYTES = 4096
-"""Bytes of `MAX_MARKS` words, one for each mark; also one page, the least memory that can be
-pinned."""
+"""Size of the host memory for `MAX_MARKS` words, one for each mark. It is one page, the least
+memory that can be pinned."""
 
 
 class MarkReader(Protocol):
@@ -53,7 +53,8 @@ class MarkReader(Protocol):
     num_marks: int
 
     def has_passed(self, mark: DeviceMark) -> bool:
-        """Returns True if the engine's device has passed the mark. Does not wait.
+        """Returns True if the engine's device has passed the mark (a point in the device's queue of
+        work). Does not wait.
 
         Raises DeviceError if the mark can't be read.
         """
@@ -148,8 +149,8 @@ class DeviceWords:
     kind = OrderKind.FLAGS
 
     def __init__(self, devices: Devices, region: Region, num_words: int) -> None:
-        """Copies the device's words to host memory for the first time, and blocks until they have
-        been copied. Raises DeviceError."""
+        """Copies the words, in which the engine's device counts, from device memory to host memory
+        for the first time. Blocks until they have been copied. Raises DeviceError."""
         self.num_marks = num_words
         self._devices = devices
         self._runtime = devices.runtime

@@ -106,8 +106,9 @@ class SessionMemory:
                 )
 
     def close(self) -> None:
-        """Unmaps and closes all memory of the session. Blocks the calling thread: waits for a
-        device if device memory or marks are open, and for the kernel if the engine has died."""
+        """Unmaps and closes all memory of the session. Blocks the calling thread: it may have to
+        wait for a device (if device memory or marks are open) or for the kernel (if the engine has
+        died)."""
         self.order.close()
         while self.allocations:
             self.devices.close_memory(*self.allocations.pop())
@@ -178,12 +179,13 @@ def open_session_memory(
     on_cut: Callable[[], None],
     tenant: str = "",
 ) -> SessionMemory:
-    """Maps all files of a layout, fills their page tables, and opens all device allocations of the
-    layout. Blocks the calling thread. Raises INVALID_LAYOUT if a file or an allocation does not fit
-    the layout or can't be opened.
+    """Maps all files of a layout (the description of an engine's memory), fills their page tables,
+    and opens all device allocations of the layout. Blocks the calling thread. Raises INVALID_LAYOUT
+    if a file or an allocation does not fit the layout or can't be opened.
 
     layout: the engine's memory, and the tensors in it.
-    order: the marks that the engine offers; opened too.
+    order: the marks that the engine offers, which are opened too. A mark is a point in the queue of
+        the engine's device.
     fds: descriptors by handle id; closed here, also if the call raises.
     on_cut: called, in any thread, when the server finds that the client has truncated a file. The
         file's mapping is empty memory from then on (`FileMapping`).
@@ -428,9 +430,9 @@ class LiveSession:
             job.cancel()
 
     def check_fence(self, fence_index: int) -> None:
-        """Raises INVALID_FIELD if the engine could not revoke a store with the word `fence_index`
-        of the fence page: the index is too high, or the session has no whole fence page. Accepts 0,
-        for a store that is never revoked."""
+        """Checks that the engine can revoke a store with the word `fence_index` of the fence page
+        (the page that engine and server share). Raises INVALID_FIELD if the index is too high, or
+        if the session has no whole fence page. Accepts 0, for a store that is never revoked."""
         if not 0 <= fence_index < FENCE_WORDS:
             raise invalid(
                 f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}"
@@ -448,8 +450,9 @@ class LiveSession:
             )
 
     def is_revoked(self, fence_index: int) -> bool:
-        """Returns True if the engine has revoked the store with this word of the fence page, or
-        could not have done so because the page is missing or truncated.
+        """Returns True if the engine has revoked the store with this word of the fence page (the
+        page that engine and server share). Returns True also if the page is missing or truncated,
+        so that the engine could not have revoked the store.
 
         Called after the copy and before the blocks become ready, so that bytes which the engine may
         have overwritten are dropped.

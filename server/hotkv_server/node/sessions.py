@@ -178,8 +178,8 @@ class Sessions:
         return session
 
     def _check_count(self, tenant: str, max_of_tenant: int) -> None:
-        """Raises OVERLOADED if no further session may open, because too many sessions are open: in
-        all, or of this tenant."""
+        """Raises OVERLOADED if no further session may open, because too many sessions are open in
+        all, or too many of this tenant."""
         if len(self._open) >= MAX_SESSIONS:
             raise HotKVError(
                 Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first"

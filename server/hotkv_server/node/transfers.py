@@ -112,7 +112,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 30.0
 MARK_TIMEOUT_S = 600.0
-"""Longest wait for a mark. Far above the time of all work that an engine queues on its device."""
+"""Longest wait until an engine's device passes a mark, a point in its queue of work. All work that
+an engine queues takes far less time."""
 CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 MAX_TRANSFERS_OF_SESSION = 2048
 """Most transfers that a session may have in flight. It may not begin another while its transfers in
@@ -491,7 +492,8 @@ class Transfers:
         block_ids: for each block of `runs`, the id of the block in the engine's memory to which it
             is copied.
         timeout_s: the load is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
-        after: writes begin only after the engine's device has passed this mark.
+        after: writes begin only after the engine's device has passed this mark (a point in the
+            device's queue of work).
         message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
@@ -536,7 +538,8 @@ class Transfers:
         options: how long to retain the blocks, and the residency that pins them.
         fence_index: word of the fence page by which the engine can revoke the store; 0: it can't.
         contents: token ids of each run, for events; may be empty.
-        after: reads begin only after the engine's device has passed this mark.
+        after: reads begin only after the engine's device has passed this mark (a point in the
+            device's queue of work).
         message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
@@ -631,8 +634,10 @@ class Transfers:
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
         """Raises OVERLOADED if the session has too many transfers or bytes in flight, or if the
-        transfers of its owner (tenant or engine) would use too much memory. `kept_bytes`: memory
-        that a new transfer would use until it ends."""
+        transfers of its owner (tenant or engine) would use too much memory.
+
+        kept_bytes: memory that the new transfer would use until it ends.
+        """
         owner = self._core.sessions.owner(session.record)
         if kept_bytes > self.kept_bytes.room(owner):
             raise HotKVError(

@@ -280,7 +280,7 @@ class KeptHotSet:
     which blocks get and lose slots; the client executes the moves. Use by one thread at a time.
 
     `Selected.load` may name a recent block, which the client has just filled with tokens. The
-    client can load this block only after it has stored it: before, host memory does not have it.
+    client must store this block before it can load it from host memory.
     """
 
     def __init__(self, config: SparseConfig, num_blocks: int) -> None:

@@ -177,8 +177,8 @@ class SparseDecode:
             return True
 
     def close_session(self, session: LiveSession, *, is_last: bool) -> None:
-        """Ends the session's sequences, and drops the engine's figures if this was the engine's
-        last session."""
+        """Ends the session's sequences (contexts that it decodes sparsely). If this was the
+        engine's last session, also drops the engine's figures."""
         self.sequences.drop_session(session.record.number)
         if is_last:
             self.figures.drop(session.record.engine_id)
@@ -252,8 +252,8 @@ class SparseDecode:
                 self._count_used(session, sequence, sequence.use(positions, now_s))
 
     def _count_used(self, session: LiveSession, sequence: LiveSequence, positions: I32) -> None:
-        """Counts the blocks at these positions as used, so that they are evicted later than other
-        blocks. The sequence will probably use them again."""
+        """Counts the blocks at these positions of the sequence as used. The eviction policy then
+        evicts them later than other blocks, because the sequence will probably use them again."""
         if len(positions):
             self.counters.used_blocks += len(positions)
             self.core.touch(
@@ -426,8 +426,8 @@ class Selections:
 
 
 def spec_of(sequence: LiveSequence) -> SelectSpec:
-    """Returns the settings by which the server selects blocks for a sequence. Raises INVALID_FIELD
-    if the sequence was created without such settings."""
+    """Returns the settings by which the server selects blocks for a sequence (a context that is
+    decoded sparsely). Raises INVALID_FIELD if the sequence was created without such settings."""
     if sequence.spec is None:
         raise invalid(
             f"sequence_id {sequence.sequence_id!r} was created without select; create one with it"

@@ -23,7 +23,8 @@ from hotkv_server.sparse.book import KeptHotSet, SelectSpec
 I32 = NDArray[np.int32]
 HASH_BYTES = 32
 SEQUENCE_BLOCKS = 32
-"""Memory of a sequence without blocks, a KiB, counted in blocks (`LiveSequence.weight`)."""
+"""Memory of a sequence that has no blocks (a KiB), in the unit of `LiveSequence.weight`: the memory
+of a block's hash."""
 TOUCH_INTERVAL_S = 1.0
 """Interval at which the uses of a sequence's blocks are counted, in seconds. A block that is used
 in every step counts as used once per interval."""
@@ -96,8 +97,9 @@ class LiveSequence:
         """Returns the hot set (the blocks in the client's hot slots) that the server records for a
         layer and shard; None if the server records no hot sets.
 
-        Each stream begins with an empty hot set. The client may have missed the last answer of
-        another stream, so it may not have loaded the blocks of that answer.
+        Each of the client's streams of selections begins with an empty hot set. The reason: the
+        client may have missed the last answer of an earlier stream, and so may not have loaded the
+        blocks that this answer named.
         """
         if not spec.hot_blocks:
             return None

@@ -42,7 +42,8 @@ class LayerFigures:
         return f"LayerFigures({len(self._engines)} engines, {len(self._totals)} layers)"
 
     def add(self, engine_id: str, growth: LayerGrowth) -> None:
-        """Adds an engine's report about a layer, whose index must be below MAX_LAYERS."""
+        """Adds an engine's report about the sparse decode of a layer, whose index must be below
+        MAX_LAYERS."""
         assert 0 <= growth.layer_index < MAX_LAYERS, "the layer was not checked"
         self._engines[engine_id] = _added(self._engines.get(engine_id, self._totals[:0]), growth)
         self._totals = _added(self._totals, growth)
@@ -61,8 +62,8 @@ class LayerFigures:
                 yield engine_id, growth
 
     def totals(self) -> Iterator[LayerGrowth]:
-        """Yields the counters of each layer, over all engines since the start. Skips layers whose
-        counters are all 0."""
+        """Yields the counters of sparse decode of each layer, summed over all engines since the
+        start. Skips layers whose counters are all 0."""
         return _rows(self._totals)
 
 

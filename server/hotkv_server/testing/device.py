@@ -270,8 +270,8 @@ class Streams:
     def wait_for(self, device: int, reached: Callable[[], bool]) -> None:
         """Waits until `reached` returns True, or until the device is lost.
 
-        In a runtime without a thread, the thread that made the runtime runs the streams while it
-        waits. Other threads wait for that thread.
+        If the runtime has no thread to run the streams, the thread that made the runtime runs them
+        while it waits. Other threads wait until that thread has run them.
         """
         runs_itself = self._thread is None and threading.get_ident() == self._maker
         with self.changed:

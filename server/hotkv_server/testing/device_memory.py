@@ -175,7 +175,8 @@ class FakeAllocation:
         return bytes_at(self._memory.address, self.num_bytes)
 
     def words(self) -> NDArray[np.uint32]:
-        """Returns the allocation's bytes as flag words, uint32."""
+        """Returns the allocation's bytes as uint32 words, which serve as flags for marks (points in
+        the queue of the engine's device)."""
         return self.array()[: self.num_bytes // 4 * 4].view(np.uint32)
 
     def close(self) -> None:
@@ -326,7 +327,7 @@ class Ranges:
         )
 
     def drop(self, memory: KnownMemory) -> None:
-        """Frees, closes or unregisters a memory, according to how it was made."""
+        """Frees, closes or unregisters a piece of memory, according to how it was made."""
         self.version += 1
         self._memories.remove(memory)
         if memory.device != HOST:

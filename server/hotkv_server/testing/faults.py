@@ -145,8 +145,9 @@ def hang_disk(folder: str, signs: str) -> None:
         return called
 
     def hanging_blocks(call: str, move: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `move`, a method of `FileIO` that moves blocks by kernels, so that it hangs like
-        `call`. Kernels call the C library, so patching `os` does not affect them."""
+        """Wraps `move`, a method of `FileIO` that reads or writes blocks, so that it hangs as the
+        call `call` does. `move` uses compiled kernels, which call the C library, so patching `os`
+        does not affect it."""
 
         def moved(self: FileIO, *arguments: Any) -> Any:
             hang(call, self._fd)

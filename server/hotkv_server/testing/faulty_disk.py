@@ -19,10 +19,10 @@ EVERYWHERE = -1
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The fault of a block.
+    """The fault that a read or write of a block has.
 
     code: errno with which the read or write fails; 0: it does not fail.
-    moved_bytes: number of bytes to move, without an error; None: all bytes.
+    moved_bytes: number of bytes that are read or written, without an error; None: all bytes.
     hangs: True: the call first waits for `FaultyDisk.release`.
     """
 

@@ -1,8 +1,8 @@
 """The checks that every eviction policy must pass.
 
-`PolicyWorld` is a small simulated cache with a policy. It assigns entry numbers as `BlockIndex`
-does, knows which entries are ready and pinned, and checks each answer of the policy. Call its
-methods from a property test, or at random with `check_policy`.
+`PolicyWorld` is a small simulated cache that uses the policy under test. It assigns entry numbers
+as `BlockIndex` does, knows which entries are ready and pinned, and checks each answer of the
+policy. Call its methods from a property test, or at random with `check_policy`.
 """
 
 import functools
@@ -50,7 +50,8 @@ class PolicyWorld:
         come_back: bool = False,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Makes consecutive blocks of a prompt ready.
+        """Adds consecutive blocks of a prompt to the simulated cache, as ready, and notifies the
+        policies.
 
         come_back: True: the blocks have the keys of the blocks that were removed last, if there are
             any.

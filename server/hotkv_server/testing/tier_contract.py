@@ -57,7 +57,7 @@ def content(number: int) -> NDArray[np.uint8]:
 class Rig:
     """A tier under test, with an arena.
 
-    arena: SLOTS slots of `slot_bytes`.
+    arena: memory with SLOTS slots of `slot_bytes`.
     damage: changes stored bytes of a block, given its key and its offset in the tier; None if the
         tier's stored bytes can't be changed.
     breaks: returns a context manager during which the tier's store can't be used; None if that is
@@ -265,7 +265,7 @@ def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
 
 def check_sizes(make_rig: MakeRig) -> None:
     """Checks that blocks of each size (multiples of SLOT_ALIGN up to a slot) are written and read
-    with exactly their size. Also checks that calls without blocks end."""
+    with exactly their size. Also checks that a read or write of no blocks ends."""
     with make_rig() as rig:
         bench = Bench(rig)
         numbers = list(range(1, rig.slot_bytes // SLOT_ALIGN + 1))

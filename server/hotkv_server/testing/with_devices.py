@@ -78,7 +78,8 @@ class _Runtime(FakeRuntime):
 
 @dataclass(slots=True)
 class _Control:
-    """Receives orders from the control socket on a thread, and executes them."""
+    """Receives orders (such as "make device 0 fail") from the control socket on a thread, and
+    executes them."""
 
     runtime: FakeRuntime
     orders: dict[str, Callable[[Any], None]] = field(init=False)

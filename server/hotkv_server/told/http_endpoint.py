@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 2.0
 SAVINGS_TIMEOUT_S = 8.0
-"""Longest time to answer a request for savings, because the node may rest before it (`MAX_REST_S`
-of `pages.routes`)."""
+"""Longest time to answer a request for savings. It is longer than for other requests, because the
+node may pause up to `MAX_REST_S` (of `pages.routes`) before it computes the answer."""
 CONNECTION_S = 10.0
 """Longest time for which a connection stays open, in seconds."""
 TURN_S = 0.5

@@ -259,7 +259,8 @@ def busiest(node: Node) -> list[LiveSession]:
 
 
 DOORS = {"hotkv-vllm": "own", "hotkv-offloading": "offloading"}
-"""The door (the engine's connector, docs/doors.md), by the client name that a session sends."""
+"""The engine's kind of connector ("own" or "offloading", docs/doors.md), by the client name that a
+session sends."""
 
 
 def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:

@@ -56,7 +56,7 @@ class NodeStatus:
 
 
 def read_status(node: Node, *, has_names: bool) -> NodeStatus:
-    """Reads the status of a node, on the node's event loop.
+    """Reads the state of a node for the status page. Call this function on the node's event loop.
 
     has_names: False leaves out the names of tenants, models and engines.
     """

@@ -12,10 +12,11 @@ LATE_S, VERY_LATE_S = 0.02, 0.1
 """Delays of the event loop (99th percentile), in seconds. Above LATE_S the level is "look", above
 VERY_LATE_S it is "bad"."""
 WORTH_POINTS = 0.01
-"""Least gain of the hit rate by more memory at which the verdict names memory as the limit."""
+"""If more memory would raise the hit rate by at least this much, the verdict names memory as the
+limit."""
 NEAR_CEILING = 0.03
-"""Largest distance between the hit rate and the hit rate of an endless cache at which the verdict
-names the prompts as the limit."""
+"""If the hit rate is at most this much below the hit rate of an endless cache, the verdict names
+the prompts as the limit."""
 MISSES = {
     "never_stored": "New text, or evicted long ago: nothing to gain but by more memory.",
     "evicted": "Made room for others: more memory or a tier helps.",

@@ -19,8 +19,8 @@ from hotkv_server.wire.edge import Calls
 log = logging.getLogger("hotkv_server.tracing")
 
 GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
-"""The package that is needed if the environment names the protocol grpc. No extra of hotkv installs
-it."""
+"""The package that exports traces over gRPC, needed if OpenTelemetry's environment variables name
+the protocol grpc. No extra of hotkv installs it."""
 
 
 def check(settings: Settings) -> None:

@@ -119,8 +119,9 @@ class Tracing:
 
 
 def _names(hashes: Words) -> list[int]:
-    """Returns a name for each block: the first 64 bits of its hash. Blocks of several groups may
-    have the same name; they belong to the same prompt."""
+    """Returns a number for each block, by which the block is remembered: the first 64 bits of its
+    hash. Blocks of different groups may have the same number; they then belong to the same
+    prompt."""
     first = np.ascontiguousarray(hashes[:, :2])
     names: list[int] = first.view(np.uint64)[:, 0].tolist()
     return names

@@ -37,7 +37,7 @@ class Warmth:
         return self.at(order)
 
     def at(self, places: NDArray[np.int64] | slice) -> "Warmth":
-        """Returns a snapshot of only the blocks at these positions."""
+        """Returns a snapshot of only the blocks at these positions of this snapshot."""
         return Warmth(
             self.entries[places],
             self.generations[places],
@@ -66,7 +66,8 @@ def joined(parts: list[Warmth]) -> Warmth:
 
 
 def names(core: CacheCore, some: Warmth) -> list[HashList]:
-    """Returns the hashes of those blocks of a snapshot that still exist, by group and in order."""
+    """Returns the hashes of those blocks of a snapshot that are still cached, by group, in the
+    order of the snapshot."""
     index = core.space.index
     generations = index.table.records[some.entries, table.W_GENERATION]
     is_same = (generations == some.generations) & index.is_ready(some.entries)

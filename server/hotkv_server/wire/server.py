@@ -91,9 +91,9 @@ OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 LIVENESS = "live"
-"""Service name in health checks for the question whether the process is alive: while the state of
-this name is NOT_SERVING, a restart of the server would help. The states of all other names say
-whether the server answers calls."""
+"""Service name by which a health check asks whether the process is alive. While the state of this
+name is NOT_SERVING, a restart of the server would help. The states of all other names say whether
+the server answers calls."""
 CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 
 

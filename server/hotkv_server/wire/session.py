@@ -166,13 +166,13 @@ class SessionCalls:
         return None if answer is None else session_pb2.ConnectResponse(**{body: answer})
 
     async def _slowed(self, error: HotKVError) -> HotKVError:
-        """Waits until `Pace` allows another answer to a malformed message. Returns the error."""
+        """Waits until `Pace` allows another answer to a malformed message. Returns `error`."""
         await self._pace.turn()
         return error
 
     def _answer_task(self, request_id: int, body: str, done: "asyncio.Task[Any]") -> None:
-        """Sends the result of the finished task `done` as the field `body` of an answer; sends the
-        task's error if the task raised. Sends no answer if the task was cancelled."""
+        """Sends the result of the finished task `done` to the client, as the field `body` of an
+        answer. If the task raised, sends the error. If the task was cancelled, sends nothing."""
         if done.cancelled():
             return
         try:
@@ -285,7 +285,7 @@ class SessionOutbox:
             await self._was_read.wait()
 
     async def send_all(self) -> None:
-        """Writes the queued messages in order, until it is cancelled."""
+        """Writes the queued messages to the client in order, until this coroutine is cancelled."""
         while True:
             if not self._messages:
                 self._came = asyncio.get_running_loop().create_future()

@@ -94,7 +94,7 @@ class ResidentGroup:
         return found
 
     def add(self, positions: Int64s, entries: Entries) -> None:
-        """Adds rows for blocks, without representations (compact forms of keys).
+        """Adds rows for pinned blocks whose representations (compact forms of keys) are not pinned.
 
         positions: positions of the blocks, increasing; the group must not have rows for them yet.
         """
@@ -215,8 +215,8 @@ class Residency:
 
     @property
     def weight(self) -> int:
-        """Returns an upper estimate of the bytes of memory that the lists of the residency's blocks
-        use."""
+        """Returns an upper estimate of the memory, in bytes, that the lists of the residency's
+        blocks use."""
         return weight_of(self.asked)
 
     def pinned(self) -> Iterator[Entries]:
@@ -246,7 +246,8 @@ def sum_of_slots(groups: Mapping[int, ResidentGroup]) -> dict[int, int]:
 
 
 def weight_of(asked: Mapping[int, int]) -> int:
-    """Returns an upper estimate of the bytes of memory that the lists of a residency's blocks use.
+    """Returns an upper estimate of the memory, in bytes, that the lists of a residency's blocks
+    use.
 
     asked: number of blocks to reserve, by group.
     """
@@ -258,7 +259,8 @@ def weight_of(asked: Mapping[int, int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The latest refusal of a residency of an engine for lack of room.
+    """The latest refusal, for lack of room in the arena, of an engine's call that opens or grows a
+    residency (pins the blocks of a running request).
 
     asked_bytes: bytes of the arena that the refused call would have reserved.
     available_bytes: bytes that could be reserved at that time.

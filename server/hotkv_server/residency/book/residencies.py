@@ -160,7 +160,8 @@ class Residencies:
     def make_room(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int]
     ) -> Iterator[None]:
-        """Frees slabs, in parts, for the slot sizes that a new or growing residency needs.
+        """Frees slabs for the slot sizes that a new or growing residency needs, in parts between
+        which the caller may run other work.
 
         Does nothing if enough slabs are free, or if the residency would be refused in any case.
 

@@ -157,9 +157,9 @@ class Page:
 # clients ask, and whatever windows of time they ask for. Use on the HTTP thread's event loop only.
 
 RESTING_SHARE = 0.05
-"""Share of the event loop's time that the answers may take together."""
+"""Share of the event loop's time that the computations of all answers may take together."""
 MAX_REST_S = 5.0
-"""Longest rest after an answer, in seconds, however long its computation took."""
+"""Longest pause of the node after an answer, in seconds, however long its computation took."""
 MAX_SINCE_S = 8 * 86_400.0
 """Longest window of the ledger, in seconds. The window 0 means all time."""
 MAX_KEPT = 32

@@ -63,8 +63,12 @@ def _children(kind: Descriptor) -> Children:
 
 
 def is_light(kind: Descriptor, data: bytes) -> bool:
-    """Returns True if the bytes `data`, a message of type `kind`, have at most MAX_PARTS parts
-    (fields, list entries and messages). Raises DecodeError if the message is incomplete."""
+    """Returns True if a message has at most MAX_PARTS parts (fields, list entries and messages).
+    Raises DecodeError if the message is incomplete.
+
+    kind: type of the message.
+    data: bytes of the message.
+    """
     if len(data) <= FREE_BYTES:
         return True
     try:
@@ -74,9 +78,12 @@ def is_light(kind: Descriptor, data: bytes) -> bool:
 
 
 def count(kind: Descriptor, data: bytes) -> int:
-    """Returns the number of parts (fields, list entries and messages) of the bytes `data`, a
-    message of type `kind`. Stops soon after it exceeds MAX_PARTS. Raises IndexError if the message
-    is incomplete."""
+    """Returns the number of parts (fields, list entries and messages) of a message. Stops soon
+    after it has counted more than MAX_PARTS. Raises IndexError if the message is incomplete.
+
+    kind: type of the message.
+    data: bytes of the message.
+    """
     parts = 0
     todo: list[tuple[Descriptor, int, int]] = [(kind, 0, len(data))]
     while todo and parts <= MAX_PARTS:
@@ -107,9 +114,12 @@ def count(kind: Descriptor, data: bytes) -> int:
 
 
 def request_id(kind: Descriptor, data: bytes) -> int:
-    """Reads the field `request_id` of the bytes `data`, a message of type `kind`, without parsing
-    the whole message. Returns -1 if the message does not begin with this field; the messages of
-    usual clients begin with it."""
+    """Reads the field `request_id` of a message without parsing the whole message. Returns -1 if
+    the message does not begin with this field; the messages of usual clients begin with it.
+
+    kind: type of the message.
+    data: bytes of the message.
+    """
     field = kind.fields_by_name.get("request_id")
     if field is None or not data or data[0] != field.number << 3:
         return -1
@@ -142,8 +152,8 @@ PREFIX = "/hotkv.v1."
 REQUEST_ID_KEY = "x-request-id"
 GOOD_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,64}")
 MAX_UNREAD_GUESTS = 256
-"""Most calls of guests (calls without a session) on a listener that the server has ended, and whose
-clients have not read the end; until they do, gRPC can't end the calls. Beyond this number, no guest
+"""Most ended calls of guests (calls without a session) on a listener whose clients have not read
+the end. Until a client reads it, gRPC can't end the call. If there are so many such calls, no guest
 is admitted to health's Watch, reflection or channelz."""
 Guard = Callable[[Any], None]
 """Function that takes a call's context, and raises HotKVError if the call's peer is no admin."""
