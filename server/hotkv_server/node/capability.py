@@ -137,8 +137,8 @@ class Lying:
 
 
 class Epochs(Protocol):
-    """Flushes key spaces, in this node and in tiers that nodes share. A shared tier counts the
-    flushes of each key space; the count is the key space's epoch."""
+    """Flushes key spaces, in this node and in tiers that nodes share. Each shared tier has an epoch
+    for each key space: a number that each flush of the key space raises."""
 
     def may_serve(self, key_space_id: int) -> bool:
         """Returns True if it is certain that all blocks of the key space in host memory were stored
@@ -149,9 +149,9 @@ class Epochs(Protocol):
         within that time, or if the key space was forgotten meanwhile."""
 
     async def meet(self, key_space_id: int) -> None:
-        """Asks shared tiers for the epoch (number of flushes) of a new session's key space, and
-        waits for the answers for a bounded time. Until a tier has answered, the server treats the
-        blocks that are stored as possibly older than the last flush."""
+        """Asks shared tiers for the epoch (number that each flush raises) of a new session's key
+        space, and waits for the answers for a bounded time. Until a tier has answered, the server
+        treats the blocks that are stored as possibly older than the last flush."""
 
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes a key space in this node and in all tiers. Returns the number of blocks that the
@@ -164,8 +164,9 @@ class Lookups(Protocol):
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
         """Returns True if a lookup of these blocks must wait for the answer of a shared tier
-        (`ask`): a shared tier may have blocks that host memory lacks, or must first confirm the key
-        space's epoch. Returns False if `session` is None."""
+        (`ask`). This is so if a shared tier may have blocks that host memory lacks, or must first
+        confirm the key space's epoch (number that each flush raises). Returns False if `session` is
+        None."""
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
         """Asks shared tiers which of the blocks they have, and waits for the answers for a bounded

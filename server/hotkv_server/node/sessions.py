@@ -41,7 +41,8 @@ class Sessions:
     removals: forgets key spaces to make room for a new key space.
     names: remembers the names of engines and models.
     save_state: function that saves new key spaces.
-    meet: function that asks shared tiers for the epoch (number of flushes) of a key space.
+    meet: function that asks shared tiers for the epoch (number that each flush raises) of a key
+        space.
     run_effects: function that carries out the effects of the core's decisions.
     unread_ends: bounds the number of streams that stay open after their session has ended because
         the client has not read the last messages yet.
@@ -194,7 +195,7 @@ class Sessions:
 
     async def declare(self, key_space: KeySpace) -> int:
         """Registers a key space without opening a session, saves it, and asks shared tiers for its
-        epoch (number of flushes). Returns the number of the key space.
+        epoch (number that each flush raises). Returns the number of the key space.
 
         Raises DRAINING, and the errors of `Catalog.register`.
         """

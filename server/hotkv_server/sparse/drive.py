@@ -154,8 +154,8 @@ class SparseDecode:
     async def _may_cover(self, session: LiveSession, sequence: LiveSequence) -> bool:
         """Returns False if ready blocks of the session's key space may be older than a flush on
         another node, or if the sequence has ended. Waits for a bounded time until the shared tiers
-        have confirmed the key space's epoch. Raises UNKNOWN_SESSION if the session closes
-        meanwhile."""
+        have confirmed the key space's epoch (number that each flush raises). Raises UNKNOWN_SESSION
+        if the session closes meanwhile."""
         number, key_space_id = session.record.number, session.record.key_space_id
         serves = self._tiers is None or await self._tiers.epochs.wait_to_serve(key_space_id)
         if session.closing:

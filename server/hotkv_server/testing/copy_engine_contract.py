@@ -101,7 +101,7 @@ class Ends:
 
 
 def random_bytes(rng: np.random.Generator, region: Region) -> Bytes:
-    """Returns as many random bytes as the region has."""
+    """Returns random bytes, as many as the region has bytes."""
     return rng.integers(0, 256, region.num_bytes, dtype=np.uint8)
 
 

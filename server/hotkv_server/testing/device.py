@@ -8,8 +8,9 @@ raises.
 
 A seed determines the order of streams, their delays, and the parts in which copies move bytes.
 Usually a thread runs the streams. In a runtime without a thread, the test runs the streams by
-calling `run`. If a call then waits for the device, it runs the streams itself, provided that it is
-made on the thread that made the runtime; on other threads it waits for that thread.
+calling `run`. There, a call that waits for the device runs the streams itself if it is made on the
+thread that made the runtime. On any other thread, such a call waits until that thread has run the
+streams.
 """
 
 import contextlib

@@ -36,8 +36,8 @@ each flush raises) than the store has."""
 class Store:
     """A store under test, which several nodes share.
 
-    node: makes a node that uses the store: returns a context manager that yields the `Bench` of the
-        node's tier. The keyword argument `on_epoch` is passed to the tier.
+    node: makes a node that uses the store: returns a context manager that yields a `Bench`, which
+        calls the node's tier. The keyword argument `on_epoch` is passed to the tier.
     lose: deletes the epoch (number that each flush raises) of the key space NAME from the store.
     spoil: replaces the epoch of NAME with bytes that are no epoch; None if that is impossible.
     """

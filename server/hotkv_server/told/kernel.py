@@ -119,7 +119,8 @@ def server_figures(node: Node, now_s: float) -> Figures:
 
     state: `ready`, `draining` or `unhealthy`.
     problems: a sentence for each problem.
-    progress: says how far the arena is prefaulted; empty when all of it is.
+    progress: how far the arena is prefaulted, or why prefaulting ended early; empty when the whole
+        arena is prefaulted.
     """
     problems, lag = node.health.problems(now_s), node.lag.read()
     return {

@@ -37,7 +37,7 @@ class Warmth:
         return self.at(order)
 
     def at(self, places: NDArray[np.int64] | slice) -> "Warmth":
-        """Returns a snapshot of only the blocks at these positions of this snapshot."""
+        """Returns the part of this snapshot that has the blocks at these positions."""
         return Warmth(
             self.entries[places],
             self.generations[places],

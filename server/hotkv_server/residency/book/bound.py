@@ -204,7 +204,8 @@ class ResidencyBound:
     def check(
         self, promised: Mapping[int, int], pinned: Mapping[int, int], slots: Mapping[int, int]
     ) -> None:
-        """Raises AssertionError if the counts differ from the arguments, or exceed a bound.
+        """Raises AssertionError if the counted bytes and slots of residencies differ from the given
+        numbers, or exceed a bound.
 
         promised, pinned: bytes by tenant.
         slots: number of promised and pinned slots, by size.

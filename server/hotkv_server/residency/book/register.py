@@ -449,8 +449,8 @@ class ResidencyBook:
         message: str,
         now_s: float,
     ) -> None:
-        """Records that this residency of an engine was refused for lack of room. `Refusal` explains
-        the arguments."""
+        """Records that an engine's call to open or grow this residency was refused for lack of
+        room. `Refusal` explains the arguments."""
         self.num_refused += 1
         before = self._refusals.get(residency.engine_id)
         again = before is not None and before.residency_id == residency.residency_id
