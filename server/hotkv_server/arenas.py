@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the command to its parser."""
+    """Adds the flags of `hotkv-server arenas` to the command's parser."""
     parser.add_argument(
         "--folder",
         type=Path,
@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit status: 0; 1 if an arena could not be removed; 2 for an
-    unknown name of an arena."""
+    """Runs the command `hotkv-server arenas`. Returns the exit status: 0 on success, 1 if an arena
+    could not be removed, 2 if no arena has one of the given names."""
     found = find(options.folder)
     unknown = sorted(set(options.remove) - {arena.name for arena in found})
     if unknown:
@@ -115,8 +115,8 @@ def show(found: list[ArenaLeft], *, as_json: bool) -> None:
 
 
 def server_of(arena: ArenaLeft) -> str:
-    """Returns a few words for the table: whether a server uses the arena, and if not, how long ago
-    the arena's files last changed."""
+    """Describes for the table whether a server uses the arena. If no server uses it, also says how
+    long ago the arena's files last changed."""
     if arena.is_running is None:
         return f"unknown, user id {arena.uid}"
     if arena.is_running:
@@ -130,6 +130,6 @@ def server_of(arena: ArenaLeft) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns `text` with question marks in place of unprintable characters, because other users
-    may have written it."""
+    """Returns `text` with question marks in place of unprintable characters. Names of arenas may
+    have such characters, because other users may have chosen the names."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

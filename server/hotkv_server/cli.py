@@ -30,10 +30,13 @@ def kernels() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command with these arguments; None: the arguments of the process. Returns the exit
-    status: 0 on success; 1 if the server could not start or a check failed; 2 for bad settings or
-    input; 130 after Ctrl-C. If an invariant of the cache breaks, this function does not return: the
-    process exits with 70."""
+    """Runs the command `hotkv-server` with the given arguments. If `arguments` is None, uses the
+    arguments of the process.
+
+    Returns the exit status: 0 on success; 1 if the server could not start or a check failed; 2 for
+    bad settings or input; 130 after Ctrl-C. If an invariant of the cache breaks, this function does
+    not return: the process exits with 70.
+    """
     parser = Parser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument(
         "--version", action="version", version=f"hotkv-server {hotkv_proto.__version__}"

@@ -60,9 +60,10 @@ STOP_CALLS_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class OpenedNode:
-    """The node, and the parts that the node uses. The parts must be closed after the node.
+    """The node (the cache server without its gRPC services), and the parts that the node uses. The
+    parts must be closed after the node.
 
-    cuda: the server's devices and copy engine.
+    cuda: the server's GPUs and copy engine.
     below: the tiers below host memory; None without tiers.
     """
 
@@ -121,13 +122,13 @@ class OpenedNode:
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 
     def close(self, *, keep: bool, has_served: bool = True) -> None:
-        """Closes all parts, even if a capability raises, and then raises its error. The caller has
-        closed the node before. Blocks the calling thread.
+        """Closes all parts, even if a capability raises, and then raises the capability's error.
+        The caller must have closed the node before. Blocks the calling thread.
 
         keep: if True, the blocks stay in memory for the next server; if False, they are removed.
-        has_served: False if the start has failed. Then, even if `keep` is False, the files stay
-            that are of use to another cache (`memory.arena.KEPT_FILES`), for example the names of
-            engines.
+        has_served: False if the start has failed. Then the files in `memory.arena.KEPT_FILES` stay
+            even if `keep` is False, because another cache can use them (for example the names of
+            engines).
         """
         self.memory.filling.close()
         self.cuda.close()
@@ -139,7 +140,9 @@ class OpenedNode:
             self._leave(keep=keep, has_served=has_served)
 
     def _leave(self, *, keep: bool, has_served: bool) -> None:
-        """Leaves the blocks in memory or removes them; see `close`."""
+        """Leaves the blocks in memory for the next server if `keep` is True; otherwise removes them
+        (`close` explains `has_served`). Does neither if a move from a tier has not ended: the arena
+        then stays locked until this process has ended."""
         if any(one.is_moving for one in self.node.core.below):
             # A disk that hangs may still write slots: the next server gets the arena when the
             # kernel has ended this process.
@@ -180,7 +183,7 @@ class Herald:
     """Reports the server's state to gRPC's health service and to systemd.
 
     rpc: the gRPC servers, which have the health service.
-    cuda: the server's devices; reports how far the arena is pinned for them.
+    cuda: the server's GPUs, which report how much of the arena is page-locked (pinned) for them.
     """
 
     def __init__(self, node: Node, rpc: RpcServer, cuda: CudaPart) -> None:
@@ -230,7 +233,7 @@ async def wait_for_end(node: Node) -> None:
 
 
 def reload(reloader: Reloader) -> None:
-    """Reads the settings again. Notifies systemd before and after that."""
+    """Reads the settings again. Notifies systemd when this begins and when it has ended."""
     now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
     systemd.notify("RELOADING=1", f"MONOTONIC_USEC={now_us}")
     try:

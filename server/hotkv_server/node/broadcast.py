@@ -20,11 +20,11 @@ MAX_READERS = 64
 
 
 class Measured(Protocol):
-    """An item of a feed: a value that knows its size."""
+    """An item of a `Feed` (a queue of events for one reader), which knows its size in bytes."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the item's arrays."""
+        """Size of the item's arrays, in bytes."""
 
 
 T = TypeVar("T", bound=Measured)
@@ -40,11 +40,12 @@ class Feed(Generic[T]):
         self._ready = asyncio.Event()
 
     def put(self, item: T) -> bool:
-        """Queues an item. Returns False if the feed is full and the item is lost.
+        """Queues an item. If the feed is full, drops the item and returns False.
 
-        An empty feed accepts an item of any size. After a loss, all further items are lost until
-        the reader has read the queued items and learned of the loss (`get`). Otherwise the queue of
-        a slow reader might never become empty, and the reader would never learn of the loss.
+        An empty feed accepts an item of any size. Once the feed has dropped an item, it drops all
+        further items until the reader has read the queued items and learned how many items were
+        dropped (`get`). Otherwise the queue of a slow reader might never become empty, and the
+        reader would never learn of the loss.
         """
         num_bytes = item.num_bytes + ITEM_BYTES
         has_room = not self._items or self._num_bytes + num_bytes <= FEED_BYTES
@@ -58,18 +59,21 @@ class Feed(Generic[T]):
         return kept
 
     async def get(self, most: int) -> tuple[list[T], int]:
-        """Waits until the feed has items. Returns 1 to `most` items.
+        """Waits until the feed has items. Returns 1 to `most` items, and the number of items that
+        were dropped since the last report of a loss.
 
-        Also returns how many items were lost since the last report of a loss. A loss is reported
-        together with the last item in the queue; until then the number is 0.
+        A loss is reported together with the last item in the queue; until then the number is 0.
         """
         await self._ready.wait()
         return self.take(most)
 
     def take(self, most: int, most_bytes: int = sys.maxsize) -> tuple[list[T], int]:
         """Returns up to `most` items without waiting; an empty list if the feed is empty. If it
-        returns several items, they have at most `most_bytes` together. Also returns how many items
-        were lost since the last report of a loss; 0 as long as items stay in the queue."""
+        returns several items, they have at most `most_bytes` together.
+
+        Also returns how many items were lost since the last report of a loss. A loss is reported
+        together with the last item in the queue; until then the number is 0.
+        """
         items: list[T] = []
         num_bytes = 0
         while self._items and len(items) < most:

@@ -122,10 +122,10 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """Which blocks of a call lie in one tier: one tier's part of the answer to `Lookups.find`.
+    """The blocks of a lookup that one tier has: the tier's part of the answer of `Lookups.find`.
 
     name: name of the tier.
-    masks: for each list of the call, a mask of its blocks that lie in the tier.
+    masks: for each list of blocks in the lookup, a mask of the blocks that the tier has.
     is_up: True if the tier can be read at the moment.
     bytes_per_s: rate of the tier's last reads; 0 if no read has found a block.
     """
@@ -137,8 +137,8 @@ class Lying:
 
 
 class Epochs(Protocol):
-    """Flushes key spaces, in this node and in tiers that nodes share. A shared tier counts the
-    flushes of each key space; the count is the key space's epoch."""
+    """Flushes key spaces, in this node and in tiers that nodes share. Each shared tier has an epoch
+    for each key space: a number that each flush of the key space raises."""
 
     def may_serve(self, key_space_id: int) -> bool:
         """Returns True if it is certain that all blocks of the key space in host memory were stored
@@ -149,9 +149,9 @@ class Epochs(Protocol):
         within that time, or if the key space was forgotten meanwhile."""
 
     async def meet(self, key_space_id: int) -> None:
-        """Asks shared tiers for the epoch (number of flushes) of a new session's key space, and
-        waits for the answers for a bounded time. Blocks that are stored before a tier has answered
-        count as possibly older than a flush."""
+        """Asks shared tiers for the epoch (number that each flush raises) of a new session's key
+        space, and waits for the answers for a bounded time. Until a tier has answered, the server
+        treats the blocks that are stored as possibly older than the last flush."""
 
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes a key space in this node and in all tiers. Returns the number of blocks that the
@@ -164,8 +164,9 @@ class Lookups(Protocol):
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
         """Returns True if a lookup of these blocks must wait for the answer of a shared tier
-        (`ask`): a shared tier may have blocks that host memory lacks, or must first confirm the key
-        space's epoch. Returns False if `session` is None."""
+        (`ask`). This is so if a shared tier may have blocks that host memory lacks, or must first
+        confirm the key space's epoch (number that each flush raises). Returns False if `session` is
+        None."""
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
         """Asks shared tiers which of the blocks they have, and waits for the answers for a bounded
@@ -218,7 +219,8 @@ class BlocksBelow(Protocol):
         """Starts moving blocks between tiers.
 
         health: watches the loops and threads of the tiers.
-        tell: function to call when blocks may have been evicted or condemned.
+        tell: function to call when blocks may have been evicted, or condemned (dropped because
+            they are damaged).
         flush: function that flushes a key space, given its id, in this node only, and returns the
             number of removed blocks.
         on_ready: function to call when blocks become ready in a medium.
@@ -253,17 +255,18 @@ class BlocksBelow(Protocol):
         """
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns True if a call for a lease on these blocks must first wait for `bring_up`. That
-        is the case if host memory lacks some of the blocks, and a tier may have them or is being
-        read for them."""
+        """Returns True if a call for a lease on these blocks must first wait for `bring_up`, which
+        promotes blocks. This is so if host memory lacks some of the blocks, and a tier may have
+        these blocks or is being read for them."""
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
-        """Promotes blocks of `groups` from tiers into host memory, and pins these blocks there.
-        Waits for that for a bounded time. The caller passes the result to `let_go`, which unpins
-        the blocks."""
+        """Promotes blocks of `groups` from tiers into host memory, and pins the blocks there. Waits
+        for the promotions for a bounded time. The caller must pass the result to `let_go`, which
+        unpins the blocks."""
 
     def let_go(self, held: Any) -> None:
-        """Releases the pins that a call of `bring_up` has made. `held`: the result of that call."""
+        """Unpins the blocks that a call of `bring_up` has pinned. `held`: the result of that
+        call."""
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Promotes blocks of `groups` from tiers into host memory, as far as there is room. Returns
@@ -289,7 +292,7 @@ are numbers of the disk's index if the medium is DISK, otherwise of host memory'
 
 
 def nobody(entries: Entries, medium: Medium, tier: str) -> None:
-    """Ignores the event: an `OnReady` that does nothing."""
+    """Does nothing when blocks become ready (an `OnReady` function)."""
 
 
 # Capabilities
@@ -336,8 +339,9 @@ class Samples:
 
 
 class Capability:
-    """An optional part of a server. The node calls its methods when something happens. Every method
-    has a default that does nothing; a capability overrides the methods that it needs."""
+    """An optional part of a server, such as hints or residencies. The node calls its methods when
+    something happens. Every method has a default that does nothing; a capability overrides the
+    methods that it needs."""
 
     # Life cycle
 
@@ -351,8 +355,8 @@ class Capability:
         """Called when the node ends, after all sessions have closed."""
 
     def save(self) -> None:
-        """Writes files for the next server. Blocks; called on the thread that writes files
-        (`Clerk`), after `release`."""
+        """Writes files for the next server. Called after `release`, on the thread that writes files
+        (`Clerk`). May block that thread."""
 
     def release(self) -> None:
         """Closes resources outside the node, such as threads and connections. Called after the node
@@ -370,8 +374,8 @@ class Capability:
         """
 
     def model_named(self, number: int, name: str) -> None:
-        """Called when a later session of a known key space reports a name by which requests address
-        the model; once for each name."""
+        """Called when a later session of a known key space reports a new name by which requests
+        address the model. Called once for each name."""
 
     def key_space_forgotten(self, number: int) -> None:
         """Called when a key space without blocks is forgotten."""
@@ -409,8 +413,8 @@ class Capability:
 
         notices: blocks removed from host memory.
         below: blocks removed from the disk.
-        flushed_key_space_id: the key space of which a flush has begun to remove all blocks; 0 if no
-            flush has begun. Later calls name the blocks that the flush then removes.
+        flushed_key_space_id: the key space whose blocks a flush has begun to remove; 0 if no flush
+            has begun. Later calls name the blocks that the flush then removes.
         """
 
     def key_space_flushed(self, number: int) -> None:
@@ -421,11 +425,12 @@ class Capability:
         session open."""
 
     def request_scheduled(self, session: LiveSession, report: Report) -> None:
-        """Called when an engine reports a request, before its blocks count as used."""
+        """Called when an engine reports that it has scheduled a request, before the node records a
+        use of the request's blocks."""
 
     async def request_noted(self, session: LiveSession, report: Report) -> None:
         """Called after `request_scheduled`, when the node has recorded a use of the blocks of the
-        reported request. May let other tasks run."""
+        reported request. While this call waits, other tasks may run."""
 
     def request_ended(self, session: LiveSession, ended: Ended) -> None:
         """Called when an engine reports the end of a request."""
@@ -486,8 +491,8 @@ class Capability:
         return {}
 
     def traced(self, calls: Any) -> Any:
-        """Returns `calls` (the calls of `wire.calls`), wrapped in tracing if this capability traces
-        them."""
+        """Returns the functions in `calls` (of the module `wire.calls`). If this capability traces
+        calls, returns each function wrapped so that it makes a span."""
         return calls
 
     async def check_blocks(
@@ -519,11 +524,11 @@ class Capability:
         return False
 
     def session_prompts(self, session_id: str, tenant: str) -> Sequence[tuple[str, int, Words]]:
-        """Returns the latest prompts of the conversation to which hints of routers refer by
-        `session_id`. This id is not the id of an engine's session with this server.
+        """Returns the latest prompts of a user's conversation. `session_id` is the id by which
+        hints of routers name the conversation, not the id of an engine's session with this server.
 
-        Each item: tenant, key space id, hash words. `tenant`: returns only prompts of this tenant;
-        an empty text means all tenants.
+        Each item of the result has a tenant, a key space id and hash words. `tenant`: returns only
+        prompts of this tenant; an empty text means all tenants.
         """
         return ()
 

@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 class Breaks:
-    """Lets other tasks run after each slice (SLICE_S) of a coroutine that does many short parts of
-    work."""
+    """Lets other tasks of the event loop run while a coroutine does long work that consists of many
+    short parts. A pause follows each slice of SLICE_S."""
 
     def __init__(self) -> None:
         self._ends_s = time.perf_counter() + SLICE_S
@@ -44,8 +44,8 @@ class Breaks:
 
 
 async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
-    """Runs `steps` in slices of SLICE_S, between which other tasks run. Yields for each slice the
-    results of its steps, and True if another slice follows.
+    """Runs an iterator in slices of SLICE_S, between which other tasks run. Yields for each slice
+    the values that the iterator yielded in it, and True if another slice follows.
 
     Yields at least once. The body of the caller's `async for` loop runs after each slice, before
     other tasks run.
@@ -66,10 +66,11 @@ async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
 
 
 async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
-    """Runs a generator of parts to its end, in slices of SLICE_S, between which other tasks run.
-    Returns the generator's result.
+    """Runs a generator to its end in slices of SLICE_S, between which other tasks run. Returns the
+    generator's result.
 
-    after_slice: called after each slice, before other tasks run, also if a part raises.
+    after_slice: called after each slice, before other tasks run; called also if the generator
+        raises.
     """
     while True:
         ends_s = time.perf_counter() + SLICE_S
@@ -196,8 +197,8 @@ class LoopLag:
         self._wait(loop)
 
     def _look(self) -> None:
-        """Runs on the thread of this object: each time the loop is late, records once which
-        function the loop is running."""
+        """Watches the loop, on the thread of this object. Each time the loop is late, records once
+        which function the loop is running."""
         while not self._ended.wait(self._num_ticks * TICK_S):
             if not self._seen and time.monotonic() > self._due_s + HELD_S:
                 self._seen = _function_of(sys._current_frames().get(self._loop_thread))
@@ -220,8 +221,9 @@ def _function_of(frame: FrameType | None) -> str:
 
 
 async def begun(call: Callable[..., Any], *arguments: Any) -> "asyncio.Task[Any]":
-    """Starts a session's call as a task, runs it up to its first wait, and returns the task. The
-    session's next calls don't wait for the task, but find the changes that it has made so far."""
+    """Starts a session's call as a task, and runs the task up to its first wait. Returns the task.
+    The session's next calls don't wait for the end of the task, but they see the changes that it
+    has made so far."""
     task = asyncio.create_task(call(*arguments))
     await asyncio.sleep(0)
     return task

@@ -19,7 +19,8 @@ every few hundredths of a second."""
 
 
 class Growth:
-    """Reports new memory of the arena to the core, and lets stores wait for memory."""
+    """Reports memory of the arena that was prefaulted in the background to the core, and lets
+    stores wait for this memory."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core

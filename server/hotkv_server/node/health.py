@@ -113,7 +113,7 @@ class Health:
 
     def watch_fault(self, name: str, fault: Callable[[], str]) -> None:
         """Watches a part of the server that reports its own fault. `fault`: returns a sentence
-        about the fault; "" while the part works."""
+        about the fault; an empty text while the part works."""
         self._faults[name] = fault
 
     def run(
@@ -231,9 +231,12 @@ class Health:
     # Broken invariants
 
     def note(self, where: str, error: BaseException) -> None:
-        """Handles an unexpected exception that the caller has logged. If it is a failed assertion
-        in code that holds the cache's state (modules BOOKS), sets `breach` and `broken`, which ends
-        the server. `where`: says in the message which part of the server raised the exception."""
+        """Handles an unexpected exception that the caller has logged. A failed assertion in code
+        that holds the cache's state (modules BOOKS) means that an invariant is broken. Then this
+        method sets `breach` and `broken`, which ends the server.
+
+        where: the part of the server that raised the exception, for the message.
+        """
         if not isinstance(error, AssertionError) or not is_of_the_books(error):
             return
         log.critical("an invariant broke in %s: %s; the server ends", where, error)
@@ -267,12 +270,12 @@ def is_of_the_books(error: BaseException) -> bool:
 
 
 def stories(error: BaseException) -> list[str]:
-    """Describes, for the log, the entries of the cache that an exception may concern. Returns a
-    line with the present state of each entry (`inspect.story`), at most MAX_STORIES lines. Returns
-    an empty list if the variables in the traceback do not lead to a `BlockIndex`.
+    """Describes, for the log, the entries (blocks) of the cache that an exception may concern.
+    Returns a line with the present state of each entry (`inspect.story`), at most MAX_STORIES
+    lines. Returns an empty list if the variables in the traceback do not lead to a `BlockIndex`.
 
-    Finds the entries in the frames of the traceback, innermost first: in local variables with a
-    name in ENTRY_NAMES, which hold entry numbers.
+    Finds the entry numbers in local variables of the traceback's frames, innermost frame first.
+    ENTRY_NAMES lists the names of variables that hold entry numbers.
     """
     index: BlockIndex | None = None
     found: dict[int, None] = {}

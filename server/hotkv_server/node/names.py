@@ -144,8 +144,8 @@ class Names:
         self._engines, self._models = engines, models
 
     def _save(self) -> None:
-        """Queues a write of the file of names. If a write is queued already, that write will
-        include the newest names."""
+        """Queues a write of the file of names. Does nothing if a write is queued already, because
+        that write will include the newest names."""
         if self._path is None:
             return
         # Copies, because another thread makes the file's text: the longest possible names have
@@ -179,8 +179,8 @@ def digits_of(key_space: KeySpace) -> str:
 
 
 def _put(names: dict[str, T], key: str, value: T) -> None:
-    """Sets the names stored for `key` and moves `key` to the end of `names`. Then forgets the
-    first keys, the oldest, until at most MAX_NAMES are left."""
+    """Sets the names that are stored for `key`, and moves `key` to the end of `names`. If there are
+    then more than MAX_NAMES keys, forgets the oldest, which are the first."""
     names.pop(key, None)
     names[key] = value
     while len(names) > MAX_NAMES:

@@ -181,8 +181,8 @@ class Node:
 
     @property
     def has_tenants(self) -> bool:
-        """True if the server has tenants: a session must then not learn of other tenants'
-        sessions."""
+        """True if the server has tenants. A session of one tenant must then not learn of sessions
+        of other tenants."""
         return bool(self.core.config.tenants)
 
     # Room for stores
@@ -213,8 +213,8 @@ class Node:
         return list(reservation.results), reservation.ttl_s
 
     def _moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Notifies the capabilities of blocks that became ready in a medium; before that, of all
-        blocks that were removed earlier."""
+        """Notifies the capabilities that blocks have become ready in a medium (host memory or a
+        tier). Before that, notifies them of all blocks that were removed earlier."""
         self.effects.run()
         tell_all(self.capabilities, lambda one: one.blocks_moved(entries, medium, tier))
 

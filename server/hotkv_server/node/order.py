@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 WORD_BYTES = 4
 PINNED_BYTES = 4096
-"""Bytes of `MAX_MARKS` words, one for each mark; also one page, the least memory that can be
-pinned."""
+"""Size of the host memory for `MAX_MARKS` words, one for each mark. It is one page, the least
+memory that can be pinned."""
 
 
 class MarkReader(Protocol):
@@ -53,25 +53,30 @@ class MarkReader(Protocol):
     num_marks: int
 
     def has_passed(self, mark: DeviceMark) -> bool:
-        """Returns True if the engine's device has passed the mark. Does not wait.
+        """Returns True if the engine's device has passed the mark (a point in the device's queue of
+        work). Does not wait.
 
         Raises DeviceError if the mark can't be read.
         """
 
     def close(self) -> None:
-        """Closes the events or words that the marks are read from. `has_passed` then raises
-        DeviceError."""
+        """Closes the CUDA events or the words of memory from which the marks are read. Later calls
+        of `has_passed` raise DeviceError."""
 
 
 class EventMarks:
-    """Reads marks that are CUDA events which the engine's process records."""
+    """Reads marks (points in the queue of an engine's device) that are CUDA events, which the
+    engine's process records."""
 
     kind = OrderKind.EVENTS
 
     def __init__(self, runtime: DeviceRuntime, device: int, handles: Sequence[bytes]) -> None:
-        """Opens the CUDA events by which marks are read. If an event can't be opened, closes the
-        events opened so far and raises DeviceError. `device`: number of the GPU. `handles`: CUDA's
-        IPC handles of the events."""
+        """Opens the CUDA events of the engine by which marks are read. If an event can't be opened,
+        closes the events opened so far and raises DeviceError.
+
+        device: number of the GPU.
+        handles: CUDA's IPC handles of the events.
+        """
         self.num_marks = len(handles)
         self._runtime = runtime
         self._lock = threading.Lock()
@@ -100,8 +105,8 @@ class EventMarks:
 
 
 class FileWords:
-    """Reads marks that are counters in the words of a mapped file. The device has passed a mark
-    once its word has reached the mark's value.
+    """Reads marks (points in the queue of an engine's device) from words of a mapped file. Each
+    word is a counter: the device has passed a mark once its word has reached the mark's value.
 
     mapping: the mapped file, checked for truncation at each read.
     region: address range of the words.
@@ -132,9 +137,10 @@ class FileWords:
 
 
 class DeviceWords:
-    """Reads marks that are counters in words of device memory. Copies the words to host memory to
-    read them. If the last copy does not show that the device has passed a mark, `has_passed`
-    returns False and starts a new copy, which a later call reads.
+    """Reads marks (points in the queue of an engine's device) from words of device memory, which
+    are counters. Copies the words to host memory to read them. If the last copy does not show that
+    the device has passed a mark, `has_passed` returns False and starts a new copy, which a later
+    call reads.
 
     region: address range of the words on the device.
     num_words: number of 32-bit words.
@@ -143,8 +149,8 @@ class DeviceWords:
     kind = OrderKind.FLAGS
 
     def __init__(self, devices: Devices, region: Region, num_words: int) -> None:
-        """Copies the device's words to host memory for the first time, and blocks until they have
-        been copied. Raises DeviceError."""
+        """Copies the words, in which the engine's device counts, from device memory to host memory
+        for the first time. Blocks until they have been copied. Raises DeviceError."""
         self.num_marks = num_words
         self._devices = devices
         self._runtime = devices.runtime
@@ -203,13 +209,13 @@ class DeviceWords:
 
 @dataclass(frozen=True, slots=True)
 class SessionOrder:
-    """How the server finds out whether the device of a session's engine has passed a mark (a point
-    in the device's queue of work).
+    """Finds out for a session whether the device of its engine has passed a mark (a point in the
+    device's queue of work).
 
     marks: reads the marks. None for the kind HOST: the engine itself waits for its device, and
         sends a transfer only after the device has passed the mark.
-    message: which of the words and events that the engine offered could not be opened, and why;
-        empty if no attempt to open them has failed.
+    message: says which of the offered words and events could not be opened, and why; empty if all
+        attempts to open them have succeeded.
     """
 
     marks: MarkReader | None = None
@@ -220,10 +226,10 @@ class SessionOrder:
         return OrderKind.HOST if self.marks is None else self.marks.kind
 
     def gate(self, mark: DeviceMark, on_released: Callable[[], None]) -> "MarkGate":
-        """Returns a gate that delays a transfer until the engine's device has passed `mark`. Raises
-        INVALID_FIELD if the session has no such mark.
+        """Returns a `MarkGate`, which delays a transfer until the engine's device has passed `mark`
+        (a point in its queue of work). Raises INVALID_FIELD if the session has no such mark.
 
-        on_released: called from any thread when the gate no longer delays the transfer.
+        on_released: called from any thread when the transfer is no longer delayed.
         """
         if self.marks is None:
             raise invalid(
@@ -240,14 +246,15 @@ class SessionOrder:
         return MarkGate(self.marks, mark, on_released)
 
     def close(self) -> None:
-        """Closes the events or words that the marks are read from. Blocks the calling thread."""
+        """Closes the CUDA events or the words of memory from which marks are read. Blocks the
+        calling thread."""
         if self.marks is not None:
             self.marks.close()
 
 
 class MarkGate:
-    """Delays a transfer until the engine's device has passed the transfer's mark. A copy engine
-    calls `passed` until it returns True.
+    """Delays a transfer until the engine's device has passed the transfer's mark (a point in the
+    device's queue of work). A copy engine calls `passed` until it returns True.
 
     on_released: called from any thread when the copy engine stops calling `passed`.
     """
@@ -317,13 +324,13 @@ def open_order(
     mappings: dict[str, FileMapping],
     regions: dict[str, Region],
 ) -> SessionOrder:
-    """Opens the marks that an engine has offered: counters in words of memory if possible,
-    otherwise CUDA events. If neither can be opened, returns a `SessionOrder` without marks. Blocks
-    the calling thread.
+    """Opens the marks that an engine has offered (points in the queue of its device): counters in
+    words of memory if possible, otherwise CUDA events. If neither can be opened, returns a
+    `SessionOrder` without marks. Blocks the calling thread.
 
     The `message` of the result says which kind of marks could not be opened, and why. Words are
-    preferred to events because of engines that die: only the queue of the engine's device writes a
-    word, but CUDA does not document the state of an event whose engine has died.
+    preferred to events because an engine may die. Only the queue of the engine's device writes a
+    word, but CUDA does not document the state of an event whose process has died.
 
     offer: the words and events that the engine offers.
     mappings: the session's mapped files, by handle id.

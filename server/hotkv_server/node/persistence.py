@@ -52,8 +52,8 @@ def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
 
 
 class UseNotes:
-    """Collects the blocks' times of last use in parts, so that no turn of the event loop takes
-    long."""
+    """Collects the times at which blocks were last used. Collects them in parts, so that no turn of
+    the event loop takes long."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -61,8 +61,8 @@ class UseNotes:
         self._used_s = np.empty(0, np.float64)
 
     def take(self, num_parts: int) -> NDArray[np.float64] | None:
-        """Collects one of `num_parts` parts, the next at each call. Returns the times of all
-        entries after the last part, None after the other parts.
+        """Collects the times of the next of `num_parts` parts of the cache's entries. The call for
+        the last part returns the times of all entries; the other calls return None.
 
         The result is float64 by entry number; nan for entries that are not ready blocks.
         """

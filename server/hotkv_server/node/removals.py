@@ -52,8 +52,7 @@ class Effects:
     def run(self, flushed_key_space_id: int = 0) -> None:
         """Fetches the effects from the core and carries them out.
 
-        flushed_key_space_id: the key space of which a flush has begun to remove all blocks; 0 for
-            none.
+        flushed_key_space_id: the key space whose blocks a flush has begun to remove; 0 for none.
         """
         notices = [piece for notice in self._core.take_effects() for piece in _pieces(notice)]
         places = [one.space for one in self._core.below if one.space is not None]
@@ -100,10 +99,11 @@ KEEP_EVERY_S = 1.0
 
 
 class Removals:
-    """Evicts and flushes blocks, forgets key spaces, and keeps tenants within their bounds.
+    """Evicts and flushes blocks, forgets key spaces, and evicts blocks of tenants that exceed their
+    bounds.
 
     run_effects: `Effects.run`, which carries out the effects of the core's decisions. Its argument
-        is the key space of which a flush has begun to remove all blocks, or 0.
+        is the key space whose blocks a flush has begun to remove, or 0.
     """
 
     def __init__(
@@ -124,14 +124,16 @@ class Removals:
     async def evict(
         self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]
     ) -> tuple[int, int]:
-        """Evicts the blocks of a group with these hashes that are not pinned. Returns how many were
-        evicted, and how many stayed because they were pinned or reserved. `hashes`: each a row of
-        eight uint32 words."""
+        """Evicts the blocks with these hashes of a group, except pinned blocks. Returns how many
+        blocks were evicted, and how many stayed because they were pinned or reserved.
+
+        hashes: a row of eight uint32 words for each block.
+        """
         return await self._evicted(self._core.evict(key_space_id, group_index, hashes))
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
-        """Evicts all blocks of a key space (0: of all key spaces) that are not pinned. Returns how
-        many were evicted, and how many stayed because they were pinned."""
+        """Evicts all blocks of a key space (0: of all key spaces), except pinned blocks. Returns
+        how many blocks were evicted, and how many stayed because they were pinned."""
         return await self._evicted(self._core.evict_all(key_space_id))
 
     async def would_evict(
@@ -186,9 +188,9 @@ class Removals:
         return num_blocks
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
-        """Sets the tenants' shares of the arena and of the catalog of key spaces.
+        """Sets each tenant's share of the arena and of the catalog of key spaces.
 
-        Evicts nothing itself: the timer's next calls of `keep_bounds` evict the blocks of tenants
+        Evicts nothing itself: later, the timer calls `keep_bounds`, which evicts blocks of tenants
         that exceed their new bounds. Raises INVALID_FIELD if the shares are not possible
         (`TenantBook.check_shares`).
         """
@@ -224,10 +226,10 @@ class Removals:
     async def forget_for(
         self, key_space: KeySpace, representations: tuple[Representation, ...]
     ) -> None:
-        """Forgets key spaces, with their blocks, until `key_space` can be registered with these
-        kinds of representations (compact forms of blocks' keys, for sparse attention).
+        """Forgets key spaces, with their blocks, until there is room to register `key_space` with
+        these kinds of representations (compact forms of blocks' keys, for sparse attention).
 
-        May forget too few key spaces, because at most MAX_FORGOTTEN are forgotten and the other key
+        May forget too few key spaces, because it forgets at most MAX_FORGOTTEN, and the other key
         spaces may be in use. Registering `key_space` then raises OVERLOADED.
         """
         # A key space that was tried may stay, because a tier that hangs still uses its slots.

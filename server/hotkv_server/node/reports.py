@@ -110,8 +110,8 @@ class Reports:
         self.watched: Feeds[WatchedReport] = Feeds()
 
     def check(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Raises INVALID_FIELD if one of the reports is not valid (see the function `check`).
-        Called before `note`."""
+        """Raises INVALID_FIELD if one of the reports is not valid, as the function `check` of this
+        module decides. Must be called before `note`."""
         for report in reports:
             check(report, session.key_space)
 
@@ -137,8 +137,8 @@ class Reports:
     def ended(
         self, session: LiveSession, requests: Sequence[Ended], loads: Sequence[LoadEnd]
     ) -> None:
-        """Notifies the capabilities of loads of reported requests, and of requests, that have
-        ended."""
+        """Notifies the capabilities that requests have ended, and that loads of reported requests
+        have ended."""
 
         def told(one: Capability) -> None:
             for load in loads:

@@ -106,8 +106,9 @@ class SessionMemory:
                 )
 
     def close(self) -> None:
-        """Unmaps and closes all memory of the session. Blocks the calling thread: waits for a
-        device if device memory or marks are open, and for the kernel if the engine has died."""
+        """Unmaps and closes all memory of the session. Blocks the calling thread: it may have to
+        wait for a device (if device memory or marks are open) or for the kernel (if the engine has
+        died)."""
         self.order.close()
         while self.allocations:
             self.devices.close_memory(*self.allocations.pop())
@@ -178,12 +179,13 @@ def open_session_memory(
     on_cut: Callable[[], None],
     tenant: str = "",
 ) -> SessionMemory:
-    """Maps all files of a layout, fills their page tables, and opens all device allocations of the
-    layout. Blocks the calling thread. Raises INVALID_LAYOUT if a file or an allocation does not fit
-    the layout or can't be opened.
+    """Maps all files of a layout (the description of an engine's memory), fills their page tables,
+    and opens all device allocations of the layout. Blocks the calling thread. Raises INVALID_LAYOUT
+    if a file or an allocation does not fit the layout or can't be opened.
 
     layout: the engine's memory, and the tensors in it.
-    order: the marks that the engine offers; opened too.
+    order: the marks that the engine offers, which are opened too. A mark is a point in the queue of
+        the engine's device.
     fds: descriptors by handle id; closed here, also if the call raises.
     on_cut: called, in any thread, when the server finds that the client has truncated a file. The
         file's mapping is empty memory from then on (`FileMapping`).
@@ -247,8 +249,8 @@ def unread() -> HotKVError:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Notice to a session: the server refuses new work, and begins to stop when all transfers have
-    ended, at the latest after `deadline_s` seconds."""
+    """Notice to a session that the server drains: it refuses new work, and begins to stop when all
+    transfers have ended, at the latest after `deadline_s` seconds."""
 
     deadline_s: float
 
@@ -264,7 +266,7 @@ class LiveSession:
         descriptors for the session over the descriptor socket.
     notices: queue of notices to the client.
     jobs: copy jobs of the transfers in flight, by transfer id.
-    settled: set when a transfer or a read of the arena ends.
+    settled: event that is set when a transfer or a read of the arena ends.
     received_fds: descriptors that came over the descriptor socket and were not registered yet, by
         handle id.
     fence: mapped page by which the engine revokes stores; None if the client has sent no such page.
@@ -346,9 +348,9 @@ class LiveSession:
         return self.maps_arena and self.close_link is not None
 
     def group_index(self, named: int) -> int:
-        """Returns the core's group index for `named`, the number that the client uses. A client
-        numbers its representations (compact forms of keys, for sparse attention) after the key
-        space's groups.
+        """Returns the core's group index for `named`, the number that the client uses for a group.
+        In the client's numbering, the key space's groups come first. The kinds of representations
+        (compact forms of keys, for sparse attention) that the session declared follow.
 
         Raises INVALID_FIELD for a number that is negative or too high.
         """
@@ -363,8 +365,8 @@ class LiveSession:
         return kinds[named - num_groups]
 
     def named(self, group_index: int) -> int:
-        """Returns the number that the client uses for the core's `group_index`; the inverse of
-        `group_index`."""
+        """Returns the number that the client uses for the group that has the index `group_index` in
+        the core. This is the inverse of the method `group_index`."""
         if group_index < MAX_GROUPS:
             return group_index
         return len(self.key_space.groups) + self.record.representations.index(group_index)
@@ -428,9 +430,9 @@ class LiveSession:
             job.cancel()
 
     def check_fence(self, fence_index: int) -> None:
-        """Raises INVALID_FIELD if the engine could not revoke a store with the word `fence_index`
-        of the fence page: the index is too high, or the session has no whole fence page. Accepts 0,
-        for a store that is never revoked."""
+        """Checks that the engine can revoke a store with the word `fence_index` of the fence page
+        (the page that engine and server share). Raises INVALID_FIELD if the index is too high, or
+        if the session has no whole fence page. Accepts 0, for a store that is never revoked."""
         if not 0 <= fence_index < FENCE_WORDS:
             raise invalid(
                 f"fence_index is {fence_index}; allowed are 0 (for none) to {FENCE_WORDS - 1}"
@@ -448,8 +450,9 @@ class LiveSession:
             )
 
     def is_revoked(self, fence_index: int) -> bool:
-        """Returns True if the engine has revoked the store with this word of the fence page, or
-        could not have done so because the page is missing or truncated.
+        """Returns True if the engine has revoked the store with this word of the fence page (the
+        page that engine and server share). Returns True also if the page is missing or truncated,
+        so that the engine could not have revoked the store.
 
         Called after the copy and before the blocks become ready, so that bytes which the engine may
         have overwritten are dropped.
@@ -463,9 +466,13 @@ class LiveSession:
         return word != 0 or not self.fence.is_whole()
 
     def release_memory(self) -> None:
-        """Unmaps the session's memory and its fence page, closes descriptors that were never
-        registered, and closes the session's link (connection on the descriptor socket). Blocks the
-        calling thread if the session has memory or such descriptors. A second call does nothing."""
+        """Unmaps the session's memory and its fence page (by which the engine revokes stores).
+        Closes descriptors that were never registered, and the session's link (connection on the
+        descriptor socket).
+
+        Blocks the calling thread if the session has memory or such descriptors. A second call does
+        nothing.
+        """
         # Taken out first: a registration on the event loop may look for them meanwhile.
         memory, self.memory = self.memory, None
         fence, self.fence = self.fence, None

@@ -41,10 +41,11 @@ class Sessions:
     removals: forgets key spaces to make room for a new key space.
     names: remembers the names of engines and models.
     save_state: function that saves new key spaces.
-    meet: function that asks shared tiers for the epoch (number of flushes) of a key space.
+    meet: function that asks shared tiers for the epoch (number that each flush raises) of a key
+        space.
     run_effects: function that carries out the effects of the core's decisions.
-    unread_ends: bounds the number of streams that stay open after their session has ended, until
-        the client has read the end.
+    unread_ends: bounds the number of streams that stay open after their session has ended because
+        the client has not read the last messages yet.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class Sessions:
         return session
 
     def owner(self, session: LiveSession) -> str:
-        """Returns the owner of an open session: the tenant or engine for which `FairBound` counts
-        the session's leases and transfers."""
+        """Returns the owner of an open session: the tenant, or without tenants the engine.
+        `FairBound` bounds the leases and transfers of each owner."""
         return self._core.sessions.owner(session.record)
 
     async def open(
@@ -178,8 +179,8 @@ class Sessions:
         return session
 
     def _check_count(self, tenant: str, max_of_tenant: int) -> None:
-        """Raises OVERLOADED if no further session may open, because too many sessions are open: in
-        all, or of this tenant."""
+        """Raises OVERLOADED if no further session may open, because too many sessions are open in
+        all, or too many of this tenant."""
         if len(self._open) >= MAX_SESSIONS:
             raise HotKVError(
                 Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first"
@@ -194,7 +195,7 @@ class Sessions:
 
     async def declare(self, key_space: KeySpace) -> int:
         """Registers a key space without opening a session, saves it, and asks shared tiers for its
-        epoch (number of flushes). Returns the number of the key space.
+        epoch (number that each flush raises). Returns the number of the key space.
 
         Raises DRAINING, and the errors of `Catalog.register`.
         """

@@ -28,7 +28,7 @@ FRESH_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A finished survey: a census of the entries, and a map of the arena.
+    """A finished survey: a census (a count of all entries of the cache), and a map of the arena.
 
     ended_s: when the survey ended, in seconds of the monotonic clock.
     took_s: time of the event loop that the survey used, in seconds.
@@ -55,10 +55,13 @@ class LiveSurvey:
         )
 
     def latest(self, now_s: float) -> Survey | None:
-        """Returns the latest survey; None until the first survey is complete. If the latest survey
-        is old, makes another: in this call if the cache has few entries (AT_ONCE_ENTRIES),
-        otherwise in the background, so that a later call returns it. A survey is old after FRESH_S,
-        or later if it took long (RESTING_SHARE)."""
+        """Returns the latest survey (a census of the cache's entries, and a map of the arena); None
+        until the first survey is complete.
+
+        If the latest survey is old, makes another. For a cache with few entries (AT_ONCE_ENTRIES),
+        this call makes and returns it. Otherwise it is made in the background, and a later call
+        returns it. A survey is old after FRESH_S, or later if it took long (RESTING_SHARE).
+        """
         latest = self._latest
         if not self._is_idle:
             return latest

@@ -112,7 +112,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 30.0
 MARK_TIMEOUT_S = 600.0
-"""Longest wait for a mark. Far above the time of all work that an engine queues on its device."""
+"""Longest wait until an engine's device passes a mark, a point in its queue of work. All work that
+an engine queues takes far less time."""
 CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 MAX_TRANSFERS_OF_SESSION = 2048
 """Most transfers that a session may have in flight. It may not begin another while its transfers in
@@ -124,12 +125,13 @@ plus RUN_BYTES for each run, plus BLOCK_BYTES for each block."""
 
 
 class Deadline:
-    """Cancels a transfer that takes too long. `message` then says why; it is empty before.
+    """Cancels a transfer that takes too long. The attribute `message` then says why; it is empty
+    before.
 
-    Always true: the timeout does not include waiting for the engine's device. It begins when the
-    device has passed the transfer's mark, or at once if the transfer has no mark. If the device has
-    not passed the mark within MARK_TIMEOUT_S, the transfer is cancelled too. On the event loop,
-    except `mark_passed`.
+    Always true: the timeout does not include waiting for the engine's device. The timeout begins
+    when the device has passed the transfer's mark (a point in the device's queue), or at once if
+    the transfer has no mark. If the device has not passed the mark within MARK_TIMEOUT_S, the
+    transfer is cancelled too. On the event loop, except `mark_passed`.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -141,8 +143,9 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, job: CopyJob, *, has_mark: bool) -> None:
-        """Begins to watch the transfer's copy job. `has_mark`: True if the job first waits for the
-        engine's device; the timeout then begins with `mark_passed`."""
+        """Begins to watch the transfer's copy job. `has_mark`: True if the job first waits until
+        the engine's device passes a mark (a point in its queue). The timeout then begins with
+        `mark_passed`."""
         self._job = job
         if has_mark:
             self._timer = self._loop.call_later(
@@ -152,8 +155,8 @@ class Deadline:
             self._start()
 
     def mark_passed(self) -> None:
-        """Begins the timeout, because the engine's device has passed the transfer's mark. May be
-        called from any thread."""
+        """Starts the timeout, because the engine's device has passed the transfer's mark (the point
+        in its queue for which the copy waited). May be called from any thread."""
         self._loop.call_soon_threadsafe(self._start)
 
     def end(self) -> None:
@@ -202,7 +205,7 @@ class TransferEnd(TransferResult):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """The objects that all transfers of a node use.
+    """The objects that all transfers of a node share.
 
     kept_bytes: bounds the memory that transfers use until they end.
     run_effects: function that carries out the effects of the core's decisions.
@@ -226,8 +229,8 @@ class TransferCall:
     memory: the session's registered memory.
     block_ids: ids of the blocks in this memory, an array for each run.
     deadline: cancels the transfer when it takes too long.
-    gate: delays the copy until the engine's device has passed the transfer's mark; None if the
-        transfer has no mark, so that the copy may begin at once.
+    gate: delays the copy until the engine's device has passed the transfer's mark (a point in the
+        device's queue); None if the transfer has no mark, so that the copy may begin at once.
     kept_bytes: estimated memory that the transfer uses until it ends.
     """
 
@@ -489,7 +492,8 @@ class Transfers:
         block_ids: for each block of `runs`, the id of the block in the engine's memory to which it
             is copied.
         timeout_s: the load is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
-        after: writes begin only after the engine's device has passed this mark.
+        after: writes begin only after the engine's device has passed this mark (a point in the
+            device's queue of work).
         message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
@@ -534,7 +538,8 @@ class Transfers:
         options: how long to retain the blocks, and the residency that pins them.
         fence_index: word of the fence page by which the engine can revoke the store; 0: it can't.
         contents: token ids of each run, for events; may be empty.
-        after: reads begin only after the engine's device has passed this mark.
+        after: reads begin only after the engine's device has passed this mark (a point in the
+            device's queue of work).
         message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
@@ -611,12 +616,13 @@ class Transfers:
         message_bytes: int,
     ) -> TransferCall:
         """Checks the arguments of a load or store, and the session's bounds. Returns the arguments,
-        with the transfer's deadline and its gate. Does not reserve slots. Raises HotKVError if the
-        session may not start the transfer.
+        with the transfer's deadline and the gate that makes the copy wait for its mark. Does not
+        reserve slots. Raises HotKVError if the session may not start the transfer.
 
         groups: group index of each run.
         timeout_s: the transfer is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
-        after: the mark that the engine's device must pass first; None if there is no mark.
+        after: the mark (a point in its queue) that the engine's device must pass first; None if
+            there is no mark.
         message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         kept_bytes = message_bytes + _plan_bytes(block_ids)
@@ -628,8 +634,10 @@ class Transfers:
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
         """Raises OVERLOADED if the session has too many transfers or bytes in flight, or if the
-        transfers of its owner (tenant or engine) would use too much memory. `kept_bytes`: memory
-        that a new transfer would use until it ends."""
+        transfers of its owner (tenant or engine) would use too much memory.
+
+        kept_bytes: memory that the new transfer would use until it ends.
+        """
         owner = self._core.sessions.owner(session.record)
         if kept_bytes > self.kept_bytes.room(owner):
             raise HotKVError(
@@ -649,12 +657,12 @@ class Transfers:
     def _take_sums(
         self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
     ) -> None:
-        """Sums the bytes that a store has written, for check values, and appends to `sums` an array
-        for each run. Does nothing if check values are turned off. Runs in the copy thread that has
-        written the last bytes.
+        """Computes the sums of the bytes that a store has written, from which check values are
+        made. Appends an array for each run to `sums`. Does nothing if check values are turned off.
+        Runs on the copy thread that has written the last bytes.
 
         shard_index: number of the shard that the store has written.
-        slots: the slots that it has written, a `SlotRun` for each run.
+        slots: the slots that the store has written, a `SlotRun` for each run.
         """
         stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)
         for run in slots if stride else ():

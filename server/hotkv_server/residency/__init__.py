@@ -1,1 +1,1 @@
-"""Residency: pins the blocks of running requests. See README.md."""
+"""Residencies: each pins the blocks of a running request in host memory. See README.md."""

@@ -23,7 +23,8 @@ def residency_id(text: str) -> str:
 
 
 def _check_reads(session: LiveSession) -> None:
-    """Raises NOT_ALLOWED unless the session has received the arena's descriptor."""
+    """Raises NOT_ALLOWED unless the session has received the arena's descriptor, without which its
+    client can't read the blocks of a residency."""
     if not session.has_arena:
         raise HotKVError(
             Reason.NOT_ALLOWED,
@@ -56,11 +57,11 @@ async def extend_residency(
     session: LiveSession,
     request: residency_pb2.ExtendResidencyRequest,
 ) -> residency_pb2.ExtendResidencyResponse:
-    """Pins blocks for a residency and returns their offsets in the arena.
+    """Pins further blocks of a running request in the arena, and returns their offsets there.
 
     Waits if blocks must first be compared with their check values, or if a tier that nodes share
     must first confirm that the key space was not flushed. If no tier confirms it in time, pins
-    nothing, and the answer has no offsets.
+    nothing, and every offset in the answer is -1.
     """
     _check_reads(session)
     group_index = session.group_index(request.group_index)
@@ -80,7 +81,8 @@ async def extend_residency(
 async def close_residency(
     desk: ResidencyDesk, session: LiveSession, request: residency_pb2.CloseResidencyRequest
 ) -> residency_pb2.CloseResidencyResponse:
-    """Closes a residency: unpins its blocks and releases its room."""
+    """Closes a residency: unpins the blocks of a request, and releases the room that was reserved
+    for it."""
     return residency_pb2.CloseResidencyResponse(
         closed=await desk.close(session, residency_id(request.residency_id))
     )

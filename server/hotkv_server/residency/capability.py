@@ -1,4 +1,5 @@
-"""Registers residency as a capability of the node: its calls, figures and hooks."""
+"""Registers residencies as a capability of the node: their calls, figures and hooks. A residency
+pins the blocks of a running request in host memory."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -13,12 +14,13 @@ from hotkv_server.settings import Settings
 
 
 def attach(settings: Settings, node: Node) -> "ResidencyCapability":
-    """Returns the residency capability of this node."""
+    """Makes the capability `residency` for this node."""
     return ResidencyCapability(node)
 
 
 class ResidencyCapability(Capability):
-    """Connects residency to the node. The README of this folder describes residency."""
+    """Connects residencies to the node: their calls, figures and hooks. A residency pins the blocks
+    of a running request in host memory (see the README of this folder)."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -29,7 +29,8 @@ of keys, for sparse attention); -1 if the block has no pinned representation."""
 
 
 class ResidencyDesk:
-    """Opens, extends and closes the residencies of a node, on its event loop.
+    """Opens, extends and closes the residencies of a node, on its event loop. A residency pins the
+    blocks of a running request in host memory.
 
     tell: called after blocks have been evicted, or condemned because their bytes do not match their
         check values. It executes the core's effects.
@@ -47,8 +48,9 @@ class ResidencyDesk:
     async def open(
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
     ) -> ResidencyOpened:
-        """Opens a residency, or reserves more room for an open residency. First frees the slabs
-        that the residency needs, then reserves the room. Other tasks run while slabs are freed.
+        """Opens a residency (reserves room for the blocks of a running request), or reserves more
+        room for an open residency. First frees the slabs that the residency needs, then reserves
+        the room. Other tasks run while slabs are freed.
 
         num_blocks: number of blocks to reserve in total, by group.
         """
@@ -68,7 +70,7 @@ class ResidencyDesk:
         first_position: int,
         hashes: Words,
     ) -> Extended:
-        """Pins the blocks of `hashes` that are ready and verified. Returns the offsets of their
+        """Pins those blocks of `hashes` that are ready and verified. Returns the offsets of their
         slots, and of the slots of their representations (compact forms of keys, for sparse
         attention). Waits only if ready blocks must first be compared with their check values.
 
@@ -104,9 +106,9 @@ class ResidencyDesk:
             session.settled.set()
 
     async def close(self, session: LiveSession, residency_id: str) -> bool:
-        """Closes a residency in parts; other tasks run between the parts. Returns False if the
-        residency is not open. In that case, deletes the recorded refusal of this residency, because
-        its request no longer waits for room."""
+        """Closes a residency: unpins its blocks, in parts between which other tasks run. Returns
+        False if the residency is not open. In that case, deletes the recorded refusal of this
+        residency, because its request no longer waits for room."""
         book = self.residencies.book
         residency = book.named(session.record, residency_id)
         if residency is None:

@@ -1,4 +1,5 @@
-"""Figures of residencies for operators."""
+"""Figures about residencies for operators. A residency pins the blocks of a running request in host
+memory."""
 
 import math
 import time
@@ -12,8 +13,9 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 
 def residencies(node: Node, residencies: Residencies, filters: Filters) -> Figures:
-    """Returns the largest residencies, the latest refusal of each engine that waits for room (most
-    attempts first), and totals.
+    """Returns figures of the residencies (each pins the blocks of a running request): the largest
+    residencies, the latest refusal of each engine that waits for room (most attempts first), and
+    totals.
 
     The totals are bytes of the arena. A slot's bytes include its share of the unused end of a slab:
     `pinned_byte_count`: pinned by residencies; a block that several residencies pin counts once.

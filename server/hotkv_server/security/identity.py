@@ -29,7 +29,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9@*/:._+-]+")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The other end of a connection, with its proofs; by default without proofs.
+    """The other end of a connection, with the proofs of its identity; by default without proofs.
 
     `where`: the peer's address, for messages.
     `uid`: user id of the peer's process; -1 if unknown.
@@ -46,7 +46,7 @@ class Peer:
 
     @property
     def has_proof(self) -> bool:
-        """True if the peer has shown a proof of any kind."""
+        """True if the peer has shown a proof of its identity of any kind."""
         return self.uid >= 0 or bool(self.token_digest) or bool(self.certificate_names)
 
     def __str__(self) -> str:
@@ -71,7 +71,8 @@ def digest_of(token: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """The proofs that a tenant, or the list of admins, accepts. A peer needs only one of them.
+    """The proofs of identity that a tenant, or the list of admins, accepts. A peer needs only one
+    of these proofs.
 
     `uids`, `gids`: users, and groups, of the peer's process.
     `token_digests`: SHA-256 of tokens, 32 bytes each.
@@ -101,9 +102,9 @@ class Proofs:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant in the settings.
+    """A tenant from the settings.
 
-    `proofs`: a peer with one of these proofs may act for the tenant.
+    `proofs`: a peer with one of these proofs of identity may act for the tenant.
     `sees_table`: True if the tenant's sessions may map the block table.
     `max_sessions`: most sessions of the tenant; 0: no limit for this tenant.
     """
@@ -116,10 +117,11 @@ class Tenant:
 
 @dataclass(slots=True)
 class AccessControl:
-    """Decides on the access of peers; see the module. Without tenants access is open.
+    """Decides for which tenants peers (the other ends of connections) may act. If there are no
+    tenants, every peer has access.
 
     `tenants`: the tenants by name.
-    `admins`: proofs that admins need over TCP.
+    `admins`: proofs of identity that admins need over TCP.
 
     Both may be replaced while the server runs. A server with tenants must keep at least one tenant;
     a server without tenants must not get any.
@@ -260,7 +262,8 @@ class Tickets:
         return peer
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the counts disagree or a limit is exceeded."""
+        """Raises AssertionError if the counts of outstanding tickets are wrong, or if a limit on
+        their number is exceeded."""
         counts: dict[int, int] = {}
         for peer, _ in self._issued.values():
             counts[peer.uid] = counts.get(peer.uid, 0) + 1

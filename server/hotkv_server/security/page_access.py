@@ -36,8 +36,8 @@ class Sight(enum.Enum):
 
 
 class PageRefusal(Exception):
-    """A request is refused. The message says how to get access. `needs_token`: True if a request
-    with a valid token would be accepted."""
+    """Raised to refuse a request for the status page. The message says how to get access.
+    `needs_token`: True if a request with a valid token would be accepted."""
 
     def __init__(self, message: str, *, needs_token: bool) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ def read_token(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PageAccess:
-    """Decides on access to the status page; see the module.
+    """Decides whether a request may see the status page, and how much of it (`Sight`).
 
     `is_local`: True if the HTTP server can be reached only from this machine.
     `read`: returns the token that gives access, and raises like `read_token`; None if the settings
@@ -79,12 +79,12 @@ class PageAccess:
 
     @property
     def asks_for_token(self) -> bool:
-        """True if all requests need a token."""
+        """True if every request for the status page needs a token."""
         return not self.is_local or self.read is not None
 
     def judge(self, host: str, authorization: str) -> Sight:
-        """Returns the details that a request may see. Raises PageRefusal, or any error of
-        `read_token`.
+        """Returns which details of the status page a request may see (`Sight`). Raises PageRefusal,
+        or any error of `read_token`.
 
         `host`, `authorization`: the headers Host and Authorization of the request; empty if
             missing.

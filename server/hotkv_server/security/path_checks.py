@@ -143,11 +143,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_memory(fd: int, name: str) -> None:
-    """Checks that a descriptor is a regular file in memory: a memfd, or a file in /dev/shm or
+    """Checks that a file descriptor is a regular file in memory: a memfd, or a file in /dev/shm or
     hugetlbfs. Otherwise raises HotKVError with the reason INVALID_LAYOUT.
 
     `fd`: the descriptor, which a vLLM engine has sent so that the server maps its memory.
-    `name`: name of the engine's memory in the message.
+    `name`: how the error message names the engine's memory.
     """
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):

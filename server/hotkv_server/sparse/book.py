@@ -169,12 +169,12 @@ class SelectSpec:
 
     @cached_property
     def centre_bytes(self) -> int:
-        """Returns the total size of the centres of all layers, in bytes."""
+        """Returns the total size of the centres (mean keys) of all layers, in bytes."""
         return sum(len(centre.mu) for centre in self.centres.values())
 
     def mu(self, layer: int, shard: int) -> F32 | None:
-        """Returns the centre of a layer's keys in a shard, float32 [H, D]; None if the centre is
-        0."""
+        """Returns the centre (mean key of each KV head) of a layer in a shard, float32 [H, D]; None
+        if the centre is 0."""
         centre = self.centres.get(layer)
         if centre is None:
             return None
@@ -237,7 +237,7 @@ class SelectSpec:
 
 @dataclass(frozen=True, slots=True)
 class SelectRequest:
-    """A request to select blocks for one layer and shard.
+    """A client's request to select the blocks to which one layer and shard attend in a decode step.
 
     query: float32 [Q, D].
     context_tokens: length of the context.
@@ -259,9 +259,10 @@ NO_MOVES = SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The result of a selection.
+    """The result of a selection of blocks for sparse attention.
 
-    selection: the selected blocks. The other fields are empty if the server records no hot set.
+    selection: the selected blocks. The other fields are empty if the server does not record which
+        blocks are in the client's hot slots (the hot set).
     map: blocks of the hot set, with their slots in the client's memory.
     evicted: blocks that lose their slots. The client must free these slots before it executes
         `load`.
@@ -279,7 +280,7 @@ class KeptHotSet:
     which blocks get and lose slots; the client executes the moves. Use by one thread at a time.
 
     `Selected.load` may name a recent block, which the client has just filled with tokens. The
-    client can load this block only after it has stored it: before, host memory does not have it.
+    client must store this block before it can load it from host memory.
     """
 
     def __init__(self, config: SparseConfig, num_blocks: int) -> None:
@@ -305,7 +306,7 @@ class KeptHotSet:
 
     def step(self, selection: Selection) -> Step:
         """Adds selected blocks to the hot set (the blocks in the client's hot slots). The first
-        call adds all of them, later calls add at most `max_correction_blocks`."""
+        call adds all selected blocks. Later calls add at most `max_correction_blocks` blocks."""
         step = self._hot.step(
             selection, self._max_loads if self._has_begun else len(selection.blocks)
         )
@@ -314,7 +315,8 @@ class KeptHotSet:
 
 
 def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> Span:
-    """Checks a request. Returns the span (sinks, candidates and recent window) of its context.
+    """Checks a request to select blocks. Returns the span (sinks, candidates and recent window) of
+    its context.
 
     Raises INVALID_FIELD if the request contradicts the spec or needs blocks that are not covered,
     TOO_LARGE if it needs too many scores.
@@ -376,8 +378,9 @@ def select(
     where: Span,
     hot: KeptHotSet | None,
 ) -> Selected:
-    """Selects blocks for a checked request, and updates the hot set if there is one. Blocks the
-    calling thread, mostly without the GIL.
+    """Selects the blocks to which a decode step attends, for a checked request. Updates `hot`, the
+    record of the client's hot slots, if there is one. Blocks the calling thread, mostly without the
+    GIL.
 
     slots_C: offsets of the covered blocks' representations (compact forms of keys) in the arena.
     where: the result of `check_request`.

@@ -74,7 +74,7 @@ async def create_sequence(
 async def append_blocks(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.AppendBlocksRequest
 ) -> sparse_pb2.AppendBlocksResponse:
-    """Appends blocks to a sequence."""
+    """Appends blocks to a sequence (a context that the session decodes sparsely)."""
     hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
     sequence_id = fields.identifier("sequence_id", request.sequence_id)
     sequence = await sparse.append(session, sequence_id, request.first_position, hashes)
@@ -88,7 +88,8 @@ async def append_blocks(
 async def delete_sequence(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.DeleteSequenceRequest
 ) -> sparse_pb2.DeleteSequenceResponse:
-    """Ends a sequence. Answers after all its selections have ended."""
+    """Ends a sequence (a context that the session decodes sparsely). Answers after all selections
+    of blocks for the sequence have ended."""
     return sparse_pb2.DeleteSequenceResponse(
         deleted=await sparse.delete(session, fields.identifier("sequence_id", request.sequence_id))
     )
@@ -129,9 +130,9 @@ def _check_layer(field: str, layer: int) -> None:
 def _select_spec(
     message: sparse_pb2.SelectConfig, session: LiveSession, group_index: int
 ) -> SelectSpec:
-    """Converts a message to settings, by which blocks of a KV cache group are selected. The caller
-    must then call `check_slots`, which checks that the settings fit the size of the
-    representations."""
+    """Converts a message to the settings by which blocks of a KV cache group are selected. The
+    caller must then call `check_slots`, which checks that the settings fit the size of the blocks'
+    representations (compact forms of keys)."""
     return SelectSpec(
         _config(message),
         session.group_index(message.representation_group_index),
@@ -189,8 +190,8 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
 
 
 def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) -> SelectRequest:
-    """Converts a message to a request for a selection. `check_request` later checks it against the
-    sequence.
+    """Converts a client's message to a `SelectRequest`, which asks the server to select blocks.
+    Later, `check_request` checks it against the sequence.
 
     spec: the sequence's settings; the query is split into heads of `spec.head_size` channels.
     """
@@ -213,7 +214,7 @@ def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) ->
 
 
 def select_response(selected: Selected) -> sparse_pb2.SelectBlocksResponse:
-    """Converts a selection to the message for the client."""
+    """Converts the result of a selection of blocks to the message for the client."""
 
     def packed(values: I32) -> bytes:
         return values.astype("<i4").tobytes()
@@ -231,8 +232,9 @@ def select_response(selected: Selected) -> sparse_pb2.SelectBlocksResponse:
 
 
 def _used(messages: Iterable[sparse_pb2.SequenceReport], most: int) -> dict[str, I32]:
-    """Reads the positions of the blocks to which decode steps attended, by id of the sequence.
-    Raises TOO_LARGE if there are more than `most` positions in total."""
+    """Reads an engine's reports of the blocks to which its decode steps attended. Returns the
+    positions of these blocks, by id of the sequence. Raises TOO_LARGE if there are more than `most`
+    positions in total."""
     result: dict[str, I32] = {}
     for m in messages:
         values = _positions("sequences.positions", m.positions, most)
@@ -243,8 +245,8 @@ def _used(messages: Iterable[sparse_pb2.SequenceReport], most: int) -> dict[str,
 
 
 def _layer_growth(messages: Iterable[sparse_pb2.LayerCounters]) -> list[LayerGrowth]:
-    """Reads the growth of each layer's counters. Raises INVALID_FIELD for a wrong layer or
-    value."""
+    """Reads by how much each layer's counters have grown since the engine's last report. Raises
+    INVALID_FIELD for a wrong layer or value."""
     growth = []
     for m in messages:
         _check_layer("layers.layer_index", m.layer_index)

@@ -18,7 +18,7 @@ from hotkv_server.wire.edge import Edge, full_name
 
 
 def attach(settings: Settings, node: Node) -> "SparseCapability":
-    """Returns the sparse decode capability of this node."""
+    """Makes the capability `sparse` (sparse decode) for this node."""
     return SparseCapability(node)
 
 

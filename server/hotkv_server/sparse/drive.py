@@ -59,7 +59,7 @@ LATENCY_BOUNDS_S = (
 
 @dataclass(slots=True)
 class SparseCounters:
-    """Counts since the server started.
+    """Counts of the server's sparse decode since the server started.
 
     reports: reports that engines have sent.
     unknown_sequences: sequences in reports that the session does not have.
@@ -72,8 +72,11 @@ class SparseCounters:
 
 
 class SparseDecode:
-    """Manages the sequences of a node's sessions (see the module). `tiers`: the tiers below host
-    memory; None without such tiers."""
+    """Manages the sequences (contexts that engines decode sparsely) of a node's sessions: creates
+    and ends them, leases their blocks, and records reports about them.
+
+    tiers: the tiers below host memory; None without such tiers.
+    """
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class SparseDecode:
         return f"SparseDecode({self.sequences!r}, {self.selections!r})"
 
     def close(self) -> None:
-        """Ends the threads, after all sessions have closed."""
+        """Ends the threads that select blocks, after all sessions have closed."""
         self.selections.close()
 
     # Sequences
@@ -110,9 +113,13 @@ class SparseDecode:
         hashes: Words,
         spec: SelectSpec | None,
     ) -> LiveSequence:
-        """Creates a sequence of these blocks. If `spec` is given, leases the leading blocks that
-        are ready, unless they may be older than a flush on another node (`_may_cover`). A repeated
-        call returns the same sequence."""
+        """Creates a sequence (a context that is decoded sparsely) of these blocks. A repeated call
+        returns the same sequence.
+
+        If `spec` is given, the server will select blocks for the sequence, so it leases the leading
+        blocks that are ready. It leases none if the blocks may be older than a flush on another
+        node (`_may_cover`).
+        """
         owner = self.core.sessions.owner(session.record)
         sequence, is_new = self.sequences.create(
             session.record.number, sequence_id, group_index, hashes, spec, owner
@@ -130,8 +137,9 @@ class SparseDecode:
     async def append(
         self, session: LiveSession, sequence_id: str, first_position: int, hashes: Words
     ) -> LiveSequence:
-        """Appends blocks to a sequence. If the server selects blocks for the sequence, replaces the
-        sequence's lease by a lease of all leading blocks that are ready now.
+        """Appends blocks to a sequence (a context that is decoded sparsely). If the server selects
+        blocks for the sequence, replaces the sequence's lease by a lease of all leading blocks that
+        are ready now.
 
         If the server drains, the old lease stays, because a draining server grants no new leases.
         It also stays if ready blocks may be older than a flush on another node (`_may_cover`).
@@ -146,8 +154,8 @@ class SparseDecode:
     async def _may_cover(self, session: LiveSession, sequence: LiveSequence) -> bool:
         """Returns False if ready blocks of the session's key space may be older than a flush on
         another node, or if the sequence has ended. Waits for a bounded time until the shared tiers
-        have confirmed the key space's epoch. Raises UNKNOWN_SESSION if the session closes
-        meanwhile."""
+        have confirmed the key space's epoch (number that each flush raises). Raises UNKNOWN_SESSION
+        if the session closes meanwhile."""
         number, key_space_id = session.record.number, session.record.key_space_id
         serves = self._tiers is None or await self._tiers.epochs.wait_to_serve(key_space_id)
         if session.closing:
@@ -155,8 +163,8 @@ class SparseDecode:
         return serves and self.sequences.find(number, sequence.sequence_id) is sequence
 
     async def delete(self, session: LiveSession, sequence_id: str) -> bool:
-        """Ends a sequence and waits until its selections have ended. Returns False if the sequence
-        is unknown."""
+        """Ends a sequence (a context that is decoded sparsely), and waits until all selections of
+        blocks for it have ended. Returns False if the sequence is unknown."""
         sequence = self.sequences.pop(session.record.number, sequence_id)
         if sequence is None:
             return False
@@ -169,8 +177,8 @@ class SparseDecode:
             return True
 
     def close_session(self, session: LiveSession, *, is_last: bool) -> None:
-        """Ends the session's sequences, and drops the engine's figures if this was the engine's
-        last session."""
+        """Ends the session's sequences (contexts that it decodes sparsely). If this was the
+        engine's last session, also drops the engine's figures."""
         self.sequences.drop_session(session.record.number)
         if is_last:
             self.figures.drop(session.record.engine_id)
@@ -227,7 +235,7 @@ class SparseDecode:
     def report(
         self, session: LiveSession, used: Mapping[str, I32], layers: Sequence[LayerGrowth]
     ) -> None:
-        """Records an engine's report of decode steps.
+        """Records an engine's report of sparse decode steps.
 
         used: by id of the sequence, positions of the blocks to which steps attended.
         layers: growth of the counters of each layer.
@@ -244,8 +252,8 @@ class SparseDecode:
                 self._count_used(session, sequence, sequence.use(positions, now_s))
 
     def _count_used(self, session: LiveSession, sequence: LiveSequence, positions: I32) -> None:
-        """Counts the blocks at these positions as used, so that they are evicted later than other
-        blocks. The sequence will probably use them again."""
+        """Counts the blocks at these positions of the sequence as used. The eviction policy then
+        evicts them later than other blocks, because the sequence will probably use them again."""
         if len(positions):
             self.counters.used_blocks += len(positions)
             self.core.touch(
@@ -256,7 +264,8 @@ class SparseDecode:
 
 
 def _leading(masks: Sequence[BoolMask]) -> int:
-    """Returns the number of leading elements that are True in all masks."""
+    """Returns how many leading elements are True in all masks: the index of the first element that
+    is False in any mask."""
     everywhere = np.logical_and.reduce(masks)
     return len(everywhere) if everywhere.all() else int(np.argmin(everywhere))
 
@@ -269,11 +278,13 @@ CountUsed = Callable[[LiveSession, LiveSequence, NDArray[np.int32]], None]
 
 
 class Selections:
-    """Makes selections for sequences whose engines can't map the arena.
+    """Selects blocks (the blocks to which a decode step attends) for engines that can't map the
+    arena.
 
     The blocks of a selection are pinned until the selection has ended, as for a load.
-    Representations that a restart has restored are compared with their check values before they are
-    read. Selections run on separate threads; selections of the same sequence run in order.
+    Representations (compact forms of keys) that a restart has restored are compared with their
+    check values before they are read. Selections run on separate threads; selections of the same
+    sequence run in order.
 
     num_served: number of answered selections.
     latency: histogram of the duration of selections, in seconds.
@@ -300,7 +311,7 @@ class Selections:
         return f"Selections({len(self._running)} waiting or running, {self.num_served} served)"
 
     def __len__(self) -> int:
-        """Returns the number of selections that wait or run."""
+        """Returns how many selections of blocks wait or run."""
         return len(self._running)
 
     def stalled_s(self, now_s: float) -> float:
@@ -314,21 +325,22 @@ class Selections:
         self._threads.submit(native.require, "hotkv_sparse.kernels")
 
     def close(self) -> None:
-        """Ends the threads, after all sessions have closed."""
+        """Ends the threads that select blocks, after all sessions have closed."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def select(
         self, session: LiveSession, sequence: LiveSequence, request: SelectRequest, stream: int
     ) -> Selected:
-        """Selects blocks for a layer of a sequence. After the return of this call, the arena is not
-        read for it any more.
+        """Selects the blocks to which a layer attends in a decode step of a sequence. When this
+        call returns, the selection no longer reads the arena.
 
         Raises INVALID_FIELD if the sequence was created without settings for selections or can't
         answer the request, OVERLOADED if too many selections wait, UNKNOWN_LEASE if the sequence's
         lease has ended.
 
-        stream: number of the client's stream of selections. Hot sets belong to a stream: the first
-            selection of another stream begins with an empty hot set.
+        stream: number of the client's stream of selections. Each stream has its own hot sets
+            (records of the blocks in the client's hot slots), which are empty at its first
+            selection.
         """
         if len(self._running) >= MAX_SELECTS:
             raise HotKVError(
@@ -382,8 +394,9 @@ class Selections:
         return selected
 
     def _begin(self, session: LiveSession, sequence: LiveSequence) -> str:
-        """Begins a transfer that pins the blocks of the sequence's lease. Returns the id of the
-        transfer; empty if the sequence has no lease."""
+        """Renews the sequence's lease, and begins a transfer that pins the blocks of this lease.
+        Returns the id of the transfer; empty if the sequence has no lease. Raises HotKVError if the
+        session is closing or the lease has ended."""
         if session.closing:
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
         if not sequence.lease_id:
@@ -401,9 +414,9 @@ class Selections:
         return transfer_id
 
     async def _verify(self, sequence: LiveSequence) -> None:
-        """Compares representations (compact forms of keys) that a restart has restored with their
-        check values. Usually this has been done already. Raises UNKNOWN_LEASE if bytes do not
-        match."""
+        """Compares the sequence's representations (compact forms of keys) that a restart has
+        restored with their check values, unless this was done before. Raises UNKNOWN_LEASE if bytes
+        do not match."""
         if len(await self._verifier.compare(sequence.entries)):
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,
@@ -413,8 +426,8 @@ class Selections:
 
 
 def spec_of(sequence: LiveSequence) -> SelectSpec:
-    """Returns the settings by which the server selects blocks for a sequence. Raises INVALID_FIELD
-    if the sequence was created without such settings."""
+    """Returns the settings by which the server selects blocks for a sequence (a context that is
+    decoded sparsely). Raises INVALID_FIELD if the sequence was created without such settings."""
     if sequence.spec is None:
         raise invalid(
             f"sequence_id {sequence.sequence_id!r} was created without select; create one with it"

@@ -23,7 +23,8 @@ from hotkv_server.sparse.book import KeptHotSet, SelectSpec
 I32 = NDArray[np.int32]
 HASH_BYTES = 32
 SEQUENCE_BLOCKS = 32
-"""Memory of a sequence without blocks, a KiB, counted in blocks (`LiveSequence.weight`)."""
+"""Memory of a sequence that has no blocks (a KiB), in the unit of `LiveSequence.weight`: the memory
+of a block's hash."""
 TOUCH_INTERVAL_S = 1.0
 """Interval at which the uses of a sequence's blocks are counted, in seconds. A block that is used
 in every step counts as used once per interval."""
@@ -76,8 +77,9 @@ class LiveSequence:
         """Returns the memory that the sequence would take with `num_blocks` blocks, for the bounds
         on the memory of all sequences. The unit is the memory of a block's hash (HASH_BYTES).
 
-        A block's representation takes 13 more bytes (entry, offset and `used`). A hot set takes 14
-        bytes per slot and 6 bytes per block of the context.
+        If the server selects blocks for the sequence, each block takes 13 more bytes (for its items
+        in `entries`, `slots` and `used`). A hot set (record of the blocks in the client's hot
+        slots) takes 14 bytes per slot and 6 bytes per block of the context.
         """
         if self.spec is None:
             return SEQUENCE_BLOCKS + num_blocks
@@ -95,8 +97,9 @@ class LiveSequence:
         """Returns the hot set (the blocks in the client's hot slots) that the server records for a
         layer and shard; None if the server records no hot sets.
 
-        Each stream begins with an empty hot set. The client may have missed the last answer of
-        another stream, so it may not have loaded the blocks of that answer.
+        Each of the client's streams of selections begins with an empty hot set. The reason: the
+        client may have missed the last answer of an earlier stream, and so may not have loaded the
+        blocks that this answer named.
         """
         if not spec.hot_blocks:
             return None
@@ -107,7 +110,7 @@ class LiveSequence:
         return hot
 
     def use(self, positions: I32, now_s: float) -> I32:
-        """Records that the blocks at these positions were used.
+        """Records that decode steps used the blocks at these positions.
 
         If TOUCH_INTERVAL_S has passed since uses were last counted, returns the positions of all
         blocks used since then, in the order of the context. Otherwise returns no positions.
@@ -133,7 +136,7 @@ class LiveSequence:
 
 
 class SequenceBook:
-    """All sequences, by session number and id.
+    """All sequences (contexts that are decoded sparsely), by session number and id.
 
     num_blocks: number of blocks of all sequences.
     """
@@ -175,11 +178,12 @@ class SequenceBook:
         spec: SelectSpec | None,
         owner: str,
     ) -> tuple[LiveSequence, bool]:
-        """Creates a sequence and counts it for `owner`, a tenant or engine. Returns the sequence
-        and True. If the same sequence exists already, returns that sequence and False.
+        """Creates a sequence (a context that is decoded sparsely) and counts it for `owner`, a
+        tenant or engine. Returns the sequence and True. If the same sequence exists already,
+        returns that sequence and False.
 
         Raises HotKVError: INVALID_FIELD if the id is empty, DUPLICATE_ID if another sequence has
-        it, OVERLOADED or TOO_LARGE if a bound is reached.
+        the id, OVERLOADED or TOO_LARGE if a bound is reached.
         """
         if not sequence_id:
             raise invalid("sequence_id is empty; choose an id that is unique in the session")
@@ -213,9 +217,9 @@ class SequenceBook:
     def append(
         self, session_number: int, sequence_id: str, first_position: int, hashes: Words
     ) -> LiveSequence:
-        """Appends blocks to a sequence and returns the sequence. Raises INVALID_FIELD if the
-        sequence is unknown or the blocks don't continue it, TOO_LARGE or OVERLOADED if a bound is
-        reached.
+        """Appends blocks to a sequence (a context that is decoded sparsely) and returns the
+        sequence. Raises INVALID_FIELD if the sequence is unknown or the blocks don't continue it,
+        TOO_LARGE or OVERLOADED if a bound is reached.
 
         first_position: position of the first block of `hashes` in the sequence. Blocks that the
             sequence already has must have the same hashes.
@@ -278,7 +282,8 @@ class SequenceBook:
         self.bound.give(sequence.owner, sequence.weight(len(sequence.hashes)))
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if counts and sequences contradict each other."""
+        """Raises AssertionError if the counts of sequences and blocks do not match the
+        sequences."""
         everything = [
             sequence for sequences in self._sessions.values() for sequence in sequences.values()
         ]

@@ -32,7 +32,7 @@ IDLE_CHECK_S = 5.0
 
 
 class SparseService(sparse_pb2_grpc.SparseServiceServicer):
-    """Answers the calls of sparse.proto."""
+    """Answers the calls of the gRPC service SparseService (sparse.proto)."""
 
     def __init__(self, node: Node, sparse: SparseDecode, pace: Pace, guests: Guests) -> None:
         self._node = node
@@ -129,8 +129,8 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
 
 
 async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
-    """Waits for the next request of a stream that has no session yet. Raises StopAsyncIteration if
-    the client has ended the stream, HotKVError if the deadline has passed."""
+    """Waits for the next request of a stream of selections that has no session yet. Raises
+    StopAsyncIteration if the client has ended the stream, HotKVError if the deadline has passed."""
     try:
         return await asyncio.wait_for(anext(requests), max(0.0, deadline_s - time.monotonic()))
     except asyncio.TimeoutError:
@@ -144,7 +144,8 @@ async def _while_open(
     first: Any, requests: AsyncIterator[Any], session: LiveSession
 ) -> AsyncIterator[Any]:
     """Yields `first`, then the further requests of the stream, until the client ends the stream or
-    the session closes. The first request after that is still yielded, so that it is refused."""
+    the session closes. If another request arrives while the session closes, it is yielded too, so
+    that the caller refuses it."""
     yield first
     is_open = True
     while is_open:

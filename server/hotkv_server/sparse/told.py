@@ -20,7 +20,8 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LayerGrowth:
-    """Growth of a layer's counters: since an engine's previous report, or a sum of such reports.
+    """By how much the counters of a layer's sparse decode have grown: since an engine's previous
+    report, or since the start if several reports were added.
 
     values: float64 [counters], in the order of SPARSE_COUNTERS.
     """
@@ -30,8 +31,8 @@ class LayerGrowth:
 
 
 class LayerFigures:
-    """The sums of the counters of sparse decode: for each engine by layer, and over all engines by
-    layer since the server started."""
+    """Sums of the counters of sparse decode for each layer: the sums of each engine, and the sums
+    over all engines since the server started."""
 
     def __init__(self) -> None:
         self._engines: dict[str, F64] = {}
@@ -41,7 +42,8 @@ class LayerFigures:
         return f"LayerFigures({len(self._engines)} engines, {len(self._totals)} layers)"
 
     def add(self, engine_id: str, growth: LayerGrowth) -> None:
-        """Adds an engine's report about a layer, whose index must be below MAX_LAYERS."""
+        """Adds an engine's report about the sparse decode of a layer, whose index must be below
+        MAX_LAYERS."""
         assert 0 <= growth.layer_index < MAX_LAYERS, "the layer was not checked"
         self._engines[engine_id] = _added(self._engines.get(engine_id, self._totals[:0]), growth)
         self._totals = _added(self._totals, growth)
@@ -52,15 +54,16 @@ class LayerFigures:
         self._engines.pop(engine_id, None)
 
     def rows(self) -> Iterator[tuple[str, LayerGrowth]]:
-        """Yields pairs: an engine's id, and the counters of one of its layers; in order of engine
-        and layer. Skips layers whose counters are all 0."""
+        """Yields a pair for each layer of each engine: the engine's id, and the layer's counters.
+        The pairs are in the order of engine ids and layers. Skips layers whose counters are all
+        0."""
         for engine_id in sorted(self._engines):
             for growth in _rows(self._engines[engine_id]):
                 yield engine_id, growth
 
     def totals(self) -> Iterator[LayerGrowth]:
-        """Yields the counters of each layer, over all engines since the start. Skips layers whose
-        counters are all 0."""
+        """Yields the counters of sparse decode of each layer, summed over all engines since the
+        start. Skips layers whose counters are all 0."""
         return _rows(self._totals)
 
 
@@ -81,7 +84,8 @@ def _rows(table: F64) -> Iterator[LayerGrowth]:
 
 
 def engines(figures: LayerFigures, names: Names) -> Figures:
-    """Returns a row for each layer of each engine that has a session."""
+    """Returns the counters of sparse decode: a row for each layer of each engine that has a
+    session."""
     rows = [
         {"engine_id": engine_id, "engine_name": names.engine(engine_id), **_row(growth)}
         for engine_id, growth in figures.rows()
@@ -90,7 +94,8 @@ def engines(figures: LayerFigures, names: Names) -> Figures:
 
 
 def layers(figures: LayerFigures) -> list[Figures]:
-    """Returns a row for each layer, over all engines since the start."""
+    """Returns the counters of sparse decode: a row for each layer, over all engines since the
+    start."""
     return [_row(growth) for growth in figures.totals()]
 
 
@@ -100,7 +105,8 @@ def _row(growth: LayerGrowth) -> Figures:
 
 
 def samples(figures: LayerFigures) -> list[Samples]:
-    """Returns each counter as a metric with a sample per layer, over all engines."""
+    """Returns the counters of sparse decode as metrics. Each metric has a sample per layer, summed
+    over all engines."""
     rows = list(figures.totals())
     return [
         Samples(

@@ -1,2 +1,2 @@
 """Test doubles and contract suites, which ship with the server so that other projects can use them.
-A contract suite is the checks that each implementation of an interface must pass."""
+A contract suite consists of the checks that every implementation of an interface must pass."""

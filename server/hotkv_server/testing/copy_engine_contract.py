@@ -1,7 +1,8 @@
-"""The checks that every copy engine (`dataplane.engines.CopyEngine`) must pass.
+"""The checks that every copy engine (`dataplane.engines.CopyEngine`) must pass. A copy engine
+copies bytes between the server's arena and the memory of vLLM engines.
 
-Each check calls `make_rig`, which makes a `Rig`: a copy engine under test, an arena, and memories
-of a vLLM engine as the other side of copies. The check compares the copied bytes with numpy arrays.
+Each check calls `make_rig`, which returns a `Rig`: the copy engine under test, an arena, and memory
+that stands for a vLLM engine's memory. The check compares the copied bytes with numpy arrays.
 """
 
 import contextlib
@@ -23,10 +24,10 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Rig:
-    """A copy engine under test, with memories.
+    """A copy engine under test, with memory for its copies.
 
-    arena: the server's side of copies.
-    memories: the vLLM engine's side of copies.
+    arena: memory on the server's side of copies.
+    memories: memory on the vLLM engine's side of copies.
     read, write: read or write all bytes of a region, in host or device memory.
     break_next: makes the next copy of a job fail.
     """
@@ -40,13 +41,13 @@ class Rig:
 
 
 MakeRig = Callable[[], "contextlib.AbstractContextManager[Rig]"]
-"""A function that returns a context manager. The context manager makes a rig, and closes the rig's
-copy engine at the end, even if the check has already closed it."""
+"""A function that returns a context manager. The context manager makes a `Rig`, and at the end
+closes the rig's copy engine, even if the check has already closed it."""
 
 
 @dataclass
 class Ends:
-    """Records how jobs end, by name."""
+    """Records the outcomes of copy jobs, by the name of the job."""
 
     outcomes: dict[str, list[tuple[Outcome, str]]] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -76,8 +77,8 @@ class Ends:
         return CopyJob(plans, on_done, gate)
 
     def wait(self, *names: str) -> None:
-        """Waits until the jobs with these names have ended; without names, until all jobs have
-        ended. Raises AssertionError if a job has not ended after WAIT_S."""
+        """Waits until the copy jobs with these names have ended; without names, until all jobs have
+        ended. Raises AssertionError if a job has not ended after WAIT_S, or has ended twice."""
         with self._changed:
             wanted = names or tuple(self.outcomes)
             ended = self._changed.wait_for(
@@ -89,7 +90,7 @@ class Ends:
         self.check_once()
 
     def check_once(self) -> None:
-        """Raises AssertionError if a job has ended twice."""
+        """Raises AssertionError if a copy job has ended twice."""
         assert all(len(outcomes) <= 1 for outcomes in self.outcomes.values()), "a job ended twice"
 
     def __getitem__(self, name: str) -> Outcome:
@@ -100,18 +101,19 @@ class Ends:
 
 
 def random_bytes(rng: np.random.Generator, region: Region) -> Bytes:
-    """Returns random bytes for the whole region."""
+    """Returns random bytes, as many as the region has bytes."""
     return rng.integers(0, 256, region.num_bytes, dtype=np.uint8)
 
 
 def random_runs(
     rng: np.random.Generator, spaces: tuple[int, ...], num_runs: int, page_bytes: int
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Makes random runs (byte ranges) that don't overlap. Returns for each space (memory) the
-    offset of each run, int64 [runs]; then the size of each run, int64 [runs].
+    """Makes random byte ranges (runs) in several memories (spaces); the ranges of a memory don't
+    overlap. Returns the offsets of the ranges for each memory, int64 [runs], and the sizes of the
+    ranges, int64 [runs].
 
-    spaces: sizes of the spaces in bytes.
-    page_bytes: size of all runs, which then have aligned offsets; 0: sizes and offsets are random.
+    spaces: sizes of the memories in bytes.
+    page_bytes: size of all ranges, whose offsets are then aligned; 0: sizes and offsets are random.
     """
     room = min(spaces)
     if page_bytes:
@@ -176,7 +178,7 @@ def check_bytes(make_rig: MakeRig, *, seed: int, num_jobs: int = 12) -> None:
 
 
 def check_nothing_to_do(make_rig: MakeRig) -> None:
-    """Checks that jobs without plans, without runs (byte ranges) or without bytes end as DONE."""
+    """Checks that copy jobs without plans, without byte ranges or without bytes end as DONE."""
     with make_rig() as rig:
         nothing, zero = np.empty(0, np.int64), np.zeros(3, np.int64)
         ends = Ends()
@@ -198,15 +200,15 @@ def check_nothing_to_do(make_rig: MakeRig) -> None:
 
 
 def whole_plan(dst: Region, src: Region, page_bytes: int = 4096) -> CopyPlan:
-    """Makes a plan that copies all bytes that both sides have. It copies pages in reversed order,
-    so that no two byte ranges are merged."""
+    """Makes a plan that copies all bytes for which both regions have room. The pages of the source
+    are copied in reversed order, so that no two byte ranges are merged."""
     pages = np.arange(min(dst.num_bytes, src.num_bytes) // page_bytes, dtype=np.int64) * page_bytes
     return CopyPlan(dst, src, pages, pages[::-1].copy(), np.full(len(pages), page_bytes, np.int64))
 
 
 def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
-    """Checks that a job that is cancelled before it begins moves no bytes. Also checks that a job
-    that is cancelled later ends once, and does not touch memory after its end."""
+    """Checks that a copy job that is cancelled before it begins copies no bytes. Also checks that a
+    job that is cancelled later ends once, and does not write to memory after its end."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         ends = Ends()
@@ -250,7 +252,8 @@ def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
 
 
 def check_failure(make_rig: MakeRig) -> None:
-    """Checks that a failed copy fails only its own job, with a message."""
+    """Makes a copy fail. Checks that its job ends as FAILED with a message, and that later jobs
+    succeed."""
     with make_rig() as rig:
         ends = Ends()
         memory = rig.memories[0]
@@ -266,7 +269,8 @@ def check_failure(make_rig: MakeRig) -> None:
 
 
 def check_close(make_rig: MakeRig) -> None:
-    """Checks that `close` waits for all jobs."""
+    """Closes a copy engine that has 20 jobs. Checks that all jobs have ended as DONE when `close`
+    returns."""
     with make_rig() as rig:
         ends = Ends()
         for number in range(20):
@@ -291,8 +295,8 @@ def check_idle(make_rig: MakeRig) -> None:
 
 
 def check_times(make_rig: MakeRig) -> None:
-    """Checks that jobs report how long they waited, except jobs that never began. Also checks that
-    a copy engine counts as busy only while it copies."""
+    """Checks that copy jobs report how long they waited, except jobs that never began. Also checks
+    that a copy engine counts as busy only while it copies."""
     with make_rig() as rig:
         ends, plans = Ends(), [whole_plan(rig.arena, memory) for memory in rig.memories]
         assert rig.engine.busy_s == 0.0 and rig.engine.num_lanes >= 1

@@ -4,8 +4,9 @@ after a kill). Each server starts within milliseconds.
 `python -m hotkv_server.testing.crashing` loads the server's modules once. For each line of standard
 input it forks a child that runs a server. A line is a JSON object `{"flags": [...], "point":
 "publish", "when": "during", "pass": 3, "delay_us": 120, "log": "/path"}`; if `point` is null, the
-child does not kill itself. The program writes `started PID`, and when a child has ended, `ended PID
-STATUS`. If the program dies, the kernel kills its children.
+child does not kill itself. The program writes `ready` once it has loaded the modules, `started PID`
+for each child, and `ended PID STATUS` when a child has ended. If the program dies, the kernel kills
+its children.
 
 A point is a function of the server (`POINTS`). The child kills itself (SIGKILL) before or after the
 n-th call of the function (`pass`), or `delay_us` microseconds after this call has begun. The kill
@@ -59,9 +60,11 @@ MOMENTS = ("before", "during", "after")
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The time at which a server kills itself.
+    """The time at which a server kills itself, given by a call of a function of the server (the
+    point).
 
-    when: `before` or `after` the `nth` call of the point, or `during` it.
+    point: name of the function in `POINTS`.
+    when: `before` or `after` the `nth` call of the function, or `during` this call.
     delay_us: with `during`, microseconds after the call has begun.
     """
 
@@ -86,8 +89,8 @@ def _die_later(delay_us: int) -> None:
 
 
 def arm(crash: Crash) -> None:
-    """Patches the function of a point so that the process kills itself at the time that `crash`
-    gives. Raises KeyError for an unknown point."""
+    """Patches a function of the server (the point of `crash`) so that the process kills itself at
+    the time that `crash` gives. Raises KeyError for an unknown point."""
     module_name, _, path = POINTS[crash.point].partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -116,7 +119,8 @@ def arm(crash: Crash) -> None:
 
 
 def _run_child(order: dict[str, Any]) -> None:
-    """Runs a server in the forked child, and ends the process."""
+    """Runs a server in the forked child, until the server stops or kills itself. Ends the
+    process."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     status = 1
     try:
@@ -134,7 +138,8 @@ def _run_child(order: dict[str, Any]) -> None:
 
 
 def _preload() -> None:
-    """Loads the modules and kernels that take most time at a start."""
+    """Loads the modules and kernels that take most of the time of a server's start. The forked
+    servers then have them."""
     from hotkv_proto import native
 
     for name in (
@@ -151,7 +156,8 @@ def _preload() -> None:
 
 
 def main() -> int:
-    """Executes the orders from standard input until it ends, then kills the children."""
+    """Forks a child that runs a server for each line of standard input. When standard input ends,
+    kills the children that still run."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     _preload()
     children: set[int] = set()

@@ -8,8 +8,9 @@ raises.
 
 A seed determines the order of streams, their delays, and the parts in which copies move bytes.
 Usually a thread runs the streams. In a runtime without a thread, the test runs the streams by
-calling `run`. If a call then waits for the device, it runs the streams itself, provided that it is
-made on the thread that made the runtime; on other threads it waits for that thread.
+calling `run`. There, a call that waits for the device runs the streams itself if it is made on the
+thread that made the runtime. On any other thread, such a call waits until that thread has run the
+streams.
 """
 
 import contextlib
@@ -58,8 +59,9 @@ Copy = tuple[int, int, int]
 
 
 class DeviceCopies:
-    """Checks and executes copies of the simulated devices. The caller must hold the runtime's lock,
-    also when it runs the returned work (an iterator that a stream executes step by step)."""
+    """Checks and executes copies of the simulated devices. Copies are returned as work: an iterator
+    that a stream executes step by step. The caller must hold the runtime's lock for each call and
+    for each step."""
 
     def __init__(self, ranges: Ranges, dice: random.Random) -> None:
         self._ranges = ranges
@@ -67,7 +69,7 @@ class DeviceCopies:
 
     def check(self, device: int, copies: list[Copy], what: str, *, may_be_pageable: bool) -> bool:
         """Checks the copies of a call. Raises DeviceError if CUDA's call would fail. Returns True
-        if a range of a copy is in host memory that is not registered.
+        if a copy reads or writes host memory that is not registered (page-locked).
 
         copies: (target address, source address, number of bytes) of each copy.
         what: name of the call, for error messages.
@@ -96,12 +98,13 @@ class DeviceCopies:
         by_kernel: bool = False,
         pageable: bool = False,
     ) -> Work:
-        """Returns work that copies bytes in 1 to 3 steps.
+        """Returns the work of a call that copies bytes: an iterator, which copies them in 1 to 3
+        steps.
 
         copies: (target address, source address, number of bytes) of each copy.
         what: name of the call, for error messages.
-        by_kernel: True: a kernel makes the copies, so an access that is not allowed loses the
-            device.
+        by_kernel: True: a kernel makes the copies. Then an access that is not allowed makes the
+            device lost (unusable).
         pageable: True: the copies may use host memory that is not registered.
         """
         num_steps, version, real = self._dice.randint(1, 3), -1, copies
@@ -121,9 +124,10 @@ class DeviceCopies:
                 yield True
 
     def move_by_table(self, device: int, table: int, num_copies: int, max_bytes: int) -> Work:
-        """Returns work that copies as the copy kernel does. The work reads the copies from int64
-        [3, num_copies] (target, source, number of bytes) at the address `table`, and makes them in
-        any order. If a copy is longer than `max_bytes`, the work raises DeviceError."""
+        """Returns the work of the copy kernel: an iterator, which copies step by step. It reads the
+        copies from the array int64 [3, num_copies] (target, source, number of bytes) at the address
+        `table`, and makes them in any order. If a copy is longer than `max_bytes`, it raises
+        DeviceError."""
         real = self._ranges.kernel_range(device, table, 24 * num_copies)
         rows = bytes_at(real, 24 * num_copies).view(np.int64).reshape(3, num_copies).copy()
         copies = list(zip(*rows.tolist(), strict=True))
@@ -143,9 +147,9 @@ class DeviceCopies:
         )
 
     def _resolve(self, device: int, copy: Copy, what: str, *, pageable: bool) -> Copy:
-        """Translates the addresses of a copy: returns the copy with the addresses at which this
-        process has the bytes. Raises DeviceError if the memory was freed or unregistered since the
-        copy was checked; `pageable`: unregistered host memory is allowed."""
+        """Replaces the addresses of a copy by the addresses at which this process has the bytes.
+        Raises DeviceError if the memory was freed or unregistered since the copy was checked.
+        `pageable`: True allows unregistered host memory."""
         dst, src, count = copy
         (to, to_memory), (from_, from_memory) = (
             self._ranges.copy_range(device, dst, count, what),
@@ -169,7 +173,7 @@ COPIES = "copies"
 
 
 class FakeStream:
-    """Implements `Stream`."""
+    """A simulated CUDA stream; implements `Stream`."""
 
     def __init__(self, device: int, priority: Priority) -> None:
         self.priority = priority
@@ -185,8 +189,8 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Implements `Event`. If another process made the event (`opened`), its counters are in shared
-    memory.
+    """A simulated CUDA event; implements `Event`. If another process made the event (`opened`), the
+    counters are in shared memory.
 
     counters: how many times the event was recorded, and the number of the latest record that the
         device has passed.
@@ -208,7 +212,8 @@ class FakeEvent:
         return self.address != 0
 
     def reach(self, number: np.uint64) -> Work:
-        """Returns work that marks the event's record with this number as passed."""
+        """Returns work for a stream, which marks the record with this number as passed by the
+        device."""
         self.counters[1] = max(self.counters[1], number)
         yield from ()
 
@@ -220,8 +225,8 @@ def fake(event: Event) -> FakeEvent:
 
 
 class Streams:
-    """The streams of all devices, with their work: iterators that are executed step by step. A
-    thread runs the work; without a thread, the test runs it by calling `run`."""
+    """The streams of all simulated devices, with their work: iterators that are executed step by
+    step. A thread executes the work; without a thread, the test executes it by calling `run`."""
 
     def __init__(
         self, dice: random.Random, num_devices: int, *, threaded: bool, max_delay_s: float
@@ -266,8 +271,8 @@ class Streams:
     def wait_for(self, device: int, reached: Callable[[], bool]) -> None:
         """Waits until `reached` returns True, or until the device is lost.
 
-        In a runtime without a thread, the thread that made the runtime runs the streams while it
-        waits. Other threads wait for that thread.
+        If the runtime has no thread to run the streams, the thread that made the runtime runs them
+        while it waits. Other threads wait until that thread has run them.
         """
         runs_itself = self._thread is None and threading.get_ident() == self._maker
         with self.changed:
@@ -288,7 +293,8 @@ class Streams:
     # Running
 
     def run(self, num_steps: int) -> int:
-        """Executes up to `num_steps` steps of the streams. Returns the number of executed steps."""
+        """Executes up to `num_steps` steps of the streams' work. Returns the number of executed
+        steps."""
         done = 0
         with self.changed:
             while done < num_steps and self._step():
@@ -309,7 +315,8 @@ class Streams:
                 time.sleep(self._dice.random() * self._max_delay_s)
 
     def _step(self) -> bool:
-        """Executes a step of a random stream. Returns False if no stream can continue."""
+        """Executes a step of the work of a random stream. Returns False if no stream can
+        continue."""
         return any(
             stream.work and self._advance(stream)
             for stream in self._dice.sample(self._streams, len(self._streams))
@@ -339,8 +346,8 @@ class Streams:
     # Faults on demand
 
     def lose(self, device: int, why: str = "an illegal memory access was encountered") -> None:
-        """Makes the device lost: the work of its streams stops, and every later call on it
-        raises."""
+        """Simulates a device that is lost after a CUDA error: the work of its streams is dropped,
+        and every later call on it raises DeviceError."""
         with self.changed:
             self.lost.setdefault(device, why)
             for stream in self._streams:
@@ -349,13 +356,13 @@ class Streams:
             self.changed.notify_all()
 
     def lose_after(self, device: int, num_steps: int) -> None:
-        """Makes the device lost in the middle of the `num_steps`-th following step of its
-        streams."""
+        """Makes the device lost (unusable, as after a CUDA error) once its streams have executed
+        `num_steps` more steps. A copy takes up to three steps, so it may be left half done."""
         with self.changed:
             self._steps_to_loss[device] = num_steps
 
     def fail_call(self, method: str, nth: int) -> None:
-        """Makes the nth following call of a method fail.
+        """Makes the nth following call of a method of the runtime raise DeviceError.
 
         method: name of the method; COPIES: all methods that copy.
         """
@@ -363,7 +370,8 @@ class Streams:
             self._failing.setdefault(method, []).append(nth)
 
     def enter(self, method: str, device: int) -> None:
-        """Counts a call of a method. Raises DeviceError if the call must fail."""
+        """Begins a call of a method of the runtime. Raises DeviceError if the device does not exist
+        or is lost, or if `fail_call` makes this call fail."""
         if device != HOST and not 0 <= device < self._num_devices:
             raise DeviceError(f"fake device: {method}: invalid device ordinal {device}")
         if device in self.lost:
@@ -382,7 +390,8 @@ __all__ = ["COPIES", "FakeEvent", "FakeRuntime", "FakeStream"]
 
 
 class FakeRuntime:
-    """Implements `DeviceRuntime` (see the module).
+    """A CUDA runtime without a GPU, for tests; implements `DeviceRuntime`. Its streams run late and
+    in any order, and a test can make calls fail.
 
     max_delay_s: longest pause of the thread between two steps.
     """
@@ -409,23 +418,23 @@ class FakeRuntime:
     # For tests
 
     def run(self, num_steps: int) -> int:
-        """Executes up to `num_steps` steps of random streams. Returns the number of executed steps.
-        For runtimes without a thread."""
+        """Executes up to `num_steps` steps of the work of random streams. Returns the number of
+        executed steps. Only for a runtime that has no thread to run the streams."""
         return self._streams.run(num_steps)
 
     def lose(self, device: int, why: str = "an illegal memory access was encountered") -> None:
-        """Makes the device lost: the work of its streams stops, and every later call on it
-        raises."""
+        """Simulates a device that is lost after a CUDA error: the work of its streams is dropped,
+        and every later call on it raises DeviceError."""
         self._streams.lose(device, why)
 
     def lose_after(self, device: int, num_steps: int) -> None:
-        """Makes the device lost in the middle of the `num_steps`-th following step of its
-        streams."""
+        """Makes the device lost (unusable, as after a CUDA error) once its streams have executed
+        `num_steps` more steps. A copy takes up to three steps, so it may be left half done."""
         self._streams.lose_after(device, num_steps)
 
     def fail_call(self, method: str, nth: int = 1) -> None:
-        """Makes the nth following call of a method fail; the device is not lost. A batch of copies
-        that fails has copied some of its bytes.
+        """Makes the nth following call of a method raise DeviceError; the device is not lost (stays
+        usable). If the call copies a batch, some of the bytes are copied before it fails.
 
         method: name of the method; COPIES: all methods that copy.
         """
@@ -443,7 +452,7 @@ class FakeRuntime:
             target[:] = data.reshape(-1).view(np.uint8)
 
     def held(self) -> dict[str, int]:
-        """Returns the number of memories that are not freed, by kind: allocated, pinned, registered
+        """Returns how many pieces of memory are not freed, by kind: allocated, pinned, registered
         or opened."""
         with self._changed:
             return self._ranges.held()
@@ -456,7 +465,8 @@ class FakeRuntime:
 
     @contextlib.contextmanager
     def _call(self, method: str, device: int = HOST) -> Iterator[None]:
-        """Holds the lock during a call of the runtime. Raises DeviceError if the call must fail."""
+        """Holds the runtime's lock during the `with` block, in which a call of the runtime is
+        executed. Raises DeviceError if the call must fail."""
         with self._changed:
             self._streams.enter(method, device)
             yield

@@ -47,8 +47,8 @@ def uuid_of(device: int) -> bytes:
 
 
 def map_pages(num_bytes: int, fd: int = -1) -> int:
-    """Makes a mapping of a file, or of zeros without a file, and returns its address. Raises
-    DeviceError if the system refuses.
+    """Maps a file into memory; without a file, maps memory filled with zeros. Returns the address.
+    Raises DeviceError if the system refuses.
 
     fd: descriptor of the file; -1: no file.
     """
@@ -108,7 +108,7 @@ class FakeHandle:
     @staticmethod
     def parse(raw: bytes, kind: str) -> "FakeHandle":
         """Parses the bytes of a handle. Raises DeviceError unless they are a valid handle of this
-        kind (memory or event)."""
+        kind (of device memory or of an event)."""
         if (
             len(raw) != _FORMAT.size
             or zlib.crc32(raw[:-4]) != int.from_bytes(raw[-4:], "little")
@@ -156,7 +156,7 @@ class _Shared:
 
 
 class FakeAllocation:
-    """Simulates device memory of an engine.
+    """Simulates an allocation in the device memory of an engine, which the server can open.
 
     handle, device_uuid: the engine sends both to the server, which opens the memory by them.
     """
@@ -175,7 +175,8 @@ class FakeAllocation:
         return bytes_at(self._memory.address, self.num_bytes)
 
     def words(self) -> NDArray[np.uint32]:
-        """Returns the allocation's bytes as flag words, uint32."""
+        """Returns the allocation's bytes as uint32 words, which serve as flags for marks (points in
+        the queue of the engine's device)."""
         return self.array()[: self.num_bytes // 4 * 4].view(np.uint32)
 
     def close(self) -> None:
@@ -183,8 +184,8 @@ class FakeAllocation:
 
 
 class FakeIpcEvent:
-    """Simulates an interprocess event of an engine. The test decides when the device passes it, by
-    calling `reach`."""
+    """Simulates an interprocess CUDA event of an engine. The test calls `reach` when the device
+    shall pass the event."""
 
     def __init__(self, device: int = 0) -> None:
         self.device = device
@@ -193,7 +194,7 @@ class FakeIpcEvent:
         self.handle = self._memory.handle
 
     def record(self) -> None:
-        """Records the event at the end of the engine's queue."""
+        """Records the event, as if at the end of the queue of the engine's device."""
         self._counters[0] += np.uint64(1)
 
     def reach(self) -> None:
@@ -216,7 +217,7 @@ class FakeIpcEvent:
 
 @dataclass(slots=True, eq=False)
 class KnownMemory:
-    """A memory that streams may copy.
+    """A piece of memory from and to which simulated streams may copy.
 
     start, end: the memory's range of addresses.
     shadow: address in this process at which the bytes of the range are. For device memory it
@@ -241,7 +242,8 @@ class KnownMemory:
 
 
 class Ranges:
-    """All memories that streams may copy. `version` increases with every change."""
+    """All pieces of memory from and to which simulated streams may copy. `version` increases with
+    every change."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -252,7 +254,7 @@ class Ranges:
         return f"Ranges({len(self._memories)} memories, {len(self._graves)} given back)"
 
     def held(self) -> dict[str, int]:
-        """Returns the number of memories that are not freed, by kind."""
+        """Returns how many pieces of memory are not freed, by kind (`KnownMemory.kind`)."""
         kinds = [memory.kind for memory in self._memories]
         return {
             kind: kinds.count(kind)
@@ -274,8 +276,8 @@ class Ranges:
         )
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Registers host memory. Raises DeviceError if the memory is not whole pages, or if a part
-        of it is already registered."""
+        """Registers (page-locks) host memory. Raises DeviceError if the memory does not consist of
+        whole pages, or if a part of it is already registered."""
         if address % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
             raise DeviceError(
                 f"fake device: register: invalid argument: {address:#x} and {num_bytes} bytes are "
@@ -288,8 +290,8 @@ class Ranges:
         self._keep(KnownMemory(address, address + num_bytes, address, HOST))
 
     def open(self, device: int, handle: bytes) -> int:
-        """Opens an allocation of another process and returns its address. Opening it again returns
-        the same address."""
+        """Opens an allocation of another process and returns its address. If it is open already,
+        returns the same address."""
         for memory in self._memories:
             if memory.handle == handle and memory.device == device:
                 memory.num_opened += 1
@@ -303,8 +305,8 @@ class Ranges:
         return self._keep_device(device, parsed.num_bytes, parsed.map(), handle)
 
     def close(self, device: int, address: int) -> None:
-        """Closes an opened allocation. The memory is dropped once it was closed as many times as it
-        was opened."""
+        """Closes an allocation of another process. The memory is unmapped once it was closed as
+        many times as it was opened."""
         memory = self.find("close_memory", address, device, "opened")
         memory.num_opened -= 1
         if not memory.num_opened:
@@ -312,7 +314,7 @@ class Ranges:
 
     def find(self, method: str, address: int, device: int, kind: str) -> KnownMemory:
         """Returns the memory of this kind that begins at `address`. Raises DeviceError if there is
-        none.
+        no such memory.
 
         method: name of the runtime's call, for the error message.
         kind: how the memory was made (`KnownMemory.kind`).
@@ -325,7 +327,7 @@ class Ranges:
         )
 
     def drop(self, memory: KnownMemory) -> None:
-        """Frees, closes or unregisters a memory, according to how it was made."""
+        """Frees, closes or unregisters a piece of memory, according to how it was made."""
         self.version += 1
         self._memories.remove(memory)
         if memory.device != HOST:
@@ -362,8 +364,8 @@ class Ranges:
     # Resolving addresses
 
     def extent(self, device: int, address: int) -> Extent:
-        """Returns the device allocation that contains `address`. Raises DeviceError if there is
-        none."""
+        """Returns the device allocation that contains `address`. Raises DeviceError if no
+        allocation contains it."""
         for memory in self._memories:
             if memory.device != HOST and memory.start <= address < memory.end:
                 return Extent(memory.start, memory.end - memory.start, memory.device)
@@ -382,9 +384,10 @@ class Ranges:
     def copy_range(
         self, device: int, start: int, num_bytes: int, what: str
     ) -> tuple[int, KnownMemory | None]:
-        """Returns the address in this process at which the bytes of a range are, and the
-        `KnownMemory` that contains the range. For host memory that is not registered, returns
-        `start` and None. Raises DeviceError if CUDA would refuse a copy of the range on `device`.
+        """Checks a range of memory that a call copies, as CUDA would. Returns the address at which
+        this process has the bytes, and the `KnownMemory` that contains the range. For host memory
+        that is not registered, returns `start` and None. Raises DeviceError if CUDA would refuse a
+        copy of the range on `device`.
 
         what: name of the copying call, for the error message.
         """
@@ -409,8 +412,9 @@ class Ranges:
         return (start, None) if not found else (start - found[0].start + found[0].shadow, found[0])
 
     def kernel_range(self, device: int, start: int, num_bytes: int) -> int:
-        """Returns the address in this process at which the bytes of a range are. If a kernel could
-        not access the range, raises a DeviceError that says that the device is lost."""
+        """Checks a range of memory that a kernel on `device` accesses. Returns the address at which
+        this process has the bytes. If a kernel could not access the range, raises a DeviceError
+        that says that the device is lost (unusable)."""
         found, end = self._overlapping(start, start + num_bytes), start + num_bytes
         # A kernel sees adjoining registrations as a single range, because they have the host's
         # addresses.

@@ -1,9 +1,10 @@
-"""Runs a proxy between a client and a server. The proxy slows, holds, cuts off or changes bytes.
+"""Runs a proxy between a client and a server, for tests. The proxy can slow down, hold, cut off or
+change the bytes that it forwards.
 
-Always true: bytes pass in order. Bytes from the client pass through `on_command`, bytes from the
-server through `on_reply`. These two are *faults*: a fault is a function that receives a piece of
-bytes and yields the bytes to forward. A test may replace them at any time. If a fault raises
-OSError, the connection ends.
+Always true: bytes are forwarded in order. Bytes from the client pass through `on_command`, bytes
+from the server through `on_reply`. Both attributes are *faults*: functions that receive a piece of
+bytes and yield the bytes to forward. A test may replace the functions at any time. If a fault
+raises OSError, the connection ends.
 """
 
 import contextlib
@@ -21,12 +22,13 @@ raises OSError to end the connection."""
 
 
 def nothing(piece: bytes) -> Iterator[bytes]:
-    """Forwards bytes unchanged (no fault)."""
+    """Forwards the bytes unchanged: the fault of a `FaultProxy` that does nothing."""
     yield piece
 
 
 def throttled(bytes_per_s: float) -> Fault:
-    """Returns a fault that limits the rate of bytes. All connections that use it share the rate."""
+    """Returns a fault (a function for `FaultProxy`) that limits the rate of bytes. If several
+    connections use it, they share the rate."""
     lock = threading.Lock()
 
     def fault(piece: bytes) -> Iterator[bytes]:
@@ -41,7 +43,8 @@ def throttled(bytes_per_s: float) -> Fault:
 
 
 def cut_after(num_bytes: int) -> Fault:
-    """Returns a fault that forwards `num_bytes` and then ends the connection."""
+    """Returns a fault (a function for `FaultProxy`) that forwards `num_bytes` bytes and then ends
+    the connection."""
     left = num_bytes
 
     def fault(piece: bytes) -> Iterator[bytes]:
@@ -55,8 +58,9 @@ def cut_after(num_bytes: int) -> Fault:
 
 
 def changed_at(at: int, garbage: bytes) -> Fault:
-    """Returns a fault that replaces bytes with `garbage`, from byte number `at` on. It counts the
-    bytes that have passed since the fault was made."""
+    """Returns a fault (a function for `FaultProxy`) that overwrites the forwarded bytes with
+    `garbage`, from byte number `at` on. It counts the bytes that have passed since the fault was
+    made."""
     passed = 0
 
     def fault(piece: bytes) -> Iterator[bytes]:
@@ -72,8 +76,9 @@ def changed_at(at: int, garbage: bytes) -> Fault:
 
 
 class Dam:
-    """A fault that forwards the first `num_bytes`, and holds all later bytes until `opened` is set.
-    Sets `is_full` once it holds bytes."""
+    """A fault (a function for `FaultProxy`) that forwards the first `num_bytes` bytes, and holds
+    all later bytes until the event `opened` is set. It sets the event `is_full` once it holds
+    bytes."""
 
     def __init__(self, num_bytes: int) -> None:
         self.is_full, self.opened = threading.Event(), threading.Event()
@@ -90,7 +95,8 @@ class Dam:
 
 
 class FaultProxy:
-    """Listens on a free port of 127.0.0.1 and forwards connections (see the module).
+    """A proxy for tests. It listens on a free port of 127.0.0.1 and forwards connections to a
+    server. The functions `on_command` and `on_reply` can delay or change the bytes.
 
     target: the server's (host, port), or the path of its Unix socket.
     tls: TLS context for the connection with clients; None: without TLS. The connection with the

@@ -39,8 +39,8 @@ LOOK_S = 0.02
 
 
 def command(kind: str, *arguments: object) -> list[str]:
-    """Returns the command that runs a server with this fault. The caller appends the server's
-    flags."""
+    """Returns the command that runs a server with this fault (a name in KINDS). The caller appends
+    the server's flags."""
     return [sys.executable, "-m", "hotkv_server.testing.faults", kind, *map(str, arguments), "run"]
 
 
@@ -145,8 +145,9 @@ def hang_disk(folder: str, signs: str) -> None:
         return called
 
     def hanging_blocks(call: str, move: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `move`, a method of `FileIO` that moves blocks by kernels, so that it hangs like
-        `call`. Kernels call the C library, so patching `os` does not affect them."""
+        """Wraps `move`, a method of `FileIO` that reads or writes blocks, so that it hangs as the
+        call `call` does. `move` uses compiled kernels, which call the C library, so patching `os`
+        does not affect it."""
 
         def moved(self: FileIO, *arguments: Any) -> Any:
             hang(call, self._fd)
@@ -167,9 +168,9 @@ def hang_disk(folder: str, signs: str) -> None:
 
 
 def hurry() -> None:
-    """Shortens times that tests would wait for: how long blocks wait for a full pack of S3, the
-    pause between two notes of the bytes written to the disk, and how long a client may read
-    nothing."""
+    """Shortens times of the server for which tests would have to wait: how long blocks wait for a
+    full pack of the S3 tier, the pause between two notes of the bytes written to the disk, and how
+    long the server waits for a client that reads nothing."""
     s3_tier.LINGER_S = 0.2
     below.NOTE_S = 0.2
     session.SLOW_READER_S = 1.0
@@ -236,7 +237,7 @@ def dam(file: str, patience_s: str = "0.1") -> None:
 
 
 def tell_tasks(file: str) -> None:
-    """Makes the server write `file` when it receives SIGUSR1.
+    """Makes the server write its tasks and threads to `file` when it receives SIGUSR1.
 
     The file is JSON with three lists:
 

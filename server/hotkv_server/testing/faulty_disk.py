@@ -1,8 +1,8 @@
 """Simulates disk faults for tests. Wraps the block I/O of the disk tier, and makes chosen blocks
-fail, hang, or move only in part.
+fail, hang, or be copied only in part.
 
-Always true: the wrapped block I/O moves a block that has no fault, so the tested tier uses its real
-file.
+Always true: blocks without a fault are read and written by the wrapped block I/O, so the tested
+tier uses its real file.
 """
 
 import threading
@@ -19,10 +19,10 @@ EVERYWHERE = -1
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The fault of a block.
+    """The fault that a read or write of a block has.
 
     code: errno with which the read or write fails; 0: it does not fail.
-    moved_bytes: number of bytes to move, without an error; None: all bytes.
+    moved_bytes: number of bytes that are read or written, without an error; None: all bytes.
     hangs: True: the call first waits for `FaultyDisk.release`.
     """
 
@@ -33,7 +33,8 @@ class Fault:
 
 @dataclass
 class FaultyDisk:
-    """Wraps block I/O and adds faults (see the module). Implements `BlockIO`.
+    """Block I/O for tests, with faults for chosen blocks. Wraps other block I/O, which reads and
+    writes the blocks that have no fault. Implements `BlockIO`.
 
     under: the wrapped block I/O.
     reads, writes: faults by offset in the file, or by EVERYWHERE; may be changed at any time.
@@ -65,22 +66,22 @@ class FaultyDisk:
         self.under.drop_cached()
 
     def heal(self) -> None:
-        """Removes all faults, and releases the blocks that hang."""
+        """Removes all faults, and lets the reads and writes that hang continue."""
         with self._changed:
             self.reads.clear()
             self.writes.clear()
         self.release()
 
     def release(self) -> None:
-        """Lets the blocks that hang now continue. Later blocks with a fault that hangs will hang
-        again."""
+        """Lets the reads and writes that hang now continue. Later reads and writes of blocks with a
+        fault that hangs will hang again."""
         with self._changed:
             self._num_released += 1
             self._changed.notify_all()
 
     def wait_hung(self, count: int, timeout_s: float = 30.0) -> None:
-        """Waits until `count` blocks hang. Raises AssertionError if fewer hang after
-        `timeout_s`."""
+        """Waits until the reads or writes of `count` blocks hang. Raises AssertionError if fewer
+        hang after `timeout_s`."""
         with self._changed:
             hung = self._changed.wait_for(lambda: self.num_hung >= count, timeout_s)
         assert hung, f"{self.num_hung} blocks hang, not {count}"

@@ -1,9 +1,10 @@
 """The checks of flushes that every tier that nodes share (`SharedTier`) must pass: after the answer
 to a flush, no node finds a block that was stored before the flush.
 
-A `Store` makes nodes that share a store. Checks use the key space NAME, which must have no epoch
-(number that each flush raises) at first. Flushes during a read are not checked here, because they
-depend on the protocol of the tier's store. The tests of each tier check them with `FaultProxy`.
+A check gets a `Store`, which makes nodes that share the store under test. Checks use the key space
+NAME, which must have no epoch (number that each flush raises) at first. Flushes during a read are
+not checked here, because they depend on the protocol of the tier's store. The tests of each tier
+check such flushes with `FaultProxy`.
 """
 
 import contextlib
@@ -33,11 +34,11 @@ each flush raises) than the store has."""
 
 @dataclass(frozen=True)
 class Store:
-    """A store under test.
+    """A store under test, which several nodes share.
 
-    node: makes a node that uses the store: returns a context manager that yields the `Bench` of the
-        node's tier. The keyword argument `on_epoch` is passed to the tier.
-    lose: deletes the epoch of NAME from the store.
+    node: makes a node that uses the store: returns a context manager that yields a `Bench`, which
+        calls the node's tier. The keyword argument `on_epoch` is passed to the tier.
+    lose: deletes the epoch (number that each flush raises) of the key space NAME from the store.
     spoil: replaces the epoch of NAME with bytes that are no epoch; None if that is impossible.
     """
 
@@ -73,19 +74,20 @@ def epoch(tier: Any, name: str = NAME) -> int | None:
 
 
 def flush(tier: Any, name: str = NAME, floor: int = 0, *, is_retry: bool = False) -> int | None:
-    """Flushes a key space in the store and returns the new epoch, which is above `floor`. Returns
-    None if the store does not answer."""
+    """Flushes a key space in the store. Returns the new epoch (number that each flush raises),
+    which is above `floor`. Returns None if the store does not answer."""
     return answer(lambda done: tier.raise_epoch(name, floor, done, is_retry))
 
 
 def keys_of(at: int, count: int) -> list[bytes]:
-    """Returns the keys of `count` blocks of NAME in the epoch `at`."""
+    """Returns the keys of `count` blocks of the key space NAME in the epoch `at`."""
     prefix = b"hotkv/1/%b/%d/0/" % (NAME.encode(), at)
     return [prefix + hash_of(number) for number in range(count)]
 
 
 def blocks_of(keys: Sequence[bytes], first_slot: int, epochs: Epochs) -> Blocks:
-    """Returns the argument of a tier's call about blocks with these keys, in consecutive slots.
+    """Returns the `Blocks` argument of a tier's call, for blocks with these keys in consecutive
+    slots from `first_slot` on.
 
     epochs: by fingerprint, the epoch that the call expects; empty: the epoch is not checked.
     """
@@ -94,17 +96,18 @@ def blocks_of(keys: Sequence[bytes], first_slot: int, epochs: Epochs) -> Blocks:
 
 
 def write(bench: Bench, keys: Sequence[bytes]) -> None:
-    """Writes blocks under these keys. The first block has the content number 0, the second block
-    number 1, and so on."""
+    """Writes blocks under these keys to the tier. The first block has the content number 0, the
+    second block number 1, and so on."""
     bench.fill(range(len(keys)), range(len(keys)))
     codes, _ = bench.answer(blocks_of(keys, 0, {}))
     assert (codes == Write.STORED).all(), codes.tolist()
 
 
 def read(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
-    """Reads blocks into the slots from READ_AT on. Returns the `Read` code of each block.
+    """Reads blocks from the tier into the slots from READ_AT on. Returns the `Read` code of each
+    block.
 
-    epochs: by fingerprint, the epoch that the read expects.
+    epochs: by fingerprint, the epoch (number that each flush raises) that the read expects.
     """
     blocks, until_s = blocks_of(keys, READ_AT, epochs), time.monotonic() + WAIT_S
     return answer(lambda done: tier.read(blocks, until_s, lambda codes: done(codes.tolist())))
@@ -122,8 +125,8 @@ def probe(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
 
 
 def check_epochs(store: Store) -> None:
-    """Checks that all nodes get the same first epoch of a key space, that this epoch is computed
-    from the current time, and that each flush raises it."""
+    """Checks that all nodes get the same first epoch of a key space, and that this epoch is
+    computed from the current time. Checks that each flush raises the epoch."""
     with store.node() as one, store.node() as other:
         before = begun(time.time_ns() // 1000)
         first = epoch(one.tier)
@@ -158,8 +161,8 @@ def check_races(store: Store) -> None:
 
 
 def check_reads(store: Store) -> None:
-    """Checks that blocks are found only in their epoch, and that a node notices a flush at its next
-    call."""
+    """Checks that a node finds blocks only in their epoch (number that each flush raises). After a
+    flush on another node, the node's next call finds no blocks and reports the new epoch."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,
@@ -191,8 +194,8 @@ def check_reads(store: Store) -> None:
 
 
 def check_lost(store: Store) -> None:
-    """Checks that no blocks are found if the epoch was deleted from the store or is not a
-    number."""
+    """Checks that no node finds the blocks of a key space whose epoch was deleted from the store or
+    replaced by bytes that are no number."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,
@@ -221,7 +224,7 @@ def check_lost(store: Store) -> None:
 
 
 def check_closed(store: Store) -> None:
-    """Checks that a closed tier answers None."""
+    """Checks that a closed tier answers None to a flush and to a request for an epoch."""
     with store.node() as one:
         one.tier.close()
         assert epoch(one.tier) is None and flush(one.tier) is None

@@ -43,7 +43,7 @@ from hotkv_server.tiers.seals import seal
 
 @dataclass
 class Faults:
-    """The faults of a tier. A test may change them at any time.
+    """The faults that a `MemoryTier` simulates. A test may change them at any time.
 
     problem: text that `Tier.problem` returns; empty: no problem.
     is_hung: True: calls are accepted but don't end.
@@ -95,8 +95,9 @@ class MemoryStore:
 
 
 class MemoryTier:
-    """A tier over a `MemoryStore` (see the module). A thread executes the calls in order. With
-    `is_manual`, the test executes them by calling `step`."""
+    """A tier for tests, whose blocks are in a `MemoryStore` in the test's process. A thread
+    executes the calls in order. If `is_manual` is True, there is no thread, and the test executes
+    each call by calling `step`."""
 
     def __init__(
         self,
@@ -191,7 +192,8 @@ class MemoryTier:
             self._calls.popleft()[1]()
 
     def step(self) -> bool:
-        """Executes the next waiting call. Returns False if no call waits or the tier is hung."""
+        """Executes the next waiting call of the tier. Returns False if no call waits or the tier is
+        hung."""
         with self._changed:
             if not self._calls or self.faults.is_hung:
                 return False
@@ -282,7 +284,8 @@ _fresh = itertools.count(begun(1 << 51), RAISES)
 
 
 class SharedMemoryTier(MemoryTier):
-    """Implements `SharedTier` (a tier that nodes share, with epochs) over a `MemoryStore`.
+    """A tier for tests that several nodes share, with epochs (numbers that flushes raise). Its
+    blocks are in a `MemoryStore`. Implements `SharedTier`.
 
     on_epoch: called with (fingerprint, epoch) if the store has another epoch than a call expected,
         as `RemoteTier` does.
@@ -367,8 +370,9 @@ class SharedMemoryTier(MemoryTier):
         return Read.FOUND if key in self._store.content else Read.ABSENT
 
     def _checked(self, epochs: Epochs, on_done: OnRead) -> OnRead:
-        """Wraps `on_done` so that the epochs are checked after all blocks have been read. If the
-        store has another epoch than expected, all blocks are ABSENT, and `on_epoch` is called.
+        """Wraps `on_done`, the callback of a read. The wrapper checks the epochs (numbers that
+        flushes raise) after all blocks have been read. If the store has another epoch than
+        expected, it makes all blocks ABSENT and calls `on_epoch`.
 
         epochs: the expected epoch of each key space, by fingerprint.
         """

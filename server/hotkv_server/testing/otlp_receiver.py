@@ -41,7 +41,8 @@ class ReceivedSpan:
 
 
 class OtlpReceiver:
-    """Receives spans (see the module). Use it in a `with` block.
+    """An OTLP collector over HTTP for tests, on a free port, which records the spans that it
+    receives. Use it in a `with` block.
 
     status: HTTP status of answers; spans are recorded only if it is 200.
     delay_s: wait before each answer.
@@ -99,8 +100,8 @@ class OtlpReceiver:
     def wait_for(
         self, is_enough: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 20.0
     ) -> list[ReceivedSpan]:
-        """Waits until `is_enough` returns True for the received spans, and returns these spans.
-        Raises TimeoutError if that does not happen within `timeout_s`."""
+        """Waits until `is_enough`, called with the received spans, returns True. Returns these
+        spans. Raises TimeoutError if that does not happen within `timeout_s`."""
         until_s = time.monotonic() + timeout_s
         while not is_enough(spans := list(self.spans)):
             if time.monotonic() > until_s:

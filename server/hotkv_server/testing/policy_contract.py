@@ -1,8 +1,8 @@
 """The checks that every eviction policy must pass.
 
-`PolicyWorld` is a small simulated cache with a policy. It assigns entry numbers as `BlockIndex`
-does, knows which entries are ready and pinned, and checks each answer of the policy. Call its
-methods from a property test, or at random with `check_policy`.
+`PolicyWorld` is a small simulated cache that uses the policy under test. It assigns entry numbers
+as `BlockIndex` does, knows which entries are ready and pinned, and checks each answer of the
+policy. Call its methods from a property test, or at random with `check_policy`.
 """
 
 import functools
@@ -19,8 +19,9 @@ MakePolicy = Callable[[int], Policy]
 
 
 class PolicyWorld:
-    """A simulated cache whose entries arrive, are used and leave. It notifies two policies of the
-    same kind of every event, and checks that both keep the rules and give the same answers."""
+    """A simulated cache for tests of an eviction policy. Its blocks arrive, are used and leave. It
+    notifies two policies of the same kind of every event, and checks that both keep the rules and
+    give the same answers."""
 
     def __init__(self, make_policy: MakePolicy, capacity: int) -> None:
         self.capacity = capacity
@@ -36,7 +37,8 @@ class PolicyWorld:
         self._gone: list[int] = []
 
     def free_numbers(self) -> list[int]:
-        """Returns the unused entry numbers. They may include numbers that were freed just now."""
+        """Returns the entry numbers that no block has. They may include numbers that were freed
+        just now."""
         return [number for number in range(1, self.capacity + 1) if number not in self.size_of]
 
     def arrive(
@@ -48,7 +50,8 @@ class PolicyWorld:
         come_back: bool = False,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Makes consecutive blocks of a prompt ready.
+        """Adds consecutive blocks of a prompt to the simulated cache, as ready, and notifies the
+        policies.
 
         come_back: True: the blocks have the keys of the blocks that were removed last, if there are
             any.
@@ -71,9 +74,9 @@ class PolicyWorld:
         self._tell("touch", numbers, now_s, retention)
 
     def refresh(self, numbers: list[int], now_s: float) -> None:
-        """Notifies the policies that blocks arrived that follow the blocks `numbers` in a prompt.
-        Then `numbers` are in use, so blocks among them that were demoted are not demoted any
-        more."""
+        """Notifies the policies that blocks arrived which follow the blocks `numbers` in a prompt.
+        This counts as a use of `numbers`, so blocks among them that were demoted are no longer
+        demoted."""
         assert now_s >= self.now_s
         self.now_s = now_s
         self.demoted -= set(numbers)
@@ -121,7 +124,8 @@ class PolicyWorld:
             )
 
     def leave(self, numbers: list[int], *, evicted: bool = False) -> None:
-        """Removes blocks. `evicted` says whether the policy chose them."""
+        """Removes blocks from the simulated cache, and notifies the policies. `evicted`: True if
+        the policy chose the blocks."""
         for policy in (self.policy, self._reference):
             policy.forget(_entries(numbers), self._keys(numbers), evicted=evicted)
         for number in numbers:
@@ -137,8 +141,8 @@ class PolicyWorld:
         return np.array([self.key_of[number] for number in numbers], np.uint64)
 
     def evict(self, slot_bytes: int, count: int, *, keep_at_s: float | None = None) -> list[int]:
-        """Asks the policy for victims, checks them and removes them. Returns them, the coldest
-        first.
+        """Asks the policies for blocks to evict (victims), checks the answers, and removes these
+        blocks. Returns them; the coldest block comes first.
 
         slot_bytes: slot size of the victims; 0: any size.
         keep_at_s: the current time, if the policy may return fewer victims to keep blocks that it
@@ -168,9 +172,9 @@ class PolicyWorld:
         return victims
 
     def check(self) -> None:
-        """Raises AssertionError if the policy's heat of an entry is not a finite number, or a
-        demoted entry is not the coldest (the entry with the lowest heat is evicted first). Also
-        raises it if the policy breaks an invariant."""
+        """Raises AssertionError if the policy breaks an invariant. The heat of each entry must be a
+        finite number, and demoted entries must have the lowest heat (the entry with the lowest heat
+        is evicted first)."""
         entries = _entries(sorted(self.size_of))
         if self.demoted and len(self.demoted) < len(entries):
             rest = _entries(sorted(set(self.size_of) - self.demoted))
@@ -203,8 +207,8 @@ def _entries(numbers: list[int]) -> Entries:
 def check_policy(
     make_policy: MakePolicy, *, seed: int, num_steps: int = 300, capacity: int = 60
 ) -> None:
-    """Calls the methods of a `PolicyWorld` at random. Raises AssertionError if the policy breaks a
-    rule."""
+    """Makes a random history of a simulated cache (`PolicyWorld`), in which the policy is asked for
+    victims. Raises AssertionError if the policy breaks a rule."""
     rng = np.random.default_rng(seed)
     world = PolicyWorld(make_policy, capacity)
     for _ in range(num_steps):
@@ -256,8 +260,8 @@ def check_policy(
 
 
 def check_leaves_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None:
-    """Checks that blocks of a prompt that were always used together are evicted in order from the
-    last block to the first."""
+    """Evicts blocks of a prompt whose blocks were always used together. Checks that they are
+    evicted in order from the last block to the first."""
     world = PolicyWorld(make_policy, num_blocks)
     chain = list(range(1, num_blocks + 1))
     world.arrive(chain, 4096, 1.0)

@@ -1,7 +1,7 @@
 """The checks that every tier below host memory (`tiers.protocol.Tier`) must pass.
 
-Each check calls `make_rig`, which makes a `Rig` (a tier under test with an arena of SLOTS slots).
-The check computes the expected bytes of each block from the block's number.
+Each check calls `make_rig`, which returns a `Rig`: the tier under test, and an arena of SLOTS
+slots. The check computes the expected bytes of each block from the block's number.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def content(number: int) -> NDArray[np.uint8]:
 class Rig:
     """A tier under test, with an arena.
 
-    arena: SLOTS slots of `slot_bytes`.
+    arena: memory with SLOTS slots of `slot_bytes`.
     damage: changes stored bytes of a block, given its key and its offset in the tier; None if the
         tier's stored bytes can't be changed.
     breaks: returns a context manager during which the tier's store can't be used; None if that is
@@ -77,8 +77,8 @@ class Rig:
 
 
 def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
-    """Returns the argument of a tier's call for a part of `blocks`: the blocks with the indices
-    `rows`. For a tier whose storage offsets (places) the cache core chooses."""
+    """Returns some of the blocks of a tier's call: the `Blocks` with the indices `rows` in
+    `blocks`. For a tier whose storage offsets (places) the cache core chooses."""
     return Blocks(
         [blocks.keys[row] for row in rows.tolist()],
         blocks.slots[rows],
@@ -90,16 +90,16 @@ def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
 
 
 MakeRig = Callable[[], "contextlib.AbstractContextManager[Rig]"]
-"""A function that returns a context manager. The context manager makes a rig over an empty store
-with room for SLOTS blocks, and closes the rig's tier at the end, even if the check has already
-closed it."""
+"""A function that returns a context manager. The context manager makes a `Rig` whose tier is empty
+and has room for SLOTS blocks. At the end it closes the tier, even if the check has already closed
+it."""
 
 
 @dataclass
 class Bench:
-    """Calls a rig's tier as the node does, and waits for the answers. Blocks are named by their
-    number, and places in the arena by the number of the slot. A block that the tier can't encode
-    (UNFIT) is written again without encoding.
+    """Calls the tier under test (of a `Rig`) as the node does, and waits for the answers. Blocks
+    are named by their number, and slots of the arena by their index. A block that the tier can't
+    encode (UNFIT) is written again without encoding.
 
     seals: by block, the check value that the tier returned for it. Used only for a tier whose
         storage offsets the cache core chooses.
@@ -115,7 +115,7 @@ class Bench:
 
     @property
     def tier(self) -> Tier:
-        """Returns the tier of the rig."""
+        """Returns the tier under test."""
         return self.rig.tier
 
     @property
@@ -126,7 +126,8 @@ class Bench:
     def blocks(
         self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
     ) -> Blocks:
-        """Makes the argument of a call about the blocks with these numbers, in these slots.
+        """Makes the `Blocks` argument of a tier's call, for the blocks with these numbers, in these
+        slots of the arena.
 
         sizes: sizes of the blocks in bytes; empty: whole slots.
         """
@@ -237,8 +238,8 @@ class Bench:
 
 
 def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
-    """Checks that written blocks are read back bit for bit, from and into any slots, in batches of
-    any size."""
+    """Checks that blocks written to the tier are read back bit for bit, from and into any slots, in
+    batches of any size. Also checks the tier's counters of written and read bytes."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         bench, stored = Bench(rig), list[int]()
@@ -264,7 +265,7 @@ def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
 
 def check_sizes(make_rig: MakeRig) -> None:
     """Checks that blocks of each size (multiples of SLOT_ALIGN up to a slot) are written and read
-    with exactly their size. Also checks that calls without blocks end."""
+    with exactly their size. Also checks that a read or write of no blocks ends."""
     with make_rig() as rig:
         bench = Bench(rig)
         numbers = list(range(1, rig.slot_bytes // SLOT_ALIGN + 1))
@@ -303,8 +304,8 @@ def check_keys(make_rig: MakeRig) -> None:
 
 
 def check_places(make_rig: MakeRig) -> None:
-    """Checks that a read of a block returns CORRUPT after the block's storage offset (place) was
-    reused for another block. Skips a tier that chooses its storage offsets itself."""
+    """Reuses the storage offset (place) of a block for another block. Checks that a read of the
+    first block then returns CORRUPT. Skips a tier that chooses its storage offsets itself."""
     with make_rig() as rig:
         bench = Bench(rig)
         if not rig.tier.facts().places:
@@ -321,8 +322,8 @@ def check_places(make_rig: MakeRig) -> None:
 
 
 def check_damage(make_rig: MakeRig) -> None:
-    """Checks that a read of a damaged block returns CORRUPT, and that its neighbouring blocks are
-    still found."""
+    """Damages a stored block. Checks that a read of this block returns CORRUPT, and that the
+    neighbouring blocks are still found."""
     with make_rig() as rig:
         if rig.damage is None:
             return
@@ -337,7 +338,7 @@ def check_damage(make_rig: MakeRig) -> None:
 
 
 def check_deadline(make_rig: MakeRig) -> None:
-    """Checks that a read whose deadline has passed fails, and that later reads succeed."""
+    """Checks that a read whose deadline has passed ends as FAILED, and that later reads succeed."""
     with make_rig() as rig:
         bench = Bench(rig)
         bench.fill([1], [0])

@@ -2,10 +2,10 @@
 `python -m hotkv_server.testing.with_devices ORDER run FLAGS...`.
 
 `ORDER` is a JSON object with the fields of `FakeDevices`. Its field `control` is the path of a Unix
-datagram socket, on which the running server receives orders: `{"lose": 0}` makes device 0 lost, so
-that every later call on it fails. `{"lose_after": [0, 20]}` does so after 20 steps of its streams.
-`{"fail": ["open_memory", 1]}` makes the next call of `open_memory` fail. Tests simulate engines in
-other processes with `FakeAllocation` and `FakeIpcEvent`.
+socket (SOCK_SEQPACKET), on which the running server receives orders. `{"lose": 0}` makes device 0
+lost, so that every later call on it fails. `{"lose_after": [0, 20]}` does so after 20 steps of its
+streams. `{"fail": ["open_memory", 1]}` makes the next call of `open_memory` fail. Tests simulate
+engines in other processes with `FakeAllocation` and `FakeIpcEvent`.
 """
 
 import json
@@ -28,12 +28,13 @@ MAX_ORDER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class FakeDevices:
-    """The simulated devices of a server. The fields that are not listed here are arguments of
-    `FakeRuntime`.
+    """The simulated GPUs of a server that a test starts. The fields that are not listed here are
+    arguments of `FakeRuntime`.
 
     register_s: time to register a piece of the arena with the device.
     register_fails: number of the piece whose registration fails; 0: all pieces succeed.
-    control: path of the socket for orders (see the module).
+    control: path of a Unix socket on which the server receives orders, such as "make device 0
+        fail".
     """
 
     num_devices: int = 1
@@ -44,7 +45,7 @@ class FakeDevices:
     control: str = ""
 
     def command(self) -> list[str]:
-        """Returns the command that runs a server with these devices. The caller appends the
+        """Returns the command that runs a server with these simulated GPUs. The caller appends the
         server's flags."""
         return [
             sys.executable,
@@ -57,7 +58,8 @@ class FakeDevices:
         ]
 
     def tell(self, **order: Any) -> None:
-        """Sends an order to the running server, and waits until it is executed."""
+        """Sends an order, such as `lose=0` (device 0 fails from now on), to the running server.
+        Waits until the server has executed it."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sender:
             sender.connect(self.control)
             sender.send(json.dumps(order).encode())
@@ -65,7 +67,7 @@ class FakeDevices:
 
 
 class _Runtime(FakeRuntime):
-    """A simulated runtime that takes `register_s` to register memory."""
+    """A simulated CUDA runtime in which each registration of memory takes `register_s`."""
 
     register_s = 0.0
 
@@ -76,7 +78,8 @@ class _Runtime(FakeRuntime):
 
 @dataclass(slots=True)
 class _Control:
-    """Receives orders from the control socket on a thread, and executes them."""
+    """Receives orders (such as "make device 0 fail") from the control socket on a thread, and
+    executes them."""
 
     runtime: FakeRuntime
     orders: dict[str, Callable[[Any], None]] = field(init=False)
@@ -106,7 +109,8 @@ class _Control:
 
 
 def main() -> int:
-    """Runs `hotkv-server` with the simulated devices. Returns the exit status."""
+    """Runs `hotkv-server` with the simulated GPUs that the first argument describes (a JSON
+    object). Returns the exit status."""
     made = FakeDevices(**json.loads(sys.argv[1]))
 
     def new_runtime() -> FakeRuntime:

@@ -15,7 +15,7 @@ which take some 20 ms."""
 
 
 class RecentCensus:
-    """Provides a census (count of all entries) to a caller that asks repeatedly.
+    """Provides a census (a count of all entries of the cache) to a caller that asks repeatedly.
 
     If a count takes a short time (see FRESH_PARTS), each call makes a new count. Otherwise a call
     returns the last finished census and starts the next census, so that callers don't wait for it.
@@ -27,8 +27,8 @@ class RecentCensus:
         self._counting: asyncio.Task[Census] | None = None
 
     def begin(self) -> None:
-        """Starts the first census in the background, unless a count takes a short time. Call this
-        method on the event loop."""
+        """Starts the first census (count of all entries of the cache) in the background, unless a
+        census takes a short time. Call this method on the event loop."""
         if not self._is_short:
             self._count()
 
@@ -40,8 +40,8 @@ class RecentCensus:
         self._counting = asyncio.create_task(census(self._node), name="census")
 
     async def read(self) -> Census:
-        """Returns a census. Waits for the count only if counting is short, or if no census has
-        finished yet."""
+        """Returns a census (count of all entries of the cache). Waits for the count only if
+        counting takes a short time, or if no census has finished yet."""
         if (counting := self._counting) and (counting.done() or self._last is None):
             self._counting = None
             self._last = await counting
@@ -53,7 +53,7 @@ class RecentCensus:
 
 
 async def census(node: Node) -> Census:
-    """Counts all entries in parts; other tasks run between the parts."""
+    """Counts all entries of the cache, in parts; other tasks run between the parts."""
     counting, breaks = inspect.census(node.core), Breaks()
     whole = next(counting)
     for whole in counting:  # noqa: B007 - each part is more of the same count
@@ -62,7 +62,7 @@ async def census(node: Node) -> Census:
 
 
 def counters(node: Node) -> dict[str, float]:
-    """Returns counters by metric name, without the `hotkv_` prefix."""
+    """Returns the values of the node's counters, by metric name without the prefix `hotkv_`."""
     values = {f"{name}_total": float(value) for name, value in inspect.counters(node.core).items()}
     values["loaded_bytes_total"] = float(node.transfers.loaded_bytes)
     values["stored_bytes_total"] = float(node.transfers.stored_bytes)
@@ -81,7 +81,10 @@ def counters(node: Node) -> dict[str, float]:
 
 
 def gauges(node: Node, counted: Census) -> dict[str, float]:
-    """Returns gauges by metric name, without the `hotkv_` prefix."""
+    """Returns the values of the node's gauges, by metric name without the prefix `hotkv_`.
+
+    counted: a census (count of all entries of the cache).
+    """
     host, live = inspect.tier(node.core, counted), inspect.counts(node.core)
     pool, lag = host.pool, node.lag.read()
     values = {

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 2.0
 SAVINGS_TIMEOUT_S = 8.0
-"""Longest time to answer a request for savings, because the node may rest before it (`MAX_REST_S`
-of `pages.routes`)."""
+"""Longest time to answer a request for savings. It is longer than for other requests, because the
+node may pause up to `MAX_REST_S` (of `pages.routes`) before it computes the answer."""
 CONNECTION_S = 10.0
 """Longest time for which a connection stays open, in seconds."""
 TURN_S = 0.5
@@ -41,7 +41,8 @@ OPEN_HERE = PageAccess()
 
 
 def _request(event: h11.Request) -> Request:
-    """Returns the parts of a request on which the answer depends."""
+    """Returns the parts of an HTTP request that decide its answer: path, query, and three
+    headers."""
     path, _, query = event.target.decode("ascii", "replace").partition("?")
     named = {name: value.decode("latin-1") for name, value in event.headers}
     return Request(
@@ -54,7 +55,8 @@ def _request(event: h11.Request) -> Request:
 
 
 class _Connection(asyncio.Protocol):
-    """Serves a connection: reads one request, sends one answer, and closes the connection."""
+    """Serves a connection of the HTTP server: reads one request, sends one answer, and closes the
+    connection."""
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
@@ -104,9 +106,9 @@ class _Connection(asyncio.Protocol):
             self._send(Reply.text(error.error_status_hint, "that was no HTTP request"))
 
     def _heard(self, event: object) -> None:
-        """Processes a part of the request. Begins to answer a GET or HEAD at once, and a POST (a
-        router's question about blocks) once its body is complete. Does not store the body if the
-        client has no right to ask."""
+        """Processes a part of the HTTP request. Begins to answer a GET or HEAD request at once.
+        Begins to answer a POST request (a router asks which blocks are cached) once its body is
+        complete. Does not store the body if the client has no right to ask."""
         if isinstance(event, h11.Request):
             request, self._is_head = _request(event), event.method == b"HEAD"
             if event.method == b"POST" and request.path == CHECK_PATH:
@@ -172,8 +174,8 @@ class _Connection(asyncio.Protocol):
 
 
 async def _give_up() -> None:
-    """Cancels all other tasks of the running loop, which may be waiting for the node, and waits for
-    their end."""
+    """Cancels all other tasks of the running event loop (requests that may be waiting for the
+    node), and waits until they have ended."""
     waiting = asyncio.all_tasks() - {asyncio.current_task()}
     for task in waiting:
         task.cancel()
@@ -181,7 +183,8 @@ async def _give_up() -> None:
 
 
 class HttpServer:
-    """Serves HTTP (see the module) until it is closed. Raises OSError if it can't listen."""
+    """Serves metrics, probes, the status page and its API over HTTP, on its own thread, until it is
+    closed. The constructor raises OSError if it can't listen."""
 
     def __init__(self, host: str, port: int, node: Node, access: PageAccess = OPEN_HERE) -> None:
         """Binds the address and starts the thread. Call this constructor on the node's event loop.
@@ -232,8 +235,8 @@ class HttpServer:
     def opened(self, connection: _Connection) -> None:
         """Registers a new connection.
 
-        If there are then more than MAX_CONNECTIONS, drops the oldest connection that is not being
-        answered. If all others are being answered, drops the new connection.
+        If there are then more than MAX_CONNECTIONS, drops the oldest connection whose request is
+        not being answered; this is the new connection if all other requests are being answered.
         """
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
@@ -247,7 +250,7 @@ class HttpServer:
         self._connections.pop(connection, None)
 
     def is_alive(self) -> bool:
-        """Returns False if the thread has died."""
+        """Returns False if the thread that serves HTTP has died."""
         return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:

@@ -1,7 +1,7 @@
-"""Makes the figures of the cache and the node for operators, by topic: the server (with its GPUs),
-tiers, key spaces, sessions, blocks.
+"""Makes the server's reports for operators, by topic: the server (with its GPUs), tiers, key
+spaces, sessions, blocks.
 
-The command `hotkv`, its `--json`, the status page and its API show these figures. Use on the event
+The command `hotkv`, its `--json`, the status page and its API show these reports. Use on the event
 loop only.
 """
 
@@ -47,7 +47,8 @@ makes the row of each block."""
 
 
 def all_topics(node: Node) -> dict[str, Topic]:
-    """Returns the topics that operators can ask about, by name."""
+    """Returns all topics (reports) that operators can request, by name: the topics of the cache, of
+    the node and of the capabilities."""
     found = _topics(node)
     for one in node.capabilities:
         found.update(one.topics())
@@ -55,7 +56,8 @@ def all_topics(node: Node) -> dict[str, Topic]:
 
 
 def _topics(node: Node) -> dict[str, Topic]:
-    """Returns the topics of the cache and of the node. Capabilities add further topics."""
+    """Returns the topics (reports that operators request by name) of the cache and of the node.
+    Capabilities add further topics."""
 
     async def server(filters: Filters) -> Figures:
         counted, now_s = await census(node), time.monotonic()
@@ -113,11 +115,12 @@ def _topics(node: Node) -> dict[str, Topic]:
 
 
 def server_figures(node: Node, now_s: float) -> Figures:
-    """Returns the server's identity and state.
+    """Returns the server's identity and state, for operators.
 
     state: `ready`, `draining` or `unhealthy`.
     problems: a sentence for each problem.
-    progress: work of the start that is not finished (filling the arena); empty after it.
+    progress: how far the arena is prefaulted, or why prefaulting ended early; empty when the whole
+        arena is prefaulted.
     """
     problems, lag = node.health.problems(now_s), node.lag.read()
     return {
@@ -144,9 +147,9 @@ def server_figures(node: Node, now_s: float) -> Figures:
 
 
 def tier_rows(node: Node, counted: Census) -> list[Figures]:
-    """Returns a row for host memory, then a row for each tier below it, in the order in which
-    lookups search them. The row of a lower tier also has the tier's `activity`: its reads, writes
-    and problems."""
+    """Returns a row of figures for host memory, then a row for each tier below it, in the order in
+    which lookups search the tiers. The row of a lower tier also has the tier's `activity`: its
+    reads, writes and problems."""
     rows = [_places(HOST_TIER, inspect.tier(node.core, counted))]
     if (lower := inspect.lower_tier(node.core)) is not None:
         rows.append(_places(DISK_TIER, lower))
@@ -160,7 +163,8 @@ def tier_rows(node: Node, counted: Census) -> list[Figures]:
 
 
 def _places(name: str, figures: inspect.RoomFigures) -> Figures:
-    """Returns the row of a tier whose slots the cache core manages (host memory, the disk tier)."""
+    """Returns the row of figures of a tier whose slots the cache core manages (host memory, the
+    disk tier)."""
     return {
         "name": name,
         "capacity_byte_count": figures.capacity_bytes,
@@ -202,7 +206,7 @@ def key_space_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
 
 
 def _whole_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
-    """Returns everything that an operator may know about a key space."""
+    """Returns everything that an operator may see of a key space."""
     return {
         **key_space_row(node, one),
         "key_space": _key_space(one.key_space),
@@ -256,11 +260,12 @@ def busiest(node: Node) -> list[LiveSession]:
 
 
 DOORS = {"hotkv-vllm": "own", "hotkv-offloading": "offloading"}
-"""The door (the engine's connector, docs/doors.md), by the client name that a session sends."""
+"""The engine's kind of connector ("own" or "offloading", docs/doors.md), by the client name that a
+session sends."""
 
 
 def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:
-    """Returns the figures of each session, in the order in which the sessions were opened."""
+    """Returns a row of figures for each session, in the order in which the sessions were opened."""
     held = inspect.leases_of_engines(node.core)
     more = [one.session_figures() for one in node.capabilities]
     rows = []
@@ -319,8 +324,8 @@ async def _blocks(node: Node, filters: Filters) -> Figures:
 
 
 def _prefix(digits: str) -> inspect.HashPrefix | None:
-    """Parses a filter's hexadecimal digits as the prefix of block hashes. Returns None if there are
-    no digits. Raises INVALID_FIELD if the text is not hexadecimal or too long."""
+    """Parses hexadecimal digits with which the hashes of the wanted blocks begin. Returns None if
+    there are no digits. Raises INVALID_FIELD if the text is not hexadecimal or too long."""
     try:
         return inspect.HashPrefix(digits) if digits else None
     except ValueError as error:
@@ -353,7 +358,7 @@ def _block(node: Node, block: inspect.BlockFigures, now_s: float) -> dict[str, A
 
 
 def device_figures(devices: Devices) -> Figures:
-    """Returns figures of the GPUs, and of the part of the arena that they can access.
+    """Returns figures of the GPUs, and of the part of the arena that the GPUs can access.
 
     why_none: why the server uses no GPU; empty if it uses a GPU.
     registered_byte_count: bytes of the arena that are registered with CUDA (page-locked).

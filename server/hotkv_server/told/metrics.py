@@ -36,8 +36,8 @@ contained the sum over all reasons, each refusal would be counted twice."""
 
 
 def in_seconds(name: str) -> str:
-    """Replaces the ending `_s` of a name by the unit as Prometheus writes it: `build_seconds` for
-    `build_s`."""
+    """Replaces the ending `_s` of a metric's name by `_seconds`, as Prometheus writes the unit:
+    `build_s` becomes `build_seconds`. Returns other names unchanged."""
     return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name
 
 
@@ -45,8 +45,8 @@ LAYER_HELP = {f"sparse_layer_{in_seconds(name)}": text for name, text in SPARSE_
 
 
 class NodeCollector(Collector):
-    """Reads the node's metrics (`read`), and returns the latest reading to Prometheus' registry
-    (`collect`)."""
+    """Reads the node's metrics on the node's event loop (`read`), and returns the latest values to
+    Prometheus' registry (`collect`)."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -54,8 +54,8 @@ class NodeCollector(Collector):
         self._metrics: list[Metric] = []
 
     def prepare(self) -> None:
-        """Starts to count all entries in the background, so that the first reading does not wait
-        for the count. Call this method on the node's event loop."""
+        """Starts to count all entries of the cache in the background, so that the first call of
+        `read` does not wait for the count. Call this method on the node's event loop."""
         self._census.begin()
 
     async def read(self) -> None:
@@ -90,17 +90,20 @@ def _labels(name: str) -> tuple[str, ...] | None:
 
 
 def _counter(name: str, value: float | None = None) -> CounterMetricFamily:
-    """Makes a counter with this value. Without a value, it has labels and no samples."""
+    """Makes a counter metric with this value. If `value` is None, the metric has labels, and the
+    caller adds the samples."""
     return CounterMetricFamily(f"hotkv_{name}", _help(name), value, _labels(name))
 
 
 def _gauge(name: str, value: float | None = None) -> GaugeMetricFamily:
-    """Makes a gauge with this value. Without a value, it has labels and no samples."""
+    """Makes a gauge metric with this value. If `value` is None, the metric has labels, and the
+    caller adds the samples."""
     return GaugeMetricFamily(f"hotkv_{name}", _help(name), value, _labels(name))
 
 
 def _histogram(name: str, counted: Histogram | None = None) -> HistogramMetricFamily:
-    """Makes a histogram with these counts. Without counts, it has labels and no samples."""
+    """Makes a histogram metric with these counts. If `counted` is None, the metric has labels, and
+    the caller adds the samples."""
     family = HistogramMetricFamily(f"hotkv_{name}", _help(name), labels=_labels(name))
     if counted is not None:
         family.add_metric([], counted.cumulative(), counted.sum)
@@ -108,8 +111,8 @@ def _histogram(name: str, counted: Histogram | None = None) -> HistogramMetricFa
 
 
 def _health(node: Node, now_s: float) -> Iterator[Metric]:
-    """Yields three metrics: the versions, whether the server is ready, and whether each part and
-    tier has a problem."""
+    """Yields three metrics: the versions of the server, whether the server is ready, and for each
+    part of the server and each tier, whether it has a problem."""
     built = _gauge("build_info")
     built.add_metric([__version__, str(NEWEST_VERSION), platform.python_version()], 1.0)
     found = node.health.by_component(now_s)
@@ -124,7 +127,7 @@ def _health(node: Node, now_s: float) -> Iterator[Metric]:
 
 
 def _timings(timings: Timings) -> Iterator[Metric]:
-    """Yields durations, sizes and outcomes of calls and transfers."""
+    """Yields metrics of the durations, sizes and outcomes of calls and transfers."""
     yield _histogram("lookup_seconds", timings.lookup_s)
     yield _histogram("lease_seconds", timings.lease_s)
     yield _histogram("load_seconds", timings.load_s)
@@ -148,7 +151,7 @@ def _refusals(node: Node) -> Metric:
 
 
 def _device_metrics(devices: Devices) -> list[Metric]:
-    """Returns the metrics of the devices' copy engines. Each metric has a sample per device."""
+    """Returns the metrics of the GPUs' copy engines. Each metric has samples for each GPU."""
     moved, pieces = _counter("device_copied_bytes_total"), _counter("device_pieces_total")
     busy, failed = _counter("device_busy_seconds_total"), _counter("device_failed_jobs_total")
     queued, flying = _gauge("device_pieces_queued"), _gauge("device_pieces_in_flight")

@@ -43,10 +43,12 @@ NO_CENSUS = Census(0, 0, 0, 0, *(np.zeros(KEY_SPACE_ROWS, np.int64) for _ in ran
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A reading of a node, made on its event loop. `as_json_values` converts it on any thread.
+    """The state of a node, read on its event loop. `as_json_values` converts it to JSON on any
+    thread.
 
-    figures: values for JSON. A callable stands for the value that it returns.
-    arena: the map of the arena; None before the first survey.
+    figures: values for JSON. If a value is a function, `as_json_values` calls it and uses the
+        result.
+    arena: the map of the arena; None before the first survey (count of all entries).
     """
 
     figures: Figures
@@ -54,7 +56,7 @@ class NodeStatus:
 
 
 def read_status(node: Node, *, has_names: bool) -> NodeStatus:
-    """Reads the status of a node, on the node's event loop.
+    """Reads the state of a node for the status page. Call this function on the node's event loop.
 
     has_names: False leaves out the names of tenants, models and engines.
     """
@@ -78,7 +80,8 @@ def read_status(node: Node, *, has_names: bool) -> NodeStatus:
 
 
 def as_json_values(status: NodeStatus) -> Figures:
-    """Converts a reading to values that can be written as JSON, and adds the verdicts."""
+    """Converts the state of a node to values that can be written as JSON. Adds the verdicts:
+    sentences that judge the state."""
     figures = {name: one() if callable(one) else one for name, one in status.figures.items()}
     figures["verdicts"], figures["checks"] = verdicts(figures), checks(figures)
     figures["miss_texts"] = MISSES
@@ -97,8 +100,8 @@ def _live(node: Node) -> Figures:
 
 
 def _surveyed(node: Node, survey: Survey | None, *, has_names: bool) -> Figures:
-    """Returns the tiers, and the key spaces that have the most blocks, sorted by key space id.
-    Without `has_names`, the list of key spaces is empty."""
+    """Returns figures of the tiers, and of the key spaces that have the most blocks, sorted by key
+    space id. Without `has_names`, the list of key spaces is empty."""
     counted = NO_CENSUS if survey is None else survey.census
     found = inspect.key_spaces(node.core, counted, MAX_ROWS) if has_names else []
     rows = {
@@ -112,7 +115,8 @@ def _surveyed(node: Node, survey: Survey | None, *, has_names: bool) -> Figures:
 
 
 def _arena(drawn: ArenaMap) -> Figures:
-    """Returns the map of the arena: lists with a value for each cell (a run of slabs).
+    """Returns the map of the arena as JSON values: lists with a value for each cell (some adjacent
+    slabs).
 
     slot_size_indexes: for each cell, the index of its slot size in `slot_byte_counts`. For a cell
         without a slot size, a negative value, which is copied from `ArenaMap.slot_bytes`.

@@ -12,10 +12,11 @@ LATE_S, VERY_LATE_S = 0.02, 0.1
 """Delays of the event loop (99th percentile), in seconds. Above LATE_S the level is "look", above
 VERY_LATE_S it is "bad"."""
 WORTH_POINTS = 0.01
-"""Least gain of the hit rate by more memory at which the verdict names memory as the limit."""
+"""If more memory would raise the hit rate by at least this much, the verdict names memory as the
+limit."""
 NEAR_CEILING = 0.03
-"""Largest distance between the hit rate and the hit rate of an endless cache at which the verdict
-names the prompts as the limit."""
+"""If the hit rate is at most this much below the hit rate of an endless cache, the verdict names
+the prompts as the limit."""
 MISSES = {
     "never_stored": "New text, or evicted long ago: nothing to gain but by more memory.",
     "evicted": "Made room for others: more memory or a tier helps.",
@@ -37,8 +38,9 @@ GOOD, LOOK, BAD = "good", "look", "bad"
 
 
 def checks(figures: Figures) -> list[Figures]:
-    """Returns the result of each check: its `name`, its `level` (good, look or bad), and a `text`
-    about the problem. The text is empty if the level is good."""
+    """Judges five parts of a node's state, such as the event loop and the tiers. Returns for each
+    check its `name`, its `level` (good, look or bad), and a `text` about the problem. The text is
+    empty if the level is good."""
     lag_s, down = figures["loop"]["lag_p99_s"], _down(figures)
     failed = _hour(figures).get("failed_load_count", 0)
     state, progress = figures["state"], figures["progress"]
@@ -58,8 +60,9 @@ def checks(figures: Figures) -> list[Figures]:
 
 
 def verdicts(figures: Figures) -> list[Figures]:
-    """Returns the three verdicts. Each has a `question`, a `word` (the short answer) and a `text`
-    (the rest of the sentence)."""
+    """Answers three questions about a node: whether it works, whether it pays, and what limits it.
+    Each answer has the `question`, a `word` (the short answer) and a `text` (the rest of the
+    sentence)."""
     return [
         _verdict("Is it working?", *_works(figures)),
         _verdict("Does it pay?", *_pays(figures)),
@@ -150,7 +153,7 @@ def _own_hits(total: dict[str, Any]) -> int:
 
 
 def _seconds(seconds: float) -> str:
-    """Formats a time for a sentence."""
+    """Formats a duration for a sentence."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

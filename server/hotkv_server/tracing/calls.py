@@ -27,7 +27,7 @@ Answer = TypeVar("Answer", cache_pb2.LookupResponse, cache_pb2.AcquireLeaseRespo
 
 
 class TracedCalls:
-    """Makes the same calls as the module `wire.calls`, each in a span."""
+    """Makes the calls of the module `wire.calls`. If a call is traced, makes it in a span."""
 
     def __init__(self, tracing: Tracing, calls: Calls) -> None:
         self._tracing = tracing
@@ -130,7 +130,7 @@ def _found(span: "Span", groups: Iterable[cache_pb2.GroupFlags]) -> None:
 
 
 def _answered(span: "Span", done: "asyncio.Task[Answer]") -> None:
-    """Ends the span of a call whose answer came from a task.
+    """Ends the span of a lookup or lease call that was answered by a task.
 
     done: the task, which has ended or was cancelled.
     """
@@ -143,7 +143,8 @@ def _answered(span: "Span", done: "asyncio.Task[Answer]") -> None:
 
 
 def _moved(span: "Span", done: "asyncio.Future[TransferEnd]") -> None:
-    """Ends the span of a transfer. Adds child spans for the wait and for the copying."""
+    """Ends the span of a load or store. Adds child spans for the wait before the copy, and for the
+    copy."""
     if done.cancelled():
         span.end("CANCELLED")
         return

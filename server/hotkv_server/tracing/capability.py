@@ -19,8 +19,8 @@ from hotkv_server.wire.edge import Calls
 log = logging.getLogger("hotkv_server.tracing")
 
 GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
-"""The package that is needed if the environment names the protocol grpc. No extra of hotkv installs
-it."""
+"""The package that exports traces over gRPC, needed if OpenTelemetry's environment variables name
+the protocol grpc. No extra of hotkv installs it."""
 
 
 def check(settings: Settings) -> None:
@@ -38,14 +38,15 @@ def check(settings: Settings) -> None:
 
 
 def attach(settings: Settings, node: Node) -> "TracingCapability":
-    """Returns the tracing capability of this node. Raises StartError if traces can't be
-    exported."""
+    """Makes the capability `tracing` for this node. Raises StartError if the settings ask for
+    traces and the server can't export them."""
     return TracingCapability(_open(settings.tracing))
 
 
 def _open(settings: TracingSettings) -> Tracing | None:
-    """Makes the object that records spans. Returns None if the settings name no collector. Raises
-    StartError if a package is missing, or if the collector's settings can't be used."""
+    """Opens the export of traces to the collector that the settings name. Returns None if they name
+    no collector. Raises StartError if a package is missing, or if the collector's settings can't be
+    used."""
     if not settings.endpoint:
         return None
     try:
@@ -99,7 +100,8 @@ def _headers(settings: TracingSettings) -> dict[str, str]:
 
 
 class TracingCapability(Capability):
-    """Connects tracing to the node (see the folder's README).
+    """Connects tracing to the node, which then records spans of its calls for an OpenTelemetry
+    collector.
 
     tracing: None if the settings name no collector. Then calls are not traced and all metrics are
         0.

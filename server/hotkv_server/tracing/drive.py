@@ -1,9 +1,9 @@
 """Records spans of the server's work: spans of calls, with child spans of waits, copies and tiers.
 
-A store's span may get later child spans, when its blocks are written to tiers. Always true: without
-tracing a node has no `Tracing` object, and this module is not called. A bounded number of stores is
-remembered for these later spans, for a bounded time. Spans contain the server's numbers and names,
-never hashes, token ids or bytes. On the event loop only.
+When the blocks of a store are later written to tiers, the store's span gets further child spans.
+Always true: without tracing a node has no `Tracing` object, and this module is not called. A
+bounded number of stores is remembered for these further spans, for a bounded time. Spans contain
+the server's numbers and names, never hashes, token ids or bytes. On the event loop only.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ _current: "ContextVar[Span | None]" = ContextVar("hotkv_span", default=None)
 
 
 class Tracing:
-    """Begins the spans of a node. Remembers the traced stores by their blocks, so that a later
-    write of these blocks to a tier becomes a child span of the store."""
+    """Begins the spans of a node's calls. Remembers which traced store stored which blocks, so that
+    a later write of these blocks to a tier becomes a child span of the store."""
 
     def __init__(self, traces: "Traces") -> None:
         self.traces = traces
@@ -70,14 +70,16 @@ class Tracing:
             _current.reset(before)
 
     def child(self, name: str) -> "Span | None":
-        """Begins a child of the current call's span. Returns None if the call is not traced."""
+        """Begins a child span of the span of the current call. Returns None if the call is not
+        traced."""
         span = _current.get()
         return None if span is None else span.child(PREFIX + name)
 
     # Writes to tiers
 
     def stored(self, span: "Span", runs: Iterable[Words]) -> None:
-        """Remembers the first blocks of a traced store, so that `begin_writes` finds the store.
+        """Remembers the first blocks of a traced store, so that `begin_writes` later finds the
+        store's span by these blocks.
 
         runs: for each run (consecutive blocks of a group), the hashes [n, words].
         """
@@ -95,9 +97,9 @@ class Tracing:
             stored.popitem(last=False)
 
     def begin_writes(self, hashes: Words, tier: str) -> "list[Span]":
-        """Begins a child span for each traced store that has stored some of these blocks, which are
-        about to be written to a tier. Begins at most MAX_WRITE_SPANS, for the stores with the most
-        of these blocks.
+        """Begins spans for a write of these blocks to a tier. Each traced store that has stored
+        some of the blocks gets a child span. Begins at most MAX_WRITE_SPANS spans, for the stores
+        with the most of these blocks.
 
         tier: name of the tier, which becomes an attribute of the spans.
         """
@@ -117,15 +119,17 @@ class Tracing:
 
 
 def _names(hashes: Words) -> list[int]:
-    """Returns a name for each block: the first 64 bits of its hash. Blocks of several groups may
-    have the same name; they belong to the same prompt."""
+    """Returns a number for each block, by which the block is remembered: the first 64 bits of its
+    hash. Blocks of different groups may have the same number; they then belong to the same
+    prompt."""
     first = np.ascontiguousarray(hashes[:, :2])
     names: list[int] = first.view(np.uint64)[:, 0].tolist()
     return names
 
 
 def reason(error: BaseException) -> str:
-    """Returns an error's description for a span: its reason or type, without data of clients."""
+    """Returns a short description of an error for a span: the reason of a HotKVError, otherwise the
+    type of the error. Contains no data of clients."""
     return error.reason.name if isinstance(error, HotKVError) else type(error).__name__
 
 

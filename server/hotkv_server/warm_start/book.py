@@ -1,8 +1,8 @@
 """Finds the most useful blocks of a key space, so that another node can fetch them.
 
-Always true: nothing here changes the cache; all entries are examined in parts. The hottest blocks
-are the blocks that the policy would evict last. The first blocks of a prompt are hotter than its
-last blocks.
+The hottest blocks are the blocks that the eviction policy would evict last. The first blocks of a
+prompt are hotter than its last blocks. Always true: this module does not change the cache, and
+examines the entries in parts.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from hotkv_server.cache.values import Entries, HashList, Int64s
 
 @dataclass(frozen=True, slots=True)
 class Warmth:
-    """A snapshot of n ready blocks, as arrays [n]: their entries, generations, heat, and slot sizes
-    in bytes. The generation of an entry shows later whether the entry still belongs to the same
-    block. A block with more heat is evicted later."""
+    """A snapshot of n ready blocks: arrays [n] of their entry numbers, generations, heat, and slot
+    sizes in bytes. A block with more heat is evicted later. The generation shows later whether the
+    entry number still belongs to the same block."""
 
     entries: Entries
     generations: NDArray[np.uint32]
@@ -29,15 +29,15 @@ class Warmth:
     num_bytes: Int64s
 
     def hottest(self, byte_count: int) -> "Warmth":
-        """Returns the hottest blocks that together take at most `byte_count` bytes, the hottest
-        block first; 0: all blocks. Does not use the core. Thread-safe."""
+        """Returns the blocks with the most heat that together take at most `byte_count` bytes; 0:
+        all blocks. The hottest block comes first. Does not use the core. Thread-safe."""
         order = np.argsort(-self.heat, kind="stable")
         if byte_count:
             order = order[np.cumsum(self.num_bytes[order]) <= byte_count]
         return self.at(order)
 
     def at(self, places: NDArray[np.int64] | slice) -> "Warmth":
-        """Returns a snapshot of only the blocks at these positions."""
+        """Returns the part of this snapshot that has the blocks at these positions."""
         return Warmth(
             self.entries[places],
             self.generations[places],
@@ -47,7 +47,7 @@ class Warmth:
 
 
 def warmth(core: CacheCore, key_space_id: int) -> Iterator[Warmth]:
-    """Yields snapshots of all ready blocks of a key space, in parts."""
+    """Yields snapshots (`Warmth`) that together contain all ready blocks of a key space."""
     index, policy = core.space.index, core.space.policy
     generations = index.table.records[:, table.W_GENERATION]
     for start in range(0, index.num_numbers, PART_ENTRIES):
@@ -56,7 +56,7 @@ def warmth(core: CacheCore, key_space_id: int) -> Iterator[Warmth]:
 
 
 def joined(parts: list[Warmth]) -> Warmth:
-    """Joins the snapshots of several parts into one snapshot, in their order."""
+    """Joins snapshots of blocks (`Warmth`) into one snapshot, in their order."""
     return Warmth(
         np.concatenate([part.entries for part in parts] or [np.empty(0, np.uint32)]),
         np.concatenate([part.generations for part in parts] or [np.empty(0, np.uint32)]),
@@ -66,7 +66,8 @@ def joined(parts: list[Warmth]) -> Warmth:
 
 
 def names(core: CacheCore, some: Warmth) -> list[HashList]:
-    """Returns the hashes of those blocks of a snapshot that still exist, by group and in order."""
+    """Returns the hashes of those blocks of a snapshot that are still cached, by group, in the
+    order of the snapshot."""
     index = core.space.index
     generations = index.table.records[some.entries, table.W_GENERATION]
     is_same = (generations == some.generations) & index.is_ready(some.entries)

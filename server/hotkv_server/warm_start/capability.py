@@ -1,4 +1,5 @@
-"""Registers warm start as a capability of the node."""
+"""Registers warm start (a node fetches the blocks that another node uses most) as a capability of
+the node."""
 
 from collections.abc import Iterable
 
@@ -11,12 +12,13 @@ from hotkv_server.wire.edge import Edge, full_name
 
 
 def attach(settings: Settings, node: Node) -> "WarmStartCapability":
-    """Returns the warm start capability of this node."""
+    """Makes the capability `warm_start` for this node."""
     return WarmStartCapability(node)
 
 
 class WarmStartCapability(Capability):
-    """Connects warm start to the node (see the folder's README)."""
+    """Connects warm start to the node. Warm start copies the most useful blocks of a node to
+    another node."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -23,7 +23,7 @@ PART_BLOCKS = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The outcome of a `prefetch`: numbers of the blocks that its caller named.
+    """The outcome of a `prefetch`: how many of the named blocks had each result.
 
     num_present: blocks that were already in host memory.
     num_fetched: blocks that were promoted to host memory.
@@ -38,7 +38,8 @@ class Fetched:
 
 
 class WarmStart:
-    """The warm start of a node (see the module).
+    """Lists the most useful blocks of this node for another node, and fetches blocks that another
+    node has listed.
 
     below: the tiers below host memory; None without tiers.
     """
@@ -51,8 +52,9 @@ class WarmStart:
         return f"WarmStart({self._core!r})"
 
     async def export(self, key_space_id: int, byte_count: int) -> AsyncIterator[list[HashList]]:
-        """Yields the hashes of the hottest blocks in parts. All parts together name blocks of at
-        most `byte_count` bytes; 0: all blocks. Raises UNKNOWN_KEY_SPACE."""
+        """Yields the hashes of the hottest blocks (the blocks that would be evicted last) in parts.
+        The blocks of all parts together take at most `byte_count` bytes; 0: all blocks. Raises
+        UNKNOWN_KEY_SPACE."""
         self._core.key_space(key_space_id)
         parts: list[hottest.Warmth] = []
         async for some, _ in slices(hottest.warmth(self._core, key_space_id)):
@@ -62,9 +64,9 @@ class WarmStart:
             yield hottest.names(self._core, chosen.at(slice(start, start + PART_BLOCKS)))
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], wait_s: float) -> Fetched:
-        """Promotes named blocks from tiers, as far as there is room and time. A block that is named
-        twice counts once. Returns the number of blocks by outcome. Raises HotKVError if the server
-        drains, or if the key space is unknown.
+        """Promotes the named blocks from tiers to host memory, as far as there is room and time. A
+        block that is named twice counts once. Returns the number of blocks by outcome. Raises
+        HotKVError if the server drains, or if the key space is unknown.
 
         groups: the blocks, by group.
         wait_s: longest time to wait for the promotions.
@@ -94,14 +96,15 @@ class WarmStart:
 
 
 def unrelated(group_index: int, hashes: Words) -> HashList:
-    """Returns a list of blocks of any chains, the most wanted first. Their depths rise by 2, so no
-    block of the list counts as the block before another one."""
+    """Returns a `HashList` of blocks that may belong to different prompts, in the order in which
+    they are wanted. Their depths rise by 2, so that no block counts as the predecessor of another
+    block."""
     return HashList(group_index, hashes, 2 * np.arange(len(hashes)))
 
 
 def _joined(lists: list[HashList]) -> list[HashList]:
-    """Returns a list for each group, with each hash once, at the place where it first occurs. The
-    depth of a hash in a list without depths is its position."""
+    """Joins lists of blocks to one list per group, which has each hash once, where it first occurs.
+    In a list without depths, the depth of a hash is its position."""
     of_group: dict[int, list[HashList]] = {}
     for one in lists:
         of_group.setdefault(one.group_index, []).append(one)

@@ -57,10 +57,13 @@ MAX_BLOCKS = 1 << 16
 
 
 async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
-    """Explains the prompt of a request in the key space that the request names. If the request
-    names no key space, explains the prompt in all key spaces whose hashes can be computed from it.
-    If the request names a session (a user's conversation), explains the latest prompts of that
-    session instead."""
+    """Explains which blocks of a prompt are cached and which are not, and why. Explains the prompt
+    in the key space that the request names. If the request names no key space, explains it in all
+    key spaces whose hashes can be computed from the prompt.
+
+    If the request names a session (a user's conversation) instead of a prompt, explains the latest
+    prompts of that session.
+    """
     prompts = _of_session(node, request) if request.session_id else _of_prompt(node, request)
     response = admin_pb2.ExplainResponse()
     room, breaks = MAX_BLOCKS, Breaks()
@@ -152,9 +155,9 @@ def _explain(
     num_tokens: int,
     most_tokens: int,
 ) -> None:
-    """Explains a prompt in one key space: writes a verdict for each block, and a summary, into
-    `explanation`. Writes into the message instead of returning one, because copying so large a
-    message would hold the GIL for long.
+    """Explains which blocks of a prompt are cached in one key space: writes a verdict for each
+    block, and a summary, into `explanation`. Writes into the caller's message instead of returning
+    a message, because copying so large a message would hold the GIL for long.
 
     space, number: the key space and its number.
     found: for each group, the states of the prompt's blocks in host memory.
@@ -218,8 +221,9 @@ def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> N
 def _loads(
     space: KeySpace, lying: Sequence[Lying], tiers: list[NDArray[np.int64]], hit: int
 ) -> Iterator[admin_pb2.TierLoad]:
-    """Yields a `TierLoad` for each tier with blocks that a hit of `hit` tokens needs. It has the
-    number of these blocks, their bytes, and the time in seconds for promoting them to host memory.
+    """Yields a `TierLoad` for each tier with blocks that a hit of `hit` tokens needs. The message
+    contains the number of these blocks, their bytes, and the time in seconds for promoting them to
+    host memory.
 
     lying: the tiers, each with masks of the blocks that lie in it.
     tiers: for each group and block [n], the position in `lying` of the block's tier (`_tiers`).
@@ -288,8 +292,8 @@ def _summary(missing: admin_pb2.BlockExplanation | None, hit: int, num_tokens: i
 def watch_requests(
     node: Node, request: admin_pb2.WatchRequestsRequest, context: Any
 ) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
-    """Streams the reports of engines on their requests: of the key space that `request` names, or
-    of all key spaces if it names none."""
+    """Streams the reports that engines send about their requests. If `request` names a key space,
+    streams only reports about this key space."""
 
     def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
         if request.key_space_id not in (0, value.key_space_id):
@@ -305,7 +309,7 @@ def watch_requests(
 
 
 def _watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
-    """Returns the wire message of a reported request."""
+    """Converts an engine's report of a request to the message for clients that watch reports."""
     return admin_pb2.WatchedRequest(
         key_space_id=value.key_space_id,
         hashes=packed_words(value.report.hashes, value.hash_bytes),
@@ -374,8 +378,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.EvictRequest | admin_pb2.PreviewEvictRequest
     ) -> NDArray[np.uint32] | None:
         """Returns the hash words of the blocks that the request names; None if the request asks for
-        all blocks. Raises INVALID_FIELD if the request both names blocks and asks for all, or does
-        neither."""
+        all blocks. Raises INVALID_FIELD if the request names blocks and also asks for all blocks,
+        or if it does neither."""
         if request.all == bool(request.hashes):
             raise invalid("hashes and all: give exactly one of them")
         if request.all:

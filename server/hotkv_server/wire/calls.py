@@ -47,9 +47,11 @@ def lookup(
     node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
 ) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]":
     """Looks up which blocks are ready or can be promoted from a tier. Returns a task if the answer
-    must wait for a tier. `session`: None if the request names no session; it must then name a key
-    space. On a server with tenants, only a session can look up blocks, and only in its own key
-    space."""
+    must wait for a tier. On a server with tenants, only a session can look up blocks, and only in
+    its own key space.
+
+    session: None if the request names no session; the request must then name a key space.
+    """
     began_s = time.monotonic()
     number = request.key_space_id or (session.record.key_space_id if session else 0)
     if number == 0:
@@ -92,7 +94,8 @@ def _lookup(
 async def _lookup_later(
     node: Node, session: LiveSession, request: cache_pb2.LookupRequest, groups: list[HashList]
 ) -> cache_pb2.LookupResponse:
-    """Asks shared tiers for the blocks, waits for a bounded time, then looks the blocks up."""
+    """Asks shared tiers which of the blocks they have, and waits for the answers for a bounded
+    time. Then looks the blocks up."""
     assert node.tiers is not None
     key_space_id = session.record.key_space_id
     await node.tiers.lookups.ask(session, key_space_id, groups)
@@ -101,8 +104,10 @@ async def _lookup_later(
 
 def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
     """Returns the error with which a server with tenants refuses a lookup outside the session's own
-    key space. The error does not reveal whether the key space exists. `session`: None if the lookup
-    names no session."""
+    key space. The error does not reveal whether the key space exists.
+
+    session: None if the lookup names no session.
+    """
     if session is None:
         return HotKVError(
             Reason.UNAUTHENTICATED,
@@ -115,9 +120,9 @@ def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
 
 
 def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError) -> HotKVError:
-    """Returns the error with which to refuse a call that names a lease and raised `error`. On a
-    server with tenants, a lease of another engine is refused as if it did not exist: FOREIGN_LEASE
-    becomes UNKNOWN_LEASE."""
+    """Returns the error to send to the client after a call that names a lease has raised `error`.
+    On a server with tenants, a client must not learn whether another engine has a lease, so
+    FOREIGN_LEASE becomes UNKNOWN_LEASE."""
     if error.reason is not Reason.FOREIGN_LEASE or not node.has_tenants:
         return error
     rights_log.warning("refused %s: %s", session.name, error)
@@ -163,9 +168,10 @@ async def _acquire_later(
     lease_id: str,
     groups: list[HashList],
 ) -> cache_pb2.AcquireLeaseResponse:
-    """Promotes the blocks that lie in tiers, and waits for that for a bounded time. Then acquires
-    the lease, which pins the blocks that are ready. The lease pins no block if the shared tiers do
-    not confirm in time that the key space was not flushed on another node."""
+    """Promotes the blocks that lie in tiers to host memory, and waits for the promotions for a
+    bounded time. Then acquires the lease, which pins the blocks that are ready. The lease pins no
+    block if the shared tiers do not confirm in time that the key space was not flushed on another
+    node."""
     tiers = node.tiers
     assert tiers is not None
     held = await tiers.bring_up(session, groups)
@@ -186,7 +192,8 @@ def _acquire(
     *,
     may_pin: bool = True,
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
-    """Acquires the lease: pins the blocks that are ready now; none if `may_pin` is False."""
+    """Acquires the read lease, which pins the blocks that are ready now. It pins no block if
+    `may_pin` is False."""
     ttl_s = fields.seconds("ttl_ms", request.ttl_ms)
     number, now_s = session.record.number, time.monotonic()
     grant = node.core.acquire(number, lease_id, groups, ttl_s, now_s, may_pin=may_pin)
@@ -331,7 +338,7 @@ async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
 def cancel(
     node: Node, session: LiveSession, request: cache_pb2.CancelTransferRequest
 ) -> cache_pb2.CancelTransferResponse:
-    """Cancels a transfer. The answer says whether the session had the transfer in flight."""
+    """Cancels a transfer. The answer says whether the session had such a transfer in flight."""
     return cache_pb2.CancelTransferResponse(
         found=node.transfers.cancel(session, request.transfer_id)
     )

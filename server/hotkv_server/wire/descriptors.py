@@ -170,8 +170,8 @@ class DescriptorServer:
             self._loop.remove_reader(connection.fileno())
 
     def _answer(self, connection: socket.socket, peer: Peer) -> bool:
-        """Answers the request of a connection. Returns True if the connection is now a session's
-        link and must stay open."""
+        """Answers the request that a peer has sent over a connection. Returns True if the
+        connection is now a session's link and must stay open."""
         fds: list[int] = []
         kept: set[int] = set()
         try:
@@ -240,8 +240,8 @@ class DescriptorServer:
         self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]
     ) -> None:
         """Passes the descriptors `fds` of a link request to the session. If this method raises, the
-        session has none of them. Adds to `kept` the descriptors that the caller must not close,
-        because the session owns them or has closed them."""
+        session owns none of the descriptors. Adds to `kept` the descriptors that the caller must
+        not close, because the session owns them or has closed them."""
         if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
             raise invalid(
                 f"handle_ids names {len(request.handle_ids)} handles for {len(fds)} descriptors"
@@ -271,8 +271,8 @@ class DescriptorServer:
             raise invalid("the packet is no LinkRequest") from error
 
     def _send(self, connection: socket.socket, session: LiveSession, peer: Peer) -> None:
-        """Sends the client the descriptors of arena and block table that its session may map. The
-        arena's descriptor is writable if the user of `peer` is in `arena_writers`."""
+        """Sends the client the descriptors of the arena and of the block table, if its session may
+        map them. The arena's descriptor is writable if the user of `peer` is in `arena_writers`."""
         writes_arena = session.maps_arena and peer.uid in self.arena_writers
         arena, table = self._node.memory.open_for_engine(writes_arena)
         try:

@@ -1,6 +1,6 @@
-"""Helpers that several gRPC services use. `Edge` has the objects of a listener (socket or port),
-`calls_of` returns the functions that serve calls, with the wrappers of capabilities, and
-`prompt_hashes` reads the prompt that a call names."""
+"""Helpers for the gRPC services. `Edge` has the objects of a listener (socket or port). `calls_of`
+returns the functions that serve calls, with the wrappers of capabilities. `prompt_hashes` reads the
+prompt that a call names."""
 
 import asyncio
 from collections.abc import Callable
@@ -50,8 +50,8 @@ class Edge:
 
 
 def full_name(module: Any, service: str) -> str:
-    """Returns the full name of a service with its package. `module`: the generated module that
-    defines the service."""
+    """Returns the full name of a gRPC service, with its package. `module`: the generated module
+    that defines the service."""
     return str(module.DESCRIPTOR.services_by_name[service].full_name)
 
 
@@ -108,8 +108,11 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
 
 
 def of_groups(space: KeySpace, hashes: Words) -> list[HashList]:
-    """Returns a prompt's blocks, a list for each group. `hashes`: the prompt's hashes, one for each
-    hash block. A block of several hash blocks has the hash of its last hash block."""
+    """Returns the blocks of a prompt: a list of block hashes for each group. A block that spans
+    several hash blocks has the hash of the last of these hash blocks.
+
+    hashes: the prompt's hashes, one for each hash block.
+    """
     steps = [group.block_tokens // space.hash_block_tokens for group in space.groups]
     return [
         HashList(index, np.ascontiguousarray(hashes[step - 1 :: step]))

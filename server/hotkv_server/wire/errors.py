@@ -66,7 +66,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class _Throttle(logging.Filter):
-    """A filter for a logger: passes at most `lines_per_s` lines per second."""
+    """A filter for a logger: passes at most `lines_per_s` lines per second, and drops the rest."""
 
     def __init__(self, lines_per_s: int) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ rights_log.addFilter(_Throttle(MAX_LINES_PER_S))
 
 
 def _is_of_the_server(record: logging.LogRecord) -> bool:
-    """A filter for gRPC's log. Returns False, so that the log drops the record, if the record only
-    says that a client left before its answer was written."""
+    """A filter for gRPC's log. Drops records that only say that a client left before its answer was
+    written: returns False for them, and True for all other records."""
     return not (
         record.exc_info
         and record.exc_info[0] is not None
@@ -93,10 +93,10 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_the_server)
 
 
 def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
-    """Returns the refusal with which to answer a call that raised `error`: `error` itself if it is
-    a HotKVError, otherwise (a defect of the server) INTERNAL. Counts the refusal.
+    """Converts an exception of a call to the error that the client gets: a HotKVError stays as it
+    is, any other exception (a defect of the server) becomes INTERNAL. Counts the error.
 
-    Logs defects and refusals about rights. `who`: the caller, for the log.
+    Logs defects, and refusals for lack of rights. `who`: the caller, for the log.
     """
     if isinstance(error, HotKVError):
         refusal = error
@@ -113,8 +113,8 @@ def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
 
 
 async def abort(context: Any, error: HotKVError) -> NoReturn:
-    """Ends a call with an error: sends the error's gRPC code, its message, and its reason in a form
-    for programs."""
+    """Ends a gRPC call with an error: sends the error's gRPC code, its message, and its reason in a
+    form that programs can read."""
     code = CODES[error.reason]
     status = error_status(error, code.value[0])
     trailers = ((STATUS_KEY, status.SerializeToString()),)
@@ -156,8 +156,9 @@ async def stream(
     response: Callable[[list[Part], int], Response],
     first: Callable[[], AsyncIterator[Item]] | None = None,
 ) -> AsyncIterator[Response]:
-    """Answers a call with a stream of items until the client ends the call. Ends the call with
-    UNKNOWN_KEY_SPACE if `key_space_id` is neither 0 nor a known key space.
+    """Streams the items of a feed (a queue of events) as answers to a call, until the client ends
+    the call. Ends the call with UNKNOWN_KEY_SPACE if `key_space_id` is neither 0 nor a known key
+    space.
 
     feeds: the feeds of this kind of item; the call opens one of them.
     message: function that returns the wire message of an item; None if the client did not ask for

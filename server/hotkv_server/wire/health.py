@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Answers health checks from the state of each service, by name; the empty name stands for the
-    whole server. On the event loop only."""
+    """Answers gRPC health checks from the state of each service, by name; the empty name stands for
+    the whole server. On the event loop only."""
 
     def __init__(self) -> None:
         self._states: dict[str, health_pb2.HealthCheckResponse.ServingStatus.ValueType] = {}
@@ -51,8 +51,9 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Sends the present state of a service, then each new state. If the state changes several
-        times before the client has read the last answer, sends only the newest state."""
+        """Sends the client the present state of a service, then each new state. If the state
+        changes several times before the client has read the last answer, sends only the newest
+        state."""
         told = None
         while True:
             changed, state = (

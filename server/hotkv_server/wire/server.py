@@ -91,9 +91,9 @@ OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 LIVENESS = "live"
-"""Service name in health checks for the question whether the process is alive: while the state of
-this name is NOT_SERVING, a restart of the server would help. The states of all other names say
-whether the server answers calls."""
+"""Service name by which a health check asks whether the process is alive. While the state of this
+name is NOT_SERVING, a restart of the server would help. The states of all other names say whether
+the server answers calls."""
 CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 
 
@@ -179,7 +179,8 @@ class RpcServer:
         has_descriptor_socket: bool = False,
         is_admin: bool = False,
     ) -> list[Service]:
-        """Returns the services of a listener: for operators if `is_admin`, otherwise for users.
+        """Returns the gRPC services of a listener: the services for operators if `is_admin` is
+        True, otherwise the services for users.
 
         identify: function that returns the peer of a call (`Edge`).
         has_descriptor_socket: True if clients of the listener can use the descriptor socket.
@@ -208,7 +209,7 @@ class RpcServer:
         return [service for service in found if service.is_admin == is_admin]
 
     def _add(self, services: Iterable[Service], server: grpc.aio.Server) -> list[str]:
-        """Adds services to a server and returns their names."""
+        """Adds services to a gRPC server and returns the services' names."""
         names = []
         for service in services:
             service.add(service.servicer, server)
@@ -285,7 +286,7 @@ class RpcServer:
         return peer or Peer("unix socket, no ticket")
 
     async def start(self) -> None:
-        """Begins to serve, and sets the health states to SERVING."""
+        """Begins to serve on all listeners, and sets the health states to SERVING."""
         for server in self._servers:
             await server.start()
         for path, mode in self._modes.items():
@@ -298,7 +299,7 @@ class RpcServer:
             self._guests.end_late(time.monotonic())
 
     def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
-        """Sets the states that health checks return.
+        """Sets the states that gRPC health checks return.
 
         is_ready: the state of the server and of each service.
         is_alive: the state under the name LIVENESS.

@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 
 class SessionCalls:
-    """Serves the calls of one session.
+    """Serves the calls that arrive on the stream of one session.
 
     pace: delays answers to malformed messages.
     send: function that sends the answers which `handle` does not return, because they are ready
@@ -97,8 +97,8 @@ class SessionCalls:
             self._functions |= one.session_calls()
 
     def refused(self, error: Exception) -> session_pb2.ConnectResponse:
-        """Returns the message with the error, as answer to a call that raised `error`. Counts and
-        logs the refusal (`as_refusal`)."""
+        """Converts the error of a call to the message that the client gets. Counts and logs the
+        refusal (`as_refusal`)."""
         return session_pb2.ConnectResponse(
             error=error_detail(as_refusal(self._node, error, self._session.name))
         )
@@ -106,8 +106,8 @@ class SessionCalls:
     async def handle(
         self, request: session_pb2.ConnectRequest
     ) -> session_pb2.ConnectResponse | None:
-        """Serves a request and returns its answer. Returns None if the answer is sent later, or if
-        the request has no answer. Raises the call's errors."""
+        """Serves a request of the session's stream and returns the answer. Returns None if the
+        answer is sent later, or if the request has no answer. Raises the call's errors."""
         node, session = self._node, self._session
         match request.WhichOneof("body"):
             case "load":
@@ -149,8 +149,8 @@ class SessionCalls:
     async def _served(
         self, request: session_pb2.ConnectRequest, body: str, answer: Any
     ) -> session_pb2.ConnectResponse | None:
-        """Returns the answer to a message. Returns None if the answer is sent later, or if the
-        message has no answer.
+        """Makes the stream's message from the answer of a call. Returns None if the answer is sent
+        later, or if the request has no answer.
 
         body: name of the message's field, and of the answer's field.
         answer: an answer, a task or awaitable that returns it, an awaitable that returns a task, or
@@ -166,13 +166,13 @@ class SessionCalls:
         return None if answer is None else session_pb2.ConnectResponse(**{body: answer})
 
     async def _slowed(self, error: HotKVError) -> HotKVError:
-        """Waits until `Pace` allows another answer to a malformed message. Returns the error."""
+        """Waits until `Pace` allows another answer to a malformed message. Returns `error`."""
         await self._pace.turn()
         return error
 
     def _answer_task(self, request_id: int, body: str, done: "asyncio.Task[Any]") -> None:
-        """Sends the result of the finished task `done` as the field `body` of an answer; sends the
-        task's error if the task raised. Sends no answer if the task was cancelled."""
+        """Sends the result of the finished task `done` to the client, as the field `body` of an
+        answer. If the task raised, sends the error. If the task was cancelled, sends nothing."""
         if done.cancelled():
             return
         try:
@@ -225,7 +225,7 @@ OUTBOX_BYTES = 32 << 20
 
 
 class SessionOutbox:
-    """The queue of messages to a session's client.
+    """The queue of messages to the client of a session.
 
     write: function that sends a message, and waits while the client reads too slowly.
     on_end: function that ends the session, given the reason.
@@ -233,7 +233,8 @@ class SessionOutbox:
         session's first message is always sent alone.
 
     Always true: the queue is bounded, in messages and in bytes. The session ends if the queue is
-    full, or if much is unread (see KEPT_BYTES) and the client does not read for SLOW_READER_S.
+    full. It also ends if much is unread (see KEPT_BYTES) and the client does not read for
+    SLOW_READER_S.
     """
 
     def __init__(
@@ -277,14 +278,14 @@ class SessionOutbox:
             self._look_later()
 
     async def room(self) -> None:
-        """Waits until so few messages are unread that the server may read another request
+        """Waits until the client has read enough messages that the server may read another request
         (`has_much`)."""
         while self.has_much():
             self._was_read.clear()
             await self._was_read.wait()
 
     async def send_all(self) -> None:
-        """Writes the queued messages in order, until it is cancelled."""
+        """Writes the queued messages to the client in order, until this coroutine is cancelled."""
         while True:
             if not self._messages:
                 self._came = asyncio.get_running_loop().create_future()
@@ -305,8 +306,8 @@ class SessionOutbox:
             self._was_read.set()
 
     def _num_together(self) -> int:
-        """Returns how many messages from the start of the queue are to be written together, as one
-        message; 1 without batches."""
+        """Returns how many messages from the start of the queue to send as one batch; 1 if the
+        client takes no batches."""
         if not self._takes_batches or not self._num_written or len(self._messages) == 1:
             return 1
         sums = itertools.accumulate(num_bytes for _, num_bytes in self._messages)
@@ -323,20 +324,21 @@ class SessionOutbox:
             await self._was_read.wait()
 
     def close(self) -> None:
-        """Stops the queue: later messages are ignored. Cancels the timer that watches whether the
-        client reads."""
+        """Makes the queue ignore later messages. Cancels the timer that watches whether the client
+        reads."""
         self._is_closed = True
         if self._watch is not None:
             self._watch.cancel()
 
     def drop(self) -> None:
-        """Drops all messages of a closed outbox. Call this method when `send_all` has ended."""
+        """Drops the messages that are still queued. Call this method after `close`, when `send_all`
+        has ended."""
         self._messages.clear()
         self._unread_bytes = 0
 
     def has_much(self) -> bool:
-        """Returns True if the client has left so much unread that the server reads no further
-        requests from it."""
+        """Returns True if the client has left so many messages or bytes unread that the server
+        reads no further requests from it."""
         return len(self._messages) >= UNREAD_ANSWERS or self._unread_bytes >= UNREAD_BYTES
 
     def _look_later(self) -> None:
@@ -345,9 +347,12 @@ class SessionOutbox:
         )
 
     def _judge(self, num_written: int) -> None:
-        """Checks whether the client reads, SLOW_READER_S after `_look_later` has planned the check.
-        Ends the session if much is unread and no message has been written since then.
-        `num_written`: number of messages that had been written when the check was planned."""
+        """Ends the session if much is unread and the client has not read any message since the
+        check was planned (`_look_later`, SLOW_READER_S ago). If the client has read messages but
+        much is unread, plans another check.
+
+        num_written: number of messages that had been written when the check was planned.
+        """
         self._watch = None
         if self._unread_bytes > KEPT_BYTES or self.has_much():
             if self._num_written == num_written:
@@ -377,8 +382,11 @@ class SessionStream:
         requests: AsyncIterator[session_pb2.ConnectRequest],
         opened: session_pb2.ConnectResponse,
     ) -> HotKVError | None:
-        """Serves the session until the client or the server ends it. Returns the reason if the
-        server ended it; None if the client did. `opened`: the first message to send."""
+        """Serves the session until the client or the server ends it. If the server ended it,
+        returns the reason; otherwise returns None.
+
+        opened: the first message to send.
+        """
         # `opened` is sent before notices that have come while the session opened.
         self._outbox.put(opened)
         reader = asyncio.create_task(self._read(requests))
@@ -447,22 +455,22 @@ class SessionStream:
         self._ended.set()
 
     def _send(self, message: session_pb2.ConnectResponse) -> None:
-        """Queues an answer. Queues all waiting notices first."""
+        """Queues an answer for the client. Before that, queues all waiting notices."""
         if not self._session.notices.empty():
             self._send_notices([])
         self._outbox.put(message)
 
     async def _forward_notices(self) -> None:
-        """Queues notices as they come. Each eviction of a block is reported to all sessions of its
-        key space that want eviction notices, so a session may get many notices. Notices that come
-        within NOTICE_PAUSE_S are combined into one message."""
+        """Queues notices for the client as they come. Each eviction of a block is reported to all
+        sessions of its key space that want eviction notices, so a session may get many notices.
+        Notices that come within NOTICE_PAUSE_S are combined into one message."""
         while True:
             self._send_notices([await self._session.notices.get()])
             await asyncio.sleep(NOTICE_PAUSE_S)
 
     def _send_notices(self, notices: list[Notice]) -> None:
-        """Queues messages with these notices and all waiting notices. Combines evictions into few
-        messages."""
+        """Queues messages for the client with these notices and all waiting notices. Combines
+        evictions into few messages."""
         while not self._session.notices.empty():
             notices.append(self._session.notices.get_nowait())
         groups, num_blocks = list[cache_pb2.GroupHashes](), 0
@@ -627,8 +635,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
 
 def _version(opening: session_pb2.OpenSession) -> int:
-    """Returns the protocol version that client and server will speak. Raises VERSION_MISMATCH if
-    there is no version that both can speak."""
+    """Returns the protocol version that client and server will use. Raises VERSION_MISMATCH if they
+    have no version in common."""
     oldest = opening.protocol_version
     newest = opening.newest_protocol_version or oldest
     version = agreed_version(oldest, newest)
@@ -643,9 +651,10 @@ def _version(opening: session_pb2.OpenSession) -> int:
 
 
 def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
-    """Returns the salts, as signed numbers: first one for each group of the key space, then one for
-    each kind of representation that the client declares. A client mixes a salt into each hash that
-    it looks up in the block table, so equal hashes of two groups stay distinct."""
+    """Returns the salts, as signed numbers: one for each group of the key space, then one for each
+    kind of representation (compact forms of blocks' keys) that the client declares. A client mixes
+    a salt into each hash that it looks up in the block table, so equal hashes of two groups stay
+    distinct."""
     salts = [
         *map(space.group_salt, range(len(space.groups))),
         *map(space.representation_salt, read_representations(opening.representations)),
@@ -654,8 +663,8 @@ def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
 
 
 async def _first(requests: AsyncIterator[session_pb2.ConnectRequest]) -> session_pb2.ConnectRequest:
-    """Reads the first message of a stream, which must be `open_session`. Does not check rights.
-    Raises INVALID_FIELD if the first message is another message, or does not arrive within
+    """Reads the first message of a session's stream, which must be `open_session`. Does not check
+    rights. Raises INVALID_FIELD if the first message is another message, or does not arrive within
     FIRST_MESSAGE_TIMEOUT_S."""
     try:
         first = await asyncio.wait_for(anext(requests), FIRST_MESSAGE_TIMEOUT_S)

@@ -1,5 +1,5 @@
-"""Bounds the room of residencies. The room consists of promised slots (reserved, not yet pinned)
-and pinned slots.
+"""Bounds the room that residencies take in the arena. A residency pins the blocks of a running
+request. Its room consists of promised slots (reserved, not yet pinned) and pinned slots.
 
 Always true:
 
@@ -58,8 +58,9 @@ def slots_of(sizes: Int64s) -> dict[int, int]:
 
 
 class ResidencyBound:
-    """Counts the bytes that residencies are promised (reserved, not yet pinned) and the bytes that
-    they pin, by tenant. Checks that they stay within the bounds.
+    """Counts the bytes of the arena that residencies take, by tenant, and checks that they stay
+    within the bounds. A residency pins the blocks of a running request. It takes promised bytes
+    (reserved, not yet pinned) and pinned bytes.
 
     share: the setting `residency.share`.
     """
@@ -97,7 +98,8 @@ class ResidencyBound:
         return slot_cost(slot_bytes, self._slab_bytes)
 
     def costs(self, slots: Mapping[int, int]) -> int:
-        """Returns how many bytes of the arena these slots cost together.
+        """Returns how many bytes of the arena these slots cost together, including the slots'
+        shares of the unused ends of slabs.
 
         slots: number of slots, by size.
         """
@@ -143,8 +145,8 @@ class ResidencyBound:
         return max(0, min(room - self.taken_bytes(tenant), self._budget.for_residencies))
 
     def most_bytes(self, tenant: int) -> int:
-        """Returns the most bytes that could ever be promised to (reserved for) the tenant: in an
-        empty arena, when prefaulting has ended."""
+        """Returns the most bytes that could ever be promised to (reserved for) the tenant: the room
+        in an empty arena that is prefaulted completely."""
         return max(0, self._most(tenant, self._tenants.arena_bytes, {}))
 
     def _most(self, tenant: int, capacity_bytes: int, taken: dict[int, int]) -> int:
@@ -202,7 +204,8 @@ class ResidencyBound:
     def check(
         self, promised: Mapping[int, int], pinned: Mapping[int, int], slots: Mapping[int, int]
     ) -> None:
-        """Raises AssertionError if the counts differ from the arguments, or exceed a bound.
+        """Raises AssertionError if the counted bytes and slots of residencies differ from the given
+        numbers, or exceed a bound.
 
         promised, pinned: bytes by tenant.
         slots: number of promised and pinned slots, by size.

@@ -19,8 +19,9 @@ from hotkv_server.residency.book.register import Residency
 
 
 class ResidencyPins:
-    """Pins entries (blocks, and their representations for sparse attention) for residencies, and
-    marks the pinned entries for the next server.
+    """Pins entries (blocks, and their representations for sparse attention) for residencies, each
+    of which keeps the blocks of a running request in host memory. Marks the pinned entries, so that
+    the next server keeps them.
 
     counts: by entry number, how many times residencies pin the entry, uint32.
     """
@@ -123,15 +124,16 @@ class ResidencyPins:
         self._space.removal.reap(distinct)
 
     def hold(self, entries: Entries) -> Entries:
-        """Pins each entry once, for the time in which entries are compared with their check values.
-        Returns `entries`; the caller must pass the same array to `let_go`."""
+        """Pins each entry once, while the entries are compared with their check values. Returns
+        `entries`; the caller must later pass this same array to `let_go`, which unpins the
+        entries."""
         if len(entries):
             self._space.index.pin(entries, 1)
             self._held.append(entries)
         return entries
 
     def let_go(self, entries: Entries) -> None:
-        """Releases the pins of `hold`.
+        """Unpins the entries that a call of `hold` has pinned.
 
         entries: the array that `hold` returned.
         """
@@ -140,8 +142,8 @@ class ResidencyPins:
         self._space.removal.reap(entries)
 
     def all(self) -> Int64s:
-        """Returns, by entry number, the number of pins that this object has on the entry. Takes
-        time linear in capacity."""
+        """Returns for each entry number how many times this object pins the entry. Takes time
+        linear in the capacity."""
         pins = self.counts.astype(np.int64)
         for entries in self._held:
             np.add.at(pins, entries, 1)
@@ -171,7 +173,8 @@ class ResidencyPins:
 
 
 class ResidencyStore:
-    """Pins the blocks of a store for the residency that the store names. Implements `StorePins`."""
+    """Pins the blocks of a store for the residency that the store names, which keeps the blocks of
+    a running request in host memory. Implements `StorePins`."""
 
     def __init__(self, residency: Residency, pins: ResidencyPins) -> None:
         self._residency, self._pins = residency, pins

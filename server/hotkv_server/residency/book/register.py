@@ -94,7 +94,7 @@ class ResidentGroup:
         return found
 
     def add(self, positions: Int64s, entries: Entries) -> None:
-        """Adds rows for blocks, without representations (compact forms of keys).
+        """Adds rows for pinned blocks whose representations (compact forms of keys) are not pinned.
 
         positions: positions of the blocks, increasing; the group must not have rows for them yet.
         """
@@ -136,7 +136,8 @@ class ResidentGroup:
 
 @dataclass(slots=True, eq=False)
 class Residency:
-    """A residency of an engine: the room reserved for a request, and the blocks pinned in it.
+    """The room that is reserved for a running request of an engine, and the request's blocks that
+    are pinned in host memory.
 
     owner: the tenant of the engine, or the engine itself if no tenants are configured. The bounds
         on the number and memory of residencies apply to each owner.
@@ -193,10 +194,11 @@ class Residency:
 
     def growth(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
         """Returns the number of additional slots, by size, that the residency needs to have room
-        for `num_blocks`. Empty if it already has that room.
+        for `num_blocks`. Returns an empty dict if it already has that room.
 
-        Raises DUPLICATE_ID if the residency is open for other groups than `num_blocks` names, or
-        for more blocks of a group than `num_blocks` asks for: a residency never shrinks.
+        Raises DUPLICATE_ID if the groups of the residency are not the groups in `num_blocks`, or if
+        the residency has room for more blocks of a group than `num_blocks` asks for: a residency
+        never shrinks.
 
         num_blocks: all blocks of the residency after it has grown, by group.
         """
@@ -213,8 +215,8 @@ class Residency:
 
     @property
     def weight(self) -> int:
-        """Returns an upper estimate of the bytes of memory that the lists of the residency's blocks
-        use."""
+        """Returns an upper estimate of the memory, in bytes, that the lists of the residency's
+        blocks use."""
         return weight_of(self.asked)
 
     def pinned(self) -> Iterator[Entries]:
@@ -244,7 +246,8 @@ def sum_of_slots(groups: Mapping[int, ResidentGroup]) -> dict[int, int]:
 
 
 def weight_of(asked: Mapping[int, int]) -> int:
-    """Returns an upper estimate of the bytes of memory that the lists of a residency's blocks use.
+    """Returns an upper estimate of the memory, in bytes, that the lists of a residency's blocks
+    use.
 
     asked: number of blocks to reserve, by group.
     """
@@ -256,7 +259,8 @@ def weight_of(asked: Mapping[int, int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The latest refusal of a residency of an engine for lack of room.
+    """The latest refusal, for lack of room in the arena, of an engine's call that opens or grows a
+    residency (pins the blocks of a running request).
 
     asked_bytes: bytes of the arena that the refused call would have reserved.
     available_bytes: bytes that could be reserved at that time.
@@ -275,7 +279,8 @@ class Refusal:
 
 
 class ResidencyBook:
-    """Finds residencies by id and by session. Bounds their number and memory for each owner.
+    """Finds residencies (each pins the blocks of a running request) by id and by session. Bounds
+    their number and memory for each owner (tenant or engine).
 
     bound: counts the residencies of each owner.
     memory: counts, for each owner, the bytes of memory that the lists of the residencies' blocks
@@ -300,7 +305,8 @@ class ResidencyBook:
         return f"ResidencyBook({len(self)} residencies, {len(self._refusals)} refused)"
 
     def of_call(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """Returns the open residency that a call to open a residency names; None if the id is new.
+        """Returns the open residency with the id that a call to open a residency gives; None if the
+        id is new.
 
         Raises INVALID_FIELD if the id is empty, DUPLICATE_ID if the engine uses it in another key
         space.
@@ -443,8 +449,8 @@ class ResidencyBook:
         message: str,
         now_s: float,
     ) -> None:
-        """Records that this residency of an engine was refused for lack of room. `Refusal` explains
-        the arguments."""
+        """Records that an engine's call to open or grow this residency was refused for lack of
+        room. `Refusal` explains the arguments."""
         self.num_refused += 1
         before = self._refusals.get(residency.engine_id)
         again = before is not None and before.residency_id == residency.residency_id

@@ -49,11 +49,11 @@ PART_BLOCKS = 1 << 14
 
 
 class Residencies:
-    """Opens, extends and closes residencies, which keep the blocks of running requests pinned. The
-    constructor registers the object as a `Pinner` of the core.
+    """Opens, extends and closes residencies, which keep the blocks of running requests pinned in
+    host memory. The constructor registers the object as a `Pinner` of the core.
 
     book: the residencies.
-    bound: counts the bytes that are promised and pinned.
+    bound: counts the bytes that are promised (reserved, not yet pinned) and pinned.
     resident: pins the residencies' entries.
     """
 
@@ -145,8 +145,8 @@ class Residencies:
     def _noting_refusal(
         self, residency: Residency, slots: Mapping[int, int], now_s: float
     ) -> Iterator[None]:
-        """Records a HotKVError that is raised in the `with` block as a refusal, for operators. The
-        caller still gets the error.
+        """Records, for operators, a refusal if the `with` block raises HotKVError. The error still
+        reaches the caller.
 
         slots: number of slots that the call would have reserved, by size.
         """
@@ -160,7 +160,8 @@ class Residencies:
     def make_room(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int]
     ) -> Iterator[None]:
-        """Frees slabs, in parts, for the slot sizes that a new or growing residency needs.
+        """Frees slabs for the slot sizes that a new or growing residency needs, in parts between
+        which the caller may run other work.
 
         Does nothing if enough slabs are free, or if the residency would be refused in any case.
 
@@ -262,8 +263,8 @@ class Residencies:
     # Ending
 
     def end(self, session: SessionRecord) -> Iterator[None]:
-        """Ends the residencies of a session in parts. Changes the session's validity word before it
-        unpins any block.
+        """Closes the residencies of a session, in parts. Before it unpins any block, changes the
+        session's validity word, by which readers check that their blocks are still pinned.
 
         If the server drains, the residencies stay pinned, and the next server keeps their blocks
         for a time.
@@ -273,23 +274,25 @@ class Residencies:
             yield
 
     def closing(self, residency: Residency) -> Iterator[None]:
-        """Unpins a residency in parts. Call it only after the engine has closed the residency, or
-        after the session's validity word has changed."""
+        """Closes a residency: unpins its blocks, in parts. Call it only after the engine has closed
+        the residency, or after the session's validity word (by which readers check their blocks)
+        has changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, PART_BLOCKS):
             yield
 
     def begin_closing(self, residency: Residency) -> None:
-        """Cancels the residency's promise (the slots that it may still pin) and frees its id. The
-        caller then calls `give_back` until all blocks are unpinned."""
+        """Begins to close a residency: cancels its promise (the slots that it may still pin) and
+        frees its id. The caller must then call `give_back` until all blocks are unpinned."""
         if not residency.is_closing:
             self.bound.promise(residency.tenant, residency.left(), -1)
             residency.is_closing = True
             self.book.begin_closing(residency)
 
     def close(self, residency: Residency) -> None:
-        """Unpins a whole residency at once. Call it only after the engine has closed the residency,
-        or after the session's validity word has changed."""
+        """Closes a residency: unpins all its blocks at once. Call it only after the engine has
+        closed the residency, or after the session's validity word (by which readers check their
+        blocks) has changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, MAX_POSITION):
             pass
@@ -310,8 +313,9 @@ class Residencies:
         return True
 
     def _begin_ending(self, session: SessionRecord) -> list[Residency]:
-        """Changes the session's validity word, so that readers of the session's residencies stop.
-        Returns the residencies to unpin.
+        """Changes the session's validity word, so that clients that read blocks of the session's
+        residencies stop. Begins to close these residencies and returns them; the caller must unpin
+        their blocks.
 
         If the server drains, changes nothing for readers and returns an empty list.
         """
@@ -325,10 +329,9 @@ class Residencies:
         return residencies
 
     def condemned(self, entries: Entries) -> None:
-        """Ends the residencies of every session that may be reading any of these blocks.
-
-        The blocks do not match their check values, so the readers may have read damaged bytes.
-        """
+        """Closes all residencies of each session that may be reading any of these blocks, because
+        the blocks do not match their check values. The readers may have read damaged bytes, so the
+        session's validity word is changed, which stops them."""
         reading = {
             residency.session_number for residency in self.book.all() if residency.reads(entries)
         }
@@ -353,7 +356,7 @@ class Residencies:
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
         """Raises AssertionError if residencies, pins and bounds contradict each other. Takes time
-        linear in capacity."""
+        linear in the capacity."""
         counts = np.zeros(len(self.resident.counts), np.int64)
         promised: Counter[int] = Counter()
         slots: Counter[int] = Counter()
@@ -396,8 +399,8 @@ def _check_position(first_position: int, num_blocks: int) -> None:
 
 
 def _check_most(group: ResidentGroup, num_fresh: int) -> None:
-    """Raises INVALID_FIELD if `num_fresh` additional blocks would exceed the number for which the
-    residency was opened."""
+    """Raises INVALID_FIELD if the group, with `num_fresh` additional blocks, would have more blocks
+    than the call that opened the residency asked for."""
     count = len(group.positions) + num_fresh
     if count > group.most:
         raise invalid(

@@ -57,7 +57,7 @@ PRIVATE: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The parts of an HTTP request on which the answer depends.
+    """The parts of an HTTP request that decide its answer.
 
     path, query: the parts of the address before and after the question mark.
     host, authorization, accept: values of these headers; empty if the header is missing.
@@ -74,7 +74,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An HTTP answer."""
+    """An answer to an HTTP request."""
 
     status: int
     body: bytes
@@ -88,7 +88,8 @@ class Reply:
 
     @staticmethod
     def json(value: Any) -> "Reply":
-        """Makes an answer with status 200 and the value as JSON, with the headers PRIVATE."""
+        """Makes an answer with status 200 and the value as JSON. Its headers are PRIVATE, which
+        forbid caching."""
         body = orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
         return Reply(200, body, JSON_TYPE, PRIVATE)
 
@@ -129,7 +130,7 @@ def _policy(text: str) -> str:
 
 
 class Page:
-    """Makes the answer with the status page. Reads the page's file only once."""
+    """Makes the answer that contains the status page (HTML). Reads the page's file only once."""
 
     def __init__(self) -> None:
         text = resources.files(__package__).joinpath(FILE).read_text("utf-8")
@@ -142,8 +143,8 @@ class Page:
         }
 
     def reply(self, status: int = 200) -> Reply:
-        """Returns the answer with the page. With the status 401, the page first asks the reader for
-        a token."""
+        """Returns the answer that contains the status page. With the status 401, the page first
+        asks the reader for a token."""
         return Reply(status, self._body, HTML_TYPE, self._headers)
 
 
@@ -156,9 +157,9 @@ class Page:
 # clients ask, and whatever windows of time they ask for. Use on the HTTP thread's event loop only.
 
 RESTING_SHARE = 0.05
-"""Share of the event loop's time that the answers may take together."""
+"""Share of the event loop's time that the computations of all answers may take together."""
 MAX_REST_S = 5.0
-"""Longest rest after an answer, in seconds, however long its computation took."""
+"""Longest pause of the node after an answer, in seconds, however long its computation took."""
 MAX_SINCE_S = 8 * 86_400.0
 """Longest window of the ledger, in seconds. The window 0 means all time."""
 MAX_KEPT = 32
@@ -171,15 +172,16 @@ class _Made:
     made_s: float
 
     def at(self, now_s: float) -> Reply:
-        """Returns the answer, with its age in whole seconds in the header Age."""
+        """Returns the cached answer, with its age at `now_s` in whole seconds in the header Age."""
         headers = {**self.reply.headers, "Age": str(int(now_s - self.made_s))}
         return dataclasses.replace(self.reply, headers=headers)
 
 
 class SavingsPage:
-    """Answers requests for the ledger's figures (savings). The node computes one answer at a time,
-    and then rests, so that all answers together take about RESTING_SHARE of its event loop. In the
-    meantime clients get the latest answer.
+    """Answers requests for the savings: the figures of the ledger, which counts hits and the time
+    that they saved. The node computes one answer at a time and then pauses, so that all answers
+    together take about RESTING_SHARE of its event loop. While it computes or pauses, clients get
+    the latest answer.
 
     read: called as `read(since_s, has_names)`; returns the figures from the node.
     clock, sleep: replaced in tests.
@@ -201,15 +203,15 @@ class SavingsPage:
         return f"SavingsPage({len(self._made)} answers, {len(self._making)} in the making)"
 
     async def reply(self, since_s: float, *, has_names: bool) -> Reply:
-        """Returns the ledger's figures for the last `since_s` seconds, rounded up to minutes; 0:
-        all time.
+        """Returns the ledger's figures (hits and the time that they saved) for the last `since_s`
+        seconds, rounded up to minutes; 0: all time.
 
         has_names: True includes a row with the names of each account (tenant, model, engine).
 
         Requests a new computation, unless the same computation is already requested. It begins when
-        the running computation has ended and the rest (pause) after it is over. While the node
-        computes or rests, returns the latest answer for the same window if there is one. Otherwise
-        waits for the new answer. Raises the node's errors.
+        the running computation and the pause after it are over. While the node computes or pauses,
+        returns the latest answer for the same arguments if there is one. Otherwise waits for the
+        new answer. Raises the node's errors.
         """
         asked = 60 * math.ceil(min(since_s, MAX_SINCE_S) / 60), has_names
         is_resting = self._turn.locked() or self._clock() < self._rests_until_s
@@ -257,7 +259,7 @@ T = TypeVar("T")
 
 
 async def _probe(node: Node, *, also_draining: bool) -> Reply:
-    """Returns status 200, or 503 with the problems of the server.
+    """Answers a probe: status 200, or status 503 with the problems of the server.
 
     also_draining: True: draining counts as a problem too.
     """
@@ -273,8 +275,8 @@ async def _savings(node: Node, since_s: float, *, has_names: bool) -> Figures:
 
 
 async def _check(node: Node, model: str, block_tokens: int, hashes: list[int]) -> BoolMask | None:
-    """Returns a mask of the blocks [n] that are cached, from the first capability that answers such
-    questions; None if no capability answers them.
+    """Asks the capabilities which of these blocks are cached. Returns a mask of the cached blocks
+    [n], from the first capability that answers; None if no capability answers.
 
     model: name of the model.
     block_tokens: tokens of a block.
@@ -291,8 +293,8 @@ async def _status(node: Node, *, has_names: bool) -> NodeStatus:
 
 
 def since(query: str) -> float:
-    """Returns the parameter `since_s` of a query, in seconds; 0 if it is missing. Raises ValueError
-    if it is no number, or below 0."""
+    """Returns the parameter `since_s` of a URL's query, in seconds; 0 if it is missing. Raises
+    ValueError if the parameter is no number, or is below 0."""
     values = urllib.parse.parse_qs(query).get("since_s", ["0"])
     try:
         seconds = float(values[-1])
@@ -304,7 +306,8 @@ def since(query: str) -> float:
 
 
 class Routes:
-    """Answers requests (see the module). Use on the HTTP thread's event loop only."""
+    """Answers HTTP requests for probes, metrics, the status page and its API. Use on the HTTP
+    thread's event loop only."""
 
     def __init__(
         self, node: Node, node_loop: asyncio.AbstractEventLoop, access: PageAccess
@@ -321,11 +324,12 @@ class Routes:
         self._savings = SavingsPage(self._read_savings)
 
     def prepare(self) -> None:
-        """Runs `NodeCollector.prepare`, on the node's event loop."""
+        """Starts to count the cache's entries in the background, for the first answer to /metrics.
+        Call this method on the node's event loop."""
         self._collector.prepare()
 
     async def answer(self, request: Request) -> Reply:
-        """Answers a request. Raises the node's errors."""
+        """Answers an HTTP request. Raises the node's errors."""
         match request.path:
             case "/metrics":
                 return await self._once("metrics", self._metrics)
@@ -342,8 +346,9 @@ class Routes:
         return Reply.text(404, ALL_PATHS)
 
     def sight(self, request: Request) -> Sight | Reply:
-        """Returns which details the answer to a request may show (`Sight`). Returns a refusal if
-        the headers of the request do not suffice for its path."""
+        """Returns which details the answer to a request may show (`Sight`). If the headers of the
+        request do not give enough rights for its path, returns a `Reply` that refuses the
+        request."""
         try:
             sight = self._access.judge(request.host, request.authorization)
         except PageRefusal as refusal:
@@ -360,7 +365,7 @@ class Routes:
         return sight
 
     async def _checked(self, request: Request) -> Reply:
-        """Answers a router that asks which blocks are cached.
+        """Answers a router's request that asks which blocks are cached.
 
         The request's body is `{"block_hashes": […]}`.
         The answer is `{"ranges": [[first, end], …]}`: the ranges of positions in that list (`end`
@@ -410,8 +415,8 @@ class Routes:
         return await self._savings.reply(since_s, has_names=has_names)
 
     async def _once(self, name: str, make: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
-        """Returns the result of `make`. Requests with the same `name` that arrive while `make` runs
-        share its result."""
+        """Runs `make` and returns its result. If requests with the same `name` arrive while `make`
+        runs, they get the same result."""
         task = self._shared.get(name)
         if task is None or task.done():
             task = self._shared[name] = asyncio.create_task(make())

@@ -57,8 +57,8 @@ class AuditLog:
         return f"AuditLog({self.covers!r}, {self._file!r}, {self._refused!r})"
 
     def close(self) -> None:
-        """Writes how many lines of refused calls were left out (MAX_REFUSED_PER_S), if any, and
-        closes the file."""
+        """Closes the file of the audit log. If lines of refused calls were left out
+        (MAX_REFUSED_PER_S), first writes how many."""
         self._tell_left_out()
         if self._file is not None:
             try:
@@ -69,14 +69,15 @@ class AuditLog:
                 log.error("the audit file was not closed: %s", error)
 
     def wants(self, method: str) -> bool:
-        """Returns True if calls of this method are recorded. `method`: as
+        """Returns True if the audit log records calls of this method. `method`: as
         `/package.Service/Method`."""
         return self.covers == "all" or (
             self.covers == "changes" and method.rpartition("/")[2] in CHANGING
         )
 
     def note(self, method: str, peer: Peer, request: Any, outcome: str) -> None:
-        """Records a call that has ended. Never raises, because the call can't be undone.
+        """Records a call of an operator that has ended. Never raises, because the call can't be
+        undone.
 
         method: as `/package.Service/Method`.
         peer: the caller.
@@ -156,8 +157,8 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def arguments(request: Any) -> dict[str, object]:
-    """Returns the fields of a message that are set, for the audit log: numbers as they are, the
-    beginning of texts, and of all other values only the size."""
+    """Returns the fields of a message that are set, in the form that the audit log shows: numbers
+    as they are, the beginning of texts, and only the size of all other values."""
     found: dict[str, object] = {}
     for field, value in request.ListFields() if hasattr(request, "ListFields") else ():
         if isinstance(value, bytes):

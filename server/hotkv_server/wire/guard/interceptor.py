@@ -63,8 +63,12 @@ def _children(kind: Descriptor) -> Children:
 
 
 def is_light(kind: Descriptor, data: bytes) -> bool:
-    """Returns True if the bytes `data`, a message of type `kind`, have at most MAX_PARTS parts
-    (fields, list entries and messages). Raises DecodeError if the message is incomplete."""
+    """Returns True if a message has at most MAX_PARTS parts (fields, list entries and messages).
+    Raises DecodeError if the message is incomplete.
+
+    kind: type of the message.
+    data: bytes of the message.
+    """
     if len(data) <= FREE_BYTES:
         return True
     try:
@@ -74,9 +78,12 @@ def is_light(kind: Descriptor, data: bytes) -> bool:
 
 
 def count(kind: Descriptor, data: bytes) -> int:
-    """Returns the number of parts (fields, list entries and messages) of the bytes `data`, a
-    message of type `kind`. Stops soon after it exceeds MAX_PARTS. Raises IndexError if the message
-    is incomplete."""
+    """Returns the number of parts (fields, list entries and messages) of a message. Stops soon
+    after it has counted more than MAX_PARTS. Raises IndexError if the message is incomplete.
+
+    kind: type of the message.
+    data: bytes of the message.
+    """
     parts = 0
     todo: list[tuple[Descriptor, int, int]] = [(kind, 0, len(data))]
     while todo and parts <= MAX_PARTS:
@@ -107,9 +114,12 @@ def count(kind: Descriptor, data: bytes) -> int:
 
 
 def request_id(kind: Descriptor, data: bytes) -> int:
-    """Reads the field `request_id` of the bytes `data`, a message of type `kind`, without parsing
-    the whole message. Returns -1 if the message does not begin with this field; the messages of
-    usual clients begin with it."""
+    """Reads the field `request_id` of a message without parsing the whole message. Returns -1 if
+    the message does not begin with this field; the messages of usual clients begin with it.
+
+    kind: type of the message.
+    data: bytes of the message.
+    """
     field = kind.fields_by_name.get("request_id")
     if field is None or not data or data[0] != field.number << 3:
         return -1
@@ -142,8 +152,8 @@ PREFIX = "/hotkv.v1."
 REQUEST_ID_KEY = "x-request-id"
 GOOD_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,64}")
 MAX_UNREAD_GUESTS = 256
-"""Most calls of guests (calls without a session) on a listener that the server has ended, and whose
-clients have not read the end; until they do, gRPC can't end the calls. Beyond this number, no guest
+"""Most ended calls of guests (calls without a session) on a listener whose clients have not read
+the end. Until a client reads it, gRPC can't end the call. If there are so many such calls, no guest
 is admitted to health's Watch, reflection or channelz."""
 Guard = Callable[[Any], None]
 """Function that takes a call's context, and raises HotKVError if the call's peer is no admin."""
@@ -151,7 +161,8 @@ Guard = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Takes the place of a request that could not be parsed or has too many parts.
+    """A stand-in for a request that could not be parsed or has too many parts (fields and list
+    entries).
 
     reason, message: the error with which the request is refused.
     request_id: the id that the client gave the request in its message; -1 if it is unknown.
@@ -165,12 +176,12 @@ class Malformed:
     request_id: int = -1
 
     def error(self) -> HotKVError:
-        """Returns a new exception with the reason, to be raised once."""
+        """Returns a new exception with the reason and the message; the caller raises it once."""
         return HotKVError(self.reason, self.message)
 
     def WhichOneof(self, name: str) -> str:
-        """Returns "malformed", as if that were the message's field: `SessionCalls.handle` calls
-        this method of every request."""
+        """Returns "malformed" as the name of the message's field, because `SessionCalls.handle`
+        calls this method of every request."""
         return "malformed"
 
 
@@ -312,8 +323,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _audited(self, method: str, context: Any) -> Iterator[Callable[[Any], None]]:
-        """Records a call of an admin method in the audit log at the end of the `with` block, in
-        which the call is served. For a stream, the block ends after the last answer.
+        """Wraps the serving of an admin call: at the end of the `with` block, records the call in
+        the audit log. For a stream, the block ends after the last answer.
 
         Yields a function to which the caller passes the request once the request is accepted. If
         the request is refused, the call is recorded without arguments.
@@ -362,7 +373,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     async def _as_guest(self, answers: AsyncGenerator[Any, None], context: Any) -> None:
         """Writes the answers of a call to health, reflection or channelz. Counts the call as a
-        guest, because it may last."""
+        guest (a call that may last without a session)."""
         try:
             if self._num_unread_ends >= MAX_UNREAD_GUESTS:
                 raise HotKVError(

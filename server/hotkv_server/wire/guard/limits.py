@@ -35,7 +35,8 @@ class LineBound:
         return f"LineBound({self._lines_per_s} a second, {self._left_out} left out)"
 
     def take(self, now_s: float) -> bool:
-        """Returns True if another line may be written now, and counts it."""
+        """Counts a line of the log. Returns True if it may be written now, False if too many lines
+        were written in this second."""
         if int(now_s) != self._second:
             self._second, self._lines = int(now_s), 0
         self._lines += 1
@@ -44,7 +45,7 @@ class LineBound:
         return may_go
 
     def take_left_out(self) -> int:
-        """Returns how many lines were not allowed since the last call of this method."""
+        """Returns how many lines of the log were refused since the last call of this method."""
         left_out, self._left_out = self._left_out, 0
         return left_out
 
@@ -68,15 +69,16 @@ class Pace:
         return f"Pace({1 / self._interval_s:g} a second)"
 
     async def turn(self) -> None:
-        """Waits until an answer to a malformed message, or a refusal of a session, may be sent."""
+        """Waits until the next answer to a malformed message, or the next refusal of a session, may
+        be sent."""
         now_s = time.monotonic()
         wait_s = self.wait_s(now_s)
         if wait_s > 0:
             await asyncio.sleep(wait_s)
 
     def wait_s(self, now_s: float) -> float:
-        """Assigns the next free place in the queue to an answer. Returns how long the answer must
-        wait, in seconds, at most MAX_WAIT_S."""
+        """Assigns a delayed answer the next free time at which it may be sent. Returns how long the
+        answer must wait, in seconds, at most MAX_WAIT_S."""
         self._due_s = max(self._due_s, now_s - BURST_S) + self._interval_s
         return min(max(self._due_s - now_s, 0.0), MAX_WAIT_S)
 
@@ -95,8 +97,9 @@ _NEVER_S = float("inf")
 
 
 class Guests:
-    """Bounds the number of guests (calls that may last without a session) to `most`: a new guest is
-    always admitted, and ends the oldest if there are too many. On the event loop only."""
+    """Bounds the number of guests (calls that may last without a session). A new guest is always
+    admitted; if there are then more than `most` guests, the oldest guest is ended. On the event
+    loop only."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -113,9 +116,10 @@ class Guests:
 
     @contextmanager
     def stay(self, for_s: float = _NEVER_S) -> Iterator[None]:
-        """Counts the current task as a guest until the end of the `with` block. The guest is ended
-        after `for_s` seconds, or if it is the oldest guest when a newer guest needs its place. To
-        end the guest, the task is cancelled in the block, and the block raises OVERLOADED."""
+        """Counts the current task as a guest (a call that may last without a session) until the end
+        of the `with` block. A guest is ended after `for_s` seconds, or when it is the oldest guest
+        and a newer guest needs its place. Then its task is cancelled, and the `with` block raises
+        OVERLOADED."""
         task = asyncio.current_task()
         assert task is not None, "only a task can be told to go"
         if len(self._until_s) >= self._most:
@@ -135,7 +139,7 @@ class Guests:
             self._told.pop(task, None)
 
     def end_late(self, now_s: float) -> None:
-        """Ends the guests whose time limit is over."""
+        """Ends the guests (calls that may last without a session) whose time limit is over."""
         for task in [task for task, until_s in self._until_s.items() if until_s <= now_s]:
             self._tell(task, "the request did not come whole in time; send it again")
 

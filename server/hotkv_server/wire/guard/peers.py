@@ -35,7 +35,7 @@ def of_socket(connection: socket.socket) -> Peer:
 
 def of_call(context: Any) -> Peer:
     """Returns the peer of a call over TCP, with the digest of its token and the names in its client
-    certificate. The names are set only if the TLS handshake has verified the certificate."""
+    certificate. There are names only if the TLS handshake has verified the certificate."""
     names = {
         name.decode(errors="replace")
         for key, values in context.auth_context().items()

@@ -41,7 +41,7 @@ class TlsFiles:
         )
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Reads the files. Raises OSError, ssl.SSLError (a child of OSError and ValueError) or
+        """Reads the files. Raises OSError (of which ssl.SSLError is a subclass), ValueError or
         UnsafeError if the files can't be used."""
         check_private_key(self.key)
         judge = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -55,7 +55,8 @@ class TlsFiles:
         )
 
     def stamp(self) -> Stamp:
-        """Returns a value that changes whenever one of the files changes. Raises OSError."""
+        """Returns a value by which a change of the files is noticed: their inodes, times of
+        modification and sizes. Raises OSError."""
         stats = [path.stat() for path in self.paths]
         return tuple((status.st_ino, status.st_mtime_ns, status.st_size) for status in stats)
 
@@ -76,8 +77,8 @@ class Certificates:
         )
 
     def fits(self, files: TlsFiles) -> bool:
-        """Returns True if these files can replace the current files while the server runs: both
-        require client certificates, or both do not."""
+        """Returns True if `files` can replace the current files while the server runs. This is so
+        if both require client certificates, or neither does."""
         return (files.client_ca is None) == (self._files.client_ca is None)
 
     def follow(self, files: TlsFiles) -> None:
