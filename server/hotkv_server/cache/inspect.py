@@ -28,7 +28,8 @@ from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Entries, HashLis
 
 
 PART_ENTRIES = 1 << 17
-"""Entry numbers that each part of a census examines; a part takes a millisecond or two."""
+"""Number of entry numbers that each part of a census (count of all entries) examines. A part takes
+a millisecond or two."""
 
 
 @dataclass(slots=True)
@@ -40,7 +41,8 @@ class Census:
     pinned_bytes: bytes of the slots of pinned entries.
     representation_bytes: bytes of the slots of representations (compact forms of blocks' keys, for
         sparse attention) in any state.
-    num_unverified: entries whose bytes must be compared with the check value before a load.
+    num_unverified: entries whose bytes must be compared with the check value (checksum) before a
+        load.
     blocks, representations: number of ready blocks and of ready representations of each key space,
         int64. The index is the key space's number modulo KEY_SPACE_ROWS.
     """
@@ -97,9 +99,10 @@ STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of live leases and transfers, and bytes that are retained.
+    """Numbers of live leases and transfers, and bytes that are pinned because requests asked to
+    retain their blocks.
 
-    held_bytes: bytes of slots that are pinned because requests asked to retain their blocks.
+    held_bytes: bytes of the slots that are pinned for this reason.
     held_budget_bytes: most bytes that `held_bytes` may reach.
     """
 
@@ -121,8 +124,8 @@ class RoomFigures:
     representation_bytes: bytes of the slots of representations (compact forms of blocks' keys, for
         sparse attention).
     num_blocks: number of ready blocks.
-    num_unverified: number of entries whose bytes must be compared with the check value before a
-        load.
+    num_unverified: number of entries whose bytes must be compared with the check value (checksum)
+        before a load.
     """
 
     capacity_bytes: int
@@ -183,8 +186,9 @@ class PromptBlocks:
     hashes: each a row of eight uint32 words.
     words: an entry word for each hash: the entry number, with the high bit set while the entry is
         reserved; 0 if the hash has no entry.
-    causes: `Cause` of each block's last removal, as far as it is remembered.
-    below: True for each block that is ready on the disk; shared tiers are not asked.
+    causes: `Cause` of each block's last removal; NONE if no removal is remembered.
+    below: True for each block that is ready on the disk. Tiers that are shared with other nodes are
+        not asked.
     """
 
     hashes: Words
@@ -222,7 +226,7 @@ def eviction_ages(core: CacheCore) -> Histogram:
 
 
 def census_parts(core: CacheCore) -> int:
-    """Returns the number of parts in which `census` would count the current entries."""
+    """Returns the number of parts in which `census` would count the present entries."""
     return -(-core.space.index.num_numbers // PART_ENTRIES)
 
 
@@ -433,7 +437,8 @@ def story(index: BlockIndex, entry: int) -> str:
 
 MAX_CELLS = 2048
 MAP_PART_ENTRIES = 1 << 16
-"""Entry numbers that each part of the scan examines; a part takes about a millisecond."""
+"""Number of entry numbers that each part of the scan for the arena's map examines. A part takes
+about a millisecond."""
 F64s = NDArray[np.float64]
 
 

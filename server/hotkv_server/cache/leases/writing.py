@@ -62,7 +62,8 @@ class Named:
     words: for each run, an entry word per block: the entry number, with the high bit set while the
         entry is reserved; 0 for a block without an entry.
     staying: ready entries that must not be evicted to make room for the call: the named entries,
-        the blocks of named representations, and the entries before them in their chains.
+        the blocks of named representations (compact forms of blocks' keys), and the entries before
+        them in their chains.
     """
 
     words: tuple[Entries, ...]
@@ -75,12 +76,13 @@ class CheckedCall:
     has checked the call and made room for its blocks; `Reservations.reserve` executes it.
 
     runs: the blocks that the call names.
-    listed: keys of the call's blocks (`BlockIndex.mixed`), run after run, without representations.
+    listed: keys of the call's blocks (`BlockIndex.mixed`), run after run, without the keys of
+        representations (compact forms of blocks' keys).
     named: the entries of the call's blocks. None if the call joins a lease, or if other calls may
         have run since the entries were looked up.
     ttl_s: lifetime of the call's lease.
-    weight: bytes of memory that the call's new lease counts for (`write_weight`); valid if `named`
-        is set.
+    weight: bytes that the call's new lease counts against its owner's memory limit
+        (`write_weight`). Valid only if `named` is not None.
     """
 
     runs: list[Run]
@@ -119,7 +121,8 @@ class Reservations:
         ttl_s: lifetime of the call's lease in seconds; 0 for the default.
         retention: how long to retain the blocks. Unless it is NO_RETENTION, the eviction policy may
             not refuse room to the blocks.
-        has_promise: True if the call's residency has reserved the room.
+        has_promise: True if the room was reserved for the call's residency (a request whose KV
+            stays in host memory).
         """
         record = self._books.catalog.record(session.key_space_id)
         ttl_s = lifetime_s(self._books.config, ttl_s)
@@ -149,7 +152,8 @@ class Reservations:
         parts, or if the key space lacks a group of `runs`.
 
         beside: ready entries that must not be evicted, in addition to the blocks of `runs`.
-        has_promise: True if the room was reserved for a residency.
+        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
+            memory).
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not.
         """
@@ -231,7 +235,8 @@ class Reservations:
 
         asked: the result of `make_room`.
         retention: how long to retain the blocks; ignored if the call joins a lease.
-        has_promise: True if the room was reserved for a residency.
+        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
+            memory).
         """
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
@@ -344,8 +349,9 @@ class Reservations:
     def _check_weight(
         self, session: SessionRecord, record: KeySpaceRecord, runs: Sequence[Run]
     ) -> int:
-        """Returns the bytes of memory that a new lease on the blocks and representations of `runs`
-        counts for. Raises OVERLOADED if the owner's leases would then use too much memory."""
+        """Returns the bytes of memory that a new lease on the blocks and representations (compact
+        forms of blocks' keys) of `runs` counts against its owner's memory limit. Raises OVERLOADED
+        if the owner's leases would then use too much memory."""
         weight = write_weight(sum(len(run.hashes) for run in runs), record.key_space.num_shards)
         self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
         return weight
@@ -392,7 +398,8 @@ class Reservations:
         is room. Writes the new entry numbers into `words` and the outcome into `results`. Returns
         the new entries.
 
-        has_promise: True if the room was reserved for a residency.
+        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
+            memory).
         full: slot sizes for which this call could make no more room; this method adds to them.
         """
         run, space = runs[at], self._books.space
@@ -519,8 +526,8 @@ def _keep_at_s(retention: Retention, has_promise: bool, now_s: float) -> float |
 
 
 ABORTED_MARK = 1 << 31
-"""Bit in the mask of written shards of a reserved entry: the entry is aborted and will never become
-ready."""
+"""A bit in the mask of written shards (the ranks' parts of a block) of a reserved entry. If it is
+set, the entry is aborted and will never become ready."""
 
 
 class Stores:
@@ -533,8 +540,8 @@ class Stores:
 
     def check(self, session: SessionRecord, transfer_id: str, shard_index: int) -> None:
         """Raises HotKVError if the session may not start this store: the transfer id may not be
-        used (`TransferBook.check_new`), the key space has no such shard, or the server drains
-        (starts no new transfers)."""
+        used (`TransferBook.check_new`), the key space has no shard (a rank's part of each block)
+        with this number, or the server drains (starts no new transfers)."""
         books = self._books
         books.transfers.check_new(session.number, transfer_id, books.sessions.owner(session))
         num_shards = books.catalog.record(session.key_space_id).key_space.num_shards
@@ -557,8 +564,9 @@ class Stores:
         made room. Returns the slots to copy to.
 
         asked: the result of `Reservations.make_room`: the checked call.
-        shard_index: number of the shard that the store writes.
-        pins: pins the store's blocks for a residency; None if the store names no residency.
+        shard_index: number of the shard (a rank's part of each block) that the store writes.
+        pins: object that pins the store's blocks for a residency (a request whose KV stays in host
+            memory); None if the store names no residency.
         """
         if asked.named is None:
             # `make_room` ran in several parts, so other calls may have run since the first check.
@@ -601,8 +609,9 @@ class Stores:
     def _pin_present(
         self, pins: StorePins, key_space_id: int, runs: list[Run], reservation: Reservation
     ) -> None:
-        """Pins, for the residency of a store, the named blocks that are ready already. Skips blocks
-        that must still be compared with their check value.
+        """Pins the named blocks that are ready already for the residency of a store. (A residency
+        is a request whose KV stays in host memory.) Skips blocks that must still be compared with
+        their check value (checksum).
 
         pins: the object that pins blocks for the residency.
         reservation: the answer of `Reservations.reserve` for `runs`, which says which blocks are
@@ -625,7 +634,8 @@ class Stores:
         self, shard_index: int, words: Entries, positions: Int64s, results: NDArray[np.uint8]
     ) -> None:
         """Sets the `results` of reserved blocks that this store need not copy: ABORTED if the
-        block's entry is aborted, WRITTEN if the store's shard of the block is written already.
+        block's entry is aborted, WRITTEN if the store's shard (a rank's part of a block) is written
+        already.
 
         words: the entry number of each block of the run.
         positions: positions in the run of the reserved blocks.
@@ -643,12 +653,13 @@ class Stores:
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that now have every shard
-        written, then their representations (compact forms of keys). Returns `BlockResult` values,
-        an array for each run of the call.
+        (a rank's part) written, then their representations (compact forms of keys). Returns
+        `BlockResult` values, an array for each run of the call.
 
         succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
             dropped.
-        sums: sums of the copied bytes, for check values; an array for each run. May be empty.
+        sums: sums of the copied bytes, for check values (checksums); an array for each run. May be
+            empty.
         """
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, StoreTransfer), "a load ended as a store"
@@ -678,14 +689,16 @@ class Stores:
         sums: Sums | None,
         now_s: float,
     ) -> Entries:
-        """Ends the run at position `at` of a store, and sets the run's results. If the copy
-        succeeded, marks the store's shard of each block as written, publishes the blocks of which
-        all shards are written now, and pins them if the store names a residency. Otherwise marks
-        the entries as aborted. Returns the published entries.
+        """Ends the run at position `at` of a store, and sets the run's results.
+
+        If the copy succeeded, marks this store's shard (a rank's part) of each block as written.
+        Publishes the blocks of which all shards are written now, and pins these blocks if the store
+        names a residency (a request whose KV stays in host memory). Otherwise marks the entries as
+        aborted. Returns the published entries.
 
         whole: the mask of all shards: bit n stands for shard n.
-        sums: sums of the copied bytes of each block of the run, for check values; None if the copy
-            failed or no sums were computed.
+        sums: sums of the copied bytes of each block of the run, for check values (checksums); None
+            if the copy failed or no sums were computed.
         """
         index = self._books.space.index
         entries, positions, results = (
@@ -728,8 +741,8 @@ class Stores:
     def _publish_blocks(
         self, lease: WriteLease, entries: Entries, keys: Sums, checks: Sums, now_s: float
     ) -> None:
-        """Makes blocks ready of which every shard is written. `keys`: the entries' keys
-        (`BlockIndex.mixed`). `checks`: their check values."""
+        """Makes blocks ready of which every shard (a rank's part of the block) is written. `keys`:
+        the entries' keys (`BlockIndex.mixed`). `checks`: their check values (checksums)."""
         self._books.space.publish(entries, now_s, lease.retention, checks, keys)
         if len(entries):
             self._books.space.refresh_ancestors(int(entries[0]), now_s)
@@ -764,8 +777,9 @@ class Stores:
 
     def _settle(self, lease: WriteLease, whole: int) -> None:
         """Drops the aborted entries of a lease. Then ends the lease if it was released, or if a
-        store of every shard has ended and the lease has no reserved entry. Does nothing while a
-        copy runs under the lease. `whole`: the mask of all shards (`_whole`)."""
+        store of every shard (a rank's part of each block) has ended and the lease has no reserved
+        entry. Does nothing while a copy runs under the lease. `whole`: the mask of all shards
+        (`_whole`)."""
         if lease.num_copies:
             return
         if len(lease.entries):
@@ -777,7 +791,8 @@ class Stores:
             self._reservations.end(lease)
 
     def _whole(self, lease: WriteLease) -> int:
-        """Returns the mask of all shards of the lease's blocks: bit n stands for shard n."""
+        """Returns the mask of all shards (the ranks' parts) of the lease's blocks: bit n stands for
+        shard n."""
         return (1 << self._books.catalog.record(lease.key_space_id).key_space.num_shards) - 1
 
 

@@ -525,7 +525,7 @@ class Space:
         """Makes reserved entries ready and records a use of each. The entries are in chain order.
 
         retention: the wish of the request to retain the blocks, for the eviction policy.
-        checks: the entries' check values, uint64; all 0 if not given.
+        checks: the entries' check values (checksums), uint64; all 0 if not given.
         keys: the entries' keys from `BlockIndex.mixed`; computed if not given.
         """
         keys = self.index.mixed(entries) if keys is None else keys

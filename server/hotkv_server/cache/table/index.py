@@ -28,9 +28,9 @@ class BlockIndex:
     limit: number of entries whose records have memory.
     num_unpins: number of calls that released pins.
     pins: number of pins on each entry, by entry number.
-    unverified: by entry number, True if the bytes must be compared with the check value before a
-        load: the entry came from an old table, or its bytes did not match and a lease still pins
-        it.
+    unverified: by entry number, True if the bytes must be compared with the check value (checksum)
+        before a load: the entry came from an old table, or its bytes did not match and a lease
+        still pins it.
 
     `_salts`: salts that are mixed into hashes, by group and by key space (its number modulo
     KEY_SPACE_ROWS).
@@ -136,7 +136,7 @@ class BlockIndex:
         """Adds the bit `mark` to each reserved entry's mask of written shards, and returns the
         masks. Bit n stands for shard n, the part of a block from one rank; with `mark` 0, the masks
         do not change. While an entry is reserved, its record stores the mask in the upper half of
-        the check value."""
+        the check value (checksum)."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
@@ -145,7 +145,7 @@ class BlockIndex:
         """Makes reserved entries ready: from here on, lookups find them.
 
         keys: the entries' keys, as `mixed` returns them.
-        checks: the entries' check values.
+        checks: the entries' check values (checksums).
         """
         done = int(
             self._kernels.publish(self.table.buckets, self.table.records, keys, entries, checks)
@@ -234,7 +234,7 @@ class BlockIndex:
         return depths
 
     def checks(self, entries: Entries) -> NDArray[np.uint64]:
-        """Returns the check values of ready entries; 0 without a check value."""
+        """Returns the check values (checksums) of ready entries; 0 without a check value."""
         words = np.ascontiguousarray(self.table.records[entries, table.W_CHECK : table.W_CHECK + 2])
         return words.view(np.uint64)[:, 0]
 
@@ -526,8 +526,8 @@ class Representations:
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
         """Makes reserved representations (compact forms of keys) ready, each for a ready block, and
-        removes the blocks' former representations. `checks`: the representations' check values,
-        uint64; all 0 if not given."""
+        removes the blocks' former representations. `checks`: the representations' check values
+        (checksums), uint64; all 0 if not given."""
         former = self.of(blocks)
         self._remove(former[former != 0])
         self._index.publish(

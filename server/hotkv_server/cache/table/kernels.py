@@ -356,7 +356,7 @@ def link(records: Any, entries: Any, first: Any) -> None:
 def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
     """Adds the bit `mark` to each reserved entry's mask of written shards: bit n stands for shard
     n, the part of a block from one rank. Writes the new masks into `masks`. While an entry is
-    reserved, its record stores the mask in the upper half of the check value."""
+    reserved, its record stores the mask in the upper half of the check value (checksum)."""
     for i in range(entries.shape[0]):
         records[entries[i], CHECK + 1] |= mark
         masks[i] = records[entries[i], CHECK + 1]
@@ -368,8 +368,8 @@ def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
     cache=True,
 )
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
-    """Makes reserved entries ready and writes their check values (`checks`, uint64). Skips entries
-    that are not in the table. Returns how many entries became ready."""
+    """Makes reserved entries ready and writes their check values (checksums) (`checks`, uint64).
+    Skips entries that are not in the table. Returns how many entries became ready."""
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:
