@@ -50,7 +50,8 @@ EVICTED_PER_PART = 1 << 12
 
 
 class Books:
-    """The state of a tier: index, pool of slots, tenants, eviction policy and representations."""
+    """The state of a tier: index, pool of slots, tenants, eviction policy and representations
+    (compact forms of blocks' keys, for sparse attention)."""
 
     def __init__(
         self, index: BlockIndex, pool: SlabPool, tenants: TenantBook, policy: Policy
@@ -193,9 +194,9 @@ class Removal:
         return len(entries)
 
     def flush(self, entries: Entries, cause: Cause = Cause.FLUSH) -> None:
-        """Removes ready blocks, pinned blocks too, and adds an eviction notice for them. A pinned
-        block becomes detached: it keeps its slot until `reap` frees the slot. `cause`: remembered
-        as the reason of the removal (`causes`)."""
+        """Removes ready blocks, even if they are pinned, and adds an eviction notice for them. A
+        pinned block becomes detached: lookups miss it, but it keeps its slot until `reap` frees the
+        slot. `cause`: remembered as the reason of the removal (`causes`)."""
         keys = self.index.mixed(entries)
         parts = self.index.parts(self.index.table.records[entries])
         self._give_notice(parts, keys, cause)
@@ -216,10 +217,11 @@ class Removal:
         self._books.free_slots(self.index.remove(entries, keys))
 
     def forsake(self, entries: Entries) -> None:
-        """Detaches reserved, pinned entries, without an eviction notice. Used while a tier reads
-        blocks into the entries' slots, if the tier hangs or the blocks are flushed: lookups and
-        stores no longer find the entries, but the tier may still write to the slots. The slots stay
-        in use until `reap` frees them."""
+        """Detaches entries that are reserved and pinned, without an eviction notice: lookups and
+        stores no longer find the entries, and their slots stay in use until `reap` frees them.
+        Called if a tier hangs while it reads blocks into these slots, or if these blocks are
+        flushed (deleted with all blocks of their key space) meanwhile: the tier may still write to
+        the slots."""
         self._books.policy.forget(entries, self.index.mixed(entries), evicted=False)
         self.index.detach(entries)
 
@@ -435,7 +437,7 @@ class Rebalancer:
         worth emptying. Yields after each part of the work.
 
         taker: number of the tenant that needs the slots.
-        payers: which blocks may be evicted; tried in this order.
+        payers: groups of blocks that may be evicted, tried in this order (`Payers`).
         is_enough: if given, the work ends when `is_enough` returns True, not when the slots are
             free.
         """

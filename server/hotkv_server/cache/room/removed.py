@@ -1,4 +1,5 @@
-"""Remembers why blocks were removed: the keys of the last removals, each with its cause.
+"""Remembers why blocks were removed from the cache: the keys of the blocks that were removed last,
+each with the cause of its removal.
 
 Always true: a key that was removed several times has the cause of its last removal. Keys beyond the
 last REMEMBERED_KEYS removals may be forgotten.

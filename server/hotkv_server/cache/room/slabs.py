@@ -96,9 +96,10 @@ class FreeSlots:
 
 
 class SlabFloors:
-    """Reserves slabs for slots that were promised, for example to a residency. The floor of a slot
-    size is the number of promised slots of that size. Promising a number of bytes would not be
-    enough: a slab with a pinned slot of one size can't be lent to another size.
+    """Reserves slabs for slots that were promised, for example to a residency (a request whose KV
+    stays in host memory). The floor of a slot size is the number of promised slots of that size.
+    Promising a number of bytes would not be enough: a slab with a pinned slot of one size can't be
+    lent to another size.
 
     slab_bytes: size of a slab.
     lent: function that returns the number of slabs lent to a slot size (in bytes).

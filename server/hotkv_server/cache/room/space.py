@@ -75,10 +75,10 @@ class Room:
         number `taker`; fewer if no more entries may be evicted for that tenant. Yields after each
         part of the work.
 
-        is_block: True if the slots are for blocks. Representations of other blocks may then be
-            dropped to make room.
-        has_promise: True if the room was reserved for a residency. Representations of other blocks
-            may then be dropped too, even if `is_block` is False.
+        is_block: True if the slots are for blocks. Representations (compact forms of blocks' keys)
+            may then be dropped to make room; their blocks stay.
+        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
+            memory). Representations may then be dropped too, even if `is_block` is False.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not. Ignored for a tenant within its guarantee, and while
             `may_keep_at` returns False.
@@ -142,8 +142,9 @@ class Room:
         return max(0, min(missing, self.coming_bytes // size))
 
     def refuse_coming(self, size: int, count: int) -> int:
-        """Returns how many of `count` slots the caller must refuse now, because the slots will be
-        free soon without evictions (`coming_slots`). Subtracts their bytes from `coming_bytes`."""
+        """Returns how many of `count` slots the caller must refuse at the moment, because these
+        slots will be free soon without evictions (`coming_slots`). Subtracts their bytes from
+        `coming_bytes`."""
         refused = self.coming_slots(size, count)
         self.coming_bytes -= refused * size
         return refused
@@ -467,8 +468,8 @@ class Space:
 
         depths: number of blocks before each block in its chain.
         lease: number of the write lease, or of the move between tiers, that owns the entries.
-        has_promise: True if the room was reserved for a residency. Then no slots are refused
-            because the arena is still being prefaulted.
+        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
+            memory). Then no slots are refused because the arena is still being prefaulted.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
@@ -498,8 +499,10 @@ class Space:
         """Makes room for an `insert` of `count` keys. Yields after each part of the work; does not
         yield if there is room already or if the work is short.
 
-        group_index: a group of blocks, or a kind of representation.
-        has_promise: True if the room was reserved for a residency.
+        group_index: a group of blocks, or a kind of representation (compact form of a block's
+            keys).
+        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
+            memory).
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not. Ignored while `Room.may_keep_at` returns False.
         beside_bytes: bytes of the tenant's burst bound that the caller's other `insert`s need.

@@ -479,7 +479,8 @@ class Representations:
         self.declared = True
 
     def among(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns a mask of the entries that are representations."""
+        """Returns a mask of the entries that are representations (compact forms of blocks'
+        keys)."""
         if not self.declared:
             return np.zeros(len(entries), np.bool_)
         are: NDArray[np.bool_] = (
@@ -546,7 +547,7 @@ class Representations:
             self._remove(linked[linked != 0])
 
     def drop(self, entries: Entries) -> None:
-        """Removes ready representations; their blocks stay."""
+        """Removes ready representations (compact forms of blocks' keys); their blocks stay."""
         self._records[self._records[entries, table.W_REPRESENTATION], table.W_REPRESENTATION] = 0
         self._remove(entries)
 
