@@ -592,11 +592,13 @@ class Rebalancer:
     def _hot_blocks(
         self, cost: NDArray[np.float64], own_heat: float, may_go: MayGo
     ) -> Parts[NDArray[np.float64]]:
-        """Returns for each slab the number of blocks in its run (the slabs that are emptied
-        together) that are at least as hot as `own_heat`, or that may not be evicted. Returns inf
-        for a slab if these are more than `HOT_SHARE` of the run's blocks, or if the slab's `cost`
-        is inf. Yields after each part. `own_heat`: heat of the coldest block of the size that needs
-        the slabs."""
+        """Returns for each slab the number of hot blocks in its run (the slabs that are emptied
+        together). A block is hot if its heat is at least `own_heat`, or if it may not be evicted.
+        Returns inf for a slab if more than `HOT_SHARE` of the run's blocks are hot, or if the
+        slab's `cost` is inf. Yields after each part.
+
+        own_heat: heat of the coldest block of the size that needs the slabs.
+        """
         num_slabs = self._pool.num_slabs
         hot, blocks = np.zeros(num_slabs, np.int64), np.zeros(num_slabs, np.int64)
         for live in self._books.walk():

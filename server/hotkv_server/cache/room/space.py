@@ -201,10 +201,11 @@ class Room:
 
     def _compare(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
         """Compares the slabs of other sizes with the blocks of this size, and empties slabs that
-        are colder. Does nothing unless a comparison is due: if the size had none before, if the
-        last one made enough room, or if the size has lacked 1/64 of the arena (REBALANCE_SHARE)
-        since the last one. Yields after each part. `taker`: number of the tenant that needs the
-        slots.
+        are colder. Yields after each part. `taker`: number of the tenant that needs the slots.
+
+        Does nothing unless a comparison is due. It is due if this size had no comparison yet, if
+        the last comparison made enough room, or if the requests for slots of this size since then
+        lacked 1/64 of the arena in total (REBALANCE_SHARE).
 
         A comparison is slow, because it examines every entry. Therefore it makes room for 1/64 of
         the arena at once.
