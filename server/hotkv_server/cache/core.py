@@ -349,7 +349,8 @@ class CacheCore(CacheBooks):
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Makes the blocks ready of which every shard has
-        been written. Returns `BlockResult` values, an array for each run of `begin_store`.
+        been written. Returns `BlockResult` values, an array for each run (chain of consecutive
+        blocks) of `begin_store`.
 
         A representation (compact form of a block's keys, for sparse attention) whose block is not
         ready by now is dropped; the representation's result is ABORTED.

@@ -140,7 +140,8 @@ class LoadPositions:
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """The blocks of one run that a transfer copies, and their slots in the arena.
+    """The blocks of one run (chain of consecutive blocks) that a transfer copies, and their slots
+    in the arena.
 
     positions: positions of the copied blocks in the run, int64.
     offsets: offsets of the blocks' slots in the arena, in bytes, int64.

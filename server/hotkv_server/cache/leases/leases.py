@@ -403,7 +403,7 @@ class StoreTransfer:
     lease: the write lease; None if no block was reserved, so that there is nothing to copy.
     pins: pins the blocks that the store makes ready; None if the store pins no blocks.
 
-    These lists have one element for each run of the call:
+    These lists have one element for each run (chain of consecutive blocks) of the call:
 
     groups: index of the run's group.
     entries: the entries that the store writes.
@@ -432,8 +432,8 @@ class StoreTransfer:
         results: NDArray[np.uint8],
         depth: int,
     ) -> None:
-        """Adds the next run of the call. The arguments become the last elements of the lists
-        `groups`, `entries`, `positions`, `results` and `depths`."""
+        """Adds the next run (chain of consecutive blocks) of the call. The arguments become the
+        last elements of the lists `groups`, `entries`, `positions`, `results` and `depths`."""
         self.depths.append(depth)
         self.groups.append(group_index)
         self.entries.append(entries)

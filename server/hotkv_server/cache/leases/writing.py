@@ -59,8 +59,8 @@ it searches every member for array attributes."""
 class Named:
     """The entries of the blocks that a call names, at the time they were looked up.
 
-    words: for each run, an entry word per block: the entry number, with the high bit set while the
-        entry is reserved; 0 for a block without an entry.
+    words: for each run (chain of consecutive blocks), an entry word per block: the entry number,
+        with the high bit set while the entry is reserved; 0 for a block without an entry.
     staying: ready entries that must not be evicted to make room for the call: the named entries,
         the blocks of named representations (compact forms of blocks' keys), and the entries before
         them in their chains.
@@ -203,7 +203,7 @@ class Reservations:
         return None if had_parts else named
 
     def _named(self, record: KeySpaceRecord, runs: Sequence[Run]) -> Named:
-        """Looks up the entries of the blocks that the runs name."""
+        """Looks up the entries of the blocks of these runs (chains of consecutive blocks)."""
         space = self._books.space
         listed: list[Entries] = []
         kept: list[Entries] = []
@@ -273,8 +273,8 @@ class Reservations:
         )
 
     def _check_runs(self, record: KeySpaceRecord, runs: list[Run]) -> None:
-        """Raises HotKVError if a call may not name these runs: an unknown group, too many blocks,
-        or an invalid depth (number of blocks before the run)."""
+        """Raises HotKVError if a call may not name these runs (chains of consecutive blocks): an
+        unknown group, too many blocks, or an invalid depth (number of blocks before the run)."""
         check_named(
             record,
             [run.group_index for run in runs],
@@ -359,10 +359,10 @@ class Reservations:
     def _results(
         self, lease: WriteLease, group_index: int, words: Entries, now_s: float
     ) -> NDArray[np.uint8]:
-        """Returns the BlockResult values of a run: PRESENT for a ready block, RESERVED for a block
-        reserved under this lease, IN_FLIGHT for other reserved blocks, NO_SPACE for a block without
-        an entry. Records a use of the ready blocks. Clears RESERVED_FLAG in `words` (the run's
-        entry words), so that they are plain entry numbers."""
+        """Returns the BlockResult values of a run (chain of consecutive blocks): PRESENT for a
+        ready block, RESERVED for a block reserved under this lease, IN_FLIGHT for other reserved
+        blocks, NO_SPACE for a block without an entry. Records a use of the ready blocks. Clears
+        RESERVED_FLAG in `words` (the run's entry words), so that they are plain entry numbers."""
         results = np.full(len(words), NO_SPACE, np.uint8)
         if not words.any():
             return results
@@ -461,9 +461,9 @@ class Reservations:
         results: NDArray[np.uint8],
     ) -> Int64s:
         """Selects the representations (compact forms of blocks' keys, for sparse attention) that
-        may be reserved. `wanted`: positions in the run. Returns those of the positions whose block
-        is ready, or reserved under this lease. Sets `results` to IN_FLIGHT at a position whose
-        block is reserved under another lease."""
+        may be reserved. `wanted`: positions in the run (chain of consecutive blocks). Returns those
+        of the positions whose block is ready, or reserved under this lease. Sets `results` to
+        IN_FLIGHT at a position whose block is reserved under another lease."""
         index = self._books.space.index
         words = index.find(
             lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]
@@ -637,7 +637,7 @@ class Stores:
         block's entry is aborted, WRITTEN if the store's shard (a rank's part of a block) is written
         already.
 
-        words: the entry number of each block of the run.
+        words: the entry number of each block of the run (chain of consecutive blocks).
         positions: positions in the run of the reserved blocks.
         """
         masks = self._books.space.index.mark_written(words[positions], 0)
@@ -654,7 +654,7 @@ class Stores:
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that now have every shard
         (a rank's part) written, then their representations (compact forms of keys). Returns
-        `BlockResult` values, an array for each run of the call.
+        `BlockResult` values, an array for each run (chain of consecutive blocks) of the call.
 
         succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
             dropped.
@@ -689,7 +689,8 @@ class Stores:
         sums: Sums | None,
         now_s: float,
     ) -> Entries:
-        """Ends the run at position `at` of a store, and sets the run's results.
+        """Ends the run (chain of consecutive blocks) at position `at` of a store, and sets the
+        run's results.
 
         If the copy succeeded, marks this store's shard (a rank's part) of each block as written.
         Publishes the blocks of which all shards are written now, and pins these blocks if the store
@@ -801,7 +802,8 @@ def _skip_busy(busy: Entries, reservation: Reservation, reserved: list[Int64s]) 
     writing, and a block that the same call has named before.
 
     busy: entries that another copy writes.
-    reserved: for each run, the positions of the blocks that the store may write.
+    reserved: for each run (chain of consecutive blocks), the positions of the blocks that the store
+        may write.
     """
     pairs = zip(reservation.entries, reserved, strict=True)
     entries = np.concatenate([busy, *(words[positions] for words, positions in pairs)])

@@ -270,9 +270,10 @@ class Removal:
 WINDOWS_PER_PART = 64
 """Most windows (ranges of adjacent slabs) that each part of `choose_windows` chooses."""
 HOT_SHARE = 0.25
-"""A slab may be emptied for another slot size although some of its blocks are hotter than the
-coldest blocks of that size: at most this share of its blocks. If the share were 0 and every slab
-had a few hot blocks, no slab could be emptied. An evicted hot block is soon stored again."""
+"""A slab (piece of the arena) may be emptied for another slot size although some of its blocks are
+hotter than the coldest blocks of that size: at most this share of its blocks. If the share were 0
+and every slab had a few hot blocks, no slab could be emptied. An evicted hot block is soon stored
+again."""
 
 
 # The following functions choose the slabs to empty for a slot size. They compute with arrays that
@@ -353,8 +354,9 @@ def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> N
 
 
 def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) -> Int64s:
-    """Counts, for each slab, the blocks that lie in the slab wholly or in part. Leaves out blocks
-    for which `counted` is False. Block i lies in the slabs from `first[i]` to `last[i]`."""
+    """Counts, for each slab (piece of the arena), the blocks that lie in the slab wholly or in
+    part. Leaves out blocks for which `counted` is False. Block i lies in the slabs from `first[i]`
+    to `last[i]`."""
     starts, ends = (
         np.bincount(at[counted] + after, minlength=num_slabs + 1)
         for at, after in ((first, 0), (last, 1))
@@ -405,8 +407,9 @@ MayGo = Callable[[Entries], BoolMask]
 
 
 class Rebalancer:
-    """Makes room for a slot size (the receiving size): empties slabs that are lent to other slot
-    sizes, so that they can be lent to the receiving size. Holds no state between two calls.
+    """Makes room for a slot size (the receiving size): empties slabs (pieces of the arena) that are
+    lent to other slot sizes, so that they can be lent to the receiving size. Holds no state between
+    two calls.
 
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
     entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the
@@ -433,8 +436,8 @@ class Rebalancer:
         *,
         is_enough: Callable[[], bool] | None = None,
     ) -> Parts[None]:
-        """Empties slabs of other sizes until `num_slots` slots of this size are free, or no slab is
-        worth emptying. Yields after each part of the work.
+        """Empties slabs (pieces of the arena) of other sizes until `num_slots` slots of this size
+        are free, or no slab is worth emptying. Yields after each part of the work.
 
         taker: number of the tenant that needs the slots.
         payers: groups of blocks that may be evicted, tried in this order (`Payers`).
@@ -470,8 +473,9 @@ class Rebalancer:
         self, slot_bytes: int, num_slots: int, run: tuple[int, int], taker: int, paying: Payers,
         skips_free: bool,
     ) -> Parts[int]:  # fmt: skip
-        """Empties slabs that are lent to other sizes than `slot_bytes`, to make room for
-        `num_slots` slots. Yields after each part; returns how many entries were evicted.
+        """Empties slabs (pieces of the arena) that are lent to other sizes than `slot_bytes`, to
+        make room for `num_slots` slots. Yields after each part; returns how many entries were
+        evicted.
 
         First chooses slabs of which all blocks are colder than the coldest blocks of this size.
         Then chooses slabs of which at most `HOT_SHARE` of the blocks are hotter.
@@ -530,8 +534,8 @@ class Rebalancer:
     def _costs(
         self, slot_bytes: int, num_slots: int, may_go: MayGo
     ) -> Parts[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Returns the cost of emptying each slab, and the heat of the `num_slots` coldest blocks of
-        this size in rising order. Yields after each part.
+        """Returns the cost of emptying each slab (piece of the arena), and the heat of the
+        `num_slots` coldest blocks of this size in rising order. Yields after each part.
 
         A free slab costs -inf. A slab costs inf if it can't be emptied, has no memory or is lent to
         this size. `may_go`: tells which entries may be evicted.
@@ -558,8 +562,8 @@ class Rebalancer:
         return self._of_runs(np.maximum, cost), np.sort(own)[:num_slots]
 
     def _of_runs(self, put_together: np.ufunc, of_slabs: NDArray[Any]) -> NDArray[Any]:
-        """Combines the values of all slabs of a run. Returns for each slab the combined value of
-        its run.
+        """Combines the values of all slabs of a run (range of adjacent slabs of the arena). Returns
+        for each slab the combined value of its run.
 
         of_slabs: a value for each slab.
         put_together: the ufunc that combines two values, for example np.maximum.
@@ -571,10 +575,10 @@ class Rebalancer:
         return of_runs[heads]
 
     def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
-        """Sets `cost` to inf for the slabs that are reserved for the promised slots of other sizes
-        (`SlabFloors`). For each other size, these are as many of its slabs as its promised slots
-        need, the most costly first. If the size has fewer slabs than that, free slabs are reserved
-        too.
+        """Sets `cost` to inf for the slabs (pieces of the arena) that are reserved for the promised
+        slots of other sizes (`SlabFloors`). For each other size, these are as many of its slabs as
+        its promised slots need, the most costly first. If the size has fewer slabs than that, free
+        slabs are reserved too.
 
         cost: cost of emptying each slab; changed in place.
         owner: slot size that each slab is lent to, FREE or ABSENT.
@@ -610,9 +614,9 @@ class Rebalancer:
         return np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
 
     def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
-        """Evicts, slab by slab, the entries in all runs that contain a chosen slab, except entries
-        for which `may_go` returns False. Yields after each part; returns how many entries it
-        evicted. `chosen`: mask over all slabs."""
+        """Evicts, slab by slab, the entries in all runs (ranges of adjacent slabs of the arena)
+        that contain a chosen slab, except entries for which `may_go` returns False. Yields after
+        each part; returns how many entries it evicted. `chosen`: mask over all slabs."""
         chosen = self._of_runs(np.logical_or, chosen)
         emptied = np.concatenate(([0], np.cumsum(chosen)))
 
@@ -640,7 +644,8 @@ class Rebalancer:
         return count
 
     def _slabs_of(self, entries: Entries) -> tuple[Int64s, Int64s]:
-        """Returns the first and the last slab that each entry's slot touches."""
+        """Returns the first and the last slab (piece of the arena) that each entry's slot
+        touches."""
         offsets = self.index.offsets(entries)
         ends = offsets + self.index.slot_bytes(entries) - 1
         return self._pool.slab_of(offsets), self._pool.slab_of(ends)

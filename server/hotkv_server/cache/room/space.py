@@ -33,9 +33,9 @@ from hotkv_server.cache.values import BoolMask, Cause, Entries, Int64s, TenantSh
 
 
 REBALANCE_SHARE = 64
-"""A slot size that needs room compares its blocks with the slabs of other sizes (`Room._compare`)
-each time 1/64 of the arena has been freed for it. If a comparison brought enough slabs, the next
-call compares again."""
+"""A slot size that needs room compares its blocks with the slabs (pieces of the arena) of other
+sizes (`Room._compare`) each time 1/64 of the arena has been freed for it. If a comparison brought
+enough slabs, the next call compares again."""
 
 
 class Room:
@@ -111,10 +111,10 @@ class Room:
         return self.may_keep and not shares
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
-        """Frees slabs until `more` slots (numbers by slot size) can be promised to the tenant
-        `taker`, or until no more entries may be evicted for the tenant. Yields after each part.
-        While the generator runs, these slots count as promised, so that no other call gets their
-        slabs."""
+        """Frees slabs (pieces of the arena) until `more` slots (numbers by slot size) can be
+        promised to the tenant `taker`, or until no more entries may be evicted for the tenant.
+        Yields after each part. While the generator runs, these slots count as promised, so that no
+        other call gets their slabs."""
         floors = self._pool.floors
         for size, count in more.items():
             floors.add(size, count)
@@ -200,8 +200,9 @@ class Room:
             yield from self._rebalancer.take_until(slot_bytes, num_slots, taker, payers)
 
     def _compare(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
-        """Compares the slabs of other sizes with the blocks of this size, and empties slabs that
-        are colder. Yields after each part. `taker`: number of the tenant that needs the slots.
+        """Compares the slabs (pieces of the arena) of other sizes with the blocks of this size, and
+        empties slabs that are colder. Yields after each part. `taker`: number of the tenant that
+        needs the slots.
 
         Does nothing unless a comparison is due. It is due if this size had no comparison yet, if
         the last comparison made enough room, or if the requests for slots of this size since then

@@ -446,7 +446,7 @@ FreeSlots = Callable[[list[Words]], None]
 def blocks_first(groups: list[int]) -> list[int]:
     """Returns the positions 0 to len(`groups`) - 1 in another order: first the positions with a
     group of blocks, then the positions with a group of representations (compact forms of keys).
-    `groups`: the group index of each run of a call."""
+    `groups`: the group index of each run (chain of consecutive blocks) of a call."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 

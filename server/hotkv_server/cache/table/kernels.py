@@ -99,9 +99,10 @@ def count_slots(
     used: Any, owner: Any, head: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any,
     emptied: Any,
 ) -> int:  # fmt: skip
-    """Adds `change` to the number of used slots of a run, once for each slot of `offsets` that lies
-    in the run. Returns the number of runs whose count reached 0, and writes their first slabs to
-    the front of `emptied`, which is as long as `offsets`.
+    """Adds `change` to the number of used slots of a run (range of adjacent slabs of the arena),
+    once for each slot of `offsets` that lies in the run. Returns the number of runs whose count
+    reached 0, and writes their first slabs to the front of `emptied`, which is as long as
+    `offsets`.
 
     Returns -1, with nothing changed, if a slot lies in a slab that is not lent to `slot_bytes`.
     Returns -2 if a count fell below 0.
@@ -206,8 +207,8 @@ def plan_runs(
 
 @numba.njit("void(int64[:], int64, boolean[::1], boolean[::1])", nogil=True, cache=True)
 def lie_in(offsets: Any, slab_bytes: Any, slabs: Any, out: Any) -> None:
-    """Writes for each offset into `out` whether it lies in one of the slabs for which the mask
-    `slabs` is True."""
+    """Writes for each offset into `out` whether it lies in one of the slabs (pieces of the arena)
+    for which the mask `slabs` is True."""
     shift = 0
     while slab_bytes >> shift > 1:
         shift += 1
