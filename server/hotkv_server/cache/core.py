@@ -13,7 +13,7 @@ until the copy ends. A block becomes ready only when every shard (the part of th
 rank) is written.
 
 Terms: a run is a chain of consecutive blocks of one group, or of their representations. A
-representation is a compact form of a block's keys, for sparse attention.
+representation is a compact summary of a block's attention keys, for sparse attention.
 """
 
 from collections.abc import Iterator, Sequence
@@ -123,8 +123,8 @@ class CacheCore(CacheBooks):
 
         engine_id: id that all sessions of one engine share; they can use each other's leases.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
-        representations: kinds of representations (compact forms of blocks' keys, for sparse
-            attention) that the session will store or load.
+        representations: kinds of representations (compact summaries of blocks' attention keys, for
+            sparse attention) that the session will store or load.
         """
         self.space.removal.now_s = now_s
         return self.sessions.open(engine_id, role, key_space, now_s, representations)
@@ -239,8 +239,8 @@ class CacheCore(CacheBooks):
 
         The first call under a lease id decides which blocks the lease owns; later calls join the
         lease. A call that joins and names other blocks is refused. Blocks are reserved before
-        representations (compact forms of keys), whatever the order of the runs. A representation is
-        reserved only if its block is ready or reserved under this lease.
+        representations (compact summaries of attention keys), whatever the order of the runs. A
+        representation is reserved only if its block is ready or reserved under this lease.
 
         lease_id: id that the engine chooses for the write lease.
         ttl_s: lifetime of the lease in seconds; 0 for the default.
@@ -352,8 +352,8 @@ class CacheCore(CacheBooks):
         been written. Returns `BlockResult` values, an array for each run (chain of consecutive
         blocks) of `begin_store`.
 
-        A representation (compact form of a block's keys, for sparse attention) whose block is not
-        ready by now is dropped; the representation's result is ABORTED.
+        A representation (compact summary of a block's attention keys, for sparse attention) whose
+        block is not ready by now is dropped; the representation's result is ABORTED.
 
         succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
             dropped; their result is ABORTED.
@@ -635,8 +635,8 @@ def _other_pins(core: CacheCore) -> Int64s:
 
 
 def _check_kinds(core: CacheCore) -> None:
-    """Raises AssertionError unless each representation (compact form of a block's keys, for sparse
-    attention) belongs to the group of its block."""
+    """Raises AssertionError unless each representation (compact summary of a block's attention
+    keys, for sparse attention) belongs to the group of its block."""
     for entry in core.space.representations.ready():
         (key_space_id, _), (kind, group), _ = core.space.index.keys(
             np.append(entry, core.space.representations.of(entry))

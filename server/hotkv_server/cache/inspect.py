@@ -4,7 +4,8 @@ Always true: a query changes nothing. An answer is a copy that later changes do 
 over all entries runs in parts; an entry that is added, removed or used between two parts may count
 or not. Code outside the node reads the core's state through this module.
 
-Entries are blocks or representations (compact forms of a block's keys, for sparse attention).
+Entries are blocks or representations (compact summaries of a block's attention keys, for sparse
+attention).
 """
 
 import string
@@ -39,8 +40,8 @@ class Census:
 
     num_blocks: ready blocks.
     pinned_bytes: bytes of the slots of pinned entries.
-    representation_bytes: bytes of the slots of representations (compact forms of blocks' keys, for
-        sparse attention) in any state.
+    representation_bytes: bytes of the slots of representations (compact summaries of blocks'
+        attention keys, for sparse attention) in any state.
     num_unverified: entries whose bytes must be compared with the check value (checksum) before a
         load.
     blocks, representations: number of ready blocks and of ready representations of each key space,
@@ -121,8 +122,8 @@ class RoomFigures:
     full_capacity_bytes: bytes that the tier can use once the whole arena has memory.
     used_bytes: bytes of slots that are reserved, ready or detached (flushed while pinned).
     pinned_bytes: bytes of the slots of pinned entries.
-    representation_bytes: bytes of the slots of representations (compact forms of blocks' keys, for
-        sparse attention).
+    representation_bytes: bytes of the slots of representations (compact summaries of blocks'
+        attention keys, for sparse attention).
     num_blocks: number of ready blocks.
     num_unverified: number of entries whose bytes must be compared with the check value (checksum)
         before a load.
@@ -143,8 +144,8 @@ class RoomFigures:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceFigures:
-    """A key space, its kinds of representations (compact forms of blocks' keys, for sparse
-    attention), and its numbers of ready blocks and representations."""
+    """A key space, its kinds of representations (compact summaries of blocks' attention keys, for
+    sparse attention), and its numbers of ready blocks and representations."""
 
     number: int
     key_space: KeySpace
@@ -161,8 +162,8 @@ class BlockFigures:
     state: reserved, ready or detached, as a `STATE_` number of `hotkv_proto.table`.
     depth: number of blocks before this block in its chain.
     last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if it is not ready.
-    representation_bytes: slot size of the block's representation (compact form of its keys); 0
-        without a representation.
+    representation_bytes: slot size of the block's representation (compact summary of its attention
+        keys); 0 without a representation.
     parent_words: hash of the block before this block in the chain. None if this block is the first,
         or if the block before it is not ready.
     """

@@ -1,6 +1,6 @@
 """Interfaces through which the core calls capabilities. A `Pinner` pins entries: blocks, or
-representations (compact forms of a block's keys, for sparse attention). A `Below` stores blocks in
-the tiers below host memory.
+representations (compact summaries of a block's attention keys, for sparse attention). A `Below`
+stores blocks in the tiers below host memory.
 
 The core calls each registered object in turn and depends only on these interfaces.
 """
@@ -39,9 +39,9 @@ class StorePins(Protocol):
         block in its chain (prompt)."""
 
     def pin_linked(self, group_index: int, positions: Int64s) -> None:
-        """Pins the representations (compact forms of keys) of the blocks of this group at
-        `positions`. Skips a block without a representation. `positions`: the number of blocks
-        before each block in its chain (prompt)."""
+        """Pins the representations (compact summaries of attention keys) of the blocks of this
+        group at `positions`. Skips a block without a representation. `positions`: the number of
+        blocks before each block in its chain (prompt)."""
 
 
 class Pinner(Protocol):

@@ -1,7 +1,7 @@
 """Frozen values that the core accepts and returns.
 
 Terms: a run is a chain of consecutive blocks of one group, or of their representations. A
-representation is a compact form of a block's keys, for sparse attention.
+representation is a compact summary of a block's attention keys, for sparse attention.
 """
 
 import enum
@@ -29,8 +29,8 @@ higher."""
 MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, over all sessions."""
 MAX_REPRESENTATIONS = 256
-"""Most kinds of representations (compact forms of blocks' keys, for sparse attention) that sessions
-may declare for a key space."""
+"""Most kinds of representations (compact summaries of blocks' attention keys, for sparse attention)
+that sessions may declare for a key space."""
 HOST_TIER, DISK_TIER = "host", "disk"
 """Names of the host-memory tier and of the disk tier below it."""
 
@@ -66,8 +66,8 @@ the event loop serves no other call."""
 class CoreConfig:
     """Settings of the core. Times are in seconds. Shares are fractions of the arena, 0 to 1.
 
-    capacity: largest number of entries, that is of blocks and representations (compact forms of
-        keys) together.
+    capacity: largest number of entries, that is of blocks and representations (compact summaries of
+        attention keys) together.
     unadmitted_share: largest share that read leases may pin while no load has begun under them.
     held_share: largest share that may be pinned because requests asked to retain their blocks.
     residency_share: largest share that residencies (requests whose KV stays in host memory) may
@@ -206,8 +206,8 @@ class SessionRecord:
 
     number: the session's public number. The secret id that its client uses in calls is known only
         to the node.
-    representations: group index of each kind of representation (compact form of a block's keys, for
-        sparse attention) that the session declares.
+    representations: group index of each kind of representation (compact summary of a block's
+        attention keys, for sparse attention) that the session declares.
     """
 
     number: int
@@ -260,8 +260,8 @@ class Counters:
 class KeySpaceRecord:
     """A key space and its number in this server.
 
-    representations: kinds of representations (compact forms of blocks' keys, for sparse attention)
-        that sessions have declared; their group indices start at MAX_GROUPS.
+    representations: kinds of representations (compact summaries of blocks' attention keys, for
+        sparse attention) that sessions have declared; their group indices start at MAX_GROUPS.
     num_flushes: number of flushes (deletions of all blocks of the key space) that have begun.
     """
 
@@ -271,15 +271,15 @@ class KeySpaceRecord:
     num_flushes: int = 0
 
     def has(self, group_index: int) -> bool:
-        """Returns True if the key space has a group, or a kind of representation (compact form of a
-        block's keys, for sparse attention), with this index."""
+        """Returns True if the key space has a group, or a kind of representation (compact summary
+        of a block's attention keys, for sparse attention), with this index."""
         return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(
             self.representations
         )
 
     def shape(self, group_index: int) -> GroupSpec | Representation:
-        """Returns the group, or the kind of representation (compact form of a block's keys), with
-        this index."""
+        """Returns the group, or the kind of representation (compact summary of a block's attention
+        keys), with this index."""
         return (
             self.key_space.groups[group_index]
             if group_index < MAX_GROUPS
@@ -287,12 +287,14 @@ class KeySpaceRecord:
         )
 
     def representation(self, group_index: int) -> Representation:
-        """Returns the kind of representation (compact form of a block's keys) with this index."""
+        """Returns the kind of representation (compact summary of a block's attention keys) with
+        this index."""
         return self.representations[group_index - MAX_GROUPS]
 
     def block_group(self, group_index: int) -> int:
-        """Returns the group of the blocks that have representations (compact forms of keys) of the
-        kind `group_index`. If `group_index` is the index of a group, returns it unchanged."""
+        """Returns the group of the blocks that have representations (compact summaries of attention
+        keys) of the kind `group_index`. If `group_index` is the index of a group, returns it
+        unchanged."""
         return (
             group_index
             if group_index < MAX_GROUPS

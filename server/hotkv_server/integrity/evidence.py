@@ -57,8 +57,8 @@ def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
 
 def condemn(core: CacheCore, entries: Entries) -> None:
     """Drops `entries`: ready entries whose bytes do not match their check values (checksums). Adds
-    eviction notices for blocks, but not for representations (compact forms of blocks' keys). A
-    pinned entry keeps its slot until it is unpinned."""
+    eviction notices for blocks, but not for representations (compact summaries of blocks' attention
+    keys). A pinned entry keeps its slot until it is unpinned."""
     core.space.index.unverified[entries] = True
     alone = core.space.representations.among(entries)
     core.space.representations.drop(entries[alone])

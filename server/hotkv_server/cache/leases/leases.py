@@ -176,8 +176,8 @@ def read_weight(num_lists: int, num_blocks: int) -> int:
 def write_weight(num_blocks: int, num_shards: int) -> int:
     """Returns the most bytes of memory, approximately, that a write lease uses: a key and an entry
     number for each block, and an entry number and a sum for each block and shard. `num_blocks`:
-    number of blocks and representations (compact forms of blocks' keys) that the first call
-    names."""
+    number of blocks and representations (compact summaries of blocks' attention keys) that the
+    first call names."""
     return LEASE_BYTES + (12 + 12 * num_shards) * num_blocks
 
 

@@ -1,6 +1,7 @@
 """`Reservations` opens and ends write leases, which reserve slots. `Stores` begins and ends stores
 under write leases. Calls name blocks in runs: a run is a chain of consecutive blocks of one group,
-or of their representations (compact forms of a block's keys, for sparse attention)."""
+or of their representations (compact summaries of a block's attention keys, for sparse
+attention)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,8 +63,8 @@ class Named:
     words: for each run (chain of consecutive blocks), an entry word per block: the entry number,
         with the high bit set while the entry is reserved; 0 for a block without an entry.
     staying: ready entries that must not be evicted to make room for the call: the named entries,
-        the blocks of named representations (compact forms of blocks' keys), and the entries before
-        them in their chains.
+        the blocks of named representations (compact summaries of blocks' attention keys), and the
+        entries before them in their chains.
     """
 
     words: tuple[Entries, ...]
@@ -77,7 +78,7 @@ class CheckedCall:
 
     runs: the blocks that the call names.
     listed: keys of the call's blocks (`BlockIndex.mixed`), run after run, without the keys of
-        representations (compact forms of blocks' keys).
+        representations (compact summaries of blocks' attention keys).
     named: the entries of the call's blocks. None if the call joins a lease, or if other calls may
         have run since the entries were looked up.
     ttl_s: lifetime of the call's lease.
@@ -310,7 +311,7 @@ class Reservations:
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
         """Returns the index's keys (uint64) of all blocks of the runs, run after run. A key is the
         block's hash, mixed with its key space and group (`BlockIndex.mixed_hashes`). Skips runs of
-        representations (compact forms of blocks' keys, for sparse attention)."""
+        representations (compact summaries of blocks' attention keys, for sparse attention)."""
         index = self._books.space.index
         keys = [
             index.mixed_hashes(key_space_id, run.group_index, run.hashes)
@@ -350,8 +351,8 @@ class Reservations:
         self, session: SessionRecord, record: KeySpaceRecord, runs: Sequence[Run]
     ) -> int:
         """Returns the bytes of memory that a new lease on the blocks and representations (compact
-        forms of blocks' keys) of `runs` counts against its owner's memory limit. Raises OVERLOADED
-        if the owner's leases would then use too much memory."""
+        summaries of blocks' attention keys) of `runs` counts against its owner's memory limit.
+        Raises OVERLOADED if the owner's leases would then use too much memory."""
         weight = write_weight(sum(len(run.hashes) for run in runs), record.key_space.num_shards)
         self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
         return weight
@@ -460,10 +461,10 @@ class Reservations:
         wanted: Int64s,
         results: NDArray[np.uint8],
     ) -> Int64s:
-        """Selects the representations (compact forms of blocks' keys, for sparse attention) that
-        may be reserved. `wanted`: positions in the run (chain of consecutive blocks). Returns those
-        of the positions whose block is ready, or reserved under this lease. Sets `results` to
-        IN_FLIGHT at a position whose block is reserved under another lease."""
+        """Selects the representations (compact summaries of blocks' attention keys, for sparse
+        attention) that may be reserved. `wanted`: positions in the run (chain of consecutive
+        blocks). Returns those of the positions whose block is ready, or reserved under this lease.
+        Sets `results` to IN_FLIGHT at a position whose block is reserved under another lease."""
         index = self._books.space.index
         words = index.find(
             lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]
@@ -653,8 +654,9 @@ class Stores:
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that now have every shard
-        (a rank's part) written, then their representations (compact forms of keys). Returns
-        `BlockResult` values, an array for each run (chain of consecutive blocks) of the call.
+        (a rank's part) written, then their representations (compact summaries of attention keys).
+        Returns `BlockResult` values, an array for each run (chain of consecutive blocks) of the
+        call.
 
         succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
             dropped.
@@ -755,9 +757,9 @@ class Stores:
     def _publish_representations(
         self, lease: WriteLease, entries: Entries, checks: Sums
     ) -> BoolMask:
-        """Makes the representations (compact forms of keys) ready whose blocks are ready, and marks
-        the other representations as aborted. All are of one kind. Returns a mask of the entries
-        that became ready."""
+        """Makes the representations (compact summaries of attention keys) ready whose blocks are
+        ready, and marks the other representations as aborted. All given representations are of one
+        kind. Returns a mask of the entries that became ready."""
         if not len(entries):
             return np.empty(0, np.bool_)
         space = self._books.space

@@ -4,8 +4,8 @@ runs: ranges of adjacent slabs that are lent, and returned, together.
 
 Always true: an entry of the index owns exactly one slot of the pool, and no two entries own the
 same bytes. The bytes of every slot in use count for its key space and tenant. A pinned or reserved
-entry is never evicted. Entries are blocks or representations (compact forms of a block's keys, for
-sparse attention).
+entry is never evicted. Entries are blocks or representations (compact summaries of a block's
+attention keys, for sparse attention).
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -51,7 +51,7 @@ EVICTED_PER_PART = 1 << 12
 
 class Books:
     """The state of a tier: index, pool of slots, tenants, eviction policy and representations
-    (compact forms of blocks' keys, for sparse attention)."""
+    (compact summaries of blocks' attention keys, for sparse attention)."""
 
     def __init__(
         self, index: BlockIndex, pool: SlabPool, tenants: TenantBook, policy: Policy
@@ -84,8 +84,8 @@ class Books:
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         """Returns the heat of each entry: entries with the lowest heat are evicted first. A
-        representation (compact form of a block's keys, for sparse attention) has the heat of its
-        block."""
+        representation (compact summary of a block's attention keys, for sparse attention) has the
+        heat of its block."""
         return self.policy.heat(self.representations.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
@@ -166,7 +166,8 @@ class Removal:
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
         """Evicts the given entries that are ready and not pinned. Returns how many it evicted. Adds
         an eviction notice for the evicted blocks, but not for the evicted representations (compact
-        forms of keys). `cause`: remembered as the reason of the removal (`causes`)."""
+        summaries of attention keys). `cause`: remembered as the reason of the removal
+        (`causes`)."""
         going = self.going(entries)
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone], cause)
@@ -415,7 +416,7 @@ class Rebalancer:
     entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the
     receiving size would otherwise evict, or if that size can't evict enough. A run is emptied as a
     whole, so each of its slabs costs the heat of the run's hottest block. A representation (compact
-    form of a block's keys, for sparse attention) has the heat of its block.
+    summary of a block's attention keys, for sparse attention) has the heat of its block.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:

@@ -368,8 +368,10 @@ def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
 
 class SlabPool:
     """Allocates slots of any size in an arena. Offsets are in bytes from the arena's start,
-    multiples of SLOT_ALIGN.
+    multiples of SLOT_ALIGN. Slabs are the pieces of equal size into which the arena is cut; a slab
+    is lent to at most one slot size at a time.
 
+    num_slabs: number of slabs of the whole arena.
     num_backed: number of slabs that have memory.
     num_free_slabs: number of slabs with memory that are not lent to a slot size.
     floors: reserves slabs for promised slots.

@@ -2,9 +2,9 @@
 
 Always true: an entry of the index owns exactly one slot of the pool, and no slot has two owners.
 Blocks are evicted only when their room is needed: `make_room` evicts right before the `insert` that
-needs the slots. Making room can take long, so it runs in parts. Representations (compact forms of a
-block's keys, for sparse attention) are entries too, but they influence no decision: see
-`Representations`.
+needs the slots. Making room can take long, so it runs in parts. Representations (compact summaries
+of a block's attention keys, for sparse attention) are entries too, but they influence no decision:
+see `Representations`.
 """
 
 from collections.abc import Callable, Mapping
@@ -75,8 +75,8 @@ class Room:
         number `taker`; fewer if no more entries may be evicted for that tenant. Yields after each
         part of the work.
 
-        is_block: True if the slots are for blocks. Representations (compact forms of blocks' keys)
-            may then be dropped to make room; their blocks stay.
+        is_block: True if the slots are for blocks. Representations (compact summaries of blocks'
+            attention keys) may then be dropped to make room; their blocks stay.
         has_promise: True if the room was reserved for a residency (a request whose KV stays in host
             memory). Representations may then be dropped too, even if `is_block` is False.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
@@ -105,8 +105,8 @@ class Room:
     def may_keep_at(self, slot_bytes: int) -> bool:
         """Returns True if the policy may refuse a slot of this size to a new block, so that older
         blocks stay. False unless `may_keep` is True. False while the arena also has slots of other
-        sizes or representations (compact forms of keys), because those would then be evicted in
-        place of blocks of this size."""
+        sizes or representations (compact summaries of attention keys), because those would then be
+        evicted in place of blocks of this size."""
         shares = self._books.representations.declared or self._pool.is_shared(aligned(slot_bytes))
         return self.may_keep and not shares
 
@@ -310,8 +310,8 @@ class Room:
     def _drop_representations(
         self, slot_bytes: int, missing: Callable[[], int], taker: int
     ) -> Parts[None]:
-        """Drops the representations (compact forms of keys) of the coldest blocks until `missing`
-        returns 0. The blocks stay. Yields after each part.
+        """Drops the representations (compact summaries of attention keys) of the coldest blocks
+        until `missing` returns 0. The blocks stay. Yields after each part.
 
         slot_bytes: drops only representations of this slot size; 0: of any size.
         missing: function that returns how many slots or entry numbers are still to be freed.
@@ -501,8 +501,8 @@ class Space:
         """Makes room for an `insert` of `count` keys. Yields after each part of the work; does not
         yield if there is room already or if the work is short.
 
-        group_index: a group of blocks, or a kind of representation (compact form of a block's
-            keys).
+        group_index: a group of blocks, or a kind of representation (compact summary of a block's
+            attention keys).
         has_promise: True if the room was reserved for a residency (a request whose KV stays in host
             memory).
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
