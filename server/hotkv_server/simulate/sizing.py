@@ -22,8 +22,8 @@ GIB = 1 << 30
 BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
 """Block sizes, in tokens, that `block_tokens_of` tries if the trace's block size is not given."""
 AGREE_RATIO = 0.98
-"""Least share of requests in which a prompt's length must fit its number of blocks, for a block
-size to be accepted."""
+"""A block size is accepted only if, in at least this share of requests, the prompt's length fits
+the number of blocks."""
 ENOUGH_RATIO = 0.95
 """An arena counts as large enough if at least this share of the tokens hits that would hit in a
 cache that never evicts."""

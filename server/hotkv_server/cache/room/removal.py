@@ -302,7 +302,8 @@ def choose_windows(
     *,
     skips_free: bool = False,
 ) -> Parts[int]:
-    """Chooses the windows (ranges of `length` adjacent slabs) to empty, the cheapest first. Stops
+    """Chooses the windows (ranges of `length` adjacent slabs of the arena) to empty for another
+    slot size, the cheapest first. A window costs as much as the most costly of its slabs. Stops
     when the i-th window would cost `limits[i]` or more. Marks the slabs of chosen windows in
     `chosen` and sets their `cost` to inf. Yields after each part; returns how many windows were
     chosen.
@@ -336,10 +337,12 @@ def choose_windows(
 
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
-    """Returns the limits for `choose_windows`, which chooses windows (ranges of adjacent slabs) to
-    empty, so that a slot size, the receiving size, gets room for `num_slots` slots. There is a
-    limit for each window that these slots need. The i-th window is emptied only if it costs less
-    than limit i. If it costs more, it is better to evict blocks of the receiving size.
+    """Returns the limits for `choose_windows`: for each window (range of adjacent slabs of the
+    arena) that may be emptied, in order, the cost that it must not reach.
+
+    The windows make room for `num_slots` slots of one size, the receiving size. Instead of emptying
+    a window, the cache can evict blocks of the receiving size. So a window is emptied only if it
+    costs less than the blocks that would otherwise be evicted.
 
     own: heat of the coldest blocks of the receiving size, rising; the coldest block is evicted
         first. Each emptied window spares some of these blocks from eviction. If the windows before

@@ -14,15 +14,15 @@ from hotkv_server.cache.values import Cause
 REMEMBERED_KEYS = 1 << 16
 """Number of removed keys that are remembered."""
 MAX_FRESH = 1 << 12
-"""`causes` searches a sorted copy of the keys. If more keys than this were added since the copy was
-made, `causes` first makes a new copy."""
+"""`RemovedKeys.causes` searches a sorted copy of the keys. If more keys than this were added since
+the copy was made, it first makes a new copy."""
 
 CAUSE_BITS = 3
 CAUSE = np.uint64((1 << CAUSE_BITS) - 1)
 LOWER = np.uint64((REMEMBERED_KEYS << CAUSE_BITS) - 1)
-"""The low bits of a key. The sorted copy stores the key's position and cause in these bits, so the
-bits of the key itself are not compared. About 2 of 1e9 keys that were not removed are therefore
-mistaken for removed keys."""
+"""Mask of the low bits of a key. The sorted copy of the keys stores a key's position and cause in
+place of these bits, so they are not compared. About 2 of 1e9 keys that were not removed are
+therefore mistaken for removed keys."""
 
 Causes = NDArray[np.uint8]
 """Values of `Cause` (why a block was removed), uint8."""

@@ -33,9 +33,9 @@ from hotkv_server.cache.values import BoolMask, Cause, Entries, Int64s, TenantSh
 
 
 REBALANCE_SHARE = 64
-"""A slot size that needs room compares its blocks with the slabs (pieces of the arena) of other
-sizes (`Room._compare`) each time 1/64 of the arena has been freed for it. If a comparison brought
-enough slabs, the next call compares again."""
+"""When a slot size has lacked 1/64 of the arena in total, `Room._compare` compares its blocks with
+the slabs (pieces of the arena) of other sizes, and empties slabs that are colder. If a comparison
+made enough room, the next lack of slots leads to another comparison at once."""
 
 
 class Room:
