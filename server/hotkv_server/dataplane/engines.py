@@ -122,7 +122,8 @@ class CopyJob:
             self._on_done(Outcome.CANCELLED if self.cancelled else Outcome.DONE, "")
 
     def piece_begun(self) -> None:
-        """Records that the copying of a piece begins. Only copy engines call this method."""
+        """Records that the copying of a piece (part of the job) begins. Only copy engines call this
+        method."""
         if not self._begun_s:
             self._begun_s = time.monotonic()
             if self._whole is not None:
@@ -135,9 +136,9 @@ class CopyJob:
         return self._begun_s - self._expected_s if self._begun_s else None
 
     def piece_done(self, error: str = "") -> None:
-        """Records that a piece has ended: it was copied, was skipped or has failed. Ends the job
-        after the last piece. Only copy engines call this method. `error`: why the piece has failed;
-        empty otherwise."""
+        """Records that a piece (part of the job) has ended: it was copied, was skipped or has
+        failed. Ends the job after the last piece. Only copy engines call this method. `error`: why
+        the piece has failed; empty otherwise."""
         with self._lock:
             self._error = self._error or error
             self._pieces_left -= 1

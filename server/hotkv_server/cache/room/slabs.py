@@ -264,9 +264,9 @@ MOST_LOST = 0.01
 behind the run's last slot."""
 LONGEST_END = 100
 """Most slabs that a run (range of adjacent slabs of the arena) has in addition to the slabs that a
-single slot needs. A longer run would not be better: within this bound, there is always a length of
-at least 100 slabs at which the run's last slot ends in its last slab. Then less than one slab is
-lost, at most 1 % of the run (MOST_LOST)."""
+single slot needs. Longer runs are not necessary: within this bound, there is always a length of at
+least 100 slabs at which the run's last slot ends in its last slab. Then less than one slab is lost,
+at most 1 % of the run (MOST_LOST)."""
 RUNS_PER_ARENA = (16, 32)
 """Bounds for the number of runs that fit into an arena. They bound the length of a run.
 

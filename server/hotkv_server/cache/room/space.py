@@ -443,8 +443,8 @@ class Space:
 
     def needs_room(self, slot_bytes: int, count: int) -> bool:
         """Returns False if `make_room` need not be called for `count` slots, because the slots are
-        free and no tenants are configured. In that case does the rest of the work of `make_room`
-        itself: tells the policy whether it may hold entries back."""
+        free and no tenants are configured. In that case also does the other work of `make_room`: it
+        sets whether the policy may hold entries back (refuse to evict them)."""
         if self.tenants.is_used or not self.has_room(slot_bytes, count):
             return True
         self.policy.allow_keeping(self.room.may_keep_at(slot_bytes))

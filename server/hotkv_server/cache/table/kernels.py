@@ -135,7 +135,8 @@ def plan_runs(
     owner: Any, head: Any, length: Any, run_slabs: Any, longest: Any, slot_bytes: Any,
     slab_bytes: Any, usable: Any, want: Any, plan: Any,
 ) -> Any:  # fmt: skip
-    """Chooses free slabs for `want` slots of `slot_bytes`, at most `usable` slabs in all.
+    """Chooses free slabs (pieces of the arena) for `want` slots of `slot_bytes`, at most `usable`
+    slabs in all. Slabs are lent to a slot size in runs (ranges of adjacent slabs).
 
     First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
     then the slabs that are left at the end of a gap. If the run before these slabs has the same

@@ -118,8 +118,8 @@ CONTENDERS = (
     Contender(0.1, hold_s=20.0),
     Contender(0.1, hold_s=80.0),
 )
-"""Settings that the duel compares, at most 16 (the number of bits in an element of
-`Duel._holders`). The policy uses the first setting until another wins."""
+"""Settings of the heat formula that the `Duel` compares, at most 16 (the number of bits in an
+element of `Duel._holders`). The policy uses the first setting until another setting wins."""
 
 
 class Duel:

@@ -157,7 +157,7 @@ SWEEP_ENTRIES = 1 << 17
 Heat = Callable[[Entries], NDArray[np.float64]]
 """Function that returns the heat of each entry; the entry with the lowest heat is the coldest."""
 Members = Callable[[int, int], Entries]
-"""Function with the arguments `first` and `stop`. It returns those entries that belong to a queue,
+"""Function with the arguments `first` and `stop`. Returns the entries that belong to a `ColdQueue`,
 among the entry numbers from `first` to `stop` - 1."""
 
 
@@ -305,8 +305,8 @@ class ColdQueue:
 
 class ColdQueues:
     """A `ColdQueue` for each slot size; the arguments of the constructor are those of `ColdQueue`.
-    If there are MAX_SIZES queues, all are dropped before another is made: a new queue refills
-    itself."""
+    If there are MAX_SIZES queues, all queues are dropped before another queue is made. A new queue
+    refills itself, so nothing is lost."""
 
     def __init__(
         self, state: NDArray[np.uint64], highest: Highest, members: Members, heat: Heat
@@ -327,7 +327,8 @@ class ColdQueues:
         return self._queues[slot_bytes]
 
     def clear(self) -> None:
-        """Empties all queues, because the policy's formula of heat has changed."""
+        """Empties all queues. Called when the policy's formula of heat has changed, because the
+        queues are ordered by heat."""
         for queue in self._queues.values():
             queue.clear()
 
