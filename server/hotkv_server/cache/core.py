@@ -7,12 +7,13 @@ raises has changed nothing. No clock, no I/O, no locks: only the node's event lo
 and it passes the current time as `now_s`.
 
 Always true: after a store has ended, the next lookup finds its blocks. A pinned block is never
-evicted. If a pinned block is flushed, the bytes in its slot stay unchanged until its last pin is
-released. A lease that ends during a copy keeps its slots until the copy ends. A block becomes ready
-only when every shard (the part of the block from one rank) is written.
+evicted. If a pinned block is flushed (deleted with all blocks of its key space), the bytes in its
+slot stay unchanged until its last pin is released. A lease that ends during a copy keeps its slots
+until the copy ends. A block becomes ready only when every shard (the part of the block from one
+rank) is written.
 
 Terms: a run is a chain of consecutive blocks of one group, or of their representations. A
-representation is a compact form of a block's keys, for sparse attention.
+representation is a compact summary of a block's attention keys, for sparse attention.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,9 +68,11 @@ LEASE_BLOCKS = 1 << 10
 """Added to the size of each lease (see LEASED_BLOCKS): ending a lease takes some time even if it
 lists no blocks, about as long as ending it for this many blocks."""
 BLOCKS = 1 << 12
-"""Most blocks that one part of a long operation evicts, flushes or pins."""
+"""Most blocks that one part of a long operation (an eviction, a flush, a use with pins)
+processes."""
 SCANNED_ENTRIES = 1 << 17
-"""How many entry numbers one part of a long operation scans."""
+"""Number of entry numbers that one part of a long operation examines, for example to find all
+blocks of a key space."""
 
 
 class CacheCore(CacheBooks):
@@ -100,7 +103,7 @@ class CacheCore(CacheBooks):
 
     @property
     def draining(self) -> bool:
-        """True while new sessions, leases and transfers are refused."""
+        """True while the server drains: it refuses new sessions, leases and transfers."""
         return self.sessions.draining
 
     @draining.setter
@@ -120,8 +123,8 @@ class CacheCore(CacheBooks):
 
         engine_id: id that all sessions of one engine share; they can use each other's leases.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
-        representations: kinds of representations (compact forms of blocks' keys, for sparse
-            attention) that the session will store or load.
+        representations: kinds of representations (compact summaries of blocks' attention keys, for
+            sparse attention) that the session will store or load.
         """
         self.space.removal.now_s = now_s
         return self.sessions.open(engine_id, role, key_space, now_s, representations)
@@ -197,8 +200,8 @@ class CacheCore(CacheBooks):
     def slot_offsets(self, session_number: int, lease_id: str) -> tuple[Int64s, ...]:
         """Returns the arena offsets of the blocks of a read lease, in bytes: an array for each
         group, in the order of the `acquire` call. The offset is -1 for a block that the lease does
-        not pin, and for a block that must still be compared with its check value. The offsets stay
-        valid while the lease lasts."""
+        not pin, and for a block that must still be compared with its check value (checksum). The
+        offsets stay valid while the lease lasts."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
     def make_room_above(
@@ -236,8 +239,8 @@ class CacheCore(CacheBooks):
 
         The first call under a lease id decides which blocks the lease owns; later calls join the
         lease. A call that joins and names other blocks is refused. Blocks are reserved before
-        representations (compact forms of keys), whatever the order of the runs. A representation is
-        reserved only if its block is ready or reserved under this lease.
+        representations (compact summaries of attention keys), whatever the order of the runs. A
+        representation is reserved only if its block is ready or reserved under this lease.
 
         lease_id: id that the engine chooses for the write lease.
         ttl_s: lifetime of the lease in seconds; 0 for the default.
@@ -309,9 +312,10 @@ class CacheCore(CacheBooks):
         generator first evicts blocks to make room and yields after each part. The caller copies the
         blocks and then calls `end_store`.
 
-        If `options` names a residency, the store's blocks are pinned for the residency. A block
-        that is ready already, and need not be compared with its check value, is pinned at once. A
-        block that this store copies is pinned when the store makes it ready.
+        If `options` names a residency (a request whose KV stays in host memory), the store's blocks
+        are pinned for this residency. A block that is ready already, and need not be compared with
+        its check value (checksum), is pinned at once. A block that this store copies is pinned when
+        the store makes it ready.
 
         transfer_id: id that the client chooses for the store, unique in the session.
         lease_id: id of the write lease. The first call with this id opens the lease; calls of other
@@ -345,15 +349,16 @@ class CacheCore(CacheBooks):
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Makes the blocks ready of which every shard has
-        been written. Returns `BlockResult` values, an array for each run of `begin_store`.
+        been written. Returns `BlockResult` values, an array for each run (chain of consecutive
+        blocks) of `begin_store`.
 
-        A representation (compact form of a block's keys, for sparse attention) whose block is not
-        ready by now is dropped; the representation's result is ABORTED.
+        A representation (compact summary of a block's attention keys, for sparse attention) whose
+        block is not ready by now is dropped; the representation's result is ABORTED.
 
         succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
             dropped; their result is ABORTED.
-        sums: sums of the copied bytes, for check values; an array for each run in the order of
-            `begin_store`. May be empty.
+        sums: sums of the copied bytes, for check values (checksums); an array for each run in the
+            order of `begin_store`. May be empty.
         """
         return self._stores.end(session_number, transfer_id, succeeded, now_s, sums)
 
@@ -376,8 +381,9 @@ class CacheCore(CacheBooks):
 
     def expire(self, now_s: float) -> Iterator[None]:
         """Ends the leases and retention pins that have expired. Also unpins the blocks that `Grace`
-        pins for clients of an earlier server, once the time for these clients (`residency_grace_s`)
-        is over. An expired lease with running copies ends when the copies end."""
+        pins for clients of an earlier server, once the time for these clients (the setting
+        `CoreConfig.residency_grace_s`) is over. An expired lease with running copies ends when the
+        copies end."""
         self.space.removal.now_s = now_s
         yield from self.retention_pins.expire(now_s)
         yield from self.grace.expire(now_s, self.is_read)
@@ -399,8 +405,9 @@ class CacheCore(CacheBooks):
             yield
 
     def end_pins(self, session_number: int) -> Iterator[None]:
-        """Releases all pins that `Pinner` objects (residencies, for example) hold for a session.
-        The session is about to be closed and starts no new work."""
+        """Releases all pins that `Pinner` objects hold for a session, for example for its
+        residencies (requests whose KV stays in host memory). The session is about to be closed and
+        starts no new work."""
         for pinner in self.pinners:
             yield from pinner.end(self.sessions.record(session_number))
 
@@ -487,10 +494,10 @@ class CacheCore(CacheBooks):
         for each part how many of the removed blocks were ready.
 
         After the last part, a lookup no longer finds these blocks. From the first part on, no move
-        between tiers makes one of them ready. The write leases are aborted first. A block that is
-        reserved when the generator starts may become ready only until its lease is aborted, and is
-        then removed with the others. A block that is stored while the flush runs may be removed
-        too.
+        between tiers makes any of these blocks ready. The write leases are aborted first. A block
+        that is reserved when the generator starts may become ready only until its lease is aborted,
+        and is then removed like the other blocks. A block that is stored while the flush runs may
+        be removed too.
         """
         record = self.catalog.record(key_space_id)
         self.catalog.records[key_space_id] = replace(record, num_flushes=record.num_flushes + 1)
@@ -571,16 +578,18 @@ class CacheCore(CacheBooks):
 
     def is_read(self, entries: Entries) -> BoolMask:
         """Returns a mask of the entries that clients may read directly in the arena, because a
-        `Pinner` (residencies, for example) pins them."""
+        `Pinner` pins them, for example for a residency (a request whose KV stays in host
+        memory)."""
         found = np.zeros(len(entries), np.bool_)
         for pinner in self.pinners:
             found |= pinner.is_read(entries)
         return found
 
     def condemned(self, entries: Entries) -> None:
-        """Notifies the pinners that the bytes of these blocks contradict their check values. If
-        clients of an earlier server may have read one of the blocks in the arena, also revokes
-        those clients' validity words (`ReaderWords`), so that the clients discard the bytes."""
+        """Notifies the pinners that the bytes of these blocks contradict their check values
+        (checksums). If clients of an earlier server may have read one of the blocks in the arena,
+        also revokes those clients' validity words (`ReaderWords`), so that the clients discard the
+        bytes."""
         if self.grace.among(entries).any():
             self.grace.revoke()
         for pinner in self.pinners:
@@ -626,8 +635,8 @@ def _other_pins(core: CacheCore) -> Int64s:
 
 
 def _check_kinds(core: CacheCore) -> None:
-    """Raises AssertionError unless each representation (compact form of a block's keys, for sparse
-    attention) belongs to the group of its block."""
+    """Raises AssertionError unless each representation (compact summary of a block's attention
+    keys, for sparse attention) belongs to the group of its block."""
     for entry in core.space.representations.ready():
         (key_space_id, _), (kind, group), _ = core.space.index.keys(
             np.append(entry, core.space.representations.of(entry))

@@ -15,7 +15,7 @@ SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 3
 """Bounds, in seconds, for the durations of a server's calls: from lookups, the shortest calls, to
 loads from a remote tier, the longest."""
 AGES_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0, 604800.0)
-"""Bounds for ages of blocks: a second to a week."""
+"""Bounds for ages of blocks, in seconds: from a second to a week."""
 SIZES_BYTES = tuple(float(1 << power) for power in range(12, 37, 2))
 """Bounds for transfers: 4 KiB to 64 GiB."""
 

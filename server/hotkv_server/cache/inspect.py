@@ -4,7 +4,8 @@ Always true: a query changes nothing. An answer is a copy that later changes do 
 over all entries runs in parts; an entry that is added, removed or used between two parts may count
 or not. Code outside the node reads the core's state through this module.
 
-Entries are blocks or representations (compact forms of a block's keys, for sparse attention).
+Entries are blocks or representations (compact summaries of a block's attention keys, for sparse
+attention).
 """
 
 import string
@@ -28,7 +29,8 @@ from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Entries, HashLis
 
 
 PART_ENTRIES = 1 << 17
-"""Entry numbers that each part of a census examines; a part takes a millisecond or two."""
+"""Number of entry numbers that each part of a census (count of all entries) examines. A part takes
+a millisecond or two."""
 
 
 @dataclass(slots=True)
@@ -38,9 +40,10 @@ class Census:
 
     num_blocks: ready blocks.
     pinned_bytes: bytes of the slots of pinned entries.
-    representation_bytes: bytes of the slots of representations (compact forms of blocks' keys, for
-        sparse attention) in any state.
-    num_unverified: entries whose bytes must be compared with the check value before a load.
+    representation_bytes: bytes of the slots of representations (compact summaries of blocks'
+        attention keys, for sparse attention) in any state.
+    num_unverified: entries whose bytes must be compared with the check value (checksum) before a
+        load.
     blocks, representations: number of ready blocks and of ready representations of each key space,
         int64. The index is the key space's number modulo KEY_SPACE_ROWS.
     """
@@ -97,9 +100,10 @@ STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of live leases and transfers, and bytes that are retained.
+    """Numbers of live leases and transfers, and bytes that are pinned because requests asked to
+    retain their blocks.
 
-    held_bytes: bytes of slots that are pinned because requests asked to retain their blocks.
+    held_bytes: bytes of the slots that are pinned for this reason.
     held_budget_bytes: most bytes that `held_bytes` may reach.
     """
 
@@ -111,18 +115,18 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class RoomFigures:
-    """How a tier's storage is used, in bytes, blocks and slabs.
+    """How a tier's storage is used, in bytes, blocks and slabs (pieces of the arena).
 
     capacity_bytes: bytes that the tier can use now. For the arena, which is prefaulted after the
         start: the bytes that have memory now.
     full_capacity_bytes: bytes that the tier can use once the whole arena has memory.
     used_bytes: bytes of slots that are reserved, ready or detached (flushed while pinned).
     pinned_bytes: bytes of the slots of pinned entries.
-    representation_bytes: bytes of the slots of representations (compact forms of blocks' keys, for
-        sparse attention).
+    representation_bytes: bytes of the slots of representations (compact summaries of blocks'
+        attention keys, for sparse attention).
     num_blocks: number of ready blocks.
-    num_unverified: number of entries whose bytes must be compared with the check value before a
-        load.
+    num_unverified: number of entries whose bytes must be compared with the check value (checksum)
+        before a load.
     """
 
     capacity_bytes: int
@@ -140,8 +144,8 @@ class RoomFigures:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceFigures:
-    """A key space, its kinds of representations (compact forms of blocks' keys, for sparse
-    attention), and its numbers of ready blocks and representations."""
+    """A key space, its kinds of representations (compact summaries of blocks' attention keys, for
+    sparse attention), and its numbers of ready blocks and representations."""
 
     number: int
     key_space: KeySpace
@@ -158,8 +162,8 @@ class BlockFigures:
     state: reserved, ready or detached, as a `STATE_` number of `hotkv_proto.table`.
     depth: number of blocks before this block in its chain.
     last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if it is not ready.
-    representation_bytes: slot size of the block's representation (compact form of its keys); 0
-        without a representation.
+    representation_bytes: slot size of the block's representation (compact summary of its attention
+        keys); 0 without a representation.
     parent_words: hash of the block before this block in the chain. None if this block is the first,
         or if the block before it is not ready.
     """
@@ -183,8 +187,9 @@ class PromptBlocks:
     hashes: each a row of eight uint32 words.
     words: an entry word for each hash: the entry number, with the high bit set while the entry is
         reserved; 0 if the hash has no entry.
-    causes: `Cause` of each block's last removal, as far as it is remembered.
-    below: True for each block that is ready on the disk; shared tiers are not asked.
+    causes: `Cause` of each block's last removal; NONE if no removal is remembered.
+    below: True for each block that is ready on the disk. Tiers that are shared with other nodes are
+        not asked.
     """
 
     hashes: Words
@@ -222,7 +227,7 @@ def eviction_ages(core: CacheCore) -> Histogram:
 
 
 def census_parts(core: CacheCore) -> int:
-    """Returns the number of parts in which `census` would count the current entries."""
+    """Returns the number of parts in which `census` would count the present entries."""
     return -(-core.space.index.num_numbers // PART_ENTRIES)
 
 
@@ -433,7 +438,8 @@ def story(index: BlockIndex, entry: int) -> str:
 
 MAX_CELLS = 2048
 MAP_PART_ENTRIES = 1 << 16
-"""Entry numbers that each part of the scan examines; a part takes about a millisecond."""
+"""Number of entry numbers that each part of the scan for the arena's map examines. A part takes
+about a millisecond."""
 F64s = NDArray[np.float64]
 
 

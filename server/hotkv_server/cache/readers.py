@@ -1,4 +1,5 @@
-"""Readers: clients that read the blocks of their residencies directly in the mapped arena.
+"""Readers: clients that map the arena and read the blocks of their residencies there. A residency
+is a request whose KV stays in host memory.
 
 `ReaderWords` writes the validity words: numbers in shared memory by which a reader checks whether
 its blocks are still pinned. After a restart, `Grace` pins blocks for a time for readers of the
@@ -30,15 +31,16 @@ Uint64s = NDArray[np.uint64]
 
 
 Marks = NDArray[np.uint8]
-"""Array by entry number: 1 for each entry that a reader may read."""
+"""Array by entry number: 1 for each entry that a client may read directly in the mapped arena."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderMemory:
-    """The state that the server stores in files about its readers, as arrays over the mapped files.
-    The files outlive the server.
+    """The state that the server stores about its readers: clients that read blocks directly in the
+    mapped arena. The arrays lie in mapped files, which outlive the server.
 
-    words: the validity words, which readers map too.
+    words: the validity words, which readers map too: numbers by which they check whether their
+        blocks are still pinned.
     marks: by entry number, 1 for each entry that a reader may read; the next server retains these
         entries.
     """
@@ -48,16 +50,17 @@ class ReaderMemory:
 
 
 def no_readers(capacity: int) -> ReaderMemory:
-    """Returns empty words and marks, without files, for a core that has no readers. `capacity`:
-    number of entries."""
+    """Returns words and marks that are all 0 and lie in no file, for a core without readers
+    (clients that read the arena directly). `capacity`: number of entries."""
     return ReaderMemory(np.zeros(WORD_COUNT, np.uint64), np.zeros(capacity + 1, np.uint8))
 
 
 class ReaderWords:
-    """Writes the validity words, one for each session that has residencies. After a client has read
-    blocks in the arena, it compares its session's word with the value that the word had when the
-    residency was opened. If the word is unchanged, the blocks were still pinned while the client
-    read them. A word in use is odd, a free word is even.
+    """Writes the validity words, one for each session that has residencies (requests whose KV stays
+    in host memory, where the client reads it). After a client has read blocks in the arena, it
+    compares its session's word with the value that the word had when the residency was opened. If
+    the word is unchanged, the blocks were still pinned while the client read them. A word in use is
+    odd, a free word is even.
 
     generation: number that this server gives to the residencies that it opens; higher than the
         number of any earlier server. Clients compare a residency's number with the word GENERATION,
@@ -91,7 +94,7 @@ class ReaderWords:
         return bool(len(self._earlier))
 
     def check_room(self, session_number: int) -> None:
-        """Raises OVERLOADED if the session needs a validity word and all words are in use."""
+        """Raises OVERLOADED if the session has no validity word yet and all words are in use."""
         if session_number not in self._of_session and not self._free:
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -118,9 +121,9 @@ class ReaderWords:
             self._free.append(index)
 
     def revoke_earlier(self) -> None:
-        """Makes all residencies of earlier servers invalid: raises the word GENERATION to this
-        server's number, makes the validity words of earlier servers' sessions even, and frees these
-        words for new sessions."""
+        """Makes all residencies (requests whose KV stays in host memory) of earlier servers
+        invalid: raises the word GENERATION to this server's number, makes the validity words of
+        earlier servers' sessions even, and frees these words for new sessions."""
         self._words[GENERATION] = self.generation
         self._words[self._earlier] += np.uint64(1)
         self._free += self._earlier.tolist()
@@ -128,7 +131,8 @@ class ReaderWords:
 
     def check_invariants(self, in_sessions: set[int]) -> None:
         """Raises AssertionError if a validity word is neither free nor assigned, is assigned twice,
-        or has a wrong value. `in_sessions`: numbers of the sessions that have residencies."""
+        or has a wrong value. `in_sessions`: numbers of the sessions that have residencies (requests
+        whose KV stays in host memory)."""
         assert in_sessions <= set(self._of_session), "a session with residencies has no word"
         in_use = [*self._of_session.values(), *self._earlier.tolist()]
         assert sorted([*in_use, *self._free]) == list(range(1, MAX_SESSION_WORD + 1)), (
@@ -194,8 +198,9 @@ class Grace:
         return self._held[entries]
 
     def begin(self, entries: Entries) -> None:
-        """Pins and marks the entries that an earlier server's residencies had pinned. `entries`:
-        each is ready or detached (flushed while pinned), and is listed once."""
+        """Pins and marks the entries that an earlier server had pinned for residencies (requests
+        whose KV stays in host memory). `entries`: each is ready or detached (flushed while pinned),
+        and is listed once."""
         assert not len(self.entries), "grace begins once"
         self.entries = entries
         self._held[entries] = True

@@ -1,6 +1,6 @@
 """Restoring: a new core imports the entries of an old block table, whether the old server stopped
-or was killed. Entries are blocks or representations (compact forms of a block's keys, for sparse
-attention).
+or was killed. Entries are blocks or representations (compact summaries of a block's attention keys,
+for sparse attention).
 
 Ready entries are restored, and detached entries (flushed while pinned) that clients may still read
 in the arena. A record that contradicts the key spaces, the arena or another entry is dropped.
@@ -8,7 +8,7 @@ in the arena. A record that contradicts the key spaces, the arena or another ent
 Always true: a restored entry has the key and the slot of its record. A record is never repaired. A
 restore reads the records of the old table and ignores its buckets. The new table is another file,
 so a killed restore has changed nothing. A restore does not read the slots: every restored entry
-counts as unverified, and is compared with its check value later.
+counts as unverified, and is compared with its check value (checksum) later.
 
 The state in a record says whether the record can be trusted. A server marks a record ready after it
 has written the rest of the record and the block's bytes, and clears the mark before it reuses the
@@ -123,7 +123,8 @@ class Restorable(Protocol):
 
     @property
     def catalog(self) -> Catalog:
-        """The key spaces, with their kinds of representations."""
+        """The key spaces, with their kinds of representations (compact summaries of blocks'
+        attention keys)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +168,12 @@ class Shapes:
 class Restored:
     """The result of a restore.
 
-    kept: number of entries that the old server's residencies had pinned and that are pinned again.
-    lost_readers: True if an entry that those residencies had pinned could not be retained. Then no
-        entry is pinned, and the validity words of the old server's clients were revoked.
-    blocks, representations: numbers of entries that were restored.
+    kept: number of entries that are pinned again, because the old server had pinned them for
+        residencies (requests whose KV stays in host memory).
+    lost_readers: True if an entry that was pinned for such a residency could not be retained. Then
+        no entry is pinned, and the validity words of the old server's clients were revoked.
+    blocks, representations: numbers of restored blocks and of restored representations (compact
+        summaries of blocks' attention keys).
     encoded: number of blocks that lie in encoded (compressed) form in places smaller than their
         slot size.
     dropped: number of records that were not restored, by reason.
@@ -201,12 +204,13 @@ def restore(
     the numbers of restored and of dropped records.
 
     key_spaces: number of each key space in this core, by its number in the old table. The core's
-        catalog knows these key spaces, with their representations in the old order.
+        catalog has these key spaces, with their kinds of representations (compact summaries of
+        blocks' attention keys) in the old order.
     last_used_s: time of last use of each entry, float64 by old entry number, in seconds of `now_s`;
         nan for an entry without a saved time, for example because the entry was made after the last
         save. None if no times were saved.
-    marks: by old entry number, 1 for entries that the old server's residencies had pinned. None if
-        the old table has no marks.
+    marks: by old entry number, 1 for entries that the old server had pinned for residencies
+        (requests whose KV stays in host memory). None if the old table has no marks.
     """
     assert not core.space.index.num_entries, "restored into a core that is in use"
     report = Restored()
@@ -247,8 +251,8 @@ def restore_below(
     below: BelowSpace, old: Words, key_spaces: Mapping[int, int], now_s: float
 ) -> Restored:
     """Fills the empty space of a tier below host memory from the records (each a row of 18 uint32
-    words) of the tier's old table. Does not compare blocks with their check values; each later read
-    of a block does.
+    words) of the tier's old table. Does not compare blocks with their check values (checksums);
+    each later read of a block does.
 
     key_spaces: number of each key space in the core, by its number in the old table.
     """
@@ -327,9 +331,10 @@ def _well_shaped(
     numbers: Entries,
     encoded_bytes: Callable[[int], int] | None = None,
 ) -> BoolMask:
-    """Returns which records can be restored. Such a record names a known group or representation.
-    Its slot size is the group's slot size, or the smaller size that `encoded_bytes` returns for it.
-    Its slot lies inside the arena, at a valid offset for this size.
+    """Returns which records can be restored. Such a record names a known group of blocks or a known
+    kind of representation (compact summary of a block's attention keys). Its slot size is the
+    group's slot size, or the smaller size that `encoded_bytes` returns for it. Its slot lies inside
+    the arena, at a valid offset for this size.
 
     numbers: number in this core of each record's key space; 0 if the core does not have it.
     encoded_bytes: function from a slot size to the size of the smaller places in which encoded
@@ -426,8 +431,8 @@ def _publish(
     now_s: float,
     report: Restored,
 ) -> None:
-    """Makes restored blocks ready, then the representations (compact forms of keys) whose block was
-    restored. Drops all other representations.
+    """Makes restored blocks ready, then the representations (compact summaries of attention keys)
+    whose block was restored. Drops all other representations.
 
     old: all records of the old table, each a row of 18 uint32 words.
     came: positions in `old` of the records that have a new entry.
@@ -473,8 +478,9 @@ def _publish(
 def _linked(
     core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
 ) -> BoolMask:
-    """Returns which representations (compact forms of keys) may be made ready: those whose block
-    was restored, has the same key space and hash, and names the representation in its record.
+    """Returns which representations (compact summaries of attention keys) may be made ready: those
+    whose block was restored, has the same key space and hash, and names the representation in its
+    record.
 
     kinds: positions in `old` of the representations.
     links: positions in `old` of the blocks that they name.

@@ -1,6 +1,6 @@
 """Interfaces through which the core calls capabilities. A `Pinner` pins entries: blocks, or
-representations (compact forms of a block's keys, for sparse attention). A `Below` stores blocks in
-the tiers below host memory.
+representations (compact summaries of a block's attention keys, for sparse attention). A `Below`
+stores blocks in the tiers below host memory.
 
 The core calls each registered object in turn and depends only on these interfaces.
 """
@@ -39,26 +39,27 @@ class StorePins(Protocol):
         block in its chain (prompt)."""
 
     def pin_linked(self, group_index: int, positions: Int64s) -> None:
-        """Pins the representations (compact forms of keys) of the blocks of this group at
-        `positions`. Skips a block without a representation. `positions`: the number of blocks
-        before each block in its chain (prompt)."""
+        """Pins the representations (compact summaries of attention keys) of the blocks of this
+        group at `positions`. Skips a block without a representation. `positions`: the number of
+        blocks before each block in its chain (prompt)."""
 
 
 class Pinner(Protocol):
-    """Pins entries in the arena, for example for residencies."""
+    """Pins entries in the arena, for example for residencies (requests whose KV stays in host
+    memory)."""
 
     def of_store(self, session: SessionRecord, residency_id: str) -> StorePins | None:
-        """Returns the object that pins the blocks of one store of this session; None if the store
-        names no residency of this pinner. Raises HotKVError if the session may not use
-        `residency_id`."""
+        """Returns the object that pins the blocks of one store of this session. Returns None if
+        this pinner has no residency `residency_id` in the session's key space. (A residency is a
+        request whose KV stays in host memory.)"""
 
     def end(self, session: SessionRecord) -> Iterator[None]:
         """Releases all pins of a session, which is about to be closed and starts no new work.
         Yields after each part of the work."""
 
     def condemned(self, entries: Entries) -> None:
-        """Notifies the pinner that these blocks contradict their check values and are about to be
-        dropped."""
+        """Notifies the pinner that these blocks contradict their check values (checksums) and are
+        about to be dropped."""
 
     def is_read(self, entries: Entries) -> BoolMask:
         """Returns a mask of the entries that a client may read directly in the arena because this

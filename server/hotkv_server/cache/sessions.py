@@ -1,7 +1,7 @@
 """Key spaces and sessions, and the checks that every call of a session passes.
 
 Sessions may declare kinds of representations for the blocks of their key space. A representation is
-a compact form of a block's keys, for sparse attention.
+a compact summary of a block's attention keys, for sparse attention.
 """
 
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
@@ -47,7 +47,7 @@ in the state file together."""
 
 def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
     """Returns the approximate bytes of memory that the catalog uses for a key space with these
-    kinds of representations (compact forms of blocks' keys, for sparse attention)."""
+    kinds of representations (compact summaries of blocks' attention keys, for sparse attention)."""
     names = [name for group in key_space.groups for name in group.layer_names]
     shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
     num_entries = 16 + len(names) + len(key_space.extra) + sum(4 + len(sizes) for sizes in shards)
@@ -58,7 +58,7 @@ def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) ->
 
 @dataclass(slots=True)
 class _Holding:
-    """A tenant's key spaces in the catalog: their number, and the bytes of memory that the catalog
+    """The number of a tenant's key spaces in the catalog, and the bytes of memory that the catalog
     uses for them."""
 
     count: int = 0
@@ -69,7 +69,8 @@ class Catalog:
     """The known key spaces, each a `KeySpaceRecord` with a number from 1 on.
 
     records: the known key spaces by number.
-    revision: number that rises when a key space or a kind of representation is added or forgotten.
+    revision: number that rises when a key space or a kind of representation (compact summary of a
+        block's attention keys) is added or forgotten.
 
     Arguments of the constructor: `books` is the state of the arena, `num_tenants` the number of
     configured tenants (0: no tenants), `below` the tiers below host memory.
@@ -93,8 +94,8 @@ class Catalog:
         return f"Catalog({len(self.records)} key spaces)"
 
     def share_out(self, num_tenants: int) -> None:
-        """Limits each of `num_tenants` tenants to an equal share of the catalog; 0: no tenants are
-        configured, so all key spaces use one share. A tenant above its share keeps its key spaces,
+        """Limits each of `num_tenants` tenants to an equal share of the catalog. If no tenants are
+        configured (0), all key spaces use one share. A tenant above its share keeps its key spaces,
         but can't register more until enough of its key spaces are forgotten."""
         self.max_of_tenant = MAX_KEY_SPACES
         if num_tenants:
@@ -114,9 +115,10 @@ class Catalog:
     def register(
         self, key_space: KeySpace, kinds: tuple[Representation, ...], now_s: float
     ) -> tuple[int, tuple[int, ...]]:
-        """Registers a key space and kinds of representations (compact forms of keys) the first time
-        they are seen. Returns the number of the key space and the group index of each kind. Raises
-        OVERLOADED if the tenant's share of the catalog is used up (`share_out`)."""
+        """Registers a key space and kinds of representations (compact summaries of attention keys)
+        the first time they are seen. Returns the number of the key space and the group index of
+        each kind. Raises OVERLOADED if the tenant's share of the catalog is used up
+        (`share_out`)."""
         self._check(key_space, kinds)
         if not self._has_room(key_space, kinds):
             count = self._holding(key_space).count
@@ -167,9 +169,9 @@ class Catalog:
         tried: Container[int] = (),
     ) -> int:
         """Returns the number of the key space to forget, so that `key_space` can be registered with
-        the kinds of representations `kinds`. Never returns a number in `tried`. Returns 0 if the
-        tenant's share of the catalog has room already, or if no other key space of the tenant may
-        be forgotten.
+        `kinds`, its kinds of representations (compact summaries of blocks' attention keys). Never
+        returns a number in `tried`. Returns 0 if the tenant's share of the catalog has room
+        already, or if no other key space of the tenant may be forgotten.
 
         Raises HotKVError if forgetting key spaces can't help, for example because a block of
         `key_space` does not fit the arena.
@@ -365,7 +367,8 @@ def check_named(
 
     groups: indices of the groups that the call names.
     most_blocks: the most blocks that a call may name.
-    only_blocks: if True, refuses groups of representations too.
+    only_blocks: if True, refuses indices of representations (compact summaries of blocks' attention
+        keys) too.
     """
     for group_index in groups:
         if not record.has(group_index):
@@ -414,11 +417,11 @@ class SessionBook:
 
         engine_id: id that all sessions of one engine share.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
-        representations: kinds of representations (compact forms of blocks' keys, for sparse
-            attention) that the session will store or load.
+        representations: kinds of representations (compact summaries of blocks' attention keys, for
+            sparse attention) that the session will store or load.
 
-        Raises INVALID_FIELD if `engine_id` is empty, DRAINING while the server drains, and the
-        errors of `Catalog.register`.
+        Raises INVALID_FIELD if `engine_id` is empty, DRAINING while the server drains (refuses new
+        work), and the errors of `Catalog.register`.
         """
         if not engine_id:
             raise invalid("engine_id is empty; give one id to all sessions of an engine")
@@ -452,7 +455,7 @@ class SessionBook:
         )
 
     def check_takes_new(self, refusal: str) -> None:
-        """Raises DRAINING while the server drains. `refusal`: ends the error's message, for example
-        "takes no new sessions"."""
+        """Raises DRAINING while the server drains (refuses new work). `refusal`: ends the error's
+        message, for example "takes no new sessions"."""
         if self.draining:
             raise HotKVError(Reason.DRAINING, f"the server is draining and {refusal}")

@@ -1,7 +1,7 @@
 """Frozen values that the core accepts and returns.
 
 Terms: a run is a chain of consecutive blocks of one group, or of their representations. A
-representation is a compact form of a block's keys, for sparse attention.
+representation is a compact summary of a block's attention keys, for sparse attention.
 """
 
 import enum
@@ -23,12 +23,14 @@ KEY_SPACE_ROWS = 1 << 13
 space is its number modulo KEY_SPACE_ROWS. Numbers are never reused, and no two known key spaces
 share a row."""
 FIRST_MOVE = 1 << 31
-"""First number for moves of blocks between tiers. A reserved entry stores the number of its owner:
-a lease's number is below FIRST_MOVE, a move's number is FIRST_MOVE or higher."""
+"""First number for moves of blocks between tiers. A reserved entry stores the number of its owner,
+a write lease or a move: a lease's number is below FIRST_MOVE, a move's number is FIRST_MOVE or
+higher."""
 MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, over all sessions."""
 MAX_REPRESENTATIONS = 256
-"""Most kinds of representations that sessions may declare for a key space."""
+"""Most kinds of representations (compact summaries of blocks' attention keys, for sparse attention)
+that sessions may declare for a key space."""
 HOST_TIER, DISK_TIER = "host", "disk"
 """Names of the host-memory tier and of the disk tier below it."""
 
@@ -56,24 +58,26 @@ class TenantShare:
 
 
 MAX_BLOCKS_PER_CALL = 1 << 17
-"""Most blocks that a call may name. To look up that many takes about 20 ms, in which the event loop
-serves no other call."""
+"""Most blocks that a call may name. A lookup of that many blocks takes about 20 ms, during which
+the event loop serves no other call."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
     """Settings of the core. Times are in seconds. Shares are fractions of the arena, 0 to 1.
 
-    capacity: largest number of entries, that is of blocks and representations (compact forms of
-        keys) together.
+    capacity: largest number of entries, that is of blocks and representations (compact summaries of
+        attention keys) together.
     unadmitted_share: largest share that read leases may pin while no load has begun under them.
     held_share: largest share that may be pinned because requests asked to retain their blocks.
-    residency_share: largest share that residencies may reserve and pin.
+    residency_share: largest share that residencies (requests whose KV stays in host memory) may
+        reserve and pin.
     residency_grace_s: how long after a restart clients of the earlier server may continue to read
         the blocks of their residencies in the arena.
     client_memory_bytes: limit of the memory, outside the arena, for clients' leases, transfers and
         sequences.
-    check_stride: stride of check values, see `integrity.check_values`; 0 turns check values off.
+    check_stride: stride of check values (checksums), see `integrity.check_values`; 0 turns check
+        values off.
     tenants: shares by tenant name. A tenant that is not listed has no guarantee and no limit.
     is_backed: True if the whole arena has memory (is prefaulted) at the start. If False, calls of
         `Space.grow` later report how much of the arena has memory.
@@ -136,7 +140,8 @@ class LoadPositions:
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """The blocks of one run that a transfer copies, and their slots in the arena.
+    """The blocks of one run (chain of consecutive blocks) that a transfer copies, and their slots
+    in the arena.
 
     positions: positions of the copied blocks in the run, int64.
     offsets: offsets of the blocks' slots in the arena, in bytes, int64.
@@ -173,9 +178,9 @@ class Cause(enum.IntEnum):
     OPERATOR = 2
     """A call of an operator evicted the block."""
     FLUSH = 3
-    """The block's key space was flushed."""
+    """The block was deleted in a flush, which deletes all blocks of a key space."""
     DAMAGE = 4
-    """The block's bytes contradicted its check value."""
+    """The block's bytes contradicted its check value (checksum)."""
     HINT = 5
     """A hint demoted the block to a tier below host memory."""
     EXPIRY = 6
@@ -186,8 +191,9 @@ class Cause(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
-    """Blocks of one group that were evicted or flushed. The node reports them to the sessions of
-    the key space. `hashes`: each a row of eight uint32 words."""
+    """Blocks of one group that were evicted, or flushed (deleted with all blocks of the key space).
+    The node reports them to the sessions of the key space. `hashes`: each a row of eight uint32
+    words."""
 
     key_space_id: int
     group_index: int
@@ -200,8 +206,8 @@ class SessionRecord:
 
     number: the session's public number. The secret id that its client uses in calls is known only
         to the node.
-    representations: group index of each kind of representation (compact form of a block's keys, for
-        sparse attention) that the session declares.
+    representations: group index of each kind of representation (compact summary of a block's
+        attention keys, for sparse attention) that the session declares.
     """
 
     number: int
@@ -225,7 +231,8 @@ class Counters:
         their `BlockResult` (PRESENT, NO_SPACE, IN_FLIGHT).
     aborted_blocks: blocks that were reserved, and removed before they became ready.
     held_blocks: blocks that were pinned because a request asked to retain them.
-    condemned_blocks: blocks that were dropped because their bytes contradicted their check value.
+    condemned_blocks: blocks that were dropped because their bytes contradicted their check value
+        (checksum).
     """
 
     lookup_blocks: int = 0
@@ -253,9 +260,9 @@ class Counters:
 class KeySpaceRecord:
     """A key space and its number in this server.
 
-    representations: kinds of representations (compact forms of blocks' keys, for sparse attention)
-        that sessions have declared; their group indices start at MAX_GROUPS.
-    num_flushes: number of flushes of the key space that have begun.
+    representations: kinds of representations (compact summaries of blocks' attention keys, for
+        sparse attention) that sessions have declared; their group indices start at MAX_GROUPS.
+    num_flushes: number of flushes (deletions of all blocks of the key space) that have begun.
     """
 
     number: int
@@ -264,14 +271,15 @@ class KeySpaceRecord:
     num_flushes: int = 0
 
     def has(self, group_index: int) -> bool:
-        """Returns True if the key space has a group, or a kind of representation (compact form of a
-        block's keys, for sparse attention), with this index."""
+        """Returns True if the key space has a group, or a kind of representation (compact summary
+        of a block's attention keys, for sparse attention), with this index."""
         return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(
             self.representations
         )
 
     def shape(self, group_index: int) -> GroupSpec | Representation:
-        """Returns the group or the kind of representation with this index."""
+        """Returns the group, or the kind of representation (compact summary of a block's attention
+        keys), with this index."""
         return (
             self.key_space.groups[group_index]
             if group_index < MAX_GROUPS
@@ -279,12 +287,14 @@ class KeySpaceRecord:
         )
 
     def representation(self, group_index: int) -> Representation:
-        """Returns the kind of representation with this index."""
+        """Returns the kind of representation (compact summary of a block's attention keys) with
+        this index."""
         return self.representations[group_index - MAX_GROUPS]
 
     def block_group(self, group_index: int) -> int:
-        """Returns the group of the blocks that have representations (compact forms of keys) of the
-        kind `group_index`. If `group_index` is the index of a group, returns it unchanged."""
+        """Returns the group of the blocks that have representations (compact summaries of attention
+        keys) of the kind `group_index`. If `group_index` is the index of a group, returns it
+        unchanged."""
         return (
             group_index
             if group_index < MAX_GROUPS

@@ -25,7 +25,7 @@ from hotkv_server.device.runtime import HOST, DeviceError
 
 
 class Outcome(enum.Enum):
-    """How a job ended."""
+    """How a copy job ended."""
 
     DONE = "done"
     CANCELLED = "cancelled"
@@ -45,12 +45,14 @@ class Gate(Protocol):
 
 
 class CopyJob:
-    """The copies of a transfer; see the module.
+    """All copies of one transfer: a store or a load of KV blocks. A copy engine splits the job into
+    pieces.
 
     `plans`: the copies.
     `on_done`: called once when the job has ended, with its outcome, and a message if it has failed.
-    `gate`: delays the job (see `Gate`). `CopyEngines` polls the gate, and passes the job to a copy
-        engine once `Gate.passed` returns True.
+    `gate`: delays the job until the device of the vLLM engine has passed a point in its queue.
+        `CopyEngines` polls the gate, and passes the job to a copy engine once `Gate.passed` returns
+        True.
     `owner`: name of the tenant or vLLM engine for which the bytes are copied. The copy engine for
         host memory serves owners in turn.
     """
@@ -120,7 +122,8 @@ class CopyJob:
             self._on_done(Outcome.CANCELLED if self.cancelled else Outcome.DONE, "")
 
     def piece_begun(self) -> None:
-        """Records that the copying of a piece begins. Only copy engines call this method."""
+        """Records that the copying of a piece (part of the job) begins. Only copy engines call this
+        method."""
         if not self._begun_s:
             self._begun_s = time.monotonic()
             if self._whole is not None:
@@ -128,14 +131,14 @@ class CopyJob:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds that the job has waited in a copy engine: from `expect`, which is called after
-        the gate has passed, until the copying of the first piece began. None before that."""
+        """Seconds that the job has waited in a copy engine: from the call of `expect`, after the
+        job's gate has passed, until the copying of the first piece began. None before that."""
         return self._begun_s - self._expected_s if self._begun_s else None
 
     def piece_done(self, error: str = "") -> None:
-        """Records that a piece has ended: it was copied, was skipped or has failed. Ends the job
-        after the last piece. Only copy engines call this method. `error`: why the piece has failed;
-        empty otherwise."""
+        """Records that a piece (part of the job) has ended: it was copied, was skipped or has
+        failed. Ends the job after the last piece. Only copy engines call this method. `error`: why
+        the piece has failed; empty otherwise."""
         with self._lock:
             self._error = self._error or error
             self._pieces_left -= 1
@@ -148,7 +151,8 @@ class CopyJob:
 
 
 class CopyEngine(Protocol):
-    """Executes jobs; see the module."""
+    """Interface of a copy engine, which executes copy jobs. It splits a job into pieces, and copies
+    the pieces on its lanes: threads, or the two directions of a device."""
 
     def submit(self, job: CopyJob) -> None:
         """Starts a job. Its `on_done` is called when it has ended. Callable from any thread; does
@@ -156,13 +160,13 @@ class CopyEngine(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Number of pieces that have not begun. It is bounded, because the cache core bounds the
-        number of transfers."""
+        """Number of pieces (parts of jobs) whose copying has not begun. It is bounded, because the
+        cache core bounds the number of transfers."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which lanes have copied, summed over all lanes. The time of a piece is added
-        when the piece ends."""
+        """Seconds in which lanes (threads, or directions of a device) have copied, summed over all
+        lanes. The time of a piece is added when the piece ends."""
 
     @property
     def num_lanes(self) -> int:
@@ -188,11 +192,11 @@ class CopyEngine(Protocol):
 POLL_S = 50e-6
 MAX_POLL_S = 1e-3
 POLL_SHARE = 0.05
-"""Length of the pause between two polls of the gates, as a share of the time since a gate has last
-passed or a job was last added. The pause is at least POLL_S and at most MAX_POLL_S. So the pauses
-make a wait at most a twentieth longer, and during long waits the GIL is free for other threads.
-(Some gates need two polls: the first starts to read a number from the device's memory, the second
-gets the number. The pauses then make a wait at most a tenth longer.)"""
+"""Length of the pause between two polls of the jobs' gates (`Gate`), as a share of the time since a
+gate has last passed or a job was last added. The pause is at least POLL_S and at most MAX_POLL_S.
+So the pauses make the wait for a gate at most a twentieth longer, and during long waits the GIL is
+free for other threads. (Some gates need two polls: the first starts to read a number from the
+device's memory, the second gets the number. The pauses then make a wait at most a tenth longer.)"""
 
 
 class CopyEngines:
@@ -225,8 +229,8 @@ class CopyEngines:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Cancels the jobs that still wait for an engine's device (`gate`), and closes all copy
-        engines."""
+        """Cancels the jobs that still wait for the device of a vLLM engine (`CopyJob.gate`), and
+        closes all copy engines."""
         with self._changed:
             self._closing = True
             for job in self._waiting:
@@ -238,14 +242,14 @@ class CopyEngines:
 
     @property
     def num_queued(self) -> int:
-        """Number of pieces that have not begun, plus the number of jobs that wait for their
-        gates."""
+        """Number of pieces (parts of jobs) whose copying has not begun, plus the number of jobs
+        that wait for their gates (`Gate`)."""
         return len(self._waiting) + sum(engine.num_queued for engine in self._engines.values())
 
     @property
     def busy_s(self) -> float:
-        """Busy seconds of the copy engine for host memory only. Copy engines of devices report
-        their own figures."""
+        """Seconds in which the threads of the copy engine for host memory have copied. Copy engines
+        of devices report their own figures."""
         return self._engines[HOST].busy_s
 
     @property
@@ -254,16 +258,16 @@ class CopyEngines:
         return self._engines[HOST].num_lanes
 
     def is_alive(self) -> bool:
-        """Returns False if a thread of any copy engine, or the thread that polls the gates, has
-        died."""
+        """Returns False if a thread of any copy engine, or the thread that polls the jobs' gates
+        (`Gate`), has died."""
         return self._thread.is_alive() and all(
             engine.is_alive() for engine in self._engines.values()
         )
 
     def stalled_s(self, now_s: float) -> float:
         """Returns the longest of these times, in seconds: how long each thread or device of a copy
-        engine has worked on its present piece, and how long the present poll of the gates has
-        lasted. The time that a job waits for its gate does not count."""
+        engine has worked on its present piece, and how long the present poll of the jobs' gates
+        (`Gate`) has lasted. The time that a job waits for its gate does not count."""
         gates_s = now_s - (self._begun_s or now_s)
         return max(gates_s, *(engine.stalled_s(now_s) for engine in self._engines.values()))
 
@@ -287,8 +291,8 @@ class CopyEngines:
             )
 
     def _settle(self, job: CopyJob) -> bool:
-        """Starts the job if its gate has passed; ends the job if the gate has failed or the job was
-        cancelled. Returns False if the job must still wait."""
+        """Polls the gate of a job (`Gate`). If the gate has passed, starts the job. If the gate has
+        failed or the job was cancelled, ends the job. Returns False if the job must still wait."""
         gate = job.gate
         if gate is None:
             self._start(job)

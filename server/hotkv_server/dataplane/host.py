@@ -79,16 +79,17 @@ class FairQueue(Generic[T]):
 # --------------------------------------------------------------------------------------- The engine
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
-"""Bounds of the size of a piece. A piece is large enough that its overhead is negligible, and small
-enough that a cancel takes effect within 1 or 2 milliseconds."""
+"""Bounds of the size of a piece (part of a copy job). A piece is large enough that its overhead is
+negligible, and small enough that a cancel takes effect within 1 or 2 milliseconds."""
 STREAMED_JOB_BYTES = 8 << 20
 """Jobs of at least this size are copied with stores that bypass the processor's caches. They would
 not fit into the caches, and plain stores would read every cache line that they overwrite."""
 
 
 class HostCopyEngine:
-    """The copy engine for host memory; see the module. `num_threads` threads (workers) share one
-    queue of pieces. The queue is bounded, because the cache core bounds the number of transfers."""
+    """The copy engine for host memory. It splits copy jobs into pieces; `num_threads` threads
+    (workers) share one queue of pieces. The queue is bounded, because the cache core bounds the
+    number of transfers."""
 
     def __init__(self, num_threads: int) -> None:
         self._kernels = native.require("hotkv_proto.kernels")
@@ -126,7 +127,7 @@ class HostCopyEngine:
 
     @property
     def num_queued(self) -> int:
-        """Number of pieces that have not begun."""
+        """Number of pieces (parts of jobs) whose copying has not begun."""
         return len(self._queue)
 
     @property

@@ -43,7 +43,8 @@ _PRIORITIES = {Priority.LOW: 0, Priority.HIGH: -5}
 priorities. CUDA clamps numbers beyond the device's range."""
 _WARP = 32
 _BYTES_OF_WARP = 4096
-"""Bytes that a warp has in flight. A smaller share of a copy is not worth another warp."""
+"""Bytes that a warp of the copy kernel has in flight. A copy is not split into shares smaller than
+this, because they would not occupy a warp."""
 _SHARES_PER_WARP = 8
 """The copy kernel splits copies into shares (`copy_shares`). Each warp gets this number of shares,
 if the copies are large enough."""
@@ -62,9 +63,9 @@ class CudaEvent:
 
 
 class CupyRuntime:
-    """A `DeviceRuntime` for real devices; see the module. The constructor raises DeviceError if
-    there is no driver, no device or no CuPy. The message says what to install, or which access the
-    container needs.
+    """A `DeviceRuntime` for real devices, which calls CUDA's driver. The constructor raises
+    DeviceError if there is no driver, no device or no CuPy. The message says what to install, or
+    which access the container needs.
 
     `copy_blocks`: number of thread blocks in a launch of the copy kernel.
     `copy_threads`: number of threads in each block: a multiple of 32, at most 512.

@@ -72,7 +72,8 @@ class _Opened:
 
 
 class Devices:
-    """The devices, and the memory of engines that is open; see the module.
+    """The devices (GPUs) that the server can use, and the memory of vLLM engines on them that the
+    server has opened.
 
     `runtime`: calls CUDA; None if there are no devices.
     `infos`: the devices.
@@ -126,7 +127,7 @@ class Devices:
 
     @property
     def num_open(self) -> int:
-        """Number of open allocations."""
+        """Number of allocations of engines that are open."""
         return len(self._memory)
 
     def find(self, device_uuid: bytes) -> int:
@@ -147,16 +148,17 @@ class Devices:
         return number
 
     def take_queue(self, device: int) -> Queue:
-        """Returns a queue that no session uses, or a new queue. (Streams live as long as the
-        process, so sessions reuse the queues of sessions that have ended.) Raises DeviceError."""
+        """Returns a queue (stream and event) that no session uses, or a new queue. (Streams live as
+        long as the process, so sessions reuse the queues of sessions that have ended.) Raises
+        DeviceError."""
         with self._lock:
             if idle := self._idle.get(device):
                 return idle.pop()
         return Queue(self.runtime.new_stream(device, Priority.HIGH), self.runtime.new_event(device))
 
     def give_queue(self, queue: Queue) -> None:
-        """Makes a queue that `take_queue` has returned available to other sessions. All work in the
-        queue must have ended."""
+        """Makes a queue (stream and event) that `take_queue` has returned available to other
+        sessions. All work in the queue must have ended."""
         with self._lock:
             self._idle.setdefault(queue.stream.device, []).append(queue)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 
 HOST = -1
-"""Means host memory, in place of the number of a device."""
+"""Stands for host memory, in place of the number of a device."""
 
 
 class DeviceError(Exception):

@@ -41,9 +41,9 @@ class CudaError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of `look`: a runtime with its devices, or the reason why there is none.
+    """The result of `look`: a runtime with its devices, or the reason why there are no devices.
 
-    `runtime`: None without devices.
+    `runtime`: calls CUDA; None without devices.
     `why_none`: the reason; empty if there is a runtime.
     """
 
@@ -93,8 +93,7 @@ def look_in_background(copy: CopySettings) -> "Future[Found]":
 
 @dataclass(slots=True)
 class CudaPart:
-    """The objects with which the server copies blocks, to and from host memory and GPUs; see the
-    module.
+    """The objects with which the server copies blocks to and from host memory and GPUs.
 
     `devices`: the devices, and the memory of engines on them.
     `copy_engine`: combines the copy engines of all devices and of host memory.

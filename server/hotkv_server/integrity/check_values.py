@@ -1,10 +1,10 @@
-"""Check values: 64 bits in the record of a block, which must match the block's bytes.
+"""Check values (checksums): 64 bits in the record of a block, which must match the block's bytes.
 
 A check value covers one line of 64 bytes in each `stride` lines, and the last line of each shard
-(the part of a block that one rank stores).
-The position of the covered line shifts from one group of `stride` lines to the next. With a stride
-of 1 a check value covers all bytes. Its low 4 bits encode the stride, so the blocks of a block
-table may have different strides. The value 0 means that there is no check value.
+(the part of a block that one rank stores). The position of the covered line shifts from one group
+of `stride` lines to the next. With a stride of 1 a check value covers all bytes. Its low 4 bits
+encode the stride, so the blocks of a block table may have different strides. The value 0 means that
+there is no check value.
 
 A check value is computed from the block's key and a sum over its lines, so the bytes of another
 block do not match. The sum of a block is the sum of its shards, so the copy that writes a shard can
@@ -26,13 +26,14 @@ _KEY_FACTOR, _TAG = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(15)
 
 
 def sealed(sums: Sums, keys: Sums, stride: int) -> Sums:
-    """Returns the check values of n blocks, uint64 [n].
+    """Returns the check values (checksums) of n blocks, uint64 [n].
 
-    `sums`: sums over the covered lines of all shards of each block, uint64 [n].
+    `sums`: sums over the covered lines (64 bytes each) of all shards (the ranks' parts) of each
+        block, uint64 [n].
     `keys`: the blocks' keys, uint64 [n]: numbers that `BlockIndex.mixed` computes from each block's
         hash, key space and group.
-    `stride`: the stride with which the sums were computed; see the module. 0: the server computes
-        no check values, so the result is zeros.
+    `stride`: the sums cover one line in each `stride` lines. 0: the server computes no check
+        values, so the result is zeros.
     """
     if not stride:
         return np.zeros(len(sums), np.uint64)
@@ -41,14 +42,16 @@ def sealed(sums: Sums, keys: Sums, stride: int) -> Sums:
 
 
 def strides_of(checks: Sums) -> Int64s:
-    """Returns the stride that each check value encodes, int64 [n]; 0 for a missing check value."""
+    """Returns the stride that each check value (checksum) encodes, int64 [n]; 0 for a missing check
+    value. The value covers one line (64 bytes) in each `stride` lines."""
     tags = (checks & _TAG).astype(np.int64)
     return np.where(tags > 0, np.left_shift(1, np.maximum(tags - 1, 0)), 0)
 
 
 def agree(sums: Sums, keys: Sums, checks: Sums) -> NDArray[np.bool_]:
-    """Returns a mask [n] of the blocks whose sum and key match their check value; False if the
-    check value is missing. `sums`, `keys`: see `sealed`. `checks`: check values, uint64 [n]."""
+    """Returns a mask [n] of the blocks whose sum and key match their check value (checksum); False
+    if the check value is missing. `sums`, `keys`: see `sealed`. `checks`: check values, uint64
+    [n]."""
     tags = checks & _TAG
     agreeing: NDArray[np.bool_] = (tags > 0) & (_bound(sums, keys) | tags == checks)
     return agreeing

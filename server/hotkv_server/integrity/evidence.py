@@ -1,5 +1,5 @@
-"""Describes the blocks to compare with their check values, and condemns (drops) blocks that do not
-match.
+"""Describes the blocks to compare with their check values (checksums), and condemns (drops) blocks
+that do not match.
 
 Always true: this module reads no bytes of blocks. Lookups no longer find a condemned block. While a
 lease still keeps the slot of a condemned block, the slot stays marked as unverified.
@@ -18,8 +18,9 @@ from hotkv_server.integrity.check_values import Int64s, Sums
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The description of n blocks of the same shape (number and sizes of shards), for comparing
-    their bytes with their check values.
+    """The description of n blocks of the same shape, for a comparison of their bytes with their
+    check values (checksums). The shape is the number and sizes of a block's shards (the parts from
+    the ranks).
 
     `entries` [n]: entry numbers of the blocks in the index.
     `offsets` [n]: offsets of the blocks' slots in the arena, in bytes.
@@ -37,9 +38,9 @@ class Evidence:
 
 
 def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
-    """Describes blocks whose bytes are to be compared with their check values. Returns a
-    description for each group of blocks of the same shape (number and sizes of shards). `entries`:
-    ready entries, or detached entries (removed, but still pinned)."""
+    """Describes blocks whose bytes are to be compared with their check values (checksums). Returns
+    a description for each group of blocks of the same shape: number and sizes of shards (the ranks'
+    parts of a block). `entries`: ready entries, or detached entries (removed, but still pinned)."""
     index, parts = core.space.index, []
     key_spaces, groups, _ = index.keys(entries)
     kinds = key_spaces.astype(np.uint64) << np.uint64(16) | groups
@@ -55,8 +56,8 @@ def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
 
 
 def condemn(core: CacheCore, entries: Entries) -> None:
-    """Drops `entries`: ready entries whose bytes do not match their check values. Announces the
-    removal of entries that are blocks, not of those that are representations (compact forms of
+    """Drops `entries`: ready entries whose bytes do not match their check values (checksums). Adds
+    eviction notices for blocks, but not for representations (compact summaries of blocks' attention
     keys). A pinned entry keeps its slot until it is unpinned."""
     core.space.index.unverified[entries] = True
     alone = core.space.representations.among(entries)

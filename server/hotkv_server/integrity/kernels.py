@@ -60,8 +60,8 @@ def _mixed(address: Any, salts: Any, line: Any, seed: Any) -> Any:
 
     `address`: address of the line.
     `salts`: the 16 constants for `_products`.
-    `line`: number of the line in its shard.
-    `seed`: seed of the shard.
+    `line`: number of the line in its shard (a rank's part of a block).
+    `seed`: number that is mixed into the sum; different for each shard.
     """
     total = _products(address, salts.ctypes.data)
     total = (total ^ ((_U64(line) + _U64(1)) * _U64(0x9E37_79B9_7F4A_7C15)) ^ seed) * _U64(
@@ -78,8 +78,8 @@ def _mixed(address: Any, salts: Any, line: Any, seed: Any) -> Any:
 def add_sums(
     base: Any, offsets: Any, num_bytes: Any, seed: Any, strides: Any, salts: Any, out: Any
 ) -> None:
-    """Computes the sums of one shard of n blocks: adds to `out[i]` the sum over the sampled lines
-    of the `num_bytes` bytes at address `base` + `offsets[i]`.
+    """Computes the sums of one shard (a rank's part) of n blocks: adds to `out[i]` the sum over the
+    sampled lines of the `num_bytes` bytes at address `base` + `offsets[i]`.
 
     `seed`: number that is mixed into each line's sum; different for each shard.
     `strides` [n]: one line in each `strides[i]` lines is sampled, and the last line.

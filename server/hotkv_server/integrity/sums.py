@@ -1,4 +1,5 @@
-"""Computes sums over the bytes of slots. `check_values` makes check values from these sums.
+"""Computes sums over the bytes of slots. `check_values` makes check values (checksums) from these
+sums.
 
 Reads bytes without the GIL, and writes only its results.
 """
@@ -29,8 +30,9 @@ _SEED_FACTOR = 0xA076_1D64_78BD_642F
 def add_sums(
     memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, sums: Sums
 ) -> None:
-    """Adds the sums of one shard of n blocks to `sums` [n]. Releases the GIL. The bytes must not
-    change until the call returns. Raises ValueError if a range is not inside the memory.
+    """Adds the sums of one shard (a rank's part) of n blocks to `sums` [n]. Releases the GIL. The
+    bytes must not change until the call returns. Raises ValueError if a range is not inside the
+    memory.
 
     `memory`: the memory with the blocks' slots.
     `offsets` [n]: offsets of the shard of each block in the memory, in bytes.
@@ -97,14 +99,15 @@ class SumThreads:
 
 
 def _seed(shard: int) -> np.uint64:
-    """Returns the seed of a shard: a number that is mixed into its sum, so that equal bytes in
-    different shards have different sums."""
+    """Returns the seed of a shard (a rank's part of a block): a number that is mixed into its sum,
+    so that equal bytes in different shards have different sums."""
     return np.uint64((shard + 1) * _SEED_FACTOR & 0xFFFF_FFFF_FFFF_FFFF)
 
 
 def holds(memory: Region, evidence: Evidence) -> NDArray[np.bool_]:
-    """Compares blocks with their check values. Returns a mask [n] of the blocks whose bytes match;
-    False if the check value is missing. Reads the bytes, which blocks the calling thread.
+    """Compares blocks with their check values (checksums). Returns a mask [n] of the blocks whose
+    bytes match; False if the check value is missing. Reads the bytes, which blocks the calling
+    thread.
 
     `memory`: the memory with the blocks' slots.
     `evidence`: describes the n blocks, with their check values.
@@ -115,11 +118,12 @@ def holds(memory: Region, evidence: Evidence) -> NDArray[np.bool_]:
 
 
 def sums_of(memory: Region, offsets: Int64s, shard_bytes: Sequence[int], strides: Int64s) -> Sums:
-    """Returns the sums over all shards of n blocks of the same shape, uint64 [n].
+    """Returns the sums over all shards (the ranks' parts) of n blocks of the same shape, uint64
+    [n].
 
     `offsets` [n]: offsets of the blocks' slots in the memory, in bytes.
     `shard_bytes`: size of each shard of a block.
-    `strides` [n]: see `add_sums`.
+    `strides` [n]: one line (64 bytes) in each `strides[i]` lines is read.
     """
     sums, begin = np.zeros(len(offsets), np.uint64), 0
     for shard, num_bytes in enumerate(shard_bytes):

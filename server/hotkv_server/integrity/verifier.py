@@ -1,6 +1,6 @@
-"""Verifies blocks: compares their bytes with their check values. After a restart, as many blocks as
-time allows are compared at the start, and the other blocks at their first use. In the background,
-the *scrub* compares all blocks again and again.
+"""Verifies blocks: compares their bytes with their check values (checksums). After a restart, as
+many blocks as time allows are compared at the start, and the other blocks at their first use. In
+the background, the *scrub* compares all blocks again and again.
 
 Always true while check values are turned on (setting `integrity.stride`): a block that an earlier
 server left is compared before it is loaded, and before clients learn the place of its slot. A block
@@ -32,18 +32,20 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 64 << 20
 """Most bytes of slots that are compared at a time."""
 SCANNED_ENTRIES = 1 << 17
-"""Most entries that the scrub checks for being ready in one turn of the event loop. This takes a
-millisecond."""
+"""Most entries that the scrub (the background comparison of all blocks) examines in one turn of the
+event loop, to find ready entries. This takes a millisecond."""
 MIN_PAUSE_S = 0.05
-"""Least pause of the scrub between two batches."""
+"""Least pause between two batches of the scrub (the background comparison of all blocks), in
+seconds."""
 PASS_PAUSE_S = 5.0
-"""Pause of the scrub between two passes over all blocks, so that the blocks of a small cache are
-not read every second."""
+"""Pause between two passes of the scrub (the background comparison) over all blocks, in seconds.
+Without it, the blocks of a small cache would be read every second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Blocks of the same shape (number and sizes of shards) to compare.
+    """Blocks of the same shape to compare with their check values (checksums). The shape is the
+    number and sizes of a block's shards (the parts from the ranks).
 
     `evidence`: describes the n blocks, with their check values.
     `generations` [n]: the generation of each entry when the case was made. A generation counts how
@@ -56,12 +58,14 @@ class Case:
 
 
 class Verifier:
-    """Verifies blocks; see the module. Only `judge` may be called on any thread, the other methods
+    """Verifies blocks: compares their bytes with their check values (checksums), and condemns
+    (drops) blocks that do not match. Only `judge` may be called on any thread, the other methods
     only on the thread of the event loop.
 
     `verified_blocks`, `condemned_blocks`: counts of blocks that matched, and of blocks that were
         condemned, since the start.
-    `passes`: number of passes over all blocks that the scrub has completed.
+    `passes`: number of passes over all blocks that the scrub (the background comparison) has
+        completed.
     """
 
     def __init__(self, core: CacheCore, arena: Region) -> None:
@@ -80,9 +84,10 @@ class Verifier:
         )
 
     def cases(self, entries: Entries) -> list[Case]:
-        """Describes entries so that `judge` can compare them. Returns a `Case` for each group of
-        blocks of the same shape (number and sizes of shards). `entries`: ready entries, or detached
-        entries (removed, but still pinned)."""
+        """Describes entries so that `judge` can compare them with their check values (checksums).
+        Returns a `Case` for each group of blocks of the same shape: number and sizes of shards (the
+        ranks' parts of a block). `entries`: ready entries, or detached entries (removed, but still
+        pinned)."""
         records = self._core.space.index.table.records
         return [
             Case(found, records[found.entries, table.W_GENERATION].copy())
@@ -91,7 +96,8 @@ class Verifier:
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
         """Returns the cases that `judge` must compare before a load copies its blocks: the blocks
-        of the load that were not compared with their check values yet. Usually the list is empty.
+        of the load that were not compared with their check values (checksums) yet. Usually the list
+        is empty.
 
         `slots`: the blocks of the load.
         """
@@ -102,20 +108,21 @@ class Verifier:
         ]
 
     def is_doubtful(self, slots: Sequence[SlotRun]) -> bool:
-        """Returns True if a block of a load was condemned since it was compared for this load. The
-        load must then fail. Called after the copy. `slots`: the blocks of the load."""
+        """Returns True if a block of a load was condemned (dropped as damaged) since it was
+        compared for this load. The load must then fail. Called after the copy. `slots`: the blocks
+        of the load."""
         return any(self._core.space.index.unverified[run.entries].any() for run in slots)
 
     def judge(self, cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
-        """Compares blocks with their check values. Returns, for each case, a mask of the entries
-        whose bytes match. Reads the bytes, without the GIL, and blocks the calling thread. Callable
-        on any thread."""
+        """Compares blocks with their check values (checksums). Returns, for each case, a mask of
+        the entries whose bytes match. Reads the bytes, without the GIL, and blocks the calling
+        thread. Callable on any thread."""
         return [holds(self._arena, case.evidence) for case in cases]
 
     def settle(self, cases: Sequence[Case], verdicts: Sequence[NDArray[np.bool_]]) -> Entries:
-        """Processes a result of `judge`: marks the blocks that match as verified, and condemns the
-        blocks that do not match. Returns the entries that do not match, without duplicates; they
-        include blocks that another comparison has condemned meanwhile.
+        """Processes a result of `judge`: marks the blocks that match as verified, and condemns
+        (drops) the blocks that do not match. Returns the entries that do not match, without
+        duplicates; they include blocks that another comparison has condemned meanwhile.
 
         `cases`: the arguments of `judge`.
         `verdicts`: the result of `judge`.
@@ -144,9 +151,9 @@ class Verifier:
         return bad
 
     async def compare(self, entries: Entries) -> Entries:
-        """Compares the unverified blocks among `entries`, and condemns blocks that do not match.
-        Returns the entries that do not match, without duplicates. All `entries` must be pinned,
-        for example by a lease."""
+        """Compares the unverified blocks among `entries` with their check values (checksums), and
+        condemns (drops) blocks that do not match. Returns the entries that do not match, without
+        duplicates. All `entries` must be pinned, for example by a lease."""
         waiting = np.unique(entries[self._core.space.index.unverified[entries]])
         if not len(waiting):
             return waiting
@@ -162,8 +169,8 @@ class Verifier:
     # At start
 
     def verify_for(self, budget_s: float) -> None:
-        """Compares the blocks that an earlier server left, in random order, for at most `budget_s`
-        seconds. Blocks the calling thread."""
+        """Compares blocks of an earlier server with their check values (checksums), in random
+        order, for at most `budget_s` seconds. Blocks the calling thread."""
         deadline_s = time.monotonic() + budget_s
         index = self._core.space.index
         waiting = np.random.default_rng().permutation(
@@ -179,7 +186,7 @@ class Verifier:
             self.settle(cases, self.judge(cases))
 
     def _batch_length(self, entries: Entries) -> int:
-        """Returns how many of `entries`, counted from the first, to compare at a time: their slots
+        """Returns how many of `entries`, from the first on, `judge` compares at a time: their slots
         have at most BATCH_BYTES in total. At least 1."""
         upto = np.cumsum(
             self._core.space.index.slot_bytes(entries[: BATCH_BYTES // table.SLOT_ALIGN])
@@ -189,9 +196,10 @@ class Verifier:
     # In the background
 
     def next_batch(self) -> Entries | None:
-        """Returns the ready entries that the scrub compares next, in the order of their numbers.
-        Returns None at the end of a pass; the next call begins the next pass. Checks at most
-        SCANNED_ENTRIES entries, so the result may be empty.
+        """Returns the ready entries that the scrub (the background comparison of all blocks)
+        compares next, in the order of their numbers. Returns None at the end of a pass; the next
+        call begins the next pass. Checks at most SCANNED_ENTRIES entries, so the result may be
+        empty.
 
         Entry numbers that are used for the first time during a pass belong to the next pass.
         Otherwise new stores could prolong a pass for ever.
@@ -211,16 +219,16 @@ class Verifier:
         return batch
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the scrub has read the present batch; 0 between batches.
-        `now_s`: a time of time.monotonic."""
+        """Returns for how many seconds the scrub (the background comparison of all blocks) has read
+        the present batch; 0 between batches. `now_s`: a time of time.monotonic."""
         return now_s - self._reading_since_s if self._reading_since_s else 0.0
 
     async def scrub(self, bytes_per_s: float, tell: Callable[[], None]) -> None:
         """Runs the scrub until it is cancelled: compares all blocks again and again.
 
         `bytes_per_s`: bytes of slots that are compared per second.
-        `tell`: executes the core's effects (notices and events about removed blocks). Called after
-            each batch, because blocks may have been condemned.
+        `tell`: function that sends the core's notices and events about removed blocks. Called after
+            each batch, because blocks may have been condemned (dropped).
         """
         while True:
             batch = self.next_batch()

@@ -147,7 +147,8 @@ ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = (
 FILLED_FILE, OWNER_FILE, CONTENTS_FILE = "filled", "server.json", "contents"
 KEPT_FILES = ("calibration-*", "ledger*", "names.json*")
 """Patterns of files that stay in the directory when the cache in it is discarded, because another
-cache can use them: measured copy speeds of devices, the ledger, and names of engines and models."""
+cache can use them: measured copy speeds of devices, the ledger (counts of hits and misses), and
+names of engines and models."""
 FILES: Final = (
     STATE_FILE,
     USE_FILE,

@@ -33,7 +33,8 @@ HUGE_LOOK_S = 0.05
 """Longest time, in seconds, that `fill_for` spends on counting the huge pages of an arena that an
 earlier server has filled: enough for some hundred MiB."""
 COMING_S = 1.0
-"""`coming_bytes` is the number of bytes that get memory within this time, in seconds."""
+"""`Filling.coming_bytes` is the number of bytes of the arena that get memory within this time, in
+seconds."""
 PAUSE_S = 0.01
 NOTE: Final = struct.Struct("<8sqq")
 NOTE_MAGIC: Final = b"HOTKVFI1"

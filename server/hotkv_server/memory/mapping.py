@@ -69,7 +69,8 @@ def _guard(address: int, num_bytes: int, on_fault: Callable[[], None]) -> None:
 
 
 def _release(address: int) -> None:
-    """Ends the guard of a mapping. Called before the mapping is unmapped."""
+    """Ends the guard of a mapping: accesses beyond the end of its file are no longer handled.
+    Called before the mapping is unmapped."""
     _guarded.pop(address, None)
 
 
@@ -89,7 +90,8 @@ _on_bus_error = _Handler(_handle)
 
 
 def install_guard() -> None:
-    """Installs the SIGBUS handler. Called once, at the start of the server. Raises OSError."""
+    """Installs the SIGBUS handler, which handles accesses of guarded mappings beyond the end of
+    their files. Called once, at the start of the server. Raises OSError."""
     action = _Action(
         ctypes.cast(_on_bus_error, ctypes.c_void_p), (ctypes.c_byte * 128)(), _SA_SIGINFO, None
     )

@@ -38,8 +38,8 @@ class KnownKeySpace:
     """A key space in the state file.
 
     number: its number in the server that wrote the file.
-    representations: its kinds of representations (compact forms of blocks' keys, for sparse
-        attention), in the order of their group indices.
+    representations: its kinds of representations (compact summaries of blocks' attention keys, for
+        sparse attention), in the order of their group indices.
     """
 
     number: int

@@ -1,5 +1,5 @@
-"""Replays a trace of requests through the cache core: each request looks up its blocks, uses its
-hits and stores its missing blocks.
+"""Replays a trace of requests through the cache core: each request looks up its blocks, records a
+use of the blocks that hit, and stores its missing blocks.
 
 A `SimulatedTier` is a space of slots of the core (`cache.room.space`) in which every block has the
 same size. Always true: blocks that a request finds are not evicted before its missing blocks are
@@ -34,7 +34,8 @@ from hotkv_server.simulate.trace import Int64s, Trace
 
 SHARED = -1
 LONG_PAUSE_S = 30.0
-"""Least length of a pause, in seconds, at which a hint demotes the session's blocks."""
+"""If the time until a session's next request is at least this long, in seconds, a simulated hint
+demotes the session's blocks (marks them to be evicted first)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,8 +50,9 @@ class ReplayHints:
     """
 
     def cold_from(self, request: int) -> int | None:
-        """Returns the index in the request of the first block to demote: the first block that only
-        this session uses, if the session then ends or pauses for long. Otherwise returns None."""
+        """Returns the index in the request of the first block to demote (mark to be evicted first):
+        the first block that only this session uses, if the session then ends or pauses for long.
+        Otherwise returns None."""
         is_long = self.pauses_s[request] >= LONG_PAUSE_S
         return int(self.own_from[request]) if is_long else None
 
@@ -139,8 +141,8 @@ class SimulatedTier:
         return self.space.index.find(KEY_SPACE, GROUP, hashes)
 
     def demote(self, hashes: Words, now_s: float) -> None:
-        """Demotes those of the blocks that the tier has, so that they are evicted before other
-        blocks.
+        """Demotes the blocks that the tier has: marks them to be evicted before other blocks. Skips
+        missing blocks.
 
         hashes: the blocks in the order of the request.
         """
@@ -165,8 +167,8 @@ class SimulatedTier:
         finished(making)
 
     def store(self, hashes: Words, entries: Entries, num_held: int, now_s: float) -> int:
-        """Uses the blocks of a request that the tier has, and stores as many of its missing blocks
-        as fit. Returns the number of stored blocks.
+        """Records a use of the blocks of a request that the tier has, and stores as many of its
+        missing blocks as fit. Returns the number of stored blocks.
 
         hashes: the request's blocks in order, uint32 words [n, 8].
         entries: the result of `find` for the hashes; the first `num_held` blocks are present.
@@ -199,8 +201,8 @@ class OneTier:
         self.tier = tier
 
     def serve(self, hashes: Words, now_s: float) -> int:
-        """Uses the blocks of a request that the tier has, and stores its missing blocks. Returns
-        the number of leading blocks that hit.
+        """Serves a request: records a use of its blocks that the tier has, and stores its missing
+        blocks. Returns the number of leading blocks that hit.
 
         hashes: the request's blocks in order, uint32 words [n, 8].
         """
@@ -212,7 +214,7 @@ class OneTier:
 
 
 def prefix_of(entries: Entries) -> int:
-    """Returns the number of entries before the first 0."""
+    """Returns the number of leading entries that are not 0."""
     at = int(np.argmin(entries))
     return at if entries[at] == 0 else len(entries)
 
@@ -303,8 +305,8 @@ def unbounded(trace: Trace) -> Int64s:
 
 
 def next_uses(blocks: Int64s) -> Int64s:
-    """Returns for each access [B] the index of the next access to the same block; B if there is
-    none."""
+    """Returns for each block access of a trace [B] the index of the next access to the same block;
+    B if there is no later access."""
     order = np.argsort(blocks, kind="stable")
     following = np.full(len(blocks), len(blocks), np.int64)
     same = blocks[order[1:]] == blocks[order[:-1]]

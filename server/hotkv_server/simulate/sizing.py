@@ -22,11 +22,11 @@ GIB = 1 << 30
 BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
 """Block sizes, in tokens, that `block_tokens_of` tries if the trace's block size is not given."""
 AGREE_RATIO = 0.98
-"""Least share of requests in which a prompt's length must fit its number of blocks, for a block
-size to be accepted."""
+"""A block size is accepted only if, in at least this share of requests, the prompt's length fits
+the number of blocks."""
 ENOUGH_RATIO = 0.95
-"""An arena counts as enough if it hits at least this share of the tokens that an endless cache
-hits."""
+"""An arena counts as large enough if at least this share of the tokens hits that would hit in a
+cache that never evicts."""
 DEFAULT_SHARES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Arena sizes to simulate if no sizes are given, as shares of all different blocks of the trace."""
 
@@ -94,8 +94,9 @@ class Sizing:
 
     @property
     def enough(self) -> Size:
-        """Returns the result for the smallest size that hits at least ENOUGH_RATIO of the tokens
-        that an endless cache hits. If no size suffices, returns the result for the largest size."""
+        """Returns the result for the smallest size at which at least ENOUGH_RATIO of the tokens hit
+        that would hit in a cache that never evicts. If no size suffices, returns the result for the
+        largest size."""
         goal = ENOUGH_RATIO * self.endless.hit_tokens
         return next((one for one in self.sizes if one.hit_tokens >= goal), self.sizes[-1])
 
@@ -216,8 +217,8 @@ def _cells(name: str, one: Sizing, size: Size) -> tuple[str, str, str]:
 
 
 def sentence(one: Sizing) -> str:
-    """Returns a sentence about the size that is enough: how many tokens it hits and how much time
-    it saves."""
+    """Returns a sentence about the smallest arena that is large enough: how many tokens hit in it
+    and how much time it saves."""
     best = one.enough
     saved_s = one.saved_s_per_hour(best)
     saves = f", which saves about {_duration(saved_s)} of prefill an hour" if saved_s else ""

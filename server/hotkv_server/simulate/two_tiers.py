@@ -53,9 +53,9 @@ class TwoTiers:
         self.num_writes = 0
 
     def serve(self, hashes: Words, now_s: float) -> int:
-        """Moves leading blocks of a request that only the second tier has to the first tier, uses
-        the blocks that the first tier then has, and stores the missing blocks there. Returns the
-        number of leading blocks that hit in either tier.
+        """Serves a request. First promotes to the first tier those leading blocks that are only in
+        the second tier. Then records a use of the blocks that the first tier has, and stores the
+        missing blocks there. Returns the number of leading blocks that hit in either tier.
 
         hashes: the request's blocks in order, uint32 words [n, 8].
         """
@@ -98,8 +98,8 @@ class TwoTiers:
 
 
 def _record(block_tokens: int) -> KeySpaceRecord:
-    """Makes the record of a key space with a single group, as the code for moves between tiers
-    requires it."""
+    """Returns the record of a key space with a single group of blocks, which the code for moves
+    between tiers requires."""
     group = GroupSpec(GroupKind.FULL_ATTENTION, block_tokens, (SLOT_ALIGN,))
     key_space = KeySpace("trace", "trace", "bfloat16", (group,), block_tokens)
     return KeySpaceRecord(KEY_SPACE, key_space)

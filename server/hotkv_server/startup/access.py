@@ -24,16 +24,16 @@ def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:
 
 
 def linking_users(security: SecuritySettings) -> frozenset[int]:
-    """Returns the ids of the users that may use the descriptor socket even if no tenant lists
-    them."""
+    """Returns the ids of the users that may use the descriptor socket (over which clients receive
+    file descriptors) even if no tenant lists them."""
     return frozenset({os.getuid(), 0, *security.allowed_uids})
 
 
 def proofs(
     uids: Iterable[int], gids: Iterable[int], digests: Iterable[str], names: Iterable[str]
 ) -> Proofs:
-    """Makes the proofs of a tenant or of admins. A proof is a property by which a peer proves that
-    it belongs to them.
+    """Makes the proofs of a tenant or of admins. A proof is a property by which a peer shows that
+    it belongs to the tenant or the admins.
 
     uids, gids: ids of users and groups.
     digests: SHA-256 of tokens, hexadecimal.
@@ -45,7 +45,8 @@ def proofs(
 
 
 def make_access_control(security: SecuritySettings) -> AccessControl:
-    """Makes the access control for tenants, and for admins over TCP."""
+    """Makes the object that decides which peers may act for which tenant, and which peers may act
+    as admins over TCP."""
     tenants = {
         t.name: Tenant(
             t.name,

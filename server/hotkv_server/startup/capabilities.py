@@ -26,12 +26,13 @@ class OpenedBelow(Protocol):
     `add_books`, `take_over` and `drive`, in this order."""
 
     def add_books(self, core: CacheCore) -> None:
-        """Adds the books (records) of the blocks in these tiers to the core."""
+        """Makes the object that records which blocks lie in these tiers, and registers it with the
+        core."""
 
     def take_over(self, core: CacheCore) -> bool:
-        """Fills the books with the blocks that an earlier server left in the tiers. Returns True if
-        this call may have registered key spaces in the core. Blocks the calling thread. Raises
-        StartError if a tier can't be used."""
+        """Restores the records of the blocks that an earlier server left in these tiers. Returns
+        True if this call may have registered key spaces in the core. Blocks the calling thread.
+        Raises StartError if a tier can't be used."""
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> BlocksBelow:
         """Makes the object through which the node moves blocks between host memory and the tiers.
@@ -41,8 +42,9 @@ class OpenedBelow(Protocol):
         """Releases the tiers' folders for another server. Called after the node has ended."""
 
     def discard(self) -> None:
-        """Removes the records of flushes, unless a tier's own folder keeps blocks. Called if the
-        arena is removed when the server ends. Blocks the calling thread."""
+        """Removes the files that record flushes (deletions of all blocks of a key space), unless a
+        tier still needs them. Called at the end of a server that removes its arena. Blocks the
+        calling thread."""
 
 
 class Attaches(Protocol):

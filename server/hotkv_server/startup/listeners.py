@@ -1,4 +1,5 @@
-"""Opens all listeners: gRPC, the descriptor socket, HTTP.
+"""Opens all listeners: gRPC, the descriptor socket (over which clients receive file descriptors),
+HTTP.
 
 Always true: if a listener can't bind its address, the server does not start; the error names the
 setting to change.

@@ -61,7 +61,7 @@ def check_settings(settings: Settings) -> list[str]:
 
 
 def _problems(checks: Iterable[Callable[[Settings], None]], settings: Settings) -> list[str]:
-    """Makes the checks. Returns the messages of those that raise StartError."""
+    """Makes the checks. Returns the messages of the StartErrors that the checks raise."""
     problems = []
     for check in checks:
         try:

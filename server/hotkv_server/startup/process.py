@@ -29,7 +29,7 @@ seconds."""
 def hear_sigterm() -> None:
     """Installs a handler by which SIGTERM ends the process, if it is the first process of a
     container: the kernel ignores SIGTERM for such a process without a handler. Later the server
-    replaces the handler by its drain."""
+    installs another handler, which first ends running work (drain)."""
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
@@ -91,8 +91,9 @@ def unused_library_pages(maps: str) -> list[tuple[int, int]]:
 
 
 def has_own_pages(start: int, end: int) -> bool:
-    """Returns whether some pages of the range differ from the mapped file (relocated data). If such
-    pages were dropped, they could not be read again. Also returns True if the kernel can't tell."""
+    """Returns True if some pages of the range differ from the mapped file (relocated data). If such
+    pages were dropped, the kernel could not read them again from the file. Also returns True if the
+    kernel can't tell."""
     at, count = start // mmap.PAGESIZE * 8, (end - start) // mmap.PAGESIZE * 8
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:

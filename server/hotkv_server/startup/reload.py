@@ -51,7 +51,7 @@ _ABSENT = object()
 
 
 class Reloader:
-    """Reloads settings (see the module).
+    """Reloads the settings while the server runs, at SIGHUP.
 
     load: reads the settings again. Raises ValueError if the settings are wrong.
     """
@@ -100,7 +100,7 @@ class Reloader:
         return True
 
     def _can(self, name: str, settings: Settings) -> bool:
-        """Returns whether a setting of LIVE (settings that a reload may change) can change from the
+        """Returns True if a setting of LIVE (settings that a reload may change) can change from the
         running value to the value in `settings` without a restart.
 
         A restart is needed to add the first tenant or remove the last tenant, to switch TLS on or

@@ -120,7 +120,8 @@ class Uses:
         retention: Retention = NO_RETENTION,
     ) -> None:
         """Records a use of the named blocks that are ready, and pins them if `retention` asks for
-        it. Raises INVALID_FIELD if `groups` names representations (compact forms of keys)."""
+        it. Raises INVALID_FIELD if `groups` names representations (compact summaries of attention
+        keys)."""
         books = self._books
         check_named(
             books.catalog.record(session.key_space_id),

@@ -59,7 +59,7 @@ class ReadLease:
     content: hash of the blocks that the `acquire` call named (`content_of`). A repeated call must
         have the same content.
     pinned_bytes: bytes of the pinned slots.
-    weight: bytes of memory that the lease counts for (`read_weight`).
+    weight: bytes that the lease counts against its owner's memory limit (`read_weight`).
     num_copies: number of loads in flight under the lease.
     released: True once the lease was released or has expired. While loads are in flight, the lease
         still pins its blocks.
@@ -104,11 +104,11 @@ class WriteLease:
     owner: the tenant, or the engine if no tenants are configured; `FairBound` counts the lease for
         it.
     listed: keys of the blocks that the first call named, as `BlockIndex.mixed` returns them.
-    weight: bytes of memory that the lease counts for (`write_weight`).
+    weight: bytes that the lease counts against its owner's memory limit (`write_weight`).
     entries: entry numbers that are still reserved.
     shards_seen: bitmask of shards whose store has ended.
     parts: for each copy that has ended, the entries that it has written, and for each of these
-        entries the sum of the written bytes, for check values.
+        entries the sum of the written bytes, for check values (checksums).
     num_copies: number of stores in flight under the lease.
     released: True once the lease was released or has expired. While stores are in flight, the lease
         still owns its entries.
@@ -138,8 +138,8 @@ class WriteLease:
 
     def add_sums(self, entries: Entries, sums: Sums) -> None:
         """Records the entries that a copy has written, and sums of the written bytes, for check
-        values. `entries`: the entries written, each once. `sums`: for each entry, the sum of the
-        bytes that the copy has written to it."""
+        values (checksums). `entries`: the entries written, each once. `sums`: for each entry, the
+        sum of the bytes that the copy has written to it."""
         if not len(entries):
             return
         order = np.argsort(entries)
@@ -176,7 +176,8 @@ def read_weight(num_lists: int, num_blocks: int) -> int:
 def write_weight(num_blocks: int, num_shards: int) -> int:
     """Returns the most bytes of memory, approximately, that a write lease uses: a key and an entry
     number for each block, and an entry number and a sum for each block and shard. `num_blocks`:
-    number of blocks and representations that the first call names."""
+    number of blocks and representations (compact summaries of blocks' attention keys) that the
+    first call names."""
     return LEASE_BYTES + (12 + 12 * num_shards) * num_blocks
 
 
@@ -251,9 +252,10 @@ class LeaseBook:
         return self._by_key.get((engine_id, lease_id))
 
     def of_call(self, session: SessionRecord, lease_id: str) -> Lease | None:
-        """Returns the engine's lease with this id, which a new call repeats or joins; None if the
-        engine has no such lease. Raises INVALID_FIELD if the id is empty. Raises DUPLICATE_ID if
-        the engine's lease with this id belongs to another key space."""
+        """Returns the engine's lease with this id; None if the engine has no such lease. A new call
+        that names the id of an existing lease repeats or joins that lease. Raises INVALID_FIELD if
+        the id is empty. Raises DUPLICATE_ID if the engine's lease with this id belongs to another
+        key space."""
         if not lease_id:
             raise invalid("lease_id is empty; choose an id that is unique in the engine")
         lease = self.get(session.engine_id, lease_id)
@@ -333,7 +335,7 @@ class LeaseBook:
                 self.add(ends)
 
     def all(self) -> list[Lease]:
-        """Returns all leases in the book."""
+        """Returns all live leases."""
         return list(self._by_key.values())
 
     def of_session(self, session_number: int) -> list[Lease]:
@@ -352,7 +354,7 @@ class LeaseBook:
         return [lease for lease in self._by_key.values() if lease.expires_s <= now_s]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the book's indexes or counts disagree."""
+        """Raises AssertionError if the tables or counts of live leases disagree."""
         everything = list(self._by_key.items())
         assert all(
             key == (lease.engine_id, lease.lease_id) and self._by_number[lease.number] is lease
@@ -401,7 +403,7 @@ class StoreTransfer:
     lease: the write lease; None if no block was reserved, so that there is nothing to copy.
     pins: pins the blocks that the store makes ready; None if the store pins no blocks.
 
-    These lists have one element for each run of the call:
+    These lists have one element for each run (chain of consecutive blocks) of the call:
 
     groups: index of the run's group.
     entries: the entries that the store writes.
@@ -430,8 +432,8 @@ class StoreTransfer:
         results: NDArray[np.uint8],
         depth: int,
     ) -> None:
-        """Adds the next run of the call. The arguments become the last elements of the lists
-        `groups`, `entries`, `positions`, `results` and `depths`."""
+        """Adds the next run (chain of consecutive blocks) of the call. The arguments become the
+        last elements of the lists `groups`, `entries`, `positions`, `results` and `depths`."""
         self.depths.append(depth)
         self.groups.append(group_index)
         self.entries.append(entries)
@@ -487,7 +489,7 @@ class TransferBook:
         return [t for t in self._transfers.values() if t.session_number == session_number]
 
     def count(self, lease: Lease) -> int:
-        """Returns how many transfers use a lease."""
+        """Returns how many transfers run under a lease."""
         return sum(t.lease is lease for t in self._transfers.values())
 
     def check_invariants(self) -> None:
@@ -495,9 +497,9 @@ class TransferBook:
         self.bound.check(Counter(transfer.owner for transfer in self._transfers.values()))
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
-        """Returns the entries of this lease that are being written by stores of the shard
-        `shard_index`. Returns no entries if `lease` is None, because a store without a lease writes
-        nothing."""
+        """Returns the entries of this lease that stores of the shard `shard_index` (a rank's part
+        of each block) are writing. Returns no entries if `lease` is None, because a store without a
+        lease writes nothing."""
         busy = [
             entries
             for t in self._transfers.values()

@@ -151,7 +151,7 @@ class ReadLeases:
     def slot_offsets(self, session: SessionRecord, lease_id: str) -> tuple[Int64s, ...]:
         """Returns the arena offsets of the blocks of a read lease, in bytes: an array for each
         group, in the order of the `acquire` call. The offset is -1 for a block that the lease does
-        not pin, and for a block that must still be compared with its check value."""
+        not pin, and for a block that must still be compared with its check value (checksum)."""
         lease = self._books.leases.live(session, lease_id)
         if not isinstance(lease, ReadLease):
             raise invalid(

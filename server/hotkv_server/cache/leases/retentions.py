@@ -28,8 +28,8 @@ class RetentionPins:
     _next_end_s: no hold ends before this time.
 
     Arguments of the constructor: `share` is the largest share of the arena that may be held, 0 to
-    1. `budget` bounds all pins that last long, including the pins of residencies and leases; None:
-    only `share` limits the holds.
+    1. `budget` bounds all pins that last long, including pins for residencies (requests whose KV
+    stays in host memory) and leases; None: only `share` limits the holds.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class RetentionPins:
         return f"RetentionPins({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
 
     def hold(self, entries: Entries, until_s: float) -> int:
-        """Holds (pins) ready entries, all of one tenant, until `until_s`. Skips the last entries if
-        the budget is too small. Returns how many of the entries are held now, including entries
-        that were held before."""
+        """Holds (pins) ready entries, all of one tenant, until `until_s`. If the budget is too
+        small, holds only the first of the entries that were not held before. Returns how many of
+        the entries are held now, including entries that were held before."""
         entries = each_once(entries)
         is_known = self._until_s[entries] > 0
         known, fresh = entries[is_known], entries[~is_known]

@@ -1,6 +1,7 @@
 """`Reservations` opens and ends write leases, which reserve slots. `Stores` begins and ends stores
 under write leases. Calls name blocks in runs: a run is a chain of consecutive blocks of one group,
-or of their representations (compact forms of a block's keys, for sparse attention)."""
+or of their representations (compact summaries of a block's attention keys, for sparse
+attention)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,10 +60,11 @@ it searches every member for array attributes."""
 class Named:
     """The entries of the blocks that a call names, at the time they were looked up.
 
-    words: for each run, an entry word per block: the entry number, with the high bit set while the
-        entry is reserved; 0 for a block without an entry.
+    words: for each run (chain of consecutive blocks), an entry word per block: the entry number,
+        with the high bit set while the entry is reserved; 0 for a block without an entry.
     staying: ready entries that must not be evicted to make room for the call: the named entries,
-        the blocks of named representations, and the entries before them in their chains.
+        the blocks of named representations (compact summaries of blocks' attention keys), and the
+        entries before them in their chains.
     """
 
     words: tuple[Entries, ...]
@@ -75,12 +77,13 @@ class CheckedCall:
     has checked the call and made room for its blocks; `Reservations.reserve` executes it.
 
     runs: the blocks that the call names.
-    listed: keys of the call's blocks (`BlockIndex.mixed`), run after run, without representations.
+    listed: keys of the call's blocks (`BlockIndex.mixed`), run after run, without the keys of
+        representations (compact summaries of blocks' attention keys).
     named: the entries of the call's blocks. None if the call joins a lease, or if other calls may
         have run since the entries were looked up.
     ttl_s: lifetime of the call's lease.
-    weight: bytes of memory that the call's new lease counts for (`write_weight`); valid if `named`
-        is set.
+    weight: bytes that the call's new lease counts against its owner's memory limit
+        (`write_weight`). Valid only if `named` is not None.
     """
 
     runs: list[Run]
@@ -119,7 +122,8 @@ class Reservations:
         ttl_s: lifetime of the call's lease in seconds; 0 for the default.
         retention: how long to retain the blocks. Unless it is NO_RETENTION, the eviction policy may
             not refuse room to the blocks.
-        has_promise: True if the call's residency has reserved the room.
+        has_promise: True if the room was reserved for the call's residency (a request whose KV
+            stays in host memory).
         """
         record = self._books.catalog.record(session.key_space_id)
         ttl_s = lifetime_s(self._books.config, ttl_s)
@@ -149,7 +153,8 @@ class Reservations:
         parts, or if the key space lacks a group of `runs`.
 
         beside: ready entries that must not be evicted, in addition to the blocks of `runs`.
-        has_promise: True if the room was reserved for a residency.
+        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
+            memory).
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not.
         """
@@ -199,7 +204,7 @@ class Reservations:
         return None if had_parts else named
 
     def _named(self, record: KeySpaceRecord, runs: Sequence[Run]) -> Named:
-        """Looks up the entries of the blocks that the runs name."""
+        """Looks up the entries of the blocks of these runs (chains of consecutive blocks)."""
         space = self._books.space
         listed: list[Entries] = []
         kept: list[Entries] = []
@@ -231,7 +236,8 @@ class Reservations:
 
         asked: the result of `make_room`.
         retention: how long to retain the blocks; ignored if the call joins a lease.
-        has_promise: True if the room was reserved for a residency.
+        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
+            memory).
         """
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
@@ -268,8 +274,8 @@ class Reservations:
         )
 
     def _check_runs(self, record: KeySpaceRecord, runs: list[Run]) -> None:
-        """Raises HotKVError if a call may not name these runs: an unknown group, too many blocks,
-        or an invalid depth (number of blocks before the run)."""
+        """Raises HotKVError if a call may not name these runs (chains of consecutive blocks): an
+        unknown group, too many blocks, or an invalid depth (number of blocks before the run)."""
         check_named(
             record,
             [run.group_index for run in runs],
@@ -305,7 +311,7 @@ class Reservations:
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
         """Returns the index's keys (uint64) of all blocks of the runs, run after run. A key is the
         block's hash, mixed with its key space and group (`BlockIndex.mixed_hashes`). Skips runs of
-        representations (compact forms of blocks' keys, for sparse attention)."""
+        representations (compact summaries of blocks' attention keys, for sparse attention)."""
         index = self._books.space.index
         keys = [
             index.mixed_hashes(key_space_id, run.group_index, run.hashes)
@@ -344,8 +350,9 @@ class Reservations:
     def _check_weight(
         self, session: SessionRecord, record: KeySpaceRecord, runs: Sequence[Run]
     ) -> int:
-        """Returns the bytes of memory that a new lease on the blocks and representations of `runs`
-        counts for. Raises OVERLOADED if the owner's leases would then use too much memory."""
+        """Returns the bytes of memory that a new lease on the blocks and representations (compact
+        summaries of blocks' attention keys) of `runs` counts against its owner's memory limit.
+        Raises OVERLOADED if the owner's leases would then use too much memory."""
         weight = write_weight(sum(len(run.hashes) for run in runs), record.key_space.num_shards)
         self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
         return weight
@@ -353,10 +360,10 @@ class Reservations:
     def _results(
         self, lease: WriteLease, group_index: int, words: Entries, now_s: float
     ) -> NDArray[np.uint8]:
-        """Returns the BlockResult values of a run: PRESENT for a ready block, RESERVED for a block
-        reserved under this lease, IN_FLIGHT for other reserved blocks, NO_SPACE for a block without
-        an entry. Records a use of the ready blocks. Clears RESERVED_FLAG in `words` (the run's
-        entry words), so that they are plain entry numbers."""
+        """Returns the BlockResult values of a run (chain of consecutive blocks): PRESENT for a
+        ready block, RESERVED for a block reserved under this lease, IN_FLIGHT for other reserved
+        blocks, NO_SPACE for a block without an entry. Records a use of the ready blocks. Clears
+        RESERVED_FLAG in `words` (the run's entry words), so that they are plain entry numbers."""
         results = np.full(len(words), NO_SPACE, np.uint8)
         if not words.any():
             return results
@@ -392,7 +399,8 @@ class Reservations:
         is room. Writes the new entry numbers into `words` and the outcome into `results`. Returns
         the new entries.
 
-        has_promise: True if the room was reserved for a residency.
+        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
+            memory).
         full: slot sizes for which this call could make no more room; this method adds to them.
         """
         run, space = runs[at], self._books.space
@@ -453,10 +461,10 @@ class Reservations:
         wanted: Int64s,
         results: NDArray[np.uint8],
     ) -> Int64s:
-        """Selects the representations (compact forms of blocks' keys, for sparse attention) that
-        may be reserved. `wanted`: positions in the run. Returns those of the positions whose block
-        is ready, or reserved under this lease. Sets `results` to IN_FLIGHT at a position whose
-        block is reserved under another lease."""
+        """Selects the representations (compact summaries of blocks' attention keys, for sparse
+        attention) that may be reserved. `wanted`: positions in the run (chain of consecutive
+        blocks). Returns those of the positions whose block is ready, or reserved under this lease.
+        Sets `results` to IN_FLIGHT at a position whose block is reserved under another lease."""
         index = self._books.space.index
         words = index.find(
             lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]
@@ -519,8 +527,8 @@ def _keep_at_s(retention: Retention, has_promise: bool, now_s: float) -> float |
 
 
 ABORTED_MARK = 1 << 31
-"""Bit in the mask of written shards of a reserved entry: the entry is aborted and will never become
-ready."""
+"""A bit in the mask of written shards (the ranks' parts of a block) of a reserved entry. If it is
+set, the entry is aborted and will never become ready."""
 
 
 class Stores:
@@ -533,8 +541,8 @@ class Stores:
 
     def check(self, session: SessionRecord, transfer_id: str, shard_index: int) -> None:
         """Raises HotKVError if the session may not start this store: the transfer id may not be
-        used (`TransferBook.check_new`), the key space has no such shard, or the server drains
-        (starts no new transfers)."""
+        used (`TransferBook.check_new`), the key space has no shard (a rank's part of each block)
+        with this number, or the server drains (starts no new transfers)."""
         books = self._books
         books.transfers.check_new(session.number, transfer_id, books.sessions.owner(session))
         num_shards = books.catalog.record(session.key_space_id).key_space.num_shards
@@ -557,8 +565,9 @@ class Stores:
         made room. Returns the slots to copy to.
 
         asked: the result of `Reservations.make_room`: the checked call.
-        shard_index: number of the shard that the store writes.
-        pins: pins the store's blocks for a residency; None if the store names no residency.
+        shard_index: number of the shard (a rank's part of each block) that the store writes.
+        pins: object that pins the store's blocks for a residency (a request whose KV stays in host
+            memory); None if the store names no residency.
         """
         if asked.named is None:
             # `make_room` ran in several parts, so other calls may have run since the first check.
@@ -601,8 +610,9 @@ class Stores:
     def _pin_present(
         self, pins: StorePins, key_space_id: int, runs: list[Run], reservation: Reservation
     ) -> None:
-        """Pins, for the residency of a store, the named blocks that are ready already. Skips blocks
-        that must still be compared with their check value.
+        """Pins the named blocks that are ready already for the residency of a store. (A residency
+        is a request whose KV stays in host memory.) Skips blocks that must still be compared with
+        their check value (checksum).
 
         pins: the object that pins blocks for the residency.
         reservation: the answer of `Reservations.reserve` for `runs`, which says which blocks are
@@ -625,9 +635,10 @@ class Stores:
         self, shard_index: int, words: Entries, positions: Int64s, results: NDArray[np.uint8]
     ) -> None:
         """Sets the `results` of reserved blocks that this store need not copy: ABORTED if the
-        block's entry is aborted, WRITTEN if the store's shard of the block is written already.
+        block's entry is aborted, WRITTEN if the store's shard (a rank's part of a block) is written
+        already.
 
-        words: the entry number of each block of the run.
+        words: the entry number of each block of the run (chain of consecutive blocks).
         positions: positions in the run of the reserved blocks.
         """
         masks = self._books.space.index.mark_written(words[positions], 0)
@@ -643,12 +654,14 @@ class Stores:
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that now have every shard
-        written, then their representations (compact forms of keys). Returns `BlockResult` values,
-        an array for each run of the call.
+        (a rank's part) written, then their representations (compact summaries of attention keys).
+        Returns `BlockResult` values, an array for each run (chain of consecutive blocks) of the
+        call.
 
         succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
             dropped.
-        sums: sums of the copied bytes, for check values; an array for each run. May be empty.
+        sums: sums of the copied bytes, for check values (checksums); an array for each run. May be
+            empty.
         """
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, StoreTransfer), "a load ended as a store"
@@ -678,14 +691,17 @@ class Stores:
         sums: Sums | None,
         now_s: float,
     ) -> Entries:
-        """Ends the run at position `at` of a store, and sets the run's results. If the copy
-        succeeded, marks the store's shard of each block as written, publishes the blocks of which
-        all shards are written now, and pins them if the store names a residency. Otherwise marks
-        the entries as aborted. Returns the published entries.
+        """Ends the run (chain of consecutive blocks) at position `at` of a store, and sets the
+        run's results.
+
+        If the copy succeeded, marks this store's shard (a rank's part) of each block as written.
+        Publishes the blocks of which all shards are written now, and pins these blocks if the store
+        names a residency (a request whose KV stays in host memory). Otherwise marks the entries as
+        aborted. Returns the published entries.
 
         whole: the mask of all shards: bit n stands for shard n.
-        sums: sums of the copied bytes of each block of the run, for check values; None if the copy
-            failed or no sums were computed.
+        sums: sums of the copied bytes of each block of the run, for check values (checksums); None
+            if the copy failed or no sums were computed.
         """
         index = self._books.space.index
         entries, positions, results = (
@@ -728,8 +744,8 @@ class Stores:
     def _publish_blocks(
         self, lease: WriteLease, entries: Entries, keys: Sums, checks: Sums, now_s: float
     ) -> None:
-        """Makes blocks ready of which every shard is written. `keys`: the entries' keys
-        (`BlockIndex.mixed`). `checks`: their check values."""
+        """Makes blocks ready of which every shard (a rank's part of the block) is written. `keys`:
+        the entries' keys (`BlockIndex.mixed`). `checks`: their check values (checksums)."""
         self._books.space.publish(entries, now_s, lease.retention, checks, keys)
         if len(entries):
             self._books.space.refresh_ancestors(int(entries[0]), now_s)
@@ -741,9 +757,9 @@ class Stores:
     def _publish_representations(
         self, lease: WriteLease, entries: Entries, checks: Sums
     ) -> BoolMask:
-        """Makes the representations (compact forms of keys) ready whose blocks are ready, and marks
-        the other representations as aborted. All are of one kind. Returns a mask of the entries
-        that became ready."""
+        """Makes the representations (compact summaries of attention keys) ready whose blocks are
+        ready, and marks the other representations as aborted. All given representations are of one
+        kind. Returns a mask of the entries that became ready."""
         if not len(entries):
             return np.empty(0, np.bool_)
         space = self._books.space
@@ -764,8 +780,9 @@ class Stores:
 
     def _settle(self, lease: WriteLease, whole: int) -> None:
         """Drops the aborted entries of a lease. Then ends the lease if it was released, or if a
-        store of every shard has ended and the lease has no reserved entry. Does nothing while a
-        copy runs under the lease. `whole`: the mask of all shards (`_whole`)."""
+        store of every shard (a rank's part of each block) has ended and the lease has no reserved
+        entry. Does nothing while a copy runs under the lease. `whole`: the mask of all shards
+        (`_whole`)."""
         if lease.num_copies:
             return
         if len(lease.entries):
@@ -777,7 +794,8 @@ class Stores:
             self._reservations.end(lease)
 
     def _whole(self, lease: WriteLease) -> int:
-        """Returns the mask of all shards of the lease's blocks: bit n stands for shard n."""
+        """Returns the mask of all shards (the ranks' parts) of the lease's blocks: bit n stands for
+        shard n."""
         return (1 << self._books.catalog.record(lease.key_space_id).key_space.num_shards) - 1
 
 
@@ -786,7 +804,8 @@ def _skip_busy(busy: Entries, reservation: Reservation, reserved: list[Int64s]) 
     writing, and a block that the same call has named before.
 
     busy: entries that another copy writes.
-    reserved: for each run, the positions of the blocks that the store may write.
+    reserved: for each run (chain of consecutive blocks), the positions of the blocks that the store
+        may write.
     """
     pairs = zip(reservation.entries, reserved, strict=True)
     entries = np.concatenate([busy, *(words[positions] for words, positions in pairs)])

@@ -4,8 +4,8 @@ runs: ranges of adjacent slabs that are lent, and returned, together.
 
 Always true: an entry of the index owns exactly one slot of the pool, and no two entries own the
 same bytes. The bytes of every slot in use count for its key space and tenant. A pinned or reserved
-entry is never evicted. Entries are blocks or representations (compact forms of a block's keys, for
-sparse attention).
+entry is never evicted. Entries are blocks or representations (compact summaries of a block's
+attention keys, for sparse attention).
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -50,7 +50,8 @@ EVICTED_PER_PART = 1 << 12
 
 
 class Books:
-    """The state of a tier: index, pool of slots, tenants, eviction policy and representations."""
+    """The state of a tier: index, pool of slots, tenants, eviction policy and representations
+    (compact summaries of blocks' attention keys, for sparse attention)."""
 
     def __init__(
         self, index: BlockIndex, pool: SlabPool, tenants: TenantBook, policy: Policy
@@ -83,8 +84,8 @@ class Books:
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         """Returns the heat of each entry: entries with the lowest heat are evicted first. A
-        representation (compact form of a block's keys, for sparse attention) has the heat of its
-        block."""
+        representation (compact summary of a block's attention keys, for sparse attention) has the
+        heat of its block."""
         return self.policy.heat(self.representations.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
@@ -165,7 +166,8 @@ class Removal:
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
         """Evicts the given entries that are ready and not pinned. Returns how many it evicted. Adds
         an eviction notice for the evicted blocks, but not for the evicted representations (compact
-        forms of keys). `cause`: remembered as the reason of the removal (`causes`)."""
+        summaries of attention keys). `cause`: remembered as the reason of the removal
+        (`causes`)."""
         going = self.going(entries)
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone], cause)
@@ -193,9 +195,9 @@ class Removal:
         return len(entries)
 
     def flush(self, entries: Entries, cause: Cause = Cause.FLUSH) -> None:
-        """Removes ready blocks, pinned blocks too, and adds an eviction notice for them. A pinned
-        block becomes detached: it keeps its slot until `reap` frees the slot. `cause`: remembered
-        as the reason of the removal (`causes`)."""
+        """Removes ready blocks, even if they are pinned, and adds an eviction notice for them. A
+        pinned block becomes detached: lookups miss it, but it keeps its slot until `reap` frees the
+        slot. `cause`: remembered as the reason of the removal (`causes`)."""
         keys = self.index.mixed(entries)
         parts = self.index.parts(self.index.table.records[entries])
         self._give_notice(parts, keys, cause)
@@ -216,10 +218,11 @@ class Removal:
         self._books.free_slots(self.index.remove(entries, keys))
 
     def forsake(self, entries: Entries) -> None:
-        """Detaches reserved, pinned entries, without an eviction notice. Used while a tier reads
-        blocks into the entries' slots, if the tier hangs or the blocks are flushed: lookups and
-        stores no longer find the entries, but the tier may still write to the slots. The slots stay
-        in use until `reap` frees them."""
+        """Detaches entries that are reserved and pinned, without an eviction notice: lookups and
+        stores no longer find the entries, and their slots stay in use until `reap` frees them.
+        Called if a tier hangs while it reads blocks into these slots, or if these blocks are
+        flushed (deleted with all blocks of their key space) meanwhile: the tier may still write to
+        the slots."""
         self._books.policy.forget(entries, self.index.mixed(entries), evicted=False)
         self.index.detach(entries)
 
@@ -268,9 +271,10 @@ class Removal:
 WINDOWS_PER_PART = 64
 """Most windows (ranges of adjacent slabs) that each part of `choose_windows` chooses."""
 HOT_SHARE = 0.25
-"""A slab may be emptied for another slot size although some of its blocks are hotter than the
-coldest blocks of that size: at most this share of its blocks. If the share were 0 and every slab
-had a few hot blocks, no slab could be emptied. An evicted hot block is soon stored again."""
+"""A slab (piece of the arena) may be emptied for another slot size although some of its blocks are
+hotter than the coldest blocks of that size: at most this share of its blocks. If the share were 0
+and every slab had a few hot blocks, no slab could be emptied. An evicted hot block is soon stored
+again."""
 
 
 # The following functions choose the slabs to empty for a slot size. They compute with arrays that
@@ -298,7 +302,8 @@ def choose_windows(
     *,
     skips_free: bool = False,
 ) -> Parts[int]:
-    """Chooses the windows (ranges of `length` adjacent slabs) to empty, the cheapest first. Stops
+    """Chooses the windows (ranges of `length` adjacent slabs of the arena) to empty for another
+    slot size, the cheapest first. A window costs as much as the most costly of its slabs. Stops
     when the i-th window would cost `limits[i]` or more. Marks the slabs of chosen windows in
     `chosen` and sets their `cost` to inf. Yields after each part; returns how many windows were
     chosen.
@@ -332,10 +337,12 @@ def choose_windows(
 
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
-    """Returns the limits for `choose_windows`, which chooses windows (ranges of adjacent slabs) to
-    empty, so that a slot size, the receiving size, gets room for `num_slots` slots. There is a
-    limit for each window that these slots need. The i-th window is emptied only if it costs less
-    than limit i. If it costs more, it is better to evict blocks of the receiving size.
+    """Returns the limits for `choose_windows`: for each window (range of adjacent slabs of the
+    arena) that may be emptied, in order, the cost that it must not reach.
+
+    The windows make room for `num_slots` slots of one size, the receiving size. Instead of emptying
+    a window, the cache can evict blocks of the receiving size. So a window is emptied only if it
+    costs less than the blocks that would otherwise be evicted.
 
     own: heat of the coldest blocks of the receiving size, rising; the coldest block is evicted
         first. Each emptied window spares some of these blocks from eviction. If the windows before
@@ -351,8 +358,9 @@ def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> N
 
 
 def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) -> Int64s:
-    """Counts, for each slab, the blocks that lie in the slab wholly or in part. Leaves out blocks
-    for which `counted` is False. Block i lies in the slabs from `first[i]` to `last[i]`."""
+    """Counts, for each slab (piece of the arena), the blocks that lie in the slab wholly or in
+    part. Leaves out blocks for which `counted` is False. Block i lies in the slabs from `first[i]`
+    to `last[i]`."""
     starts, ends = (
         np.bincount(at[counted] + after, minlength=num_slabs + 1)
         for at, after in ((first, 0), (last, 1))
@@ -403,14 +411,15 @@ MayGo = Callable[[Entries], BoolMask]
 
 
 class Rebalancer:
-    """Makes room for a slot size (the receiving size): empties slabs that are lent to other slot
-    sizes, so that they can be lent to the receiving size. Holds no state between two calls.
+    """Makes room for a slot size (the receiving size): empties slabs (pieces of the arena) that are
+    lent to other slot sizes, so that they can be lent to the receiving size. Holds no state between
+    two calls.
 
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
     entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the
     receiving size would otherwise evict, or if that size can't evict enough. A run is emptied as a
     whole, so each of its slabs costs the heat of the run's hottest block. A representation (compact
-    form of a block's keys, for sparse attention) has the heat of its block.
+    summary of a block's attention keys, for sparse attention) has the heat of its block.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -431,11 +440,11 @@ class Rebalancer:
         *,
         is_enough: Callable[[], bool] | None = None,
     ) -> Parts[None]:
-        """Empties slabs of other sizes until `num_slots` slots of this size are free, or no slab is
-        worth emptying. Yields after each part of the work.
+        """Empties slabs (pieces of the arena) of other sizes until `num_slots` slots of this size
+        are free, or no slab is worth emptying. Yields after each part of the work.
 
         taker: number of the tenant that needs the slots.
-        payers: which blocks may be evicted; tried in this order.
+        payers: groups of blocks that may be evicted, tried in this order (`Payers`).
         is_enough: if given, the work ends when `is_enough` returns True, not when the slots are
             free.
         """
@@ -468,8 +477,9 @@ class Rebalancer:
         self, slot_bytes: int, num_slots: int, run: tuple[int, int], taker: int, paying: Payers,
         skips_free: bool,
     ) -> Parts[int]:  # fmt: skip
-        """Empties slabs that are lent to other sizes than `slot_bytes`, to make room for
-        `num_slots` slots. Yields after each part; returns how many entries were evicted.
+        """Empties slabs (pieces of the arena) that are lent to other sizes than `slot_bytes`, to
+        make room for `num_slots` slots. Yields after each part; returns how many entries were
+        evicted.
 
         First chooses slabs of which all blocks are colder than the coldest blocks of this size.
         Then chooses slabs of which at most `HOT_SHARE` of the blocks are hotter.
@@ -528,8 +538,8 @@ class Rebalancer:
     def _costs(
         self, slot_bytes: int, num_slots: int, may_go: MayGo
     ) -> Parts[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Returns the cost of emptying each slab, and the heat of the `num_slots` coldest blocks of
-        this size in rising order. Yields after each part.
+        """Returns the cost of emptying each slab (piece of the arena), and the heat of the
+        `num_slots` coldest blocks of this size in rising order. Yields after each part.
 
         A free slab costs -inf. A slab costs inf if it can't be emptied, has no memory or is lent to
         this size. `may_go`: tells which entries may be evicted.
@@ -556,8 +566,8 @@ class Rebalancer:
         return self._of_runs(np.maximum, cost), np.sort(own)[:num_slots]
 
     def _of_runs(self, put_together: np.ufunc, of_slabs: NDArray[Any]) -> NDArray[Any]:
-        """Combines the values of all slabs of a run. Returns for each slab the combined value of
-        its run.
+        """Combines the values of all slabs of a run (range of adjacent slabs of the arena). Returns
+        for each slab the combined value of its run.
 
         of_slabs: a value for each slab.
         put_together: the ufunc that combines two values, for example np.maximum.
@@ -569,10 +579,10 @@ class Rebalancer:
         return of_runs[heads]
 
     def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
-        """Sets `cost` to inf for the slabs that are reserved for the promised slots of other sizes
-        (`SlabFloors`). For each other size, these are as many of its slabs as its promised slots
-        need, the most costly first. If the size has fewer slabs than that, free slabs are reserved
-        too.
+        """Sets `cost` to inf for the slabs (pieces of the arena) that are reserved for the promised
+        slots of other sizes (`SlabFloors`). For each other size, these are as many of its slabs as
+        its promised slots need, the most costly first. If the size has fewer slabs than that, free
+        slabs are reserved too.
 
         cost: cost of emptying each slab; changed in place.
         owner: slot size that each slab is lent to, FREE or ABSENT.
@@ -590,11 +600,13 @@ class Rebalancer:
     def _hot_blocks(
         self, cost: NDArray[np.float64], own_heat: float, may_go: MayGo
     ) -> Parts[NDArray[np.float64]]:
-        """Returns for each slab the number of blocks in its run (the slabs that are emptied
-        together) that are at least as hot as `own_heat`, or that may not be evicted. Returns inf
-        for a slab if these are more than `HOT_SHARE` of the run's blocks, or if the slab's `cost`
-        is inf. Yields after each part. `own_heat`: heat of the coldest block of the size that needs
-        the slabs."""
+        """Returns for each slab the number of hot blocks in its run (the slabs that are emptied
+        together). A block is hot if its heat is at least `own_heat`, or if it may not be evicted.
+        Returns inf for a slab if more than `HOT_SHARE` of the run's blocks are hot, or if the
+        slab's `cost` is inf. Yields after each part.
+
+        own_heat: heat of the coldest block of the size that needs the slabs.
+        """
         num_slabs = self._pool.num_slabs
         hot, blocks = np.zeros(num_slabs, np.int64), np.zeros(num_slabs, np.int64)
         for live in self._books.walk():
@@ -606,9 +618,9 @@ class Rebalancer:
         return np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
 
     def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
-        """Evicts, slab by slab, the entries in all runs that contain a chosen slab, except entries
-        for which `may_go` returns False. Yields after each part; returns how many entries it
-        evicted. `chosen`: mask over all slabs."""
+        """Evicts, slab by slab, the entries in all runs (ranges of adjacent slabs of the arena)
+        that contain a chosen slab, except entries for which `may_go` returns False. Yields after
+        each part; returns how many entries it evicted. `chosen`: mask over all slabs."""
         chosen = self._of_runs(np.logical_or, chosen)
         emptied = np.concatenate(([0], np.cumsum(chosen)))
 
@@ -636,7 +648,8 @@ class Rebalancer:
         return count
 
     def _slabs_of(self, entries: Entries) -> tuple[Int64s, Int64s]:
-        """Returns the first and the last slab that each entry's slot touches."""
+        """Returns the first and the last slab (piece of the arena) that each entry's slot
+        touches."""
         offsets = self.index.offsets(entries)
         ends = offsets + self.index.slot_bytes(entries) - 1
         return self._pool.slab_of(offsets), self._pool.slab_of(ends)

@@ -1,4 +1,5 @@
-"""Remembers why blocks were removed: the keys of the last removals, each with its cause.
+"""Remembers why blocks were removed from the cache: the keys of the blocks that were removed last,
+each with the cause of its removal.
 
 Always true: a key that was removed several times has the cause of its last removal. Keys beyond the
 last REMEMBERED_KEYS removals may be forgotten.
@@ -13,15 +14,15 @@ from hotkv_server.cache.values import Cause
 REMEMBERED_KEYS = 1 << 16
 """Number of removed keys that are remembered."""
 MAX_FRESH = 1 << 12
-"""`causes` searches a sorted copy of the keys. If more keys than this were added since the copy was
-made, `causes` first makes a new copy."""
+"""`RemovedKeys.causes` searches a sorted copy of the keys. If more keys than this were added since
+the copy was made, it first makes a new copy."""
 
 CAUSE_BITS = 3
 CAUSE = np.uint64((1 << CAUSE_BITS) - 1)
 LOWER = np.uint64((REMEMBERED_KEYS << CAUSE_BITS) - 1)
-"""The low bits of a key. The sorted copy stores the key's position and cause in these bits, so the
-bits of the key itself are not compared. About 2 of 1e9 keys that were not removed are therefore
-mistaken for removed keys."""
+"""Mask of the low bits of a key. The sorted copy of the keys stores a key's position and cause in
+place of these bits, so they are not compared. About 2 of 1e9 keys that were not removed are
+therefore mistaken for removed keys."""
 
 Causes = NDArray[np.uint8]
 """Values of `Cause` (why a block was removed), uint8."""

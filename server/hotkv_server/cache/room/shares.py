@@ -20,8 +20,8 @@ from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantSh
 
 
 FLOOR_SHARE = 64
-"""An owner may hold up to 1/64 of the capacity (the floor) as long as units are free, even if other
-owners hold nearly all units."""
+"""An owner of a `FairBound` may hold up to 1/64 of its units (the floor) as long as units are free,
+even if other owners hold nearly all units."""
 
 
 class FairBound:
@@ -266,9 +266,9 @@ class TenantBook:
         return max(0, int(min(self._burst[tenant], self.capacity_bytes - others)))
 
     def kept_for_others(self, tenant: int, share: float, taken: Mapping[int, int]) -> int:
-        """Returns how many bytes must stay available for the residencies of all tenants but
-        `tenant`. For each of these tenants, counts the bytes that its residencies use already, or
-        `share` of its guarantee if that is more.
+        """Returns how many bytes must stay available for the residencies (requests whose KV stays
+        in host memory) of all tenants but `tenant`. For each of these tenants, counts the bytes
+        that its residencies use already, or `share` of its guarantee if that is more.
 
         share: largest share of a tenant's guarantee that residencies may use, 0 to 1.
         taken: bytes that a tenant's residencies use, by tenant number.
@@ -361,14 +361,14 @@ class TenantBook:
 
 
 STORE_SHARE = 16
-"""While residencies exist, 1/16 of the arena is neither reserved for them nor pinned for long, so
-that stores find room."""
+"""While residencies (requests whose KV stays in host memory) exist, 1/16 of the arena is neither
+reserved for them nor pinned for long, so that stores find room."""
 
 
 def most_pinned(capacity_bytes: int) -> int:
-    """Returns how many bytes may be pinned for long in an arena of `capacity_bytes`: by
-    residencies, by holds (pins that requests asked for) and by read leases without a load, together
-    (`PinBudget`)."""
+    """Returns how many bytes may be pinned for long in an arena of `capacity_bytes`: by residencies
+    (requests whose KV stays in host memory), by holds (pins that requests asked for) and by read
+    leases without a load, together (`PinBudget`)."""
     return capacity_bytes - capacity_bytes // STORE_SHARE
 
 
@@ -376,7 +376,7 @@ class PinBudget:
     """Counts, by kind of pin, the bytes that are pinned for long or reserved for that, and says how
     many more bytes may be pinned. The class that makes the pins of a kind updates its count.
 
-    resident_bytes: reserved for residencies or pinned by them.
+    resident_bytes: reserved for or pinned by residencies (requests whose KV stays in host memory).
     held_bytes: pinned by holds (pins that requests asked for).
     unadmitted_bytes: pinned by read leases under which no load has begun.
     """
@@ -395,13 +395,14 @@ class PinBudget:
 
     @property
     def for_residencies(self) -> int:
-        """Bytes that residencies may still reserve or pin."""
+        """Number of bytes that residencies (requests whose KV stays in host memory) may still
+        reserve or pin."""
         used = self.resident_bytes + self.held_bytes + self.unadmitted_bytes
         return max(0, most_pinned(self._tenants.capacity_bytes) - used)
 
     @property
     def for_others(self) -> int:
         """Number of bytes that may still be pinned by read leases and by holds (pins that requests
-        asked for). While no residency has reserved or pinned room, this budget does not limit these
-        pins: the number is the size of the arena."""
+        asked for). While no residency (a request whose KV stays in host memory) has reserved or
+        pinned room, this budget does not limit these pins: the number is the size of the arena."""
         return self.for_residencies if self.resident_bytes else self._tenants.capacity_bytes

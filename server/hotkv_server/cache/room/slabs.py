@@ -22,14 +22,15 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.values import BoolMask, Int64s
 
 MAX_SIZES = 256
-"""If a `SlabPool` knows this many slot sizes, it forgets the sizes that have no slabs before it
-learns another. Clients choose the sizes, so there may be any number of them over time."""
+"""If a `SlabPool` knows this many slot sizes, it forgets the sizes that have no slabs (pieces of
+the arena) before it learns another. Clients choose the sizes, so there may be any number of them
+over time."""
 CHUNK_SLOTS = 1 << 14
 """`FreeSlots` appends freed slots to its last chunk (array of offsets) only if the chunk then has
 at most this many slots; otherwise they become a new chunk."""
 FREE, ABSENT = -1, -2
-"""Values in the array `SlabPool.slab_owner`, which has for each slab the slot size that it is lent
-to. FREE: the slab is lent to no size. ABSENT: the slab has no memory yet."""
+"""Values in the array `SlabPool.slab_owner`, which has for each slab (piece of the arena) the slot
+size that it is lent to. FREE: the slab is lent to no size. ABSENT: the slab has no memory yet."""
 
 
 class FreeSlots:
@@ -96,9 +97,10 @@ class FreeSlots:
 
 
 class SlabFloors:
-    """Reserves slabs for slots that were promised, for example to a residency. The floor of a slot
-    size is the number of promised slots of that size. Promising a number of bytes would not be
-    enough: a slab with a pinned slot of one size can't be lent to another size.
+    """Reserves slabs (pieces of the arena) for slots that were promised, for example to a residency
+    (a request whose KV stays in host memory). The floor of a slot size is the number of promised
+    slots of that size. Promising a number of bytes would not be enough: a slab with a pinned slot
+    of one size can't be lent to another size.
 
     slab_bytes: size of a slab.
     lent: function that returns the number of slabs lent to a slot size (in bytes).
@@ -139,13 +141,13 @@ class SlabFloors:
         return num_shortest * shortest_run(slot_bytes, self._slab_bytes)
 
     def missing(self, slot_bytes: int) -> int:
-        """Returns how many more slabs must be lent to this size, so that its slabs have room for
-        its floor (its promised slots)."""
+        """Returns how many more slabs (pieces of the arena) must be lent to this size, so that its
+        slabs have room for its floor (its promised slots)."""
         return max(0, self._needed(slot_bytes) - self._lent(slot_bytes))
 
     def surplus(self, slot_bytes: int) -> int:
-        """Returns how many of the slabs that are lent to this size are not needed for its floor
-        (its promised slots)."""
+        """Returns how many of the slabs (pieces of the arena) that are lent to this size are not
+        needed for its floor (its promised slots)."""
         return max(0, self._lent(slot_bytes) - self._needed(slot_bytes))
 
     def sizes(self) -> list[int]:
@@ -153,14 +155,14 @@ class SlabFloors:
         return list(self._slots)
 
     def kept_for_others(self, slot_bytes: int) -> int:
-        """Returns how many free slabs may not be lent to this size, because they are needed for the
-        floors (promised slots) of other sizes."""
+        """Returns how many free slabs (pieces of the arena) may not be lent to this size, because
+        they are needed for the floors (promised slots) of other sizes."""
         return sum(self.missing(size) for size in self._slots if size != slot_bytes)
 
     @property
     def shortfall(self) -> int:
-        """Number of slabs that must become free, in addition to the free slabs, before the promised
-        slots of all sizes have room. 0 between two calls of the core."""
+        """Number of slabs (pieces of the arena) that must become free, in addition to the free
+        slabs, before the promised slots of all sizes have room. 0 between two calls of the core."""
         return max(0, sum(map(self.missing, self._slots)) - self._num_free())
 
     def would_fit(self, more: Mapping[int, int]) -> bool:
@@ -175,7 +177,7 @@ class SlabFloors:
 
     def check(self, slots: Mapping[int, int]) -> None:
         """Raises AssertionError unless exactly `slots` (numbers by slot size) are promised, and
-        enough slabs are free or lent for them."""
+        enough slabs (pieces of the arena) are free or lent for them."""
         expected = {size: count for size, count in slots.items() if count}
         assert self._slots == expected, "slots of floors miscounted"
         assert not self.shortfall, "a floor does not hold"
@@ -183,7 +185,8 @@ class SlabFloors:
 
 @dataclass(frozen=True, slots=True)
 class SlabClassStats:
-    """Figures of a slot size: slabs lent to it, slots in them, and slots in use."""
+    """Figures of a slot size: slabs (pieces of the arena) lent to it, slots in them, and slots in
+    use."""
 
     slot_bytes: int
     num_slabs: int
@@ -235,7 +238,7 @@ def figures_of(
 ) -> PoolFigures:
     """Returns the figures of a pool.
 
-    rows: the figures of each slot size that has slabs; each has slots in use.
+    rows: the figures of each slot size that has slabs (pieces of the arena); each has slots in use.
     num_backed: number of slabs that have memory.
     num_stranded: number of free slabs that slots of the largest size can't use.
     """
@@ -257,11 +260,13 @@ def aligned(num_bytes: int) -> int:
 
 
 MOST_LOST = 0.01
-"""Largest share of a run's bytes that may lie unused behind the run's last slot."""
+"""Largest share of the bytes of a run (range of adjacent slabs of the arena) that may lie unused
+behind the run's last slot."""
 LONGEST_END = 100
-"""Most slabs that a run has in addition to the slabs that a single slot needs. Longer runs are not
-necessary: among the lengths up to this, there is a run of at least 100 slabs whose last slot ends
-in its last slab. Such a run loses less than one slab, so at most 1 % (MOST_LOST)."""
+"""Most slabs that a run (range of adjacent slabs of the arena) has in addition to the slabs that a
+single slot needs. Longer runs are not necessary: within this bound, there is always a length of at
+least 100 slabs at which the run's last slot ends in its last slab. Then less than one slab is lost,
+at most 1 % of the run (MOST_LOST)."""
 RUNS_PER_ARENA = (16, 32)
 """Bounds for the number of runs that fit into an arena. They bound the length of a run.
 
@@ -274,20 +279,22 @@ slabs.
 """
 AMPLE_RUN_BYTES = 64 << 20
 FEW_SLABS = 256
-"""In an arena with fewer slabs than this, runs are as short as MOST_LOST allows: the shorter the
-run, the fewer slabs can't be emptied because of a single hot block."""
+"""In an arena with fewer slabs than this, runs (ranges of adjacent slabs of the arena) are as short
+as MOST_LOST allows: the shorter the run, the fewer slabs can't be emptied because of a single hot
+block."""
 
 
 def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
-    """Returns how many slabs one slot needs: the length of the shortest run."""
+    """Returns how many slabs one slot needs: the length of the shortest run (range of adjacent
+    slabs of the arena)."""
     return -(-slot_bytes // slab_bytes)
 
 
 def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
-    """Returns the length, in slabs, of runs for a slot size in an arena of `num_slabs`. It is the
-    shortest length within the bounds (RUNS_PER_ARENA, LONGEST_END) at which at most the share
-    MOST_LOST of a run's bytes lies behind the last slot. If there is no such length, it is the
-    length that loses the smallest share."""
+    """Returns the length, in slabs, of runs (ranges of adjacent slabs of the arena) for a slot size
+    in an arena of `num_slabs`. It is the shortest length within the bounds (RUNS_PER_ARENA,
+    LONGEST_END) at which at most the share MOST_LOST of a run's bytes lies behind the last slot. If
+    there is no such length, it is the length that loses the smallest share."""
     fewest, most = RUNS_PER_ARENA
     one = shortest_run(slot_bytes, slab_bytes)
     last = max(one, min(num_slabs // fewest, one + LONGEST_END))
@@ -305,7 +312,8 @@ def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
 class _SlabClass:
     """The pool's record of one slot size: its slabs and its free slots.
 
-    run_slabs, slots_per_run: length of a full run (see the function `run_slabs`), and its slots.
+    run_slabs, slots_per_run: number of slabs and of slots in a run of full length (range of
+        adjacent slabs, see the function `run_slabs`).
     num_slabs, num_slots: number of slabs and of slots in all runs of this size.
     """
 
@@ -332,13 +340,14 @@ class _SlabClass:
         self._slab_bytes = slab_bytes
 
     def counts_of(self, lengths: Int64s) -> Int64s:
-        """Returns for each run how many slots of this size it has. `lengths`: the lengths of the
-        runs, in slabs."""
+        """Returns for each run (range of adjacent slabs of the arena) how many slots of this size
+        it has. `lengths`: the lengths of the runs, in slabs."""
         counts: Int64s = lengths * self._slab_bytes // self.slot_bytes
         return counts
 
     def slots_of(self, heads: Int64s, lengths: Int64s) -> Int64s:
-        """Returns the offsets of all slots in some runs, run by run in rising order.
+        """Returns the offsets of all slots in some runs (ranges of adjacent slabs of the arena),
+        run by run in rising order.
 
         heads: first slab of each run.
         lengths: length of each run, in slabs.
@@ -359,17 +368,18 @@ def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
 
 class SlabPool:
     """Allocates slots of any size in an arena. Offsets are in bytes from the arena's start,
-    multiples of SLOT_ALIGN.
+    multiples of SLOT_ALIGN. Slabs are the pieces of equal size into which the arena is cut; a slab
+    is lent to at most one slot size at a time.
 
-    num_slabs: slabs of the whole arena.
-    num_backed: slabs that have memory.
-    num_free_slabs: slabs with memory that are not lent to a slot size.
+    num_slabs: number of slabs of the whole arena.
+    num_backed: number of slabs that have memory.
+    num_free_slabs: number of slabs with memory that are not lent to a slot size.
     floors: reserves slabs for promised slots.
     """
 
     def __init__(self, arena_bytes: int, slab_bytes: int, *, is_backed: bool = True) -> None:
-        """Makes a pool without used slots. `is_backed`: True if all slabs have memory; if False,
-        slabs get memory through `back` and `claim`."""
+        """Makes a pool without used slots. `is_backed`: True if all slabs (pieces of the arena)
+        have memory; if False, slabs get memory through `back` and `claim`."""
         if slab_bytes <= 0 or slab_bytes % SLOT_ALIGN:
             raise ValueError(
                 f"slab_bytes is {slab_bytes}; it must be a positive multiple of {SLOT_ALIGN}"
@@ -407,7 +417,7 @@ class SlabPool:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of slabs that have memory."""
+        """Bytes of slabs (pieces of the arena) that have memory."""
         return self.num_backed * self.slab_bytes
 
     def back(self, num_bytes: int) -> None:
@@ -421,7 +431,7 @@ class SlabPool:
         self._revision += 1
 
     def stats(self) -> list[SlabClassStats]:
-        """Returns the figures of each slot size that has slabs."""
+        """Returns the figures of each slot size that has slabs (pieces of the arena)."""
         return [
             SlabClassStats(size, c.num_slabs, c.num_slots, c.num_slots - len(c.free))
             for size, c in sorted(self._classes.items())
@@ -437,30 +447,32 @@ class SlabPool:
         return figures_of(self.stats(), self.num_backed, num_stranded, self.slab_bytes)
 
     def run_of(self, slot_bytes: int) -> tuple[int, int]:
-        """Returns the number of slabs and of slots in a run of full length for this slot size."""
+        """Returns the number of slabs, and of slots, in a run (range of adjacent slabs of the
+        arena) of full length for this slot size."""
         c = self._class(slot_bytes)
         return c.run_slabs, c.slots_per_run
 
     def is_shared(self, slot_bytes: int) -> bool:
-        """Returns True if slabs are lent to another slot size than this."""
+        """Returns True if slabs (pieces of the arena) are lent to another slot size than this."""
         return any(c.num_slabs and c.slot_bytes != slot_bytes for c in self._classes.values())
 
     def slab_of(self, offsets: Int64s) -> Int64s:
-        """Returns the slab in which each offset lies."""
+        """Returns the slab (piece of the arena) in which each offset lies."""
         return offsets // self.slab_bytes
 
     def slab_owner(self) -> Int64s:
-        """Returns the slot size that each slab is lent to; FREE if it is not lent, ABSENT if it has
-        no memory. The array is a view: do not change it."""
+        """Returns the slot size that each slab (piece of the arena) is lent to; FREE if it is not
+        lent, ABSENT if it has no memory. The array is a view: do not change it."""
         return self._owner
 
     def slab_head(self) -> Int64s:
-        """Returns for each slab the first slab of its run; the slab itself if it is not lent. The
-        array is a view: do not change it."""
+        """Returns for each slab the first slab of its run (range of adjacent slabs of the arena);
+        the slab itself if it is not lent. The array is a view: do not change it."""
         return self._head
 
     def available_slots(self, slot_bytes: int) -> int:
-        """Returns how many slots of this size `allocate` could return at the moment."""
+        """Returns how many slots of this size `allocate` could return at present, from free slots
+        and free slabs."""
         c = self._class(slot_bytes)
         usable = self._usable(c)
         if c.run_slabs == 1:
@@ -472,22 +484,22 @@ class SlabPool:
         return len(c.free) + c.room[0]
 
     def _usable(self, c: _SlabClass) -> int:
-        """Returns how many free slabs may be lent to a size: free slabs without those that are
-        reserved for other sizes (`SlabFloors`)."""
+        """Returns how many free slabs (pieces of the arena) may be lent to a size: free slabs
+        without those that are reserved for other sizes (`SlabFloors`)."""
         return max(0, self.num_free_slabs - self.floors.kept_for_others(c.slot_bytes))
 
     def lent_slabs(self, slot_bytes: int) -> int:
-        """Returns the number of slabs lent to a slot size."""
+        """Returns the number of slabs (pieces of the arena) lent to a slot size."""
         c = self._classes.get(aligned(slot_bytes))
         return 0 if c is None else c.num_slabs
 
     def free_slots(self, slot_bytes: int) -> int:
-        """Returns the number of free slots in slabs lent to this size."""
+        """Returns the number of free slots in slabs (pieces of the arena) lent to this size."""
         return len(self._class(slot_bytes).free)
 
     def allocate(self, slot_bytes: int, num_slots: int) -> Int64s:
         """Allocates up to `num_slots` slots and returns their offsets; fewer slots if no more free
-        slots and free slabs are left."""
+        slots and free slabs (pieces of the arena) are left."""
         c = self._class(slot_bytes)
         if len(c.free) < num_slots:
             self._lend(c, num_slots - len(c.free))
@@ -506,8 +518,9 @@ class SlabPool:
             self._give_back(c, emptied)
 
     def _count(self, c: _SlabClass, offsets: Int64s, change: int) -> Int64s:
-        """Adds `change` (1 or -1) to the number of used slots of the run in which each slot lies.
-        Returns the first slab of each run whose count reached 0."""
+        """Adds `change` (1 or -1) to the number of used slots of the run (range of adjacent slabs
+        of the arena) in which each slot lies. Returns the first slab of each run whose count
+        reached 0."""
         emptied = np.empty(len(offsets), np.int64)
         count = int(
             self._kernels.count_slots(
@@ -520,7 +533,8 @@ class SlabPool:
         return emptied[:count]
 
     def _give_back(self, c: _SlabClass, heads: Int64s) -> None:
-        """Frees the slabs of runs that have no used slot. `heads`: the first slab of each run."""
+        """Frees the slabs of runs (ranges of adjacent slabs of the arena) that have no used slot.
+        `heads`: the first slab of each run."""
         lengths = self._length[heads]
         runs, nth = spread(lengths)
         slabs = heads[runs] + nth
@@ -539,8 +553,9 @@ class SlabPool:
         self._count_lent(c, -len(slabs))
 
     def heads_of(self, slot_bytes: int, offsets: Int64s) -> Int64s:
-        """Returns for each offset the first slab of the run to which a slot of this size at the
-        offset could belong; -1 if no run could have a slot there.
+        """Returns for each offset the first slab of the run (range of adjacent slabs of the arena)
+        to which a slot of this size at the offset could belong; -1 if no run could have a slot
+        there.
 
         If the run could begin at several slabs, returns the slab nearest to the offset. The slots
         are the same for each of these slabs, because the distance between two of them is a multiple
@@ -564,9 +579,9 @@ class SlabPool:
         """Marks slots as used, while a pool is rebuilt after a restart. Raises ValueError if slots
         overlap, are misaligned or lie outside the arena.
 
-        Rebuilds the runs in which the slots lie, each up to its last used slot. From here on, the
-        slabs of these runs count as having memory; the caller prefaults them. `offsets`: at least
-        one.
+        Rebuilds the runs (ranges of adjacent slabs of the arena) in which the slots lie, each up to
+        its last used slot. From here on, the slabs of these runs count as having memory; the caller
+        prefaults them. `offsets`: at least one.
         """
         c, offsets = self._class(slot_bytes), np.sort(offsets)
         heads = self.heads_of(slot_bytes, offsets)
@@ -627,7 +642,8 @@ class SlabPool:
         c.free.add_below(offsets[::-1])
 
     def _count_lent(self, c: _SlabClass, change: int) -> None:
-        """Counts `change` more slabs as lent to the size, or fewer if `change` is negative."""
+        """Counts `change` more slabs (pieces of the arena) as lent to the size, or fewer if
+        `change` is negative."""
         c.num_slabs += change
         self.num_free_slabs -= change
         self._revision += 1
@@ -643,7 +659,8 @@ class SlabPool:
         return int(num_pieces), int(num_slots)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if counts, runs and free slots disagree."""
+        """Raises AssertionError if counts, runs (ranges of adjacent slabs of the arena) and free
+        slots disagree."""
         assert self.num_free_slabs == int((self._owner == FREE).sum()), "free slabs miscounted"
         assert self.num_backed == int((self._owner != ABSENT).sum()), "slabs with memory miscounted"
         slabs = np.arange(self.num_slabs)

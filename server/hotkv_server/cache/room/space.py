@@ -2,9 +2,9 @@
 
 Always true: an entry of the index owns exactly one slot of the pool, and no slot has two owners.
 Blocks are evicted only when their room is needed: `make_room` evicts right before the `insert` that
-needs the slots. Making room can take long, so it runs in parts. Representations (compact forms of a
-block's keys, for sparse attention) are entries too, but they influence no decision: see
-`Representations`.
+needs the slots. Making room can take long, so it runs in parts. Representations (compact summaries
+of a block's attention keys, for sparse attention) are entries too, but they influence no decision:
+see `Representations`.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,9 +33,9 @@ from hotkv_server.cache.values import BoolMask, Cause, Entries, Int64s, TenantSh
 
 
 REBALANCE_SHARE = 64
-"""A slot size that needs room compares its blocks with the slabs of other sizes (`Room._compare`)
-each time 1/64 of the arena has been freed for it. If a comparison brought enough slabs, the next
-call compares again."""
+"""When a slot size has lacked 1/64 of the arena in total, `Room._compare` compares its blocks with
+the slabs (pieces of the arena) of other sizes, and empties slabs that are colder. If a comparison
+made enough room, the next lack of slots leads to another comparison at once."""
 
 
 class Room:
@@ -75,10 +75,10 @@ class Room:
         number `taker`; fewer if no more entries may be evicted for that tenant. Yields after each
         part of the work.
 
-        is_block: True if the slots are for blocks. Representations of other blocks may then be
-            dropped to make room.
-        has_promise: True if the room was reserved for a residency. Representations of other blocks
-            may then be dropped too, even if `is_block` is False.
+        is_block: True if the slots are for blocks. Representations (compact summaries of blocks'
+            attention keys) may then be dropped to make room; their blocks stay.
+        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
+            memory). Representations may then be dropped too, even if `is_block` is False.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not. Ignored for a tenant within its guarantee, and while
             `may_keep_at` returns False.
@@ -105,16 +105,16 @@ class Room:
     def may_keep_at(self, slot_bytes: int) -> bool:
         """Returns True if the policy may refuse a slot of this size to a new block, so that older
         blocks stay. False unless `may_keep` is True. False while the arena also has slots of other
-        sizes or representations (compact forms of keys), because those would then be evicted in
-        place of blocks of this size."""
+        sizes or representations (compact summaries of attention keys), because those would then be
+        evicted in place of blocks of this size."""
         shares = self._books.representations.declared or self._pool.is_shared(aligned(slot_bytes))
         return self.may_keep and not shares
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
-        """Frees slabs until `more` slots (numbers by slot size) can be promised to the tenant
-        `taker`, or until no more entries may be evicted for the tenant. Yields after each part.
-        While the generator runs, these slots count as promised, so that no other call gets their
-        slabs."""
+        """Frees slabs (pieces of the arena) until `more` slots (numbers by slot size) can be
+        promised to the tenant `taker`, or until no more entries may be evicted for the tenant.
+        Yields after each part. While the generator runs, these slots count as promised, so that no
+        other call gets their slabs."""
         floors = self._pool.floors
         for size, count in more.items():
             floors.add(size, count)
@@ -142,8 +142,9 @@ class Room:
         return max(0, min(missing, self.coming_bytes // size))
 
     def refuse_coming(self, size: int, count: int) -> int:
-        """Returns how many of `count` slots the caller must refuse now, because the slots will be
-        free soon without evictions (`coming_slots`). Subtracts their bytes from `coming_bytes`."""
+        """Returns how many of `count` slots the caller must refuse at the moment, because these
+        slots will be free soon without evictions (`coming_slots`). Subtracts their bytes from
+        `coming_bytes`."""
         refused = self.coming_slots(size, count)
         self.coming_bytes -= refused * size
         return refused
@@ -199,11 +200,13 @@ class Room:
             yield from self._rebalancer.take_until(slot_bytes, num_slots, taker, payers)
 
     def _compare(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
-        """Compares the slabs of other sizes with the blocks of this size, and empties slabs that
-        are colder. Does nothing unless a comparison is due: if the size had none before, if the
-        last one made enough room, or if the size has lacked 1/64 of the arena (REBALANCE_SHARE)
-        since the last one. Yields after each part. `taker`: number of the tenant that needs the
-        slots.
+        """Compares the slabs (pieces of the arena) of other sizes with the blocks of this size, and
+        empties slabs that are colder. Yields after each part. `taker`: number of the tenant that
+        needs the slots.
+
+        Does nothing unless a comparison is due. It is due if this size had no comparison yet, if
+        the last comparison made enough room, or if the requests for slots of this size since then
+        lacked 1/64 of the arena in total (REBALANCE_SHARE).
 
         A comparison is slow, because it examines every entry. Therefore it makes room for 1/64 of
         the arena at once.
@@ -307,8 +310,8 @@ class Room:
     def _drop_representations(
         self, slot_bytes: int, missing: Callable[[], int], taker: int
     ) -> Parts[None]:
-        """Drops the representations (compact forms of keys) of the coldest blocks until `missing`
-        returns 0. The blocks stay. Yields after each part.
+        """Drops the representations (compact summaries of attention keys) of the coldest blocks
+        until `missing` returns 0. The blocks stay. Yields after each part.
 
         slot_bytes: drops only representations of this slot size; 0: of any size.
         missing: function that returns how many slots or entry numbers are still to be freed.
@@ -440,8 +443,8 @@ class Space:
 
     def needs_room(self, slot_bytes: int, count: int) -> bool:
         """Returns False if `make_room` need not be called for `count` slots, because the slots are
-        free and no tenants are configured. In that case does the rest of the work of `make_room`
-        itself: tells the policy whether it may hold entries back."""
+        free and no tenants are configured. In that case also does the other work of `make_room`: it
+        sets whether the policy may hold entries back (refuse to evict them)."""
         if self.tenants.is_used or not self.has_room(slot_bytes, count):
             return True
         self.policy.allow_keeping(self.room.may_keep_at(slot_bytes))
@@ -467,8 +470,8 @@ class Space:
 
         depths: number of blocks before each block in its chain.
         lease: number of the write lease, or of the move between tiers, that owns the entries.
-        has_promise: True if the room was reserved for a residency. Then no slots are refused
-            because the arena is still being prefaulted.
+        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
+            memory). Then no slots are refused because the arena is still being prefaulted.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
@@ -498,8 +501,10 @@ class Space:
         """Makes room for an `insert` of `count` keys. Yields after each part of the work; does not
         yield if there is room already or if the work is short.
 
-        group_index: a group of blocks, or a kind of representation.
-        has_promise: True if the room was reserved for a residency.
+        group_index: a group of blocks, or a kind of representation (compact summary of a block's
+            attention keys).
+        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
+            memory).
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not. Ignored while `Room.may_keep_at` returns False.
         beside_bytes: bytes of the tenant's burst bound that the caller's other `insert`s need.
@@ -525,7 +530,7 @@ class Space:
         """Makes reserved entries ready and records a use of each. The entries are in chain order.
 
         retention: the wish of the request to retain the blocks, for the eviction policy.
-        checks: the entries' check values, uint64; all 0 if not given.
+        checks: the entries' check values (checksums), uint64; all 0 if not given.
         keys: the entries' keys from `BlockIndex.mixed`; computed if not given.
         """
         keys = self.index.mixed(entries) if keys is None else keys

@@ -1,6 +1,6 @@
 """`BlockIndex` finds, adds and removes entries by key in the shared block table, which only this
 module writes. `Chains` links the blocks of a prompt. `Representations` links each block with its
-representation: a compact form of its keys, by which sparse attention selects blocks.
+representation: a compact summary of its attention keys, by which sparse attention selects blocks.
 
 Always true: an entry number is free, reserved, ready or detached (removed from the table while
 pinned). A key has at most one reserved or ready entry. Clients that read the table can find only
@@ -28,9 +28,9 @@ class BlockIndex:
     limit: number of entries whose records have memory.
     num_unpins: number of calls that released pins.
     pins: number of pins on each entry, by entry number.
-    unverified: by entry number, True if the bytes must be compared with the check value before a
-        load: the entry came from an old table, or its bytes did not match and a lease still pins
-        it.
+    unverified: by entry number, True if the bytes must be compared with the check value (checksum)
+        before a load: the entry came from an old table, or its bytes did not match and a lease
+        still pins it.
 
     `_salts`: salts that are mixed into hashes, by group and by key space (its number modulo
     KEY_SPACE_ROWS).
@@ -136,7 +136,7 @@ class BlockIndex:
         """Adds the bit `mark` to each reserved entry's mask of written shards, and returns the
         masks. Bit n stands for shard n, the part of a block from one rank; with `mark` 0, the masks
         do not change. While an entry is reserved, its record stores the mask in the upper half of
-        the check value."""
+        the check value (checksum)."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
@@ -145,7 +145,7 @@ class BlockIndex:
         """Makes reserved entries ready: from here on, lookups find them.
 
         keys: the entries' keys, as `mixed` returns them.
-        checks: the entries' check values.
+        checks: the entries' check values (checksums).
         """
         done = int(
             self._kernels.publish(self.table.buckets, self.table.records, keys, entries, checks)
@@ -234,7 +234,7 @@ class BlockIndex:
         return depths
 
     def checks(self, entries: Entries) -> NDArray[np.uint64]:
-        """Returns the check values of ready entries; 0 without a check value."""
+        """Returns the check values (checksums) of ready entries; 0 without a check value."""
         words = np.ascontiguousarray(self.table.records[entries, table.W_CHECK : table.W_CHECK + 2])
         return words.view(np.uint64)[:, 0]
 
@@ -271,8 +271,8 @@ class BlockIndex:
         self, key_space_id: int = 0, first: int = 0, end: int | None = None
     ) -> Entries:
         """Returns the entries with numbers from `first` to `end` - 1 that are ready blocks, not
-        representations (compact forms of keys). `key_space_id`: 0 for all key spaces. `end`: None
-        for no upper bound."""
+        representations (compact summaries of attention keys). `key_space_id`: 0 for all key spaces.
+        `end`: None for no upper bound."""
         upto = self._next_unused if end is None else min(end, self._next_unused)
         records = self.table.records[first:upto]
         states = records[:, table.W_GROUP_STATE]
@@ -445,14 +445,15 @@ FreeSlots = Callable[[list[Words]], None]
 
 def blocks_first(groups: list[int]) -> list[int]:
     """Returns the positions 0 to len(`groups`) - 1 in another order: first the positions with a
-    group of blocks, then the positions with a group of representations (compact forms of keys).
-    `groups`: the group index of each run of a call."""
+    group of blocks, then the positions with a group of representations (compact summaries of
+    attention keys). `groups`: the group index of each run (chain of consecutive blocks) of a
+    call."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 
 class Representations:
-    """The representations (compact forms of blocks' keys, for sparse attention) in an index, each
-    linked with its block.
+    """The representations (compact summaries of blocks' attention keys, for sparse attention) in an
+    index, each linked with its block.
 
     declared: True once a session has declared a kind of representation. While it is False, methods
         skip the work for representations.
@@ -468,8 +469,8 @@ class Representations:
         return f"Representations({len(self.ready())} ready)"
 
     def declare(self, key_space_id: int, group_index: int, salt: int) -> None:
-        """Registers a kind of representation (compact form of a block's keys, for sparse attention)
-        of a key space.
+        """Registers a kind of representation (compact summary of a block's attention keys, for
+        sparse attention) of a key space.
 
         group_index: the index of the kind, MAX_GROUPS or higher.
         salt: number that is mixed into the hashes of blocks to make the keys of their
@@ -479,7 +480,8 @@ class Representations:
         self.declared = True
 
     def among(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns a mask of the entries that are representations."""
+        """Returns a mask of the entries that are representations (compact summaries of blocks'
+        attention keys)."""
         if not self.declared:
             return np.zeros(len(entries), np.bool_)
         are: NDArray[np.bool_] = (
@@ -488,20 +490,20 @@ class Representations:
         return are
 
     def ready(self) -> Entries:
-        """Returns the entries of all representations (compact forms of keys) that are ready. Takes
-        time linear in the capacity."""
+        """Returns the entries of all representations (compact summaries of attention keys) that are
+        ready. Takes time linear in the capacity."""
         entries = np.flatnonzero(self._index.states() == table.STATE_READY).astype(np.uint32)
         return entries[self.among(entries)]
 
     def of(self, entries: Entries) -> Entries:
-        """Returns for each ready block the entry of its representation (compact form of its keys);
-        0 for a block without a representation."""
+        """Returns for each ready block the entry of its representation (compact summary of its
+        attention keys); 0 for a block without a representation."""
         linked: Entries = self._records[entries, table.W_REPRESENTATION]
         return linked
 
     def bytes_with(self, entries: Entries) -> Int64s:
         """Returns for each entry how many bytes of slots its removal would free: its own slot, and
-        for a block also the slot of its representation (compact form of its keys)."""
+        for a block also the slot of its representation (compact summary of its attention keys)."""
         sizes = self._index.slot_bytes(entries)
         if self.declared:
             sizes += np.where(self.among(entries), 0, self._index.slot_bytes(self.of(entries)))
@@ -509,25 +511,25 @@ class Representations:
 
     def blocks_of(self, entries: Entries) -> Entries:
         """Returns for each entry the entry whose heat decides when it is evicted: for a ready
-        representation (compact form of a block's keys) the entry of its block, otherwise the entry
-        itself."""
+        representation (compact summary of a block's attention keys) the entry of its block,
+        otherwise the entry itself."""
         if not self.declared:
             return entries
         blocks = self._records[entries, table.W_REPRESENTATION]
         return np.where(self.among(entries) & (blocks != 0), blocks, entries)
 
     def linked(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns a mask of the entries that are representations (compact forms of keys) and are
-        linked with a ready block."""
+        """Returns a mask of the entries that are representations (compact summaries of attention
+        keys) and are linked with a ready block."""
         are: NDArray[np.bool_] = self.among(entries) & (
             self._records[entries, table.W_REPRESENTATION] != 0
         )
         return are
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
-        """Makes reserved representations (compact forms of keys) ready, each for a ready block, and
-        removes the blocks' former representations. `checks`: the representations' check values,
-        uint64; all 0 if not given."""
+        """Makes reserved representations (compact summaries of attention keys) ready, each for a
+        ready block, and removes the blocks' former representations. `checks`: the representations'
+        check values (checksums), uint64; all 0 if not given."""
         former = self.of(blocks)
         self._remove(former[former != 0])
         self._index.publish(
@@ -539,14 +541,15 @@ class Representations:
         self._records[entries, table.W_REPRESENTATION] = blocks
 
     def follow(self, parts: Sequence[Words]) -> None:
-        """Removes the representations (compact forms of keys) of blocks that were just removed.
-        `parts`: the records that the blocks had."""
+        """Removes the representations (compact summaries of attention keys) of blocks that were
+        just removed. `parts`: the records that the blocks had."""
         for rows in parts if self.declared else ():
             linked = rows[:, table.W_REPRESENTATION]
             self._remove(linked[linked != 0])
 
     def drop(self, entries: Entries) -> None:
-        """Removes ready representations; their blocks stay."""
+        """Removes ready representations (compact summaries of blocks' attention keys); their blocks
+        stay."""
         self._records[self._records[entries, table.W_REPRESENTATION], table.W_REPRESENTATION] = 0
         self._remove(entries)
 
@@ -559,8 +562,9 @@ class Representations:
         self._index.detach(entries[is_pinned])
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a link between a block and its representation (compact form of
-        its keys) is not mutual or joins different keys. Takes time linear in the capacity."""
+        """Raises AssertionError if a link between a block and its representation (compact summary
+        of its attention keys) is not mutual or joins different keys. Takes time linear in the
+        capacity."""
         live = np.flatnonzero(self._index.states()).astype(np.uint32)
         is_ready = self._index.states()[live] == table.STATE_READY
         links = self._records[live, table.W_REPRESENTATION]

@@ -99,9 +99,10 @@ def count_slots(
     used: Any, owner: Any, head: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any,
     emptied: Any,
 ) -> int:  # fmt: skip
-    """Adds `change` to the number of used slots of a run, once for each slot of `offsets` that lies
-    in the run. Returns the number of runs whose count reached 0, and writes their first slabs to
-    the front of `emptied`, which is as long as `offsets`.
+    """Adds `change` to the number of used slots of a run (range of adjacent slabs of the arena),
+    once for each slot of `offsets` that lies in the run. Returns the number of runs whose count
+    reached 0, and writes their first slabs to the front of `emptied`, which is as long as
+    `offsets`.
 
     Returns -1, with nothing changed, if a slot lies in a slab that is not lent to `slot_bytes`.
     Returns -2 if a count fell below 0.
@@ -134,7 +135,8 @@ def plan_runs(
     owner: Any, head: Any, length: Any, run_slabs: Any, longest: Any, slot_bytes: Any,
     slab_bytes: Any, usable: Any, want: Any, plan: Any,
 ) -> Any:  # fmt: skip
-    """Chooses free slabs for `want` slots of `slot_bytes`, at most `usable` slabs in all.
+    """Chooses free slabs (pieces of the arena) for `want` slots of `slot_bytes`, at most `usable`
+    slabs in all. Slabs are lent to a slot size in runs (ranges of adjacent slabs).
 
     First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
     then the slabs that are left at the end of a gap. If the run before these slabs has the same
@@ -206,8 +208,8 @@ def plan_runs(
 
 @numba.njit("void(int64[:], int64, boolean[::1], boolean[::1])", nogil=True, cache=True)
 def lie_in(offsets: Any, slab_bytes: Any, slabs: Any, out: Any) -> None:
-    """Writes for each offset into `out` whether it lies in one of the slabs for which the mask
-    `slabs` is True."""
+    """Writes for each offset into `out` whether it lies in one of the slabs (pieces of the arena)
+    for which the mask `slabs` is True."""
     shift = 0
     while slab_bytes >> shift > 1:
         shift += 1
@@ -356,7 +358,7 @@ def link(records: Any, entries: Any, first: Any) -> None:
 def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
     """Adds the bit `mark` to each reserved entry's mask of written shards: bit n stands for shard
     n, the part of a block from one rank. Writes the new masks into `masks`. While an entry is
-    reserved, its record stores the mask in the upper half of the check value."""
+    reserved, its record stores the mask in the upper half of the check value (checksum)."""
     for i in range(entries.shape[0]):
         records[entries[i], CHECK + 1] |= mark
         masks[i] = records[entries[i], CHECK + 1]
@@ -368,8 +370,8 @@ def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
     cache=True,
 )
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
-    """Makes reserved entries ready and writes their check values (`checks`, uint64). Skips entries
-    that are not in the table. Returns how many entries became ready."""
+    """Makes reserved entries ready and writes their check values (checksums) (`checks`, uint64).
+    Skips entries that are not in the table. Returns how many entries became ready."""
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:

@@ -38,7 +38,7 @@ of the method STAGED are short, because they only move bytes on the device."""
 NEGLIGIBLE_RATIO = 0.03
 """A preferred method is chosen if it is slower than the best method by at most this share."""
 FORMAT = 2
-"""Version of the JSON. Format 1 was measured with one piece at a time."""
+"""Version of the JSON format. (Speeds in format 1 were measured with one piece at a time.)"""
 DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -52,7 +52,8 @@ def driver_version(path: Path = DRIVER_VERSION_FILE) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The measured speeds of a device; see the module.
+    """The measured speeds of a device's copy methods. The copy engine uses them to choose its
+    method.
 
     `uuid`, `name`: the device.
     `driver`: version of the driver.
@@ -203,13 +204,15 @@ NUM_REPEATS = 3
 """Largest number of measured repetitions, of which the fastest counts. A copy of the scratch memory
 before them warms up."""
 LONG_S = 0.05
-"""If a measured repetition takes longer, no further one follows."""
+"""If a measured repetition takes longer, in seconds, it is the last of its measurement."""
 DEPTH = 4
-"""Number of pieces in the device's queue, as many as a lane has by default. With one piece at a
-time, submitting and waiting would count as copying."""
+"""Number of pieces (parts of jobs) in the device's queue during a measurement, as many as a lane
+has by default. With one piece at a time, the time to submit it and to wait for it would count as
+copying time."""
 NUM_ROUNDS = 4
-"""Number of times that a repetition copies the scratch memory, if the method is not slow. The time
-until the first piece is submitted, and the last wait, then count little."""
+"""Number of times that a repetition copies the scratch memory, if the method is not slow. With
+several rounds, the time until the first piece is submitted and the wait for the last piece count
+little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +313,9 @@ def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int)
 
 
 def _pieces(bench: _Bench, direction: Direction, method: Method, page_bytes: int) -> list[Piece]:
-    """Returns the scratch memory as pieces of scattered pages, about DEPTH pieces."""
+    """Divides the scratch memory into about DEPTH pieces, parts that are copied at once. The pages
+    of a piece are scattered on the device. In host memory, at most STAGED_RUN_PAGES pages
+    adjoin."""
     num_pages = max(bench.num_bytes // page_bytes * STAGED_RUN_PAGES // (STAGED_RUN_PAGES + 1), 1)
     num_pages = min(num_pages, DEPTH * MAX_PIECE_RUNS)
     # In host memory, skip a page after each run, so that the runs do not adjoin.

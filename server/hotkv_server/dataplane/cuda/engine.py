@@ -53,7 +53,8 @@ because it is unknown when it stops accessing memory."""
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """A job and its progress.
+    """A copy job and its progress. The job is split into pieces, the parts that are submitted to
+    the device at once.
 
     `pieces`: yields the pieces that are not submitted yet.
     `bytes_left`: bytes of these pieces.
@@ -72,7 +73,7 @@ class _Work:
 
 @dataclass(slots=True)
 class _Given:
-    """A piece in the device's queue.
+    """A piece (part of a job) in the device's queue.
 
     `slot`: the event to wait for, and memory that the copy uses.
     `begun_s`: when the piece was submitted, a time of time.monotonic.
@@ -175,24 +176,25 @@ class Lane:
 
     @property
     def num_queued(self) -> int:
-        """Estimated number of pieces that are not in the device's queue yet."""
+        """Estimated number of pieces (parts of jobs) that are not in the device's queue yet."""
         with self._changed:
             return sum(-(-work.bytes_left // self._settings.piece_bytes) for work in self._works)
 
     @property
     def num_in_flight(self) -> int:
-        """Number of pieces in the device's queue."""
+        """Number of pieces (parts of jobs) in the device's queue."""
         return len(self._in_flight)
 
     def moved(self) -> tuple[Moved, ...]:
-        """Returns the numbers of bytes and pieces that were copied since the start, by method."""
+        """Returns the numbers of bytes and pieces (parts of jobs) that were copied since the start,
+        by copy method."""
         with self._changed:
             return tuple(
                 Moved(self.direction, method, *sums) for method, sums in sorted(self._moved.items())
             )
 
     def is_alive(self) -> bool:
-        """Returns False if a thread has died."""
+        """Returns False if a thread of the lane has died."""
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
@@ -245,8 +247,9 @@ class Lane:
             del work, piece
 
     def _next(self) -> _Work | None:
-        """Waits until a slot of the lane (`methods.Slots`) is free and a job has pieces left, and
-        returns the job. Returns None once the lane is closed and has no jobs left."""
+        """Waits until a slot of the lane (`methods.Slots`) is free and a job has pieces that are
+        not submitted yet. Returns this job. Returns None once the lane is closed and has no jobs
+        left."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (self._works and self._free) or (self._closing and not self._works)
@@ -319,9 +322,9 @@ class Lane:
             self._finished.put(work)
 
     def _insist(self, call: Callable[[], None]) -> tuple[bool, str]:
-        """Makes a call, and repeats it if it fails, up to MAX_TRIES times. If all tries fail,
-        reports the device as lost. Returns two values: True if a try has succeeded, and the text
-        of the first failure, empty if no try has failed."""
+        """Runs `call`, a call of CUDA. If it fails, repeats it, up to MAX_TRIES times in all. If
+        all tries fail, reports the device as lost. Returns two values: True if a try has succeeded,
+        and the text of the first failure, empty if no try has failed."""
         first = ""
         for _ in range(MAX_TRIES):
             try:
@@ -336,7 +339,8 @@ class Lane:
         return False, first
 
     def _judge(self, failure: Exception) -> str:
-        """Returns a failure as text. Reports the device as lost if the failure means that."""
+        """Returns the text of a failure. If the failure means that the device is lost, also reports
+        the device as lost."""
         if isinstance(failure, DeviceError):
             if failure.is_lost:
                 self._on_lost(f"device {self._device} is lost: {failure}")
@@ -359,8 +363,9 @@ log = logging.getLogger(__name__)
 
 
 class CudaCopyEngine:
-    """The copy engine of a device; see the module. The constructor raises DeviceError if CUDA can't
-    make the streams, events or buffers that the copies need.
+    """The copy engine of a CUDA device. It has two lanes, one for loads and one for stores. The
+    constructor raises DeviceError if CUDA can't make the streams, events or buffers that the copies
+    need.
 
     `device`: number of the device.
     `arena`: the arena, and how much of it is pinned.
@@ -434,12 +439,13 @@ class CudaCopyEngine:
 
     @property
     def num_queued(self) -> int:
-        """Estimated number of pieces that are not in the device's queue yet."""
+        """Estimated number of pieces (parts of jobs) that are not in the device's queue yet."""
         return sum(lane.num_queued for lane in self._lanes.values())
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the device's queue had pieces, summed over both lanes."""
+        """Seconds in which the device's queue had pieces (parts of jobs), summed over both
+        lanes."""
         return sum(lane.busy_s for lane in self._lanes.values())
 
     @property
@@ -448,8 +454,8 @@ class CudaCopyEngine:
         return len(self._lanes)
 
     def is_alive(self) -> bool:
-        """Returns False if a thread has died. A lost device is no reason for False; see
-        `problem`."""
+        """Returns False if a thread of the copy engine has died. If the device is lost but all
+        threads run, returns True; `problem` has the reason of the loss."""
         return all(lane.is_alive() for lane in self._lanes.values())
 
     def stalled_s(self, now_s: float) -> float:

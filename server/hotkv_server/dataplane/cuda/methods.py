@@ -38,8 +38,8 @@ class Slot:
 
 
 def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies each run of the piece with a separate call. Also works for host memory that is not
-    pinned. Does not use `slot`."""
+    """Copies each run (contiguous byte range) of the piece with a separate call. Also works for
+    host memory that is not pinned. Does not use `slot`."""
     for dst, src, num_bytes in zip(
         piece.dst.tolist(), piece.src.tolist(), piece.num_bytes.tolist(), strict=True
     ):
@@ -47,21 +47,23 @@ def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> 
 
 
 def batch(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs of the piece with a single call. Does not use `slot`."""
+    """Copies all runs (contiguous byte ranges) of the piece with a single call. Does not use
+    `slot`."""
     runtime.copy_batch(stream, piece.dst, piece.src, piece.num_bytes)
 
 
 def kernel(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs of the piece with a kernel, which reads or writes host memory directly over
-    the bus. The table of `slot` tells the kernel the addresses and sizes."""
+    """Copies all runs (contiguous byte ranges) of the piece with a kernel, which reads or writes
+    host memory directly over the bus. The table of `slot` tells the kernel the addresses and
+    sizes."""
     _launch(runtime, stream, slot, piece.dst, piece.src, piece.num_bytes)
 
 
 def staged(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
     """Copies the piece by way of the staging memory of `slot`, which is on the device. For a store,
-    a kernel gathers the runs there; then a copy moves all runs that adjoin in the arena at once.
-    For a load, copies of adjoining runs fill the staging memory; then a kernel scatters the bytes
-    from there."""
+    a kernel gathers the piece's runs (contiguous byte ranges) there; then a copy moves all runs
+    that adjoin in the arena at once. For a load, copies of adjoining runs fill the staging memory;
+    then a kernel scatters the bytes from there."""
     plan = plan_staged(piece.host, piece.num_bytes, piece.registration)
     copies = list(
         zip(
@@ -101,8 +103,8 @@ GIVE: Mapping[Method | None, Callable[[DeviceRuntime, Stream, Piece, Slot], None
     Method.KERNEL: kernel,
     Method.STAGED: staged,
 }
-"""Maps each copy method to the function that submits a piece by it. The key None has the function
-for host memory that is not pinned."""
+"""Maps each copy method to the function that submits a piece (part of a job) by this method. The
+key None has the function for host memory that is not pinned."""
 
 
 # ---------------------------------------------------------------------------------- Slots of a lane

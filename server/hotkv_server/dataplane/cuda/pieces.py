@@ -31,8 +31,8 @@ Choose = Callable[[int, int], Method]
 """Returns the copy method for a piece, given the bytes of a page, and the bytes of a run
 (contiguous byte range) in the arena."""
 FIRST_WINDOW_RUNS = 512
-"""Number of runs in the first window, whose planning takes 50 us. Each further window is GROWTH
-times as large, up to MAX_PIECE_RUNS."""
+"""Number of runs (contiguous byte ranges) that are planned first, as the first window. Their
+planning takes 50 us. Each further window is GROWTH times as large, up to MAX_PIECE_RUNS."""
 GROWTH = 4
 ALIGN_BYTES = 16
 """A range that is contiguous in the arena begins in staging memory at a multiple of this, because a
@@ -73,7 +73,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """The layout of a piece in staging memory.
+    """The layout of a piece in staging memory on the device. A piece is a part of a job; its runs
+    are contiguous byte ranges.
 
     `offsets`: offsets of the piece's runs in staging memory, int64 [runs].
 
@@ -98,8 +99,8 @@ def pieces(
     settings: CudaCopySettings,
     choose: Choose,
 ) -> Iterator[Piece]:
-    """Yields the pieces of a job. Together they copy each byte of the plans once. Whether the host
-    memory of a piece is pinned is determined when the piece is made.
+    """Yields the pieces (parts) of a job. Together the pieces copy each byte of the plans once.
+    Whether the host memory of a piece is pinned is determined when the piece is made.
 
     `plans`: the plans of the job; all have the direction `direction`.
     `arena`: the arena, and how much of it is pinned.
@@ -134,9 +135,10 @@ def pieces(
 def _windows(
     plans: Sequence[Plan], direction: Direction
 ) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-    """Yields the runs of all plans in windows, as three arrays: addresses on the device, addresses
-    in host memory, sizes. A window has the same fraction of the runs of each plan. The first window
-    is small; later windows are larger. Leaves out empty runs."""
+    """Yields the runs (contiguous byte ranges) of all plans in windows. A window has the same
+    fraction of the runs of each plan, and consists of three arrays: the runs' addresses on the
+    device, their addresses in host memory, and their sizes. The first window is small; later
+    windows are larger. Leaves out empty runs."""
     num_runs, end, size = sum(plan.num_runs for plan in plans), 0, FIRST_WINDOW_RUNS
     while end < num_runs:
         begin, end, size = end, min(end + size, num_runs), min(size * GROWTH, MAX_PIECE_RUNS)
@@ -168,8 +170,8 @@ def _windows(
 def _cut(
     device: Int64s, host: Int64s, num_bytes: Int64s, phase: Int64s, grain_bytes: int
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Splits runs at multiples of `grain_bytes`. Returns the smaller runs in the form of the
-    arguments.
+    """Splits runs (contiguous byte ranges) at multiples of `grain_bytes`. Returns the smaller runs
+    in the form of the arguments.
 
     `device`, `host`: addresses of the runs on the device, and in host memory.
     `num_bytes`: sizes of the runs.
@@ -200,9 +202,9 @@ def run_bytes(host: Int64s, num_bytes: Int64s) -> tuple[int, int]:
 
 
 def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
-    """Splits a piece that may be too large. Yields pieces of at most MAX_PIECE_RUNS runs and
-    `settings.piece_bytes` bytes. If the method is STAGED, the pieces must instead fit into the
-    staging memory of a slot (`settings.slot_staging_bytes`)."""
+    """Splits a piece that may be too large. Yields pieces of at most MAX_PIECE_RUNS runs
+    (contiguous byte ranges) and `settings.piece_bytes` bytes. If the method is STAGED, the pieces
+    must instead fit into the staging memory of a slot (`settings.slot_staging_bytes`)."""
     staged = piece.method is Method.STAGED
     room, extra = (
         (settings.slot_staging_bytes, ALIGN_BYTES) if staged else (settings.piece_bytes, 0)
@@ -235,9 +237,9 @@ def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
 
 
 def plan_staged(host: Int64s, num_bytes: Int64s, registration: Int64s) -> StagedPlan:
-    """Plans the layout of a piece in staging memory. Runs that adjoin in host memory, in the same
-    registration, also adjoin in staging memory, so that a single copy moves them. Alignment adds at
-    most ALIGN_BYTES for each run.
+    """Plans the layout of a piece in staging memory. Runs (contiguous byte ranges) that adjoin in
+    host memory, in the same registration, also adjoin in staging memory, so that a single copy
+    moves them. Alignment adds at most ALIGN_BYTES for each run.
 
     `host`, `num_bytes`, `registration`: see `Piece`.
     """

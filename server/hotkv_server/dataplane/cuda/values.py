@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_PIECE_RUNS = 16384
-"""Most runs of a piece. This limits the size of the table that a kernel reads, and the time to plan
-a piece."""
+"""Most runs (contiguous byte ranges) of a piece (part of a job). This limits the size of the table
+that a kernel reads, and the time to plan a piece."""
 
 
 class Direction(enum.Enum):
@@ -21,14 +21,15 @@ class Direction(enum.Enum):
 
 
 class Method(enum.Enum):
-    """The method by which a device copies the runs of a piece."""
+    """The method by which a device copies the runs (contiguous byte ranges) of a piece, which is a
+    part of a copy job."""
 
     MEMCPY = "memcpy"
-    """A call for each run: best for long runs."""
+    """One copy call for each run. The best method for long runs."""
     BATCH = "batch"
-    """A single call for all runs."""
+    """A single copy call for all runs."""
     KERNEL = "kernel"
-    """A kernel reads or writes the arena directly."""
+    """A kernel on the device reads or writes the arena directly."""
     STAGED = "staged"
     """A kernel gathers the runs into a staging buffer on the device, or scatters them from it. A
     copy between the buffer and the arena moves all runs that adjoin in the arena."""
@@ -57,7 +58,7 @@ class CudaCopySettings:
     """Settings of a device's copy engine.
 
     `method`: the copy method; None: the calibration chooses it.
-    `piece_bytes`: largest size of a piece. Jobs take turns, a piece each.
+    `piece_bytes`: largest size of a piece (part of a job). Jobs take turns, a piece each.
     `depth`: largest number of pieces of a direction that are in the device's queue at a time.
     `staging_bytes`: device memory for staging, for both directions together; 0: no staging.
     `calibration_bytes`: size of the scratch memory, on the device and in host memory, for measuring
@@ -83,14 +84,15 @@ class CudaCopySettings:
 
     @property
     def slot_staging_bytes(self) -> int:
-        """Staging memory for each piece in the device's queue, in bytes; a multiple of 256."""
+        """Staging memory for each piece (part of a job) in the device's queue, in bytes; a multiple
+        of 256."""
         return min(self.staging_bytes // (2 * self.depth), self.piece_bytes) // 256 * 256
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Counts of the bytes and pieces that were copied since the start, in one direction and by one
-    method.
+    """Counts of the bytes and pieces (parts of jobs) that were copied since the start, in one
+    direction and by one method.
 
     `method`: name of a `Method`, or "pageable" for copies to or from host memory that was not
         pinned yet.
@@ -107,7 +109,7 @@ class CudaCopyFigures:
     """Figures of a device's copy engine.
 
     `device`: number of the device.
-    `num_queued`: estimated number of pieces that are not in the device's queue yet.
+    `num_queued`: estimated number of pieces (parts of jobs) that are not in the device's queue yet.
     `num_in_flight`: number of pieces in the device's queue.
     `num_failed`: number of jobs (transfers) that have failed.
     `busy_s`: for each direction, the seconds in which the device's queue had pieces.

@@ -118,7 +118,8 @@ class ARC(StampedPolicy):
         }
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the lists or the ghosts are miscounted."""
+        """Raises AssertionError if the lists or the ghosts (records of evicted blocks) are
+        miscounted."""
         values = self._ghosts.values[self._ghosts.tags != 0]
         for number in (ONCE, AGAIN):
             assert self._num[number] == int((self._list == number).sum()), "list miscounted"

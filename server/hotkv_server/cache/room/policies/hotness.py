@@ -45,26 +45,30 @@ from hotkv_server.cache.room.policies.shared import (
 
 EPOCH_S = 60.0
 KEEP = 0.5
-"""The hits of earlier epochs are multiplied by this factor at the end of each epoch (EPOCH_S)."""
+"""At the end of each epoch (EPOCH_S seconds), the scores of a `Duel` are multiplied by this factor
+before the hits of the epoch are added. So old hits count less."""
 MARGIN = 1.01
 """A contender (setting of the formula) replaces the current winner only if it has more than this
 many times the winner's hits."""
 HOLD_MARGIN = 1.04
-"""The hits of a contender with a `hold_s` are divided by this factor before they are compared: they
-are less certain, because its shadow cache holds sampled keys without the blocks before them."""
+"""The score of a contender (setting of the formula) that holds blocks back (`hold_s`) is divided by
+this factor before scores are compared. Such a score is less certain, because the contender's shadow
+cache (simulated cache of keys) holds sampled keys without the blocks before them."""
 SAMPLE_SHARE = 1 / 32
-"""Share of all keys that the shadow caches see. The share is larger while the real cache holds so
-few blocks that a shadow cache would hold less than MIN_SHADOW_BLOCKS."""
+"""Share of all keys that the shadow caches (simulated caches of keys without bytes) see. The share
+is larger while the real cache holds so few blocks that a shadow cache would hold less than
+MIN_SHADOW_BLOCKS."""
 MIN_SHADOW_BLOCKS = 128
 MAX_SHADOW_BLOCKS = 2048
 REGROW = 8
 """If the real cache comes to hold so few blocks that the share of sampled keys must grow by this
-factor, all shadow caches start empty with the larger share."""
+factor, all shadow caches (simulated caches of keys without bytes) start empty with the larger
+share."""
 WAYS = 8
 KEYS_PER_BLOCK = 8
-"""All shadow caches share one table of sampled keys. For each block that a shadow cache may hold,
-the table has this many places: for keys that some shadow cache holds, and for keys that were
-evicted from all of them (ghosts)."""
+"""All shadow caches (simulated caches) share one table of sampled keys. For each block that a
+shadow cache may hold, the table has this many places. A place has a key that some shadow cache
+holds, or a key that was evicted from all shadow caches."""
 
 
 LEAK = 1e-3
@@ -114,8 +118,8 @@ CONTENDERS = (
     Contender(0.1, hold_s=20.0),
     Contender(0.1, hold_s=80.0),
 )
-"""Settings that the duel compares, at most 16 (the number of bits in an element of
-`Duel._holders`). The policy uses the first setting until another wins."""
+"""Settings of the heat formula that the `Duel` compares, at most 16 (the number of bits in an
+element of `Duel._holders`). The policy uses the first setting until another setting wins."""
 
 
 class Duel:
@@ -167,21 +171,25 @@ class Duel:
     @property
     def hold_s(self) -> float:
         """Seconds after a block's last use in which the block is held back (not evicted): the
-        `hold_s` of the winning contender; 0 while the policy may not hold blocks back
-        (`allow_holding`)."""
+        `hold_s` of the winning contender (setting of the formula). 0 while the policy may not hold
+        blocks back (`allow_holding`)."""
         return self.winner.hold_s if self._may_hold else 0.0
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """The score of each contender: the hits of its shadow cache, counted up to the end of the
-        last epoch (EPOCH_S); hits of older epochs count less."""
+        """The score of each contender (setting of the formula): the hits of its shadow cache
+        (simulated cache of keys), counted up to the end of the last epoch (EPOCH_S); hits of older
+        epochs count less."""
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
-        """Records in all shadow caches that a request used some blocks, whether or not the real
-        cache has them. `keys`: the blocks, in chain order. Ends the scores' epoch (EPOCH_S) if its
-        time is over. Returns True if the winner changed. `num_resident`: number of blocks in the
-        real cache."""
+        """Records in all shadow caches (simulated caches of keys without bytes) that a request used
+        some blocks, whether or not the real cache has them. If the epoch (EPOCH_S seconds) is over,
+        updates the scores and chooses the winner. Returns True if the winner changed.
+
+        keys: the blocks, in chain order.
+        num_resident: number of blocks in the real cache.
+        """
         if not self._too_few <= num_resident < self._too_many:
             self._resample(num_resident)
         limit = max(1, round(num_resident * self.share))
@@ -206,9 +214,10 @@ class Duel:
         return self._end_epoch(now_s)
 
     def allow_holding(self, allowed: bool) -> bool:
-        """Sets whether contenders with a `hold_s` may win; these hold recently used blocks back
-        from eviction. If they may not, and such a contender is the winner, chooses another winner
-        at once. Returns True if the winner changed."""
+        """Sets whether a contender (setting of the formula) with a `hold_s` may win. Such a
+        contender holds recently used blocks back from eviction. If `allowed` is False and such a
+        contender is the winner, chooses another winner at once. Returns True if the winner
+        changed."""
         self._may_hold = allowed
         if allowed or not self.winner.hold_s:
             return False
@@ -216,9 +225,9 @@ class Duel:
         return self.current != before
 
     def _worth(self) -> NDArray[np.float64]:
-        """Returns for each contender the score by which the winner is chosen. The score of a
-        contender with a `hold_s` is divided by HOLD_MARGIN; it is -inf while the policy may not
-        hold blocks back (`allow_holding`)."""
+        """Returns for each contender (setting of the formula) the score by which the winner is
+        chosen. The score of a contender with a `hold_s` is divided by HOLD_MARGIN; it is -inf while
+        the policy may not hold blocks back (`allow_holding`)."""
         holding = self._scores / HOLD_MARGIN if self._may_hold else -np.inf
         return np.where(self._rules[:, 3] > 0, holding, self._scores)
 
@@ -226,9 +235,9 @@ class Duel:
         """Adapts the share of sampled keys to `num_resident`, the number of blocks in the real
         cache.
 
-        If the share falls, keys that are no longer in the sample are removed from all shadow
-        caches. If the share rises, all shadow caches are emptied, because they have not seen the
-        uses of the keys that are new in the sample.
+        If the share falls, keys that are no longer in the sample are removed from all shadow caches
+        (simulated caches of keys without bytes). If the share rises, all shadow caches are emptied,
+        because they have not seen the uses of the keys that are new in the sample.
         """
         if num_resident < self._too_few:
             self.share = 1.0
@@ -244,8 +253,8 @@ class Duel:
         self._thin_out()
 
     def _thin_out(self) -> None:
-        """Removes from all shadow caches the keys that are no longer in the sample, because `share`
-        has fallen."""
+        """Removes from all shadow caches (simulated caches of keys without bytes) the keys that are
+        no longer in the sample, because `share` has fallen."""
         left_out = (
             (spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))
         ) | (self._keys == 0)
@@ -273,7 +282,8 @@ class Duel:
         return True
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the arrays of the shadow caches disagree."""
+        """Raises AssertionError if the arrays of the shadow caches (simulated caches of keys
+        without bytes) disagree."""
         holders = self._holders.reshape(-1)
         leaves = self._trees.shape[1] // 2
         for number in range(len(self.contenders)):
@@ -290,8 +300,9 @@ class Duel:
 
 
 def _share_for(num_resident: int) -> float:
-    """Returns the share of all keys that the shadow caches sample while the real cache holds
-    `num_resident` blocks. With more blocks the share is equal or smaller."""
+    """Returns the share of all keys that the shadow caches (simulated caches of keys without bytes)
+    sample while the real cache holds `num_resident` blocks. With more blocks the share is equal or
+    smaller."""
     blocks = max(1, num_resident)
     return min(1.0, max(SAMPLE_SHARE, MIN_SHADOW_BLOCKS / blocks), MAX_SHADOW_BLOCKS / blocks)
 
@@ -306,9 +317,10 @@ KEPT_S = 1e9
 """Added to the heat of blocks whose time to live (`Retention.ttl_s`) has not ended, so that these
 blocks are evicted after all others."""
 DEMOTED, DEMOTED_STEP = -1e9, -128.0
-"""Values of c for demoted entries: so low that every contender evicts these entries before all
-others. The first entry of a demoted chain gets DEMOTED; for each next entry, DEMOTED_STEP is added,
-a difference that 32-bit floats can represent."""
+"""Values of c (log2 of the uses) for demoted entries, which are not expected to be used again. The
+values are so low that every setting of the formula evicts these entries before all others. The
+first entry of a demoted chain gets DEMOTED; for each next entry, DEMOTED_STEP is added, a
+difference that 32-bit floats can represent."""
 DEPTH_STEP = 4e-6
 """The c (log2 of the uses) of a block is at least this much larger than the c of the next block in
 its chain. So among blocks with equal uses, the last block of a chain is evicted first."""
@@ -418,8 +430,9 @@ class Hotness:
         self._watch(keys, now_s)
 
     def _watch(self, keys: Keys, now_s: float) -> None:
-        """Passes the keys of a request to the duel. If the winner changed, empties the queues of
-        blocks to evict (`ColdQueue`), because they are ordered by the earlier winner's formula."""
+        """Passes the keys of a request to the `Duel`, which compares settings of the policy's
+        formula. If another setting wins now, empties the queues of blocks to evict (`ColdQueue`),
+        because they are ordered by the earlier setting."""
         if self.duel.observe(keys, now_s, self._num_known):
             self._queues.clear()
 
@@ -460,7 +473,7 @@ class Hotness:
 
     def _held(self, now: int, entries: Entries) -> NDArray[np.bool_]:
         """Returns which entries are held back: entries that `hold` named, and entries whose last
-        use is less than the winning contender's `hold_s` ago. `now`: in ticks."""
+        use is less than `hold_s` of the present setting ago. `now`: in ticks."""
         used = self._used[entries].astype(np.int64)
         held_ticks = int(self.duel.hold_s * TICKS_PER_S)
         is_held = (used > now - held_ticks) | (self._held_until[entries] > now)
@@ -522,7 +535,8 @@ class Hotness:
         }
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if entries, ghosts or shadow caches disagree."""
+        """Raises AssertionError if entries, ghosts (records of evicted blocks) or shadow caches
+        (simulated caches of keys without bytes) disagree."""
         assert self._num_known == int((self._used != 0).sum()), "known entries miscounted"
         self._ghosts.check_invariants()
         self.duel.check_invariants()

@@ -252,7 +252,7 @@ def _worth(rule: Any, count: Any, depth: Any, now_s: Any) -> Any:
     """Returns the heat of a key that is used at `now_s`, by the formula of `hotness.Contender`. A
     key is slightly colder than the keys before it in its chain.
 
-    rule: the contender's half_life_s, most_doublings, recency and hold_s.
+    rule: parameters of the formula, a contender's half_life_s, most_doublings, recency and hold_s.
     count: c (log2 of the key's uses).
     depth: number of keys before it in its chain.
     """
@@ -262,7 +262,8 @@ def _worth(rule: Any, count: Any, depth: Any, now_s: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True)
 def _take_least(holders: Any, trees: Any, held: Any, c: Any) -> None:
-    """Removes the coldest key from the shadow cache of contender `c`."""
+    """Removes the coldest key from the shadow cache (simulated cache of keys) of contender `c`, a
+    setting of the policy's formula."""
     victim = _least_leaf(trees[c])
     holders[victim // WAYS, victim % WAYS] &= ~np.uint16(1 << c)
     _set_leaf(trees[c], victim, np.inf)
@@ -328,8 +329,9 @@ def observe(
     limit: Any,
     now_s: Any,
 ) -> None:
-    """Records a use of each sampled key of `asked` in the shadow cache of every contender. A shadow
-    cache holds at most `limit` keys; the coldest key is evicted for a new key.
+    """Records a use of each sampled key of `asked` in the shadow cache (simulated cache of keys) of
+    every contender (setting of the policy's formula). A shadow cache holds at most `limit` keys;
+    the coldest key is evicted for a new key.
 
     asked: keys of the blocks of a request, from the first block on.
     threshold: a key is sampled if the low 32 bits of its mixed key (`_spread`) are less than this.

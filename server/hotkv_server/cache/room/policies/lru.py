@@ -14,14 +14,16 @@ STEP_S = 1e-7
 """Distance between the stamps of two blocks of the same call; larger than the spacing of float64
 near 2e8 seconds."""
 DEMOTED_S = 2e8
-"""Subtracted from the stamp of a demoted entry; larger than any stamp."""
+"""Subtracted from the stamp of a demoted entry, which is to be evicted before all others. Larger
+than any stamp."""
 
 
 class Stamps:
-    """A time stamp for each entry: 0 for no stamp, negative if the entry is demoted. The entry with
-    the earliest stamp is evicted first. A use sets the stamp to the time of the use plus the time
-    to live (`ttl_s`). Of two uses without a time to live, the later use has the later stamp. Within
-    a call, a block gets a later stamp than the blocks after it in the chain."""
+    """A time stamp for each entry: 0 for no stamp, negative if the entry is demoted (marked to be
+    evicted first). The entry with the earliest stamp is evicted first. A use sets the stamp to the
+    time of the use plus the time to live (`ttl_s`). Of two uses without a time to live, the later
+    use has the later stamp. Within a call, a block gets a later stamp than the blocks after it in
+    the chain."""
 
     def __init__(self, capacity: int) -> None:
         self.highest = Highest()
@@ -45,21 +47,22 @@ class Stamps:
         self.stamp_s[entries] = np.maximum(self.stamp_s[entries], stamps + ttl_s)
 
     def demote(self, entries: Entries) -> None:
-        """Marks entries that have a stamp as demoted. `entries`: in chain order; the last of them
-        will be evicted first."""
+        """Marks entries that have a stamp as demoted: they are evicted before all others.
+        `entries`: in chain order; the last of them will be evicted first."""
         entries = entries[self.stamp_s[entries] > 0]
         self.stamp_s[entries] -= DEMOTED_S
         self.demoted.add(entries[::-1])
 
     def restore(self, entries: Entries) -> None:
-        """Undoes the demotion of entries: they get the stamp back that they had before. A policy
-        whose `touch` does not call `use` calls this method instead, since a use ends a demotion."""
+        """Undoes the demotion of entries (a mark by which they are evicted first): they get the
+        stamp back that they had before. A policy whose `touch` does not call `use` calls this
+        method instead, since a use ends a demotion."""
         demoted = entries[self.stamp_s[entries] < 0]
         self.stamp_s[demoted] += DEMOTED_S
 
     def used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the stamp of each entry; for a demoted entry, the stamp that it had before its
-        demotion."""
+        """Returns the stamp of each entry; for a demoted entry (marked to be evicted first), the
+        stamp that it had before its demotion."""
         stamp_s = self.stamp_s[entries]
         return np.where(stamp_s < 0, stamp_s + DEMOTED_S, stamp_s)
 
@@ -73,7 +76,8 @@ class Stamps:
 
 class StampedPolicy:
     """Base class of the policies with `Stamps`: the methods that are the same in all of them. These
-    policies evict demoted entries first; `_victims` chooses the others."""
+    policies evict demoted entries (marked by `demote`) first; `_victims` chooses among the other
+    entries."""
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
@@ -96,8 +100,8 @@ class StampedPolicy:
         """Does nothing: these policies never refuse to evict a block."""
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Prepares nothing, because only `victims` decides from which queue it evicts blocks. LRU,
-        which has one queue, overrides this method."""
+        """Prepares nothing, because `victims` decides from which of several queues it evicts
+        blocks. LRU, which has one queue, overrides this method."""
         return iter(())
 
     def victims(

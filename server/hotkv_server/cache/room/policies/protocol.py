@@ -72,7 +72,8 @@ class Policy(Protocol):
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         """Removes entries that leave the cache. Skips entries that were never admitted. `evicted`:
         True if they were evicted, to make room or by an operator; the policy may then remember
-        their keys. False if they were flushed or dropped."""
+        their keys. False if they were flushed (deleted with all blocks of their key space) or
+        dropped."""
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
         """Prepares the next call of `victims` with these arguments. Each step of the returned

@@ -70,8 +70,8 @@ class S3FIFO(StampedPolicy):
         self._stamps.restore(entries)
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Undoes the demotion of entries. Their order does not change, because only the order of
-        arrival counts in this policy."""
+        """Undoes the demotion of entries (a mark by which they are evicted first). Their order does
+        not change, because only the order of arrival counts in this policy."""
         self._stamps.restore(entries)
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:

@@ -28,7 +28,8 @@ from hotkv_server.cache.room.slabs import MAX_SIZES
 
 WAYS = 8
 ROOM = 2
-"""Number of places in the table for each ghost that it should hold."""
+"""A `GhostTable` has this many places for each ghost (record of an evicted block) that it should
+hold."""
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 Values = NDArray[np.uint64]
 
@@ -69,8 +70,9 @@ class GhostTable:
         return f"GhostTable({len(self)}/{self.tags.size} ghosts)"
 
     def remember(self, keys: Keys, values: Values) -> Values:
-        """Adds a ghost for each key, in order. Returns the values of the older ghosts that were
-        dropped because their bucket was full or they had the same key."""
+        """Adds a ghost (record of an evicted block) for each key, in order. Returns the values of
+        the older ghosts that were dropped because their bucket was full or they had the same
+        key."""
         if self._next_age + len(keys) >= 1 << 32:
             self._begin_anew()
         gone = np.zeros(len(keys), np.uint64)
@@ -83,8 +85,8 @@ class GhostTable:
         return gone[:num_gone]
 
     def take(self, keys: Keys) -> tuple[NDArray[np.bool_], Values]:
-        """Removes the ghosts of these keys. Returns for each key whether it had a ghost, and the
-        ghost's value."""
+        """Removes the ghosts (records of evicted blocks) of these keys. Returns for each key
+        whether it had a ghost, and the ghost's value."""
         found, values = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.uint64)
         self._kernels.take(
             self.tags,
@@ -98,15 +100,15 @@ class GhostTable:
         return found, values
 
     def drop_from(self, tag: int) -> None:
-        """Drops all ghosts whose tag (bits of the mixed key, see `tags`) is `tag` or higher, for
-        example to retain only a sample of the keys."""
+        """Drops all ghosts (records of evicted blocks) whose tag (bits of the mixed key, see
+        `tags`) is `tag` or higher, for example to retain only a sample of the keys."""
         gone = self.tags >= tag
         self.tags[gone] = 0
         self._ages[gone] = 0
 
     def put_back(self, places: NDArray[np.int64], tags: NDArray[np.uint32]) -> None:
-        """Adds ghosts that were saved from an earlier table; they become the oldest ghosts. Ignores
-        places that this table does not have.
+        """Adds ghosts (records of evicted blocks) that were saved from an earlier table. They
+        become the oldest ghosts of this table. Ignores places that this table does not have.
 
         places: positions of the ghosts in the flattened array `tags`.
         tags: the tags of the ghosts.
@@ -116,9 +118,9 @@ class GhostTable:
         self._ages.reshape(-1)[places[known]] = 1
 
     def _begin_anew(self) -> None:
-        """Subtracts a constant from the ages of all ghosts, so that they stay below 2^32. Runs once
-        per about 2^32 new ghosts. Expired ghosts become empty places, or the oldest ghosts if
-        ghosts never expire (`is_lasting`)."""
+        """Subtracts a constant from the running numbers (`_ages`) of all ghosts (records of evicted
+        blocks), so that the numbers stay below 2^32. Runs once per about 2^32 new ghosts. Expired
+        ghosts become empty places, or the oldest ghosts if ghosts never expire (`is_lasting`)."""
         base = self._next_age - self.num_ghosts - 1
         oldest = (self.tags != 0) & self._is_lasting
         self._ages[:] = np.where(self._ages > base, self._ages - np.uint32(base), oldest)
@@ -145,17 +147,17 @@ class GhostTable:
 
 
 SHARE = 16
-"""A refill queues the coldest 1/16 of the entries that it has scanned."""
+"""A refill of a `ColdQueue` queues the coldest 1/16 of the entries that it has scanned."""
 MIN_QUEUED = 4
-"""A refill queues at least this many entries. The number is small, because a colder block that
-comes later is evicted only after the queued entries."""
+"""A refill of a `ColdQueue` queues at least this many entries. The number is small, because a
+colder block that comes later is evicted only after the queued entries."""
 SWEEP_ENTRIES = 1 << 17
-"""Entry numbers that each part of a refill examines."""
+"""Number of entry numbers that each part of a refill of a `ColdQueue` examines."""
 
 Heat = Callable[[Entries], NDArray[np.float64]]
 """Function that returns the heat of each entry; the entry with the lowest heat is the coldest."""
 Members = Callable[[int, int], Entries]
-"""Function with the arguments `first` and `stop`. It returns those entries that belong to a queue,
+"""Function with the arguments `first` and `stop`. Returns the entries that belong to a `ColdQueue`,
 among the entry numbers from `first` to `stop` - 1."""
 
 
@@ -173,7 +175,7 @@ class Highest:
 
 
 class ColdQueue:
-    """Returns entries in order of eviction, the coldest first.
+    """A queue that returns entries in order of eviction, the coldest first.
 
     members: function that returns which entries of a range of entry numbers belong to the queue.
     state: 64 bits of the policy's state for each entry number, which change whenever the entry is
@@ -303,8 +305,8 @@ class ColdQueue:
 
 class ColdQueues:
     """A `ColdQueue` for each slot size; the arguments of the constructor are those of `ColdQueue`.
-    If there are MAX_SIZES queues, all are dropped before another is made: a new queue refills
-    itself."""
+    If there are MAX_SIZES queues, all queues are dropped before another queue is made. A new queue
+    refills itself, so nothing is lost."""
 
     def __init__(
         self, state: NDArray[np.uint64], highest: Highest, members: Members, heat: Heat
@@ -325,7 +327,8 @@ class ColdQueues:
         return self._queues[slot_bytes]
 
     def clear(self) -> None:
-        """Empties all queues, because the policy's formula of heat has changed."""
+        """Empties all queues. Called when the policy's formula of heat has changed, because the
+        queues are ordered by heat."""
         for queue in self._queues.values():
             queue.clear()
 
@@ -345,18 +348,19 @@ def _kept(num_seen: int, count: int) -> int:
 
 
 LOOKED_ENTRIES = 1 << 14
-"""A `take` stops when it has examined this many entries. The entries that it skipped (because they
-are pinned or of other slot sizes) then move behind the other demoted entries."""
+"""`DemotedEntries.take` stops when it has examined this many entries. The entries that it skipped
+(because they are pinned or of other slot sizes) then move behind the other demoted entries (marked
+to be evicted first)."""
 PART_ENTRIES = 1 << 12
 COMPACTED_PARTS = 2
-"""For each new part, this many old parts are compacted (`_compact_next`), so that the parts can't
-pile up."""
+"""For each part that is added to `DemotedEntries`, this many old parts are compacted
+(`_compact_next`). So the number of parts stays bounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some demoted entries, at most PART_ENTRIES. `states` and `numbers`: the state and the running
-    number of each entry when it was added."""
+    """At most PART_ENTRIES demoted entries (marked to be evicted first). `states` and `numbers`:
+    the state and the running number of each entry when it was added."""
 
     entries: Entries
     states: NDArray[np.uint64]
@@ -377,8 +381,9 @@ class _Part:
 
 
 class DemotedEntries:
-    """Demoted entries in the order in which they were demoted. `state`: 64 bits of the policy's
-    state for each entry number, which change whenever the entry is used or removed."""
+    """Demoted entries (marked to be evicted before all others), in the order in which they were
+    demoted. `state`: 64 bits of the policy's state for each entry number, which change whenever the
+    entry is used or removed."""
 
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state
@@ -431,8 +436,8 @@ class DemotedEntries:
         return part.at(is_last & (self._state[part.entries] == part.states))
 
     def take(self, count: int, evictable: Evictable) -> Entries:
-        """Removes and returns up to `count` evictable entries that are still demoted. They are
-        removed even if the caller does not evict them."""
+        """Removes and returns up to `count` evictable entries that are still demoted (marked to be
+        evicted first). They leave this object even if the caller does not evict them."""
         chosen: list[Entries] = [np.empty(0, np.uint32)]
         passed: list[_Part] = []
         num_looked = 0
