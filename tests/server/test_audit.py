@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections import Counter
@@ -21,6 +22,7 @@ from hotkv_server.settings import Settings
 from hotkv_server.settings.security import SecuritySettings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_audit
+from hotkv_server.wire import errors
 from hotkv_server.wire.guard import audit as audit_module
 from hotkv_server.wire.guard.audit import MAX_REFUSED_PER_S, AuditLog
 from hotkv_server.wire.guard.interceptor import EdgeInterceptor
@@ -103,6 +105,22 @@ def test_lines_are_bounded_by_the_second() -> None:
     taken = [bound.take(at_s) for at_s in (7.0, 7.1, 7.2, 7.9, 8.0)]
     assert taken == [True, True, False, False, True]
     assert (bound.take_left_out(), bound.take_left_out()) == (2, 0)
+
+
+def test_a_flood_of_refusals_leaves_few_lines_which_count_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Logs 7 refusals in one second, with a bound of 2 lines per second, then 2 in the next."""
+    now_s, lines = [5.0], list[str]()
+    monkeypatch.setattr(errors.time, "monotonic", lambda: now_s[0])
+    throttle = errors._Throttle(2)
+    for number in range(9):
+        now_s[0] = 5.0 + number // 7
+        record = logging.LogRecord("x", logging.WARNING, "", 0, "refused %s", ("100%",), None)
+        if throttle.filter(record):
+            lines.append(record.getMessage())
+    few, many = "refused 100%", "refused 100% (left_out=5 before it)"
+    assert lines == [few, few, many, few]
 
 
 def test_what_can_be_no_file_is_refused_at_once_and_a_link_is_not_followed(

@@ -66,14 +66,19 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class _Throttle(logging.Filter):
-    """A filter for a logger: passes at most `lines_per_s` lines per second, and drops the rest."""
+    """A filter for a logger: passes at most `lines_per_s` lines per second, and drops the rest. The
+    next line that passes says how many were dropped."""
 
     def __init__(self, lines_per_s: int) -> None:
         super().__init__()
         self._bound = LineBound(lines_per_s)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return self._bound.take(time.monotonic())
+        if not self._bound.take(time.monotonic()):
+            return False
+        if count := self._bound.take_left_out():
+            record.msg, record.args = f"{record.getMessage()} (left_out={count} before it)", ()
+        return True
 
 
 rights_log.addFilter(_Throttle(MAX_LINES_PER_S))
