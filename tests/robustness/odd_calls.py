@@ -1,4 +1,4 @@
-"""Calls of the fuzzer with a single request, and hints for them."""
+"""The unary calls that the fuzzer makes, and hints for the values of their requests."""
 
 import json
 
