@@ -231,8 +231,8 @@ class Fuzzer:
         self.bystander.session.store(name, name, [run], 20).result(60)
 
     def look(self) -> None:
-        """Raises AssertionError if the server is dead or slow, has logged an error, or has changed
-        the bystander's blocks."""
+        """Raises AssertionError if the server has ended, answers too slowly, has logged a
+        traceback, or has changed the bystander's blocks."""
         assert self.server._child.process.poll() is None, "the server has ended"
         session, kv = self.bystander.session, self.bystander.kv
         session.ping(PING_DEADLINE_S)

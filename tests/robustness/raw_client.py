@@ -45,8 +45,8 @@ def code_of(error: grpc.RpcError) -> str:
 class RawSession:
     """A session's gRPC stream, used without the client library.
 
-    why_not: the status code with which the server refused the session; empty if the session is
-    open.
+    why_not: name of the status code with which the server refused the session; empty if the session
+    is open.
     """
 
     def __init__(
