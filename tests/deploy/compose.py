@@ -318,8 +318,8 @@ def again(compose: Compose, before: Answer) -> str:
 
 
 def kill(compose: Compose, stored: float) -> list[str]:
-    """Kills the server, and checks what follows. Returns the findings as text. Raises
-    AssertionError if a check fails."""
+    """Kills the server while requests run. Every request must be answered, and Compose must restart
+    the server with its blocks. Returns the findings as text."""
     ended = threading.Event()
     answered: list[str] = []
 

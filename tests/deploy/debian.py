@@ -19,7 +19,7 @@ PACKAGES = {"systemd-nspawn": "systemd-container", "nsenter": "util-linux"}
 
 
 class Steps:
-    """Prints each step of a run with its time and its findings."""
+    """A report of a test run, which prints each step with its time and its findings."""
 
     def __init__(self) -> None:
         self.start_s = time.monotonic()

@@ -59,7 +59,7 @@ class Buildah:
 
 
 class Pod:
-    """Runs the chart's pod like a kubelet, with folders of this machine as volumes."""
+    """The chart's pod, run as a kubelet would run it, with folders of this machine as volumes."""
 
     def __init__(self, buildah: Buildah, rendered: Objects, folder: Path) -> None:
         self._buildah = buildah

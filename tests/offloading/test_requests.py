@@ -40,8 +40,8 @@ def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(wav
 
 
 class RoomMachine(RuleBasedStateMachine):
-    """Compares `Room`, which limits the rows that requests may promote into, with plain lists of
-    rows."""
+    """A state machine that compares `Room`, which limits the rows that requests may promote into,
+    with plain lists of rows."""
 
     def __init__(self):
         super().__init__()

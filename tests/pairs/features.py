@@ -241,7 +241,7 @@ class OtherLast(OtherFirst):
 
 
 class Producer(Play):
-    """The first engine only stores."""
+    """The role `kv_producer`: the first engine only stores."""
 
     def role(self, number: int) -> str:
         return "kv_producer" if number == 0 else ""
@@ -252,7 +252,7 @@ class Producer(Play):
 
 
 class Consumer(Play):
-    """The second engine only loads."""
+    """The role `kv_consumer`: the second engine only loads."""
 
     def role(self, number: int) -> str:
         return "kv_consumer" if number == 1 else ""
@@ -321,7 +321,7 @@ class LoadChoice(Play):
 
 
 class Tracing(Play):
-    """Every request has spans."""
+    """Tracing: the trace collector receives spans for every request."""
 
     def start(self, world: World) -> None:
         self.collector = OtlpReceiver()
@@ -563,7 +563,7 @@ def wait_for_copies(daemon: Daemon, tier: type[Tier]) -> None:
 
 
 class Disk(Tier):
-    """A disk below host memory."""
+    """A disk tier below host memory."""
 
     came, went = "tier_promoted_blocks_total", "tier_demoted_blocks_total"
 

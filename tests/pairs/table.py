@@ -4,7 +4,7 @@
 Each pair has exactly one answer:
 
 - The harness runs both features together (`features.PLAYS`), with a test double of the server or,
-    with a tier, real servers.
+  with a tier, real servers.
 - Another test, with real parts, covers the pair.
 - hotkv refuses the pair with a message, which a test checks.
 - The features cannot be used together, for a reason that a reader can check.

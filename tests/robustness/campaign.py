@@ -89,7 +89,7 @@ class Findings:
 
 
 class Servers:
-    """Forks one server after the other over the same folder; see
+    """The servers of a campaign, forked one after the other over the same folder; see
     `hotkv_server.testing.crashing`."""
 
     def __init__(self, folder: Path, arena: str) -> None:
@@ -160,7 +160,8 @@ class Servers:
 
 
 class Engines:
-    """Starts and kills processes of `tests.robustness.engine`, and collects their reports."""
+    """The processes of `tests.robustness.engine` in a campaign, with the blocks that they have
+    reported."""
 
     def __init__(
         self, target: str, shapes: tuple[Shape, ...], chance: random.Random, findings: Findings

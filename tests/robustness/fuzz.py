@@ -190,8 +190,8 @@ class Odd:
 
 
 class Fuzzer:
-    """Fuzzes a server, and checks that the blocks of another, well-behaved client (the bystander)
-    do not change."""
+    """A fuzzer for one server. It checks that the blocks of another, well-behaved client (the
+    bystander) do not change."""
 
     def __init__(self, server: Server, seed: int) -> None:
         self.server, self.seed, self.tally = server, seed, Tally()

@@ -80,7 +80,7 @@ def store(
 
 
 class OddClients:
-    """Runs clients that misbehave against a server.
+    """Clients that misbehave against one server.
 
     note: called with each input and its answer, to count them.
     """

@@ -94,7 +94,7 @@ PAGE = mmap.PAGESIZE
 
 
 class CUDARuntimeError(RuntimeError):
-    """Stands for CuPy's error."""
+    """A stand-in for CuPy's error of this name."""
 
 
 class Cuda:

@@ -151,7 +151,7 @@ class NaiveHotSet:
             self.ready[slot] = block
 
     def adopt(self) -> tuple[list[int], list[int]]:
-        """Returns (adopted, victims)."""
+        """Makes prefetched blocks part of the hot set. Returns (added blocks, evicted blocks)."""
         excess = len(self.used_at) + len(self.ready) - self.capacity if self.ready else 0
         victims = self.victims(excess, protected=False)
         slots = sorted(self.ready)

@@ -123,8 +123,9 @@ def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
 
 
 class StepMachine(RuleBasedStateMachine):
-    """Compares hot sets in device tables with the reference `HotSet` over random steps and growth.
-    Other changes are applied to the reference only, and then uploaded to the device."""
+    """A state machine that compares hot sets in device tables with the reference `HotSet`, over
+    random steps and growth. Other changes are applied to the reference only, and then uploaded to
+    the device."""
 
     @initialize(
         capacity=st.integers(4, 40),

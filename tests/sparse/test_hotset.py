@@ -17,7 +17,7 @@ from tests.sparse.support import selection_of
 
 
 class Machine(RuleBasedStateMachine):
-    """Compares a hot set with a naive model over random operations. `content` records the block in
+    """A state machine that compares a hot set with a naive model. `content` records the block in
     each slot, and changes when the engine or the prefetcher would write the slot."""
 
     @initialize(

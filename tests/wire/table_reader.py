@@ -78,7 +78,8 @@ def read(block_table: BlockTable, num_batches: int, seed: int, how: str) -> Coun
 
 
 def main(path: str, num_batches: int, seed: int, how: str) -> None:
-    """Maps the table's file read-only, as a client does, and reads it. Prints the counts."""
+    """Maps the block table's file read-only, as a client does, looks up keys, and prints the counts
+    of `read`."""
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     block_table = BlockTable.open(np.frombuffer(mapping, np.uint8))
