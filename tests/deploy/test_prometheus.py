@@ -220,7 +220,8 @@ def test_the_share_that_is_ready_counts_servers_that_are_down(tmp_path: Path) ->
 
 
 def test_a_node_without_prompts_has_no_hit_ratio(tmp_path: Path) -> None:
-    """Otherwise Grafana would show NaN."""
+    """The query of the hit ratio must return nothing for a node without prompts. A division by zero
+    would show as NaN in Grafana."""
     for panel in panels():
         expr = shown(panel["targets"][0]["expr"], "10m")
         if panel["type"] == "stat" and "/" in expr:

@@ -55,7 +55,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "residency": RESIDENT,
     "tracing": {"tracing": "http://localhost:4318"},
 }
-"""Features that this door refuses, each with settings that turn it on."""
+"""Features that `HotKVOffloadingConnector` refuses, each with settings that turn it on."""
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 3,

@@ -33,7 +33,7 @@ QUICK = {
 
 
 class Machine(RuleBasedStateMachine):
-    """Two engines and a server."""
+    """A state machine of two engines and a server with faults."""
 
     def __init__(self):
         super().__init__()

@@ -37,7 +37,7 @@ class Session:
         return self._threads.submit(lambda: SimpleNamespace(status=TransferStatus.DONE))
 
     def release(self, name: str) -> None:
-        """This session leases no blocks."""
+        """Does nothing, because this fake session has no leases."""
 
     def close(self) -> None:
         self._threads.shutdown()

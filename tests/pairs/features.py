@@ -119,7 +119,7 @@ class Hybrid(Play):
 
 
 class Pools(Play):
-    """Engines answer with vectors."""
+    """Pooling models: engines answer with vectors instead of tokens."""
 
     models = (Pooling,)
 
@@ -516,7 +516,7 @@ class Tier(Play):
     """A tier: the server loses its host memory, and promotes blocks from the tier."""
 
     came = went = ""
-    """The server's counters of blocks that came from the tier, and that went there."""
+    """Names of the server's counters of blocks promoted from the tier, and copied to it."""
     has_come = False
 
     def after(self, world: World) -> None:
@@ -623,4 +623,4 @@ PLAYS: dict[str, type[Play]] = {
     "shared": Shared,
     "warm": Warm,
 }
-"""Plays by the name of the feature."""
+"""The `Play` class of each feature, by the feature's name."""

@@ -53,7 +53,7 @@ FEATURES = {
     "warm": "warm start",
     "offloading": "behind vLLM's own offloading",
 }
-"""Features by name, in the order of the page."""
+"""Features by name, in the order of docs/deployments.md."""
 TIERS = ("disk", "shared", "warm")
 """Features of the daemon below host memory, which the server's double does not have."""
 REAL_ONLY = ("residency", "offloading")
@@ -149,7 +149,7 @@ APART: dict[tuple[str, str], str] = {
     "does not compare with computing; `max_load_tokens` of a request bounds a "
     "load",
 }
-"""Pairs that cannot meet, with the reason."""
+"""Pairs that cannot be used together, with the reason."""
 
 REAL: dict[tuple[str, str], Answer] = {
     ("residency", other): Answer(Kind.REAL, test)
@@ -219,7 +219,7 @@ REAL: dict[tuple[str, str], Answer] = {
         "warm": f"{_DOOR}test_a_node_that_was_warmed_hits_from_its_host_memory",
     }.items()
 }
-"""Pairs that a separate test shows with real parts."""
+"""Pairs that a separate test covers with real parts."""
 
 
 def pairs() -> list[Pair]:

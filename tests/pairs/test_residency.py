@@ -386,7 +386,7 @@ SHOWN: dict[str, Callable[[Stage], None]] = {
     "shared": shared,
     "warm": warm,
 }
-"""Runs by the feature that residency meets."""
+"""The function that tests residency with a feature, by the feature's name."""
 
 EVERYDAY = {"reset", "disk"}
 NOT_COUNTED = {"ranks", "producer", "pooling", "embeds", "images"}

@@ -24,7 +24,7 @@ from tests.vllm.ranked import RankedEngine
 
 TURNS = 4
 MOST_MORE = 60
-"""Limit of requests at the end, until every feature has shown itself."""
+"""Limit of further requests at the end, until every feature has taken effect."""
 FAMILIES = 3
 """Prompts of the same family are prefixes of each other."""
 
@@ -34,11 +34,11 @@ class Play:
     changes nothing. Each object belongs to a single `World`."""
 
     models: tuple[type[Engine], ...] = ()
-    """Mixed into the class of every engine in the world."""
+    """Classes mixed into the class of every engine in the `World`."""
     may_not_hit = False
-    """True if the feature may keep all hits of a world from being loaded."""
+    """True if the feature may prevent all loads in a `World`."""
     count = 0
-    """How often the feature has happened."""
+    """How often the feature has acted."""
 
     def settings(self, world: "World", number: int) -> dict[str, Any]:
         """Returns the settings that the feature adds to an engine. The key `extra` has the

@@ -222,7 +222,7 @@ def test_refusals(call: Callable[..., object], words: str) -> None:
 
 
 def _turned(x: F32, positions: npt.NDArray[np.int64], frequencies: F64) -> F32:
-    """Computes RoPE with complex numbers."""
+    """Turns keys by RoPE at these positions, computed with complex numbers."""
     count = len(frequencies)
     z = x[..., :count] + 1j * x[..., count : 2 * count]
     z = z * np.exp(1j * positions[:, None, None] * frequencies)

@@ -27,7 +27,7 @@ from tests.sparse.cuda_support import PAGE, Cuda
 
 
 def mapped(num_bytes: int) -> np.ndarray:
-    """Returns an arena mapped as `hotkv_client.arena` maps it."""
+    """Returns memory that is mapped read-only, as `hotkv_client.arena` maps the arena."""
     return np.frombuffer(mmap.mmap(-1, num_bytes, prot=mmap.PROT_READ), np.uint8)
 
 
