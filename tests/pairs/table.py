@@ -55,14 +55,14 @@ FEATURES = {
 }
 """Features by name, in the order of docs/deployments.md."""
 TIERS = ("disk", "shared", "warm")
-"""Features of the daemon below host memory, which the server's double does not have."""
+"""Tiers below host memory, which only real servers have (not the test double)."""
 REAL_ONLY = ("residency", "offloading")
 """Features that the harness can't play: residency needs the layers of a real model, and the harness
 drives hotkv's own connector, not vLLM's offloading."""
 
 
 WORLD_SIZE = 4
-"""Most features of a world beside its tiers: more of them, and one hides another more often."""
+"""Largest number of features in a set, without tiers. In a larger set, features hide each other."""
 
 
 class Kind(Enum):

@@ -26,7 +26,7 @@ UNARY: dict[str, type[Message]] = {
     "AdminService/PreviewEvict": admin_pb2.PreviewEvictRequest,
     "WarmStartService/PrefetchBlocks": warm_pb2.PrefetchBlocksRequest,
 }
-"""Calls of the admin API that do not change the bystander's blocks."""
+"""Calls with a single answer. Of the admin API, only calls that do not change blocks."""
 SERVER_STREAMS: dict[str, type[Message]] = {
     "Health/Watch": health_pb2.HealthCheckRequest,
     "AdminService/WatchRequests": admin_pb2.WatchRequestsRequest,

@@ -1,5 +1,5 @@
-"""Tests how far scores deviate from exact attention when keys are stored relative to a centre (the
-mean key)."""
+"""Tests the bias of a scorer format: the mean error of its scores against exact attention, with and
+without a centre (the mean key)."""
 
 import itertools
 from typing import Any
