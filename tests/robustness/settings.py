@@ -1,9 +1,11 @@
-"""Tests that blocks stored under one setting of vLLM are correct under another: `python -m
-tests.robustness.settings [--only PATH …] [--json FILE]`. For each field of vLLM's config
+"""Tests that blocks stored under some settings of vLLM are correct under other settings.
+
+`python -m tests.robustness.settings [--only PATH …] [--json FILE]`. For each field of vLLM's config
 (`tests.vllm.config_walk`) and other values for it, an engine is started. It answers a prompt twice:
 with hits in the blocks of an engine with the usual settings, and under a cache salt, which prevents
 hits. The logprobs must be equal. The model is a tiny Phi-3 with LongRoPE, whose keys depend on more
-settings than most. A value with which vLLM does not start counts as refused."""
+settings than most. A value with which vLLM does not start counts as refused.
+"""
 
 import argparse
 import dataclasses
